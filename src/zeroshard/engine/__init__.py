@@ -1,0 +1,9 @@
+"""The engine composes the techniques along one training step.
+
+Read `engine`, then `assembly` (what hangs on a flat buffer), `forward`, `backward`, `update`, and `accounts`.
+"""
+
+from zeroshard.engine.accounts import MemoryTable, TrafficTable
+from zeroshard.engine.engine import Engine, StepResult
+
+__all__ = ["Engine", "MemoryTable", "StepResult", "TrafficTable"]

@@ -1,0 +1,154 @@
+"""What the plan's formulas say beside what the ledger and comm counted: `engine.memory()` and `engine.traffic()`."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from zeroshard.comm import Count, Purpose
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.ledger import Category, Ledger
+from zeroshard.plan import Plan
+from zeroshard.zero import StateBytes, state_bytes, wire_elements
+from zeroshard.zero.formulas import BytesPerParameter
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes of one category on this rank.
+
+    Attributes:
+        planned_bytes: by the paper's formula for Ψ parameters; None where there is none. A fraction where N does not divide Ψ.
+        padding_bytes: by the same formula for the padding elements.
+        measured_bytes: what the ledger holds now.
+        peak_bytes: the most it held.
+    """
+
+    category: str
+    planned_bytes: Fraction | None
+    padding_bytes: Fraction | None
+    measured_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRow:
+    """What the last step moved for one purpose, by the paper's count (an all-gather of Ψ elements counts Ψ)."""
+
+    purpose: str
+    planned_elements: int | None
+    measured_elements: int
+    padding_elements: int
+    measured_bytes: int
+    sent_bytes: int
+    calls: int
+    seconds: float
+
+
+class _Table:
+    """Rows that print as a table and come as dicts."""
+
+    rows: list[Any]
+    title: str
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain values; fractions become floats."""
+        return [{k: float(v) if isinstance(v, Fraction) else v for k, v in asdict(row).items()} for row in self.rows]
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+    def __str__(self) -> str:
+        dicts = self.as_dicts()
+        if not dicts:
+            return f"{self.title}: nothing"
+        cells = [[key.replace("_", " ") for key in dicts[0]], *([_text(v) for v in row.values()] for row in dicts)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in cells]
+        return "\n".join([self.title, *lines])
+
+
+class MemoryTable(_Table):
+    """Bytes per rank: planned by the formula, padding, measured by the ledger."""
+
+    def __init__(self, rows: list[MemoryRow]) -> None:
+        self.rows = rows
+        self.title = "bytes on this rank"
+
+    def __getitem__(self, category: str) -> MemoryRow:
+        return next(row for row in self.rows if row.category == category)
+
+
+class TrafficTable(_Table):
+    """Elements and bytes on the wire in the last step: formula and measured."""
+
+    def __init__(self, rows: list[TrafficRow]) -> None:
+        self.rows = rows
+        self.title = "on the wire in the last step"
+
+    def __getitem__(self, purpose: str) -> TrafficRow:
+        return next(row for row in self.rows if row.purpose == purpose)
+
+
+def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger) -> MemoryTable:
+    """The formula and the ledger, category by category."""
+    zero = StateBytes(*[Fraction(0)] * 4)
+    planned, padding = zero, zero
+    for shard in assembly.all_shards:
+        each, index = _costs(shard, assembly, plan, ranks), shard.flat.index
+        frozen = not shard.flat.trainable
+        planned += _with_sums(state_bytes(index.numel, ranks, plan.zero, each, frozen), index.numel, shard, plan, ranks)
+        padding += _with_sums(state_bytes(index.padding, ranks, plan.zero, each, frozen), index.padding, shard, plan, ranks)
+    rows = []
+    for category in Category:
+        account = ledger.account(category)
+        field = str(category).replace(" ", "_")
+        formula, extra = getattr(planned, field, None), getattr(padding, field, None)
+        rows.append(MemoryRow(str(category), formula, extra, account.current, account.peak))
+    return MemoryTable(rows)
+
+
+def traffic_table(assembly: Assembly, plan: Plan, ranks: int, counts: Mapping[Purpose, Count]) -> TrafficTable:
+    """The formula and comm's counts of the last step, purpose by purpose."""
+    trainable = sum(s.flat.index.numel for s in assembly.all_shards if s.flat.trainable)
+    frozen = sum(s.flat.index.numel for s in assembly.all_shards if not s.flat.trainable)
+    planned = wire_elements(trainable, ranks, plan.zero, plan.accumulate, plan.reductions)
+    if plan.zero == 3 and ranks > 1:
+        planned["gather parameters"] += 2 * plan.accumulate * frozen
+    rows = []
+    for purpose in Purpose:
+        count = counts.get(purpose, Count())
+        formula = planned.get(str(purpose))
+        if formula is not None or count.calls:
+            measured = (count.elements, count.padding, count.nbytes, count.sent_nbytes, count.calls, count.seconds)
+            rows.append(TrafficRow(str(purpose), formula, *measured))
+    return TrafficTable(rows)
+
+
+def _costs(shard: Shard, assembly: Assembly, plan: Plan, ranks: int) -> BytesPerParameter:
+    size = shard.flat.dtype.itemsize
+    gradient = size
+    if plan.accumulate > 1 and (not plan.reduces_each_microbatch or ranks == 1 or plan.zero >= 2):
+        gradient = torch.promote_types(shard.flat.dtype, torch.float32).itemsize if shard.flat.trainable else size
+    states = assembly.layout.bytes_per_element * max(size, 4) // 4
+    return BytesPerParameter(size, gradient, 4 if shard.master else 0, states)
+
+
+def _with_sums(states: StateBytes, numel: int, shard: Shard, plan: Plan, ranks: int) -> StateBytes:
+    """Under accumulation, stages 0 and 1 keep the sum of the reduced slices beside the whole gradients."""
+    separate = plan.accumulate > 1 and plan.reduces_each_microbatch and plan.zero <= 1 and ranks > 1
+    if not separate or not shard.flat.trainable:
+        return states
+    each = torch.promote_types(shard.flat.dtype, torch.float32).itemsize
+    sums = Fraction(numel * each, ranks)
+    return states + StateBytes(Fraction(0), sums, Fraction(0), Fraction(0))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() else f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

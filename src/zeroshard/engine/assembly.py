@@ -1,0 +1,193 @@
+"""What hangs on each flat buffer, put together from a model, an optimizer and a plan."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.comm import Comm
+from zeroshard.errors import OptimizerError
+from zeroshard.initialise import Initialiser, Materialiser
+from zeroshard.ledger import Arena, Category, Ledger
+from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
+from zeroshard.plan import Plan
+from zeroshard.precision import DTYPES, Precision, keep_in_fp32
+from zeroshard.units import Flat, Unit, find_units
+from zeroshard.zero import Accumulation, GradientShards, ParameterShards, Residency
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(slots=True)
+class Shard:
+    """One flat buffer with all that ZeRO, precision and the optimizer hang on it.
+
+    Attributes:
+        owned: what this rank updates, [S], or [N*S] at stage 0: the parameters themselves or their fp32 masters.
+        start: the place of `owned` in the flat.
+        spans: the number of the flat's spans in the optimizer; -1 when frozen.
+    """
+
+    flat: Flat
+    parameters: ParameterShards
+    gradients: GradientShards | None
+    owned: torch.Tensor
+    master: bool
+    start: int
+    spans: int = -1
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The parameters that belong to `owned`, in the dtype of computation."""
+        whole = self.owned.numel() == self.flat.index.padded_numel
+        return self.parameters.full if whole and not self.parameters.sliced else self.parameters.own
+
+
+@dataclass(slots=True)
+class Assembly:
+    """A model cut into units, with the shards of each unit."""
+
+    units: list[Unit]
+    shards: list[list[Shard]]
+    optimizer: SpanOptimizer
+    layout: StateLayout
+    precision: Precision
+    arena: Arena
+
+    @property
+    def all_shards(self) -> list[Shard]:
+        """All shards in the fixed order of units."""
+        return [shard for shards in self.shards for shard in shards]
+
+
+class Assembler:
+    """Builds an `Assembly`: materialises unit by unit, and keeps of each unit what the plan says."""
+
+    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, ledger: Ledger) -> None:
+        self._model, self._plan, self._comm, self._ledger = model, plan, comm, ledger
+        self._residency = Residency.of_stage(plan.zero)
+        self._precision = Precision.named(plan.precision)
+        self._arena = Arena(ledger, comm.mesh.device)
+
+    def assemble(self, optimizer: OptimizerLike, initialise: Initialiser | None) -> Assembly:
+        """Cut the model into flats, give them values, and point the optimizer at what this rank updates.
+
+        Raises:
+            PlanError, ModelError, OptimizerError: what does not fit together.
+        """
+        torch_optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self._model.parameters())
+        layout = check_elementwise(torch_optimizer)
+        _refuse_used(torch_optimizer)
+        groups = _group_of(torch_optimizer, self._model)
+        kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
+        units = find_units(self._model, self._plan.units)
+        materialiser = Materialiser(self._model, self._plan.seed, initialise)
+        spans = SpanOptimizer(torch_optimizer, self._ledger)
+        shards: list[list[Shard]] = []
+        for unit in units:
+            kinds = self._kinds(unit, groups, kept)
+            for owner in unit.owners:
+                materialiser.materialise(owner)
+            shards.append([])
+            for (dtype, trainable), members in kinds.items():
+                real = {name: materialiser.real(parameter) for name, parameter in members.items()}
+                flat = Flat(unit, real, dtype, trainable, self._comm.mesh.ranks)
+                shard = self._shard(flat, keyed=any(parameter.is_meta for parameter in members.values()))
+                if trainable:
+                    numbers = [groups[parameter] for parameter in members.values()]
+                    shard.spans = spans.add(flat.index, numbers, shard.owned, shard.start)
+                shards[-1].append(shard)
+        for module in self._model.modules():
+            materialiser.materialise(module)  # buffers of modules without parameters
+        self._place_buffers()
+        spans.adopt()
+        return Assembly(units, shards, spans, layout, self._precision, self._arena)
+
+    def _kinds(
+        self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
+    ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
+        """A unit's parameters by (dtype, trainable), those of one optimizer group side by side."""
+        kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        by_group = sorted(unit.parameters.items(), key=lambda item: groups.get(item[1], -1))
+        for name, parameter in by_group:
+            key = (self._precision.dtype_of(parameter, parameter in kept), parameter in groups and parameter.requires_grad)
+            kinds.setdefault(key, {})[name] = parameter
+        return kinds
+
+    def _shard(self, flat: Flat, keyed: bool) -> Shard:
+        """Give a flat its buffers and values; values that are not keyed by name are rank 0's."""
+        index, mesh = flat.index, self._comm.mesh
+        values = _values(flat, mesh.device)
+        if not keyed:
+            self._comm.broadcast(values, f"initial weights {flat.label}")
+        parameters = ParameterShards(flat, self._residency, self._comm, self._ledger)
+        start, stop = index.interval(mesh.rank) if self._residency.slice_states else (0, index.padded_numel)
+        has_master = flat.trainable and flat.dtype.itemsize < 4
+        if has_master:
+            padding = index.padding_in(start, stop)
+            label = f"master weights {flat.label}"
+            owned = self._ledger.empty(stop - start, torch.float32, mesh.device, Category.MASTER_WEIGHTS, label, padding)
+            owned.copy_(values[start:stop])
+        parameters.load(values)
+        if not has_master:
+            owned = parameters.own if self._residency.slice_states else parameters.full
+        gradients = None
+        if flat.trainable:
+            gradients = GradientShards(flat, self._residency, self._comm, self._ledger, self._arena, self._accumulation())
+        return Shard(flat, parameters, gradients, owned, has_master, start)
+
+    def _accumulation(self) -> Accumulation:
+        several, each = self._plan.accumulate > 1, self._plan.reduces_each_microbatch
+        wire = DTYPES[self._plan.reduce_dtype] if self._plan.reduce_dtype else None
+        return Accumulation(wire, local=several and not each, reduced=several and each)
+
+    def _place_buffers(self) -> None:
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
+                self._comm.broadcast(placed, f"buffer {name}")
+                self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
+
+
+def _values(flat: Flat, device: torch.device) -> torch.Tensor:
+    """The initial values of a flat [padded], as precise as the user's model holds them."""
+    dtype = flat.dtype
+    for parameter in flat.parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    values = torch.zeros(flat.index.padded_numel, dtype=dtype, device=device)
+    for number, parameter in enumerate(flat.parameters):
+        flat.view(values, number).copy_(parameter.detach())
+    return values
+
+
+def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        if float(state.get("step", 0)) > 0 or "momentum_buffer" in state:
+            raise OptimizerError(
+                f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give the engine a new "
+                "optimizer, and load a zeroshard checkpoint to go on from an earlier run."
+            )
+
+
+def _group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    """The optimizer group of every parameter; trainable ones that are in none are frozen, with a warning."""
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    foreign = [p for p in groups if p not in names]
+    if foreign:
+        raise OptimizerError(
+            f"The optimizer holds {len(foreign)} parameters that are not in the model (the first has shape {tuple(foreign[0].shape)}). "
+            "Make it from this model's parameters()."
+        )
+    left_out = [p for p in names if p.requires_grad and p not in groups]
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is {names[left_out[0]]!r}); "
+            "they are frozen. Put them into the optimizer to train them.",
+            stacklevel=5,
+        )
+        for parameter in left_out:
+            parameter.requires_grad_(False)
+    return groups

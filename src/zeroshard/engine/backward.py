@@ -1,0 +1,205 @@
+"""The backward: gradients land in flat buffers, and each unit is reduced as soon as its own are complete.
+
+[Note: order of reductions] All ranks launch one reduction per unit and backward, in one fixed order (the units in
+reverse, the root last), so a rank whose data made it skip a unit sends zeros in its turn. A unit is launched early when
+every parameter that got a gradient in the last step has one; what is left is launched when the backward ends.
+A gradient that comes after its unit was launched (re-entrant recomputation) waits for the next reduction or the update.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeroshard.comm import Comm
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.errors import PlanError
+from zeroshard.zero import Gatherer, GradientShards, PassKind
+
+IN_FLIGHT = 2  # reductions under way before the oldest is waited for
+GRACE = 0.2  # seconds that it is waited for before going on without it
+
+
+class Backward:
+    """Listens to autograd on behalf of one model.
+
+    Attributes:
+        reduces: whether a backward reduces its gradients; `no_sync` turns it off.
+        under_scale: whether the engine multiplied the loss of the backward under way.
+        count: backwards since the last update.
+    """
+
+    def __init__(self, assembly: Assembly, gatherer: Gatherer | None, comm: Comm, needs_scale: bool) -> None:
+        self._assembly, self._gatherer, self._comm, self._needs_scale = assembly, gatherer, comm, needs_scale
+        root = len(assembly.units) - 1
+        self._order = [*reversed(range(root)), root]
+        self._gradients: list[list[GradientShards]] = [
+            [shard.gradients for shard in shards if shard.gradients is not None] for shards in assembly.shards
+        ]
+        self._expected = [[bytearray(b"\1" * len(g.written)) for g in gradients] for gradients in self._gradients]
+        self._arrived: list[list[bytearray]] = []
+        self._only_trainable = [all(shard.flat.trainable for shard in shards) for shards in assembly.shards]
+        self._place_of = {id(g): (u, n) for u, gradients in enumerate(self._gradients) for n, g in enumerate(gradients)}
+        self._active = False
+        self._launched = 0
+        self._in_flight: list[int] = []
+        self.reduces = True
+        self.under_scale = False
+        self.count = 0
+        for shard in assembly.all_shards:
+            if shard.gradients is not None:
+                self._listen(shard, shard.gradients)
+
+    @property
+    def gradients(self) -> list[GradientShards]:
+        """The gradient shards of all units, in their fixed order."""
+        return [g for gradients in self._gradients for g in gradients]
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Backwards inside add up on this rank and are not reduced."""
+        before, self.reduces = self.reduces, False
+        try:
+            yield
+        finally:
+            self.reduces = before
+
+    def on_output_gradient(self, gradient: torch.Tensor) -> None:
+        """The first thing of a backward that the engine hears of."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a backward, unless one is under way.
+
+        Raises:
+            PlanError: a loss scale is in use and the loss was not multiplied by it.
+        """
+        if self._active:
+            return
+        if self._needs_scale and not self.under_scale:
+            raise PlanError("Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward().")
+        self._active = True
+        self._launched = 0
+        self._arrived = [[bytearray(len(g.written)) for g in gradients] for gradients in self._gradients]
+        self.count += 1
+        if self.count > 1:
+            for gradients in self.gradients:
+                gradients.accumulate_in_fp32()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        if self._gatherer is not None:
+            self._gatherer.begin(PassKind.BACKWARD)
+
+    def inputs_done(self, unit: int) -> None:
+        """The gradients of a unit's inputs are there: nothing in this backward reads its weights again."""
+        if self._gatherer is not None and self._active:
+            self._gatherer.done(unit)
+
+    def forget_interrupted(self) -> None:
+        """Clear up after a backward that ended in an exception."""
+        if self._active and torch._C._current_graph_task_id() == -1:
+            self._active = False
+            if self._gatherer is not None:
+                self._gatherer.abandon()
+
+    def reduce_units(self, units: list[int]) -> None:
+        """Reduce these units' gradients now, in the fixed order; a collective call."""
+        for unit in (u for u in self._order if u in units):
+            for gradients in self._gradients[unit]:
+                gradients.start_reduce()
+                gradients.finish_reduce()
+
+    def unreduced(self) -> list[int]:
+        """The units that hold gradients of this rank which were not reduced yet."""
+        if self._comm.mesh.ranks == 1:
+            return []
+        return [u for u in range(len(self._order)) if any(any(g.written) for g in self._gradients[u])]
+
+    def expect(self) -> None:
+        """Take what was written in the step that ends as what the next one will write."""
+        self._expected = [[bytearray(g.written_in_step) for g in gradients] for gradients in self._gradients]
+
+    def _listen(self, shard: Shard, gradients: GradientShards) -> None:
+        for number, parameter in enumerate(shard.flat.parameters):
+            parameter.register_hook(_Arrival(self, parameter))
+            parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))
+
+    def receive(self, gradients: GradientShards, number: int, parameter: torch.Tensor) -> None:
+        """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""
+        assert parameter.grad is not None
+        gradients.receive(number, parameter.grad.detach())
+        parameter.grad = shard_placeholder(parameter)
+        unit, flat = self._place_of[id(gradients)]
+        if self._arrived[unit][flat][number]:  # a second round: re-entrant recomputation used the unit once more
+            self._arrived[unit] = [bytearray(len(arrived)) for arrived in self._arrived[unit]]
+        self._arrived[unit][flat][number] = 1
+        if not self._complete(unit):
+            return
+        if self._gatherer is not None and self._only_trainable[unit]:
+            self._gatherer.done(unit)
+        if self.reduces:
+            self._launch_complete()
+
+    def _complete(self, unit: int) -> bool:
+        pairs = zip(self._expected[unit], self._arrived[unit], strict=True)
+        return all(here or not wanted for expected, arrived in pairs for wanted, here in zip(expected, arrived, strict=True))
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._order) and self._complete(self._order[self._launched]):
+            self._launch(self._order[self._launched])
+
+    def _launch(self, unit: int) -> None:
+        for gradients in self._gradients[unit]:
+            gradients.start_reduce()
+        self._launched += 1
+        self._in_flight.append(unit)
+        if len(self._in_flight) > IN_FLIGHT:
+            for gradients in self._gradients[self._in_flight.pop(0)]:
+                gradients.try_finish_reduce(GRACE)
+
+    def _end(self) -> None:
+        """The backward is over: reduce what is left, free what is gathered."""
+        if self._gatherer is not None:
+            self._gatherer.free_all()
+        if self.reduces:
+            while self._launched < len(self._order):
+                self._launch(self._order[self._launched])
+        if self._gatherer is not None:
+            self._gatherer.end()
+        if self.reduces:
+            for gradients in self.gradients:
+                gradients.finish_reduce()
+        self._in_flight.clear()
+        self._active = False
+
+
+def shard_placeholder(parameter: torch.Tensor) -> torch.Tensor:
+    """What a parameter's `.grad` shows while its gradient is in a flat buffer: NaN everywhere, which refuses writes.
+
+    So `torch.nn.utils.clip_grad_norm_` or an optimizer on the model's own parameters fails instead of doing nothing.
+    """
+    return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+class _Arrival:
+    """Clears the placeholder just before autograd hands over a gradient, so that it hands over a tensor of its own."""
+
+    __slots__ = ("backward", "parameter")
+
+    def __init__(self, backward: Backward, parameter: torch.Tensor) -> None:
+        self.backward, self.parameter = backward, parameter
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self.backward.begin()
+        self.parameter.grad = None
+
+
+class _Receipt:
+    """Hands a parameter's gradient on to its flat buffer."""
+
+    __slots__ = ("backward", "gradients", "number")
+
+    def __init__(self, backward: Backward, gradients: GradientShards, number: int) -> None:
+        self.backward, self.gradients, self.number = backward, gradients, number
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.backward.receive(self.gradients, self.number, parameter)

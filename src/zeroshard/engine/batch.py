@@ -1,0 +1,54 @@
+"""A batch cut into microbatches, and the loss in what a model returned."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zeroshard.errors import BatchError
+
+
+def microbatches(batch: Any, count: int) -> list[Any]:
+    """Cut every tensor of a batch along its first dimension into `count` even parts.
+
+    Raises:
+        BatchError: a tensor whose first dimension does not divide, or no tensor at all.
+    """
+    if count == 1:
+        return [batch]
+    leaves, spec = tree_flatten(batch)
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    if len(sizes) != 1:
+        raise BatchError(f"The batch's tensors have the first dimensions {sorted(sizes)}; accumulation needs one common size to cut.")
+    size = sizes.pop()
+    if size == 0 or size % count:
+        raise BatchError(
+            f"A batch of {size} does not divide into {count} microbatches; make the batch a multiple of {count}, or change accumulate."
+        )
+    cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten([part[m] for part in cut], spec) for m in range(count)]
+
+
+def call_with(model: Any, batch: Any) -> Any:
+    """Call a model with a batch: a mapping as keywords, a tuple or list as arguments, anything else as the one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The scalar loss in a model's output: the output itself, its `.loss`, or its "loss" entry.
+
+    Raises:
+        BatchError: there is none.
+    """
+    candidates = [output, getattr(output, "loss", None), output.get("loss") if isinstance(output, Mapping) else None]
+    for candidate in candidates:
+        if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
+            return candidate.reshape(())
+    shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    raise BatchError(
+        f"The model returned a {type(output).__name__}{shape} without a scalar loss. Return the loss, an object with .loss, or pass "
+        "Engine(..., loss=function of (output, batch))."
+    )

@@ -1,0 +1,182 @@
+"""The update: the ranks agree on what there is, the norm is made exact over slices, and each slice takes one step.
+
+[Note: agreement] Once per step, every rank sends one small word: the step's number, checksums of the collectives so far,
+which units it has not reduced, which parameters got a gradient, and its share of the squared norm. Everything that could
+differ between ranks (an unused parameter, an overflow, a lost step) is decided from the same words by all.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.comm import Comm
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.backward import Backward
+from zeroshard.errors import CommError, NonFiniteError
+from zeroshard.optim import Span
+
+HEAD = struct.Struct("<qIId")
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks agree on before an update: the norm of the mean gradient as it is (scaled), and who got one."""
+
+    norm: float
+    written: list[bool]
+
+
+class Update:
+    """Takes steps with the gradients of one model."""
+
+    def __init__(self, assembly: Assembly, backward: Backward, comm: Comm) -> None:
+        self._assembly, self._backward, self._comm = assembly, backward, comm
+        self._shards = [shard for shard in assembly.all_shards if shard.gradients is not None]
+        self._settled: tuple[int, Settled] | None = None
+
+    def settle(self, step: int) -> Settled:
+        """Reduce what is left and agree with all ranks; a collective call, made once per step.
+
+        Raises:
+            CommError: the ranks are at different steps, or did different things on the way.
+        """
+        if self._settled is not None and self._settled[0] == self._backward.count:
+            return self._settled[1]
+        words = self._agree(step)
+        left = sorted({unit for word in words for unit in word.unreduced})
+        if left:
+            self._backward.reduce_units(left)
+            words = self._agree(step)
+        norm = math.sqrt(sum(word.squares for word in words))
+        settled = Settled(norm, [any(flags) for flags in zip(*(word.written for word in words), strict=True)])
+        self._settled = (self._backward.count, settled)
+        self._spread_written(settled)
+        return settled
+
+    def refuse_nonfinite(self, norm: float) -> None:
+        """Raise with the names of the parameters whose gradients are not finite.
+
+        Raises:
+            NonFiniteError: always.
+        """
+        mine = [name for shard in self._shards for name in _nonfinite(shard)]
+        everyone = self._comm.agree_on(mine, "non-finite gradients")
+        found = [name for names in everyone for name in names]
+        shown = ", ".join(dict.fromkeys(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        raise NonFiniteError(
+            f"The gradient of {shown} is not finite (norm {norm}); the weights were left as they are. Look at the loss, lower the learning "
+            "rate, set clip_norm, or choose nonfinite='skip' to leave such steps out."
+        )
+
+    def apply(self, factor: float) -> None:
+        """One optimizer step with the gradients times `factor`; parameters without a gradient stay as they are."""
+        place = 0
+        assert self._settled is not None
+        for shard in self._shards:
+            count = len(shard.flat.parameters)
+            written = self._settled[1].written[place : place + count]
+            place += count
+            if any(written):
+                self._update(shard, written, factor)
+        for shard in self._shards:
+            shard.parameters.finish_spread()
+        self._assembly.optimizer.account()
+
+    def consume(self) -> None:
+        """Drop the step's gradients."""
+        self._backward.expect()
+        for shard in self._shards:
+            assert shard.gradients is not None
+            shard.gradients.consume()
+            for parameter in shard.flat.parameters:
+                parameter.grad = None
+        self._backward.count = 0
+        self._settled = None
+
+    def _update(self, shard: Shard, written: list[bool], factor: float) -> None:
+        assert shard.gradients is not None
+        optimizer, arena, index = self._assembly.optimizer, self._assembly.arena, shard.flat.index
+        gradient = shard.gradients.for_update()
+        scratch = None
+        if gradient.dtype != shard.owned.dtype:
+            scratch = arena.take(gradient.numel(), shard.owned.dtype, "gradients in fp32")
+            gradient = scratch.copy_(gradient)
+        if factor != 1.0:
+            gradient.mul_(factor)
+        if not all(written):
+            ends = zip(written, written[1:], index.entries[1:], strict=False)
+            optimizer.split(shard.spans, [entry.offset for before, after, entry in ends if before != after])
+
+        def gradient_of(span: Span) -> torch.Tensor | None:
+            here = gradient[span.start - shard.start : span.stop - shard.start]
+            return here if written[index.number_at(span.start)] else None
+
+        optimizer.step(shard.spans, gradient_of)
+        if scratch is not None:
+            arena.give(scratch)
+        if shard.master:
+            shard.target.copy_(shard.owned)
+        shard.parameters.start_spread()
+
+    def _agree(self, step: int) -> "list[_Word]":
+        unreduced = self._backward.unreduced()
+        squares = 0.0 if unreduced else self._squares()
+        digests = self._comm.digests
+        mine = HEAD.pack(step, digests["gather"], digests["reduce"], squares)
+        mine += bytes(unit in unreduced for unit in range(len(self._assembly.units)))
+        mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
+        words = [_Word.unpack(w, len(self._assembly.units)) for w in self._comm.agree(mine, f"agreement on step {step}")]
+        for rank, word in enumerate(words):
+            if (word.step, word.digests) != (words[0].step, words[0].digests):
+                raise CommError(
+                    f"The ranks disagree: rank 0 is at step {words[0].step} and rank {rank} at step {word.step}, or they gathered and "
+                    "reduced different units on the way. Every rank must call forward, backward and step equally often."
+                )
+        return words
+
+    def _squares(self) -> float:
+        """This rank's share of the squared norm."""
+        norms = []
+        for shard in self._shards:
+            assert shard.gradients is not None
+            total = shard.gradients.settle()
+            norms.append(torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32)))
+        return sum(float(norm) ** 2 for norm in norms)
+
+    def _spread_written(self, settled: Settled) -> None:
+        """A parameter that got a gradient on any rank got one here too: zeros, if nothing else."""
+        place = 0
+        for gradients in self._backward.gradients:
+            for number in range(len(gradients.written_in_step)):
+                gradients.written_in_step[number] = settled.written[place]
+                place += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """One rank's word in the agreement on a step."""
+
+    step: int
+    digests: tuple[int, int]
+    squares: float
+    unreduced: list[int]
+    written: bytes
+
+    @classmethod
+    def unpack(cls, words: bytes, units: int) -> "_Word":
+        step, gathers, reductions, squares = HEAD.unpack_from(words)
+        flags = words[HEAD.size :]
+        return cls(step, (gathers, reductions), squares, [u for u in range(units) if flags[u]], flags[units:])
+
+
+def _nonfinite(shard: Shard) -> list[str]:
+    assert shard.gradients is not None
+    index, total, start = shard.flat.index, shard.gradients.total, shard.gradients.interval[0]
+    return [
+        index.entries[number].name
+        for number, low, high in index.overlaps(start, start + total.numel())
+        if not bool(torch.isfinite(total[low - start : high - start]).all())
+    ]

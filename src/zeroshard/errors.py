@@ -1,0 +1,52 @@
+"""Every exception that zeroshard raises on purpose.
+
+Each message names what was found, what was needed, and the way out.
+"""
+
+
+class ZeroshardError(Exception):
+    """Base of all errors of the package; catch it to catch them all."""
+
+
+class PlanError(ZeroshardError, ValueError):
+    """A `Plan` that cannot be carried out, found when the plan is made or meets its model."""
+
+
+class ConfigError(ZeroshardError, ValueError):
+    """An option of the main job that is unknown, misspelt or of the wrong type."""
+
+
+class DataError(ZeroshardError, ValueError):
+    """Training data that is missing, empty, or too small for the batch asked for."""
+
+
+class ModelError(ZeroshardError, ValueError):
+    """A model that cannot be built, found, or materialised."""
+
+
+class OptimizerError(ZeroshardError, ValueError):
+    """An optimizer that cannot run on slices of flat buffers."""
+
+
+class BatchError(ZeroshardError, ValueError):
+    """A batch that cannot be cut as the plan asks, or a loss that cannot be found in what the model returned."""
+
+
+class NonFiniteError(ZeroshardError, ArithmeticError):
+    """A loss or gradient that is NaN or infinite where the plan says `nonfinite="raise"`."""
+
+
+class BudgetExceeded(ZeroshardError, MemoryError):
+    """An allocation that does not fit the memory budget of its tier."""
+
+
+class CommError(ZeroshardError, RuntimeError):
+    """A collective that cannot complete: ranks disagree, a rank is silent, or a connection broke."""
+
+
+class CheckpointError(ZeroshardError, RuntimeError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+
+class ReportError(ZeroshardError, RuntimeError):
+    """A run folder from which no report can be drawn."""

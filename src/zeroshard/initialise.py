@@ -1,0 +1,106 @@
+"""Initial weights keyed by name: a model on `meta` becomes real module by module, the same under every plan.
+
+The random numbers of a module depend on the seed and on the module's path in the model alone, never on the rank,
+the world size, or what was initialised before it.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from zeroshard.errors import ModelError
+
+Initialiser = Callable[[nn.Module], object]
+
+
+class Materialiser:
+    """Gives real values to the parameters and buffers of a model that was built on the `meta` device.
+
+    Args:
+        model: the model; modules that are real already are left alone.
+        seed: the seed of all initial weights.
+        initialise: called with each module that owns parameters or buffers, as in `nn.Module.apply`; by default the
+            module's own `reset_parameters()`.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, initialise: Initialiser | None = None) -> None:
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._seed = seed
+        self._initialise = initialise
+        self._done: set[nn.Module] = set()
+        self._real: dict[nn.Parameter, nn.Parameter] = {}
+        self._first_owner: dict[nn.Parameter, nn.Module] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._first_owner.setdefault(parameter, module)
+
+    def real(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter that took the place of `parameter` (itself, if it was real)."""
+        return self._real.get(parameter, parameter)
+
+    def materialise(self, module: nn.Module) -> None:
+        """Make a module's own parameters and buffers real and initialise them; a tied parameter by its first owner.
+
+        Raises:
+            ModelError: the module cannot initialise itself, or leaves a buffer without values.
+        """
+        if module in self._done:
+            return
+        self._done.add(module)
+        direct = {name: p for name, p in module.named_parameters(recurse=False, remove_duplicate=False)}
+        for parameter in direct.values():
+            if self._first_owner[parameter] is not module:
+                self.materialise(self._first_owner[parameter])
+        fresh = {name: p for name, p in direct.items() if p.is_meta and p not in self._real}
+        buffers = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
+        for name, parameter in direct.items():
+            if parameter.is_meta:
+                self._replace(module, name, parameter)
+        for name, buffer in buffers.items():
+            unset = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
+        if fresh or buffers:
+            kept = [(p, p.detach().clone()) for name, p in module.named_parameters(recurse=False) if name not in fresh]
+            self._run(module)
+            for parameter, value in kept:
+                parameter.data.copy_(value)
+            self._check_buffers(module, list(buffers))
+
+    def _replace(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if parameter not in self._real:
+            values = torch.empty_like(parameter, device="cpu")
+            self._real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        module._parameters[name] = self._real[parameter]
+
+    def _run(self, module: nn.Module) -> None:
+        path = self._paths[module]
+        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if self._initialise is None and own is None:
+            raise ModelError(
+                f"{type(module).__name__} at '{path or 'the model itself'}' is on the meta device and has no reset_parameters() to give it "
+                "values. Pass Engine(..., initialise=function of a module), or build the model on the CPU."
+            )
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed_of(self._seed, path))
+            if self._initialise is not None:
+                self._initialise(module)
+            else:
+                assert own is not None
+                own()
+
+    def _check_buffers(self, module: nn.Module, names: list[str]) -> None:
+        for name in names:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
+                raise ModelError(
+                    f"The buffer '{self._paths[module]}.{name}' of a model on the meta device got no values from the module's initialisation. "
+                    "Set it in reset_parameters(), or build the model on the CPU."
+                )
+
+
+def seed_of(seed: int, *words: object) -> int:
+    """A 63-bit seed that depends on `seed` and `words` alone (BLAKE2b), the same on every machine."""
+    text = "/".join(map(str, (seed, *words)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,186 @@
+"""The ledger: every long-lived byte, by tier and category, with budget, current and peak.
+
+A byte that is not taken here is a byte that no table shows, so all buffers of the engine are made by
+`Ledger.empty` or, where an allocation changes hands (a storage that is freed and refilled, states that
+`torch.optim` makes itself), accounted for with `take` and `give`.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from zeroshard.errors import BudgetExceeded
+
+
+class Category(StrEnum):
+    """What a byte is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    MASTER_WEIGHTS = "master weights"
+    OPTIMIZER_STATES = "optimizer states"
+    ACTIVATIONS = "activations"
+    BUFFERS = "buffers"
+
+
+MODEL_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
+
+
+@dataclass(slots=True)
+class Account:
+    """Bytes of one category on one tier: now, at the highest, and how many of them are padding."""
+
+    current: int = 0
+    peak: int = 0
+    padding: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One change of the ledger during a recorded step: seconds since the start, why, and bytes by category."""
+
+    t: float
+    label: str
+    nbytes: dict[str, int]
+
+
+@dataclass(slots=True)
+class Recording:
+    """The events between `Ledger.record()` and `Ledger.stop()`."""
+
+    start: float
+    events: list[Event] = field(default_factory=list)
+
+
+class Ledger:
+    """Accounts of one rank.
+
+    Args:
+        budgets: bytes that a tier (`"device"`, `"host"`, ...) may hold; a tier that is absent has no limit.
+    """
+
+    def __init__(self, budgets: Mapping[str, int] | None = None) -> None:
+        self.budgets = dict(budgets or {})
+        self._accounts: dict[tuple[str, Category], Account] = defaultdict(Account)
+        self._recording: Recording | None = None
+
+    def empty(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        category: Category,
+        label: str,
+        padding: int = 0,
+    ) -> torch.Tensor:
+        """A new 1-D tensor of `numel` elements, zeroed, of which `padding` elements hold nothing.
+
+        Raises:
+            BudgetExceeded: the tier's budget cannot hold it.
+        """
+        self.take(category, numel * dtype.itemsize, label, padding=padding * dtype.itemsize)
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def take(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
+        """Enter `nbytes` (of which `padding` bytes hold nothing) before they are allocated.
+
+        Raises:
+            BudgetExceeded: with the table of what the tier holds.
+        """
+        budget = self.budgets.get(tier)
+        if budget is not None and self.total(tier) + nbytes > budget:
+            held = ", ".join(f"{name} {n:,}" for name, n in self.snapshot(tier).items() if n)
+            raise BudgetExceeded(
+                f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {self.total(tier):,} of its "
+                f"budget of {budget:,} ({held or 'nothing'}). Raise the budget, use more ranks, or a higher ZeRO stage."
+            )
+        account = self._accounts[tier, category]
+        account.current += nbytes
+        account.padding += padding
+        account.peak = max(account.peak, account.current)
+        self._note(label)
+
+    def give(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
+        """Strike out `nbytes` that were entered with `take` and are free again."""
+        account = self._accounts[tier, category]
+        assert nbytes <= account.current, f"{label} gives back {nbytes} bytes of {category}, {account.current} are held"
+        account.current -= nbytes
+        account.padding -= padding
+        self._note("free " + label)
+
+    def account(self, category: Category, tier: str = "device") -> Account:
+        """The account of one category."""
+        return self._accounts[tier, category]
+
+    def snapshot(self, tier: str = "device") -> dict[str, int]:
+        """Current bytes by category."""
+        return {str(category): self._accounts[tier, category].current for category in Category}
+
+    def total(self, tier: str = "device") -> int:
+        """Current bytes of all categories."""
+        return sum(account.current for (where, _), account in self._accounts.items() if where == tier)
+
+    def model_states(self, tier: str = "device") -> int:
+        """Current bytes of parameters, gradients, master weights and optimizer states."""
+        return sum(self._accounts[tier, category].current for category in MODEL_STATES)
+
+    def reset_peaks(self) -> None:
+        """Let every peak start again from the current value."""
+        for account in self._accounts.values():
+            account.peak = account.current
+
+    def record(self) -> None:
+        """Keep every change from now on, for the picture of memory over one step."""
+        self._recording = Recording(time.perf_counter())
+        self._note("start")
+
+    @property
+    def recording(self) -> bool:
+        """Whether changes are being kept."""
+        return self._recording is not None
+
+    def stop(self) -> list[Event]:
+        """End the recording and return its events."""
+        recording, self._recording = self._recording, None
+        return recording.events if recording else []
+
+    def _note(self, label: str) -> None:
+        if self._recording is not None:
+            elapsed = time.perf_counter() - self._recording.start
+            self._recording.events.append(Event(elapsed, label, self.snapshot()))
+
+
+class Arena:
+    """Scratch buffers that are made once and used again: gradients on their way, staging for the wire.
+
+    A buffer that is asked for is the smallest free one that is large enough; only when there is none is a new
+    one made, so that after the first step nothing is allocated here (ZeRO-R's constant buffers, 1910.02054, section 6.2).
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+        self._ledger = ledger
+        self._device = device
+        self._free: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """An uninitialised 1-D tensor of `numel` elements; hand it back with `give`."""
+        nbytes = numel * dtype.itemsize
+        fitting = [block for block in self._free if block.numel() >= nbytes]
+        if fitting:
+            block = min(fitting, key=torch.Tensor.numel)
+            self._free = [other for other in self._free if other is not block]
+        else:
+            self._ledger.take(Category.BUFFERS, nbytes, f"scratch for {label}")
+            block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        tensor = block[:nbytes].view(dtype)
+        self._lent[id(tensor)] = block
+        return tensor
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Hand back a tensor that `take` returned."""
+        self._free.append(self._lent.pop(id(tensor)))

@@ -1,0 +1,102 @@
+"""The mesh: which process is which, and the named groups in which they speak.
+
+One axis exists so far, `data`. The mesh is passed as an object; there is no global registry.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This process's place among `ranks` data-parallel processes.
+
+    Attributes:
+        rank: this process, 0 to ranks - 1.
+        ranks: number of data-parallel processes (N in the formulas).
+        device: where parameters and activations live.
+        gathers: the process group in which parameters are gathered; None when there is one rank.
+        reductions: the one in which gradients are reduced, apart from the other because the two interleave differently
+            on ranks that take different branches; None when there is one rank.
+        control: a gloo group for the few host-side words on which ranks agree; None when there is one rank.
+        store: the key-value store through which a rank in trouble says where it is; None when there is one rank.
+        timeout: seconds that a collective may wait before it is an error.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    device: torch.device = torch.device("cpu")
+    gathers: dist.ProcessGroup | None = None
+    reductions: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise PlanError(f"The mesh has {self.ranks} ranks; it needs at least 1. Start the job with one process or more.")
+        if not 0 <= self.rank < self.ranks:
+            raise PlanError(f"Rank {self.rank} is outside a mesh of {self.ranks} ranks; ranks count from 0.")
+
+
+def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
+    """The mesh of this process: torchrun's environment, an initialised process group, or one process alone.
+
+    Args:
+        timeout: seconds that a collective may wait before it is an error.
+        device: "cpu" or "cuda"; by default CUDA where there is a GPU for every local rank.
+
+    Raises:
+        PlanError: a world size or a device that cannot be had.
+    """
+    where = _device(device)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return Mesh(device=where, timeout=timeout)
+        if int(os.environ["WORLD_SIZE"]) < 1:
+            raise PlanError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun.")
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        backend = "nccl" if where.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return Mesh(device=where, timeout=timeout)
+    return mesh_of(list(range(ranks)), where, timeout)
+
+
+def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
+    """The mesh of some processes of the initialised world, in the order of `members`.
+
+    Every process of the world must call this with the same members, also those that are not among them (they get
+    a mesh that they cannot use), because making a group is itself collective.
+    """
+    patience = timedelta(seconds=timeout)
+    gathers = dist.new_group(members, timeout=patience)
+    reductions = dist.new_group(members, timeout=patience)
+    control = dist.new_group(members, timeout=patience, backend="gloo")
+    me = dist.get_rank()
+    prefix = "zeroshard/" + "-".join(map(str, members))
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    rank = members.index(me) if me in members else 0
+    return Mesh(rank, len(members), device, gathers, reductions, control, store, timeout)
+
+
+def _device(device: str | None) -> torch.device:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        device = "cuda" if gpus >= local_ranks else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if device != "cuda":
+        raise PlanError(f"Device {device!r} is unknown; use 'cpu' or 'cuda'.")
+    if gpus < local_ranks:
+        raise PlanError(f"{local_ranks} local ranks ask for CUDA and {gpus} GPUs are visible; start {gpus} ranks or use device='cpu'.")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

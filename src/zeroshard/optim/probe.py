@@ -1,0 +1,111 @@
+"""Is this optimizer elementwise, and what states does it keep? Asked of the optimizer itself, by trying it.
+
+An update on slices is exact if cutting a tensor into flat pieces, stepped one after the other, changes nothing.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.errors import OptimizerError
+
+SHAPE = torch.Size((6, 4))
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Bytes of optimizer state: per element in fp32, and in scalars (a step count) per tensor."""
+
+    bytes_per_element: int
+    scalar_bytes: int
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
+    """Try the optimizer whole and in pieces.
+
+    Raises:
+        OptimizerError: it needs whole tensors (Adafactor, Muon, LAMB, ...), a closure (LBFGS), or sparse gradients.
+    """
+    name = type(optimizer).__name__
+    way_out = (
+        "Under slices an optimizer must treat every element alone: use AdamW, Adam, SGD, Adagrad, RMSprop or another "
+        "elementwise one from torch.optim."
+    )
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(SHAPE, generator=generator)
+    gradients = [torch.randn(SHAPE, generator=generator) for _ in range(STEPS)]
+    group = {**optimizer.param_groups[0], "lr": 0.01}  # a scheduler may have set the rate to 0, which would hide all
+    cut = SHAPE.numel() // 3
+    try:
+        with torch.enable_grad():
+            whole = _run(optimizer, group, [start], [[g] for g in gradients])[0]
+            states = whole.state[whole.param_groups[0]["params"][0]]
+            pieces, parts = _run(
+                optimizer, group, _cut(start, cut), [_cut(g, cut) for g in gradients], one_by_one=True
+            )
+    except Exception as error:  # whatever an optimizer of the user's may raise when it meets flat tensors
+        raise OptimizerError(f"{name} does not run on flat slices ({type(error).__name__}: {error}). {way_out}") from error
+    together = torch.cat([part.detach() for part in parts])
+    reference = whole.param_groups[0]["params"][0].detach().flatten()
+    if not torch.allclose(together, reference, rtol=1e-5, atol=1e-7):
+        raise OptimizerError(f"{name} gives other results on flat slices than on whole tensors, so it needs whole tensors. {way_out}")
+    return _layout(name, states, way_out)
+
+
+def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
+    """The state that the optimizer's constructor makes for a new tensor (Adagrad does), empty for most."""
+    if not optimizer.state:
+        return {}
+    return dict(_construct(optimizer, group, [tensor]).state.get(tensor, {}))
+
+
+def _cut(tensor: torch.Tensor, at: int) -> list[torch.Tensor]:
+    flat = tensor.flatten()
+    return [flat[:at], flat[at:]]
+
+
+def _construct(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], tensors: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    kind = type(optimizer)
+    accepted = inspect.signature(kind.__init__).parameters
+    settings = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
+    return kind(tensors, **settings)
+
+
+def _run(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    starts: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+    one_by_one: bool = False,
+) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
+    """Step copies of `starts`; `one_by_one` calls `step` once a tensor, as the engine does."""
+    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
+    probe = _construct(optimizer, group, list(parameters))
+    for step in gradients:
+        rounds = [[n] for n in range(len(parameters))] if one_by_one else [list(range(len(parameters)))]
+        for members in rounds:
+            for n in members:
+                parameters[n].grad = step[n].clone()
+            probe.step()
+            for n in members:
+                parameters[n].grad = None
+    return probe, parameters
+
+
+def _layout(name: str, states: dict[str, Any], way_out: str) -> StateLayout:
+    per_element, scalars = 0, 0
+    for key, value in states.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.dim() > 0 and value.shape == SHAPE:
+            per_element += value.itemsize
+        elif value.numel() == 1:
+            scalars += value.nbytes
+        else:
+            raise OptimizerError(f"{name} keeps a state '{key}' of shape {tuple(value.shape)} for a tensor of shape {tuple(SHAPE)}. {way_out}")
+    return StateLayout(per_element, scalars)

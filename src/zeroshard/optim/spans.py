@@ -1,0 +1,140 @@
+"""Spans: the intervals of flat slices that a `torch.optim` optimizer sees as its tensors.
+
+A span is as long as it can be: consecutive elements of one parameter group that were always updated together. When a
+parameter inside a span gets no gradient in some step, the span is cut there, states and all, which changes nothing
+for an elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is None.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.ledger import Category, Ledger
+from zeroshard.optim.probe import fresh_state
+from zeroshard.units import Index
+
+
+class Span:
+    """Elements [start, stop) of a flat buffer, of one parameter group, as one optimizer tensor."""
+
+    def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor) -> None:
+        self.start = start
+        self.stop = stop
+        self.group = group
+        self.tensor = torch.nn.Parameter(tensor)
+
+
+class SpanOptimizer:
+    """Points a torch optimizer at spans instead of the model's parameters, in place.
+
+    The optimizer object stays the user's, so learning-rate schedulers that hold it go on working.
+
+    Attributes:
+        optimizer: the user's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+        self.optimizer = optimizer
+        self._ledger = ledger
+        self._spans: list[list[Span]] = []
+        self._seen_bytes = 0
+        self._templates = [dict(group) for group in optimizer.param_groups]
+        self._fresh: list[tuple[Span, dict[str, Any]]] = []
+
+    def add(self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int) -> int:
+        """Enter the elements of one flat that this rank updates; returns the number of their list of spans.
+
+        Args:
+            groups: the parameter group of each entry of the index.
+            owned: the values [stop - start] that are updated, fp32 or the parameters' own dtype.
+            start: the place of `owned` in the flat.
+        """
+        stop = start + owned.numel()
+        spans: list[Span] = []
+        for number, low, high in index.overlaps(start, stop):
+            if spans and spans[-1].group == groups[number]:
+                spans[-1].stop = high
+            else:
+                spans.append(Span(low, high, groups[number], owned[:0]))
+        if index.padding_in(start, stop):
+            if not spans:
+                spans.append(Span(start, stop, groups[-1], owned[:0]))
+            spans[-1].stop = stop
+        for span in spans:
+            span.tensor = torch.nn.Parameter(owned[span.start - start : span.stop - start])
+            state = fresh_state(self.optimizer, self._templates[span.group], span.tensor)
+            self._fresh.append((span, state))
+        self._spans.append(spans)
+        return len(self._spans) - 1
+
+    def adopt(self) -> None:
+        """Give the optimizer its spans, once all are entered."""
+        self.optimizer.state.clear()
+        for span, state in self._fresh:
+            if state:
+                self.optimizer.state[span.tensor] = state
+        self._fresh.clear()
+        self._refill_groups()
+        self.account()
+
+    def spans(self, number: int) -> list[Span]:
+        """The spans of one flat."""
+        return self._spans[number]
+
+    def split(self, number: int, cuts: Sequence[int]) -> None:
+        """Cut the spans of one flat at the given elements, with their states."""
+        before = self._spans[number]
+        after: list[Span] = []
+        for span in before:
+            inner = [cut for cut in sorted(cuts) if span.start < cut < span.stop]
+            after.extend(self._split(span, [span.start, *inner, span.stop]) if inner else [span])
+        if len(after) != len(before):
+            self._spans[number] = after
+            self._refill_groups()
+
+    def step(self, number: int, gradient_of: Callable[[Span], torch.Tensor | None]) -> None:
+        """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
+        for span in self._spans[number]:
+            span.tensor.grad = gradient_of(span)
+        self.optimizer.step()
+        for span in self._spans[number]:
+            span.tensor.grad = None
+
+    def account(self) -> None:
+        """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""
+        states, scalars = 0, 0
+        for span in (span for spans in self._spans for span in spans):
+            for value in self.optimizer.state.get(span.tensor, {}).values():
+                if isinstance(value, torch.Tensor):
+                    whole = value.shape == span.tensor.shape and value.dim() > 0
+                    states, scalars = (states + value.nbytes, scalars) if whole else (states, scalars + value.nbytes)
+        held = self._ledger.account(Category.OPTIMIZER_STATES).current
+        if states > held:
+            self._ledger.take(Category.OPTIMIZER_STATES, states - held, "optimizer states")
+        if scalars > self._seen_bytes:
+            self._ledger.take(Category.BUFFERS, scalars - self._seen_bytes, "optimizer scalars")
+            self._seen_bytes = scalars
+
+    def _split(self, span: Span, places: list[int]) -> list[Span]:
+        state = self.optimizer.state.pop(span.tensor, {})
+        parts = []
+        for low, high in zip(places, places[1:], strict=False):
+            a, b = low - span.start, high - span.start
+            part = Span(low, high, span.group, span.tensor.detach()[a:b])
+            if state:
+                self.optimizer.state[part.tensor] = {k: _part(v, span.tensor.shape, a, b) for k, v in state.items()}
+            parts.append(part)
+        return parts
+
+    def _refill_groups(self) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            group.pop("param_names", None)
+            group["params"] = [s.tensor for spans in self._spans for s in spans if s.group == number]
+
+
+def _part(value: Any, shape: torch.Size, start: int, stop: int) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == shape:
+        return value[start:stop]
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,0 +1,78 @@
+"""Which dtype a parameter computes in, and the casts at the borders."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from zeroshard.errors import PlanError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtype of computation; None keeps every parameter in the dtype that the user gave it."""
+
+    compute: torch.dtype | None
+
+    @classmethod
+    def named(cls, name: str) -> "Precision":
+        """From a plan's "fp32" (the model's own dtypes), "bf16" or "fp16"."""
+        return cls(None if name == "fp32" else DTYPES[name])
+
+    def dtype_of(self, parameter: nn.Parameter, stays_fp32: bool) -> torch.dtype:
+        """The dtype in which a parameter computes; integer parameters stay as they are."""
+        if self.compute is None or not parameter.dtype.is_floating_point or stays_fp32:
+            return parameter.dtype
+        return self.compute
+
+    def cast_inputs(self, args: Any) -> Any:
+        """Floating-point tensors of a model's inputs in the dtype of computation."""
+        return args if self.compute is None else _cast(args, self.compute)
+
+
+def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) -> set[nn.Parameter]:
+    """Let the modules of the named classes or paths compute in fp32, casting what goes in and what comes out.
+
+    Returns:
+        the parameters below those modules.
+
+    Raises:
+        PlanError: a name fits no module.
+    """
+    kept: set[nn.Parameter] = set()
+    names = {type(module).__name__ for module in model.modules()} | {path for path, _ in model.named_modules()}
+    for want in wanted:
+        if want not in names:
+            near = difflib.get_close_matches(want, list(names), n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Classes and paths are {', '.join(sorted(names - {''}))}."
+            raise PlanError(f"fp32_modules names {want!r}, which is no class and no path in the model. {hint}")
+    if precision.compute is None:
+        return kept
+    for path, module in model.named_modules():
+        if path in wanted or type(module).__name__ in wanted:
+            kept.update(module.parameters())
+            module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
+            module.register_forward_hook(_FromFp32(precision.compute))
+    return kept
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def _to_fp32(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _FromFp32:
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, self.dtype)

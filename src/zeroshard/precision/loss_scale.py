@@ -1,0 +1,65 @@
+"""Loss scaling (1710.03740, section 3.2): shift gradients into fp16's range, step only where all of them are finite."""
+
+from dataclasses import dataclass
+
+from zeroshard.errors import NonFiniteError
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """A static or dynamic loss scale.
+
+    After an overflow the step is skipped; once `hysteresis` overflows came without a full window of good steps between
+    them, the scale is multiplied by `backoff`. After `window` good steps it is multiplied by `growth`.
+
+    Attributes:
+        scale: the factor on the loss now.
+        dynamic: whether it moves.
+        floor: the lowest scale; an overflow there is an error.
+        good: steps without overflow since the scale last moved.
+        left: overflows that the scale still bears before it backs off.
+    """
+
+    scale: float = 65536.0
+    dynamic: bool = True
+    growth: float = 2.0
+    backoff: float = 0.5
+    window: int = 2000
+    hysteresis: int = 1
+    floor: float = 1.0
+    good: int = 0
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = self.left or self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Move the scale after a step that overflowed, or did not.
+
+        Raises:
+            NonFiniteError: an overflow with the scale at its floor.
+        """
+        if not self.dynamic:
+            return
+        if not overflow:
+            self.good += 1
+            if self.good >= self.window:
+                self.scale, self.good, self.left = self.scale * self.growth, 0, self.hysteresis
+            return
+        self.good, self.left = 0, self.left - 1
+        if self.left > 0:
+            return
+        if self.scale <= self.floor:
+            raise NonFiniteError(
+                f"The gradients overflow with the loss scale at its floor of {self.floor:g}. The loss itself is probably not finite: "
+                "lower the learning rate, use precision='bf16', or lower loss_scale_floor."
+            )
+        self.scale, self.left = max(self.scale * self.backoff, self.floor), self.hysteresis
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "good": self.good, "left": self.left}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Go on from `state()`."""
+        self.scale, self.good, self.left = state["scale"], int(state["good"]), int(state["left"])

@@ -1,0 +1,152 @@
+"""The ledger over one training step: stacked categories, the peak, and the events that moved most bytes."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from markupsafe import Markup
+
+from zeroshard.report.figure import Figure, LegendEntry
+from zeroshard.report.run_folder import MemoryEvent, MemoryStep
+from zeroshard.report.scales import Axis, bytes_axis, fitted_axis
+from zeroshard.report.series import thin
+from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, band_path
+from zeroshard.report.wording import format_bytes, format_exact
+
+_BUCKETS = 360
+_MARKS = 8
+_MARK_GAP = 0.065
+_LETTER = 6.4
+_LABEL_HEIGHT = 17.0
+_HUES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """An event and by how much it moved the total."""
+
+    event: MemoryEvent
+    delta: float
+
+    @property
+    def words(self) -> str:
+        """When, what, and the signed bytes."""
+        sign = "+" if self.delta > 0 else ""
+        return f"{self.event.t * 1e3:.2f} ms  {self.event.label}  {sign}{format_bytes(self.delta)}"
+
+
+def hue(index: int) -> str:
+    """The colour class of the category at ``index``."""
+    return f"hue{index % _HUES}"
+
+
+def memory_figure(step: MemoryStep) -> Figure:
+    """The chart of one rank's ledger over one step."""
+    changes = _changes(step)
+    start, end = _span(step)
+    marked = _largest(changes, start, end)
+    kept = thin(changes, lambda c: c.event.t, lambda c: c.event.total, (start, end), _BUCKETS)
+    peak = max((change.event for change in changes), key=lambda event: event.total)
+    caption = (
+        f"Memory by category over one step of rank {format_exact(step.rank)}:"
+        f" peak {format_bytes(peak.total)} at {peak.t * 1e3:.2f} ms ({peak.label})."
+    )
+    highest = [max(event.nbytes[i] for event in step.events) for i in range(len(step.categories))]
+    # the list runs from the top of the stack down, as the eye meets it
+    legend = [LegendEntry("area", hue(i), f"{name}, up to {format_bytes(highest[i])}") for i, name in _named(step)]
+    axis = _time_axis(step, WIDE)
+    return Figure(
+        drawings=tuple(_draw(step, kept, marked, caption, frame) for frame in (WIDE, NARROW)),
+        legend=tuple(reversed(legend)),
+        caption=caption,
+        readouts=tuple((round(axis.fraction(change.event.t * 1e3), 5), _readout(step, change)) for change in kept),
+        holds=True,
+        marked=tuple((number, change.words) for number, change in enumerate(marked, 1)),
+    )
+
+
+def _named(step: MemoryStep) -> list[tuple[int, str]]:
+    return [(i, name.replace("_", " ")) for i, name in enumerate(step.categories)]
+
+
+def _changes(step: MemoryStep) -> list[_Change]:
+    totals = [event.total for event in step.events]
+    return [
+        _Change(event, total - before)
+        for event, total, before in zip(step.events, totals, [totals[0], *totals], strict=False)
+    ]
+
+
+def _span(step: MemoryStep) -> tuple[float, float]:
+    """From the first event to a little after the last, so that what the last one left is seen."""
+    start, end = step.events[0].t, step.events[-1].t
+    return start, end + (0.02 * (end - start) or 1e-3)
+
+
+def _time_axis(step: MemoryStep, frame: Frame) -> Axis:
+    start, end = _span(step)
+    return fitted_axis("ms", start * 1e3, end * 1e3, frame.x_ticks)
+
+
+def _largest(changes: list[_Change], start: float, end: float) -> list[_Change]:
+    """The largest moves far enough from each other for their numbers not to touch, in order of time."""
+    chosen: list[_Change] = []
+    for change in sorted(changes, key=lambda c: -abs(c.delta)):
+        gap = _MARK_GAP * (end - start)
+        if change.delta and all(abs(change.event.t - other.event.t) >= gap for other in chosen):
+            chosen.append(change)
+        if len(chosen) == _MARKS:
+            break
+    return sorted(chosen, key=lambda c: c.event.t)
+
+
+def _readout(step: MemoryStep, change: _Change) -> str:
+    held = [f"{name} {format_bytes(change.event.nbytes[i])}" for i, name in reversed(_named(step))]
+    return "\n".join([change.words, f"total {format_bytes(change.event.total)}", *held])
+
+
+def _draw(step: MemoryStep, kept: list[_Change], marked: list[_Change], caption: str, frame: Frame) -> Markup:
+    canvas = Canvas(frame, caption)
+    x = _time_axis(step, frame)
+    y = bytes_axis("bytes on this rank", max(change.event.total for change in kept))
+    canvas.axes(x, y)
+    edges = [*(frame.x(x.fraction(change.event.t * 1e3)) for change in kept), frame.x(1)]
+    tops = [list(accumulate(change.event.nbytes)) for change in kept]
+    labels: list[tuple[tuple[float, float], str]] = []
+    lower = [frame.y(0)] * len(kept)
+    for i, name in _named(step):
+        upper = [frame.y(y.fraction(heights[i])) for heights in tops]
+        canvas.path(band_path(edges, lower, upper), f"band {hue(i)}")
+        place = _label_place(edges, lower, upper, _LETTER * len(name))
+        if place is not None:
+            labels.append((place, name))
+        lower = upper
+    for place, name in labels:
+        canvas.text(place, name, "inside middle")
+    _draw_marks(canvas, marked, x)
+    return canvas.to_markup()
+
+
+def _draw_marks(canvas: Canvas, marked: list[_Change], x: Axis) -> None:
+    frame = canvas.frame
+    for number, change in enumerate(marked, 1):
+        place = frame.x(x.fraction(change.event.t * 1e3))
+        canvas.line((place, frame.y(1)), (place, frame.y(0)), "mark")
+        canvas.text((place, frame.y(1) - 4), str(number), "number middle")
+
+
+def _label_place(
+    edges: list[float], lower: list[float], upper: list[float], width: float
+) -> tuple[float, float] | None:
+    """The middle of the roomiest stretch of a band that a label of ``width`` pixels fits into, or None."""
+    best_room, best = _LABEL_HEIGHT, None
+    for first in range(len(upper)):
+        floor, ceiling = lower[first], upper[first]
+        for last in range(first, len(upper)):
+            low, high = min(floor, lower[last]), max(ceiling, upper[last])
+            # once wide enough, go on only as far as it costs no room
+            if edges[last] - edges[first] >= width and (low, high) != (floor, ceiling):
+                break
+            floor, ceiling, end = low, high, edges[last + 1]
+        if end - edges[first] >= width and floor - ceiling > best_room:
+            best_room, best = floor - ceiling, ((edges[first] + end) / 2, (floor + ceiling) / 2 + 4)
+    return best

@@ -1,0 +1,110 @@
+"""Composes the page: facts, charts, tables and the sample, into one file that loads nothing else."""
+
+import math
+from importlib import resources
+from pathlib import Path
+from statistics import median
+
+import jinja2
+from markupsafe import Markup
+
+from zeroshard.report.loss_figure import loss_figure
+from zeroshard.report.memory_figure import hue, memory_figure
+from zeroshard.report.run_folder import Run, Summary, read_run
+from zeroshard.report.tables import fields_table, memory_table, traffic_table
+from zeroshard.report.traffic_figure import traffic_figure
+from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
+
+REPORT = "report.html"
+Facts = tuple[tuple[str, str], ...]
+# control characters are drawn as their symbols: a sample of bytes may hold any of them
+_VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+
+
+def write_report(run: Path) -> Path:
+    """Write ``report.html`` into a run folder and return its path.
+
+    Raises ReportError when the folder, its metrics or a first training line is missing; all else that is missing
+    is said on the page.
+    """
+    page = _page(read_run(run))
+    target = run / REPORT
+    # lone surrogates can come out of JSON escapes and have no UTF-8 form
+    target.write_bytes(page.encode("utf-8", errors="replace"))
+    return target
+
+
+def _page(run: Run) -> str:
+    summary = run.summary
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(_resource("template.html.j2"))
+    return template.render(
+        style=Markup(_resource("style.css")),
+        script=Markup(_resource("hover.js")),
+        title=summary.title or f"Run {run.path.resolve().name}",
+        versions=_versions(summary),
+        notes=run.notes,
+        facts=_facts(run),
+        course=_course(run),
+        loss=loss_figure(run),
+        memory=memory_figure(run.memory) if run.memory else None,
+        memory_table=memory_table(summary.memory, _styles(run)),
+        traffic=traffic_figure(summary.traffic),
+        traffic_table=traffic_table(summary.traffic),
+        plan=fields_table(summary.plan),
+        corpus=fields_table(summary.corpus),
+        sample=summary.sample.replace("\r\n", "\n").translate(_VISIBLE_CONTROLS),
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _styles(run: Run) -> dict[str, str]:
+    """Colour class by category, the same in chart and table."""
+    return {name: hue(i) for i, name in enumerate(run.memory.categories)} if run.memory else {}
+
+
+def _facts(run: Run) -> Facts:
+    summary = run.summary
+    validation = summary.validation_bits_per_byte
+    if not math.isfinite(validation) and run.validation:
+        validation = run.validation[-1].bits_per_byte
+    seconds = summary.seconds if math.isfinite(summary.seconds) else run.training[-1].seconds
+    facts = (
+        ("Parameters", format_count(summary.parameters)),
+        ("Plan", _stage(summary.plan)),
+        ("Ranks", format_exact(summary.world_size)),
+        ("Validation bits/byte", format_decimal(validation)),
+        ("Training bits/byte", format_decimal(summary.train_bits_per_byte)),
+        ("Wall time", format_seconds(seconds)),
+    )
+    return tuple((name, words) for name, words in facts if words != DASH)
+
+
+def _versions(summary: Summary) -> str:
+    named = (("zeroshard", summary.zeroshard), ("torch", summary.torch))
+    return " · ".join(f"{name} {version}" for name, version in named if version)
+
+
+def _stage(plan: dict[str, object]) -> str:
+    stage = plan.get("zero", plan.get("stage"))
+    return DASH if stage is None else f"ZeRO-{stage}"
+
+
+def _course(run: Run) -> Facts:
+    """How the run went, counted over its steps."""
+    steps = run.training
+    rates = [point.tokens_per_s for point in steps if math.isfinite(point.tokens_per_s)]
+    resident = [point.rss_bytes for point in steps if math.isfinite(point.rss_bytes)]
+    skipped = sum(point.skipped for point in steps)
+    wild = sum(not math.isfinite(point.grad_norm) for point in steps)
+    return (
+        ("steps", f"{len(steps):,}"),
+        ("median tokens per second", format_exact(round(median(rates))) if rates else DASH),
+        ("largest resident memory of the process", format_bytes(max(resident)) if resident else DASH),
+        ("skipped steps", f"{skipped:,}"),
+        ("steps without a finite gradient norm", f"{wild:,}"),
+    )

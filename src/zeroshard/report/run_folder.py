@@ -1,0 +1,278 @@
+"""What training wrote into a run folder, as plain records.
+
+A run may have died at any moment, so only ``metrics.jsonl`` with one training line is required. Whatever else is
+missing or cut off becomes a note on the page, never a guess. A number that is absent, null or not a number is NaN.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroshard.errors import ReportError
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+MEMORY = "memory.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPoint:
+    """One optimizer step."""
+
+    step: int
+    bits_per_byte: float
+    grad_norm: float
+    tokens_per_s: float
+    seconds: float
+    rss_bytes: float
+    skipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPoint:
+    """One pass over the validation bytes."""
+
+    step: int
+    bits_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes of one ledger category on one rank: the formula, its padding, the ledger at rest and at its highest."""
+
+    category: str
+    planned_bytes: float
+    padding_bytes: float
+    measured_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRow:
+    """What one purpose put on the wire in one step."""
+
+    purpose: str
+    planned_elements: float
+    measured_elements: float
+    measured_bytes: float
+    calls: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEvent:
+    """The ledger right after one event; it holds until the next. ``nbytes`` follows ``MemoryStep.categories``."""
+
+    t: float
+    label: str
+    nbytes: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes in all categories together."""
+        return sum(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStep:
+    """The ledger of one rank over one training step, events in order of time."""
+
+    rank: float
+    categories: tuple[str, ...]
+    events: tuple[MemoryEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What the run said of itself at its end; all unknown when it died before."""
+
+    title: str
+    sample: str
+    zeroshard: str
+    torch: str
+    train_bits_per_byte: float
+    validation_bits_per_byte: float
+    world_size: float
+    parameters: float
+    seconds: float
+    corpus: dict[str, object]
+    plan: dict[str, object]
+    memory: tuple[MemoryRow, ...]
+    traffic: tuple[TrafficRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that a report is made from; ``notes`` say in whole sentences what was missing or set aside."""
+
+    path: Path
+    training: tuple[TrainingPoint, ...]
+    validation: tuple[ValidationPoint, ...]
+    summary: Summary
+    memory: MemoryStep | None
+    notes: tuple[str, ...]
+
+
+class Record:
+    """A JSON object read with a type in mind: what is absent or of another type is NaN, empty or False."""
+
+    def __init__(self, value: object) -> None:
+        self.fields: dict[str, object] = value if isinstance(value, dict) else {}
+
+    def number(self, key: str) -> float:
+        """The number under ``key``, or NaN."""
+        value = self.fields.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return math.nan
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """The string under ``key``, or the empty one."""
+        value = self.fields.get(key)
+        return value if isinstance(value, str) else ""
+
+    def record(self, key: str) -> "Record":
+        """The object under ``key``, or an empty one."""
+        return Record(self.fields.get(key))
+
+    def records(self, key: str) -> "list[Record]":
+        """The list of objects under ``key``, or an empty one."""
+        value = self.fields.get(key)
+        return [Record(item) for item in value] if isinstance(value, list) else []
+
+
+def read_run(run: Path) -> Run:
+    """Read a run folder; ReportError when it or its training lines are missing."""
+    lines, unreadable = _metric_lines(_metrics_file(run))
+    notes: list[str] = []
+    points = list(_training(lines))
+    training = {point.step: point for point in points}
+    if not training:
+        raise ReportError(
+            f"{run / METRICS} has no training line ({len(lines)} readable lines, {unreadable} unreadable):"
+            " let the run finish one step, then make the report again."
+        )
+    if unreadable:
+        notes.append(
+            f"{METRICS}: {unreadable} unreadable {'line' if unreadable == 1 else 'lines'} left out"
+            " (a run that stops while it writes cuts its last line)."
+        )
+    repeated = len(points) - len(training)
+    if repeated:
+        notes.append(f"{METRICS}: {repeated} step records were written again by a resumed run; the last one counts.")
+    last = max(training)
+    summary = _summary(_json_file(run / SUMMARY, f"the run ended before it was complete, at step {last}", notes))
+    memory = _memory(_json_file(run / MEMORY, "no memory over a step was recorded", notes))
+    ordered = tuple(training[step] for step in sorted(training))
+    return Run(run, ordered, _validation(lines), summary, memory, tuple(notes))
+
+
+def _metrics_file(run: Path) -> Path:
+    remedy = "give the folder that the training run wrote."
+    if not run.is_dir():
+        raise ReportError(f"{run} is {'a file, not a folder' if run.exists() else 'not there'}: {remedy}")
+    metrics = run / METRICS
+    if not metrics.is_file():
+        found = ", ".join(sorted(entry.name for entry in run.iterdir())[:8]) or "nothing"
+        raise ReportError(f"{run} holds no {METRICS} (it holds: {found}): {remedy}")
+    return metrics
+
+
+def _metric_lines(metrics: Path) -> tuple[list[Record], int]:
+    """The readable lines that carry a whole step number, and how many could not be read."""
+    lines: list[Record] = []
+    unreadable = 0
+    # a cut inside a multi-byte character must not cost the whole file
+    with metrics.open(encoding="utf-8", errors="replace") as file:
+        for text in filter(str.strip, file):
+            try:
+                record = Record(json.loads(text))
+            except ValueError:
+                unreadable += 1
+                continue
+            if record.number("step").is_integer():
+                lines.append(record)
+            else:
+                unreadable += 1
+    return lines, unreadable
+
+
+def _training(lines: list[Record]) -> Iterator[TrainingPoint]:
+    for line in lines:
+        if "bits_per_byte" in line.fields or "loss" in line.fields:
+            yield TrainingPoint(
+                step=int(line.number("step")),
+                bits_per_byte=line.number("bits_per_byte"),
+                grad_norm=line.number("grad_norm"),
+                tokens_per_s=line.number("tokens_per_s"),
+                seconds=line.number("seconds"),
+                rss_bytes=line.number("rss_bytes"),
+                skipped=line.fields.get("skipped") is True,
+            )
+
+
+def _validation(lines: list[Record]) -> tuple[ValidationPoint, ...]:
+    key = "validation_bits_per_byte"
+    values = {int(line.number("step")): line.number(key) for line in lines if key in line.fields}
+    return tuple(ValidationPoint(step, values[step]) for step in sorted(values))
+
+
+def _json_file(path: Path, when_absent: str, notes: list[str]) -> Record:
+    if not path.is_file():
+        notes.append(f"There is no {path.name}: {when_absent}. What comes from it is left out.")
+        return Record(None)
+    try:
+        return Record(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+    except ValueError as error:
+        notes.append(f"{path.name} cannot be read ({error}). What comes from it is left out.")
+        return Record(None)
+
+
+def _summary(record: Record) -> Summary:
+    return Summary(
+        title=record.text("title"),
+        sample=record.text("sample"),
+        zeroshard=record.text("zeroshard"),
+        torch=record.text("torch"),
+        train_bits_per_byte=record.number("train_bits_per_byte"),
+        validation_bits_per_byte=record.number("validation_bits_per_byte"),
+        world_size=record.number("world_size"),
+        parameters=record.number("parameters"),
+        seconds=record.number("seconds"),
+        corpus=record.record("corpus").fields,
+        plan=record.record("plan").fields,
+        memory=tuple(_memory_row(row) for row in record.records("memory")),
+        traffic=tuple(_traffic_row(row) for row in record.records("traffic")),
+    )
+
+
+def _memory_row(row: Record) -> MemoryRow:
+    numbers = ("planned_bytes", "padding_bytes", "measured_bytes", "peak_bytes")
+    return MemoryRow(row.text("category"), *(row.number(key) for key in numbers))
+
+
+def _traffic_row(row: Record) -> TrafficRow:
+    numbers = ("planned_elements", "measured_elements", "measured_bytes", "calls")
+    return TrafficRow(row.text("purpose"), *(row.number(key) for key in numbers))
+
+
+def _memory(record: Record) -> MemoryStep | None:
+    rows = sorted((row for row in record.records("events") if math.isfinite(row.number("t"))), key=_time)
+    listed = record.fields.get("categories")
+    named = [str(name) for name in listed] if isinstance(listed, list) else []
+    categories = tuple(dict.fromkeys([*named, *(name for row in rows for name in row.record("bytes").fields)]))
+    if not rows or not categories:
+        return None
+    return MemoryStep(record.number("rank"), categories, tuple(_event(row, categories) for row in rows))
+
+
+def _time(row: Record) -> float:
+    return row.number("t")
+
+
+def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
+    held = row.record("bytes")
+    # a category that an event does not name holds nothing at that moment
+    nbytes = (held.number(name) for name in categories)
+    return MemoryEvent(row.number("t"), row.text("label"), tuple(n if math.isfinite(n) else 0.0 for n in nbytes))

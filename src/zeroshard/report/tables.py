@@ -1,0 +1,126 @@
+"""The tables of the page: what the formulas promised beside what was counted."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zeroshard.report.run_folder import MemoryRow, TrafficRow
+from zeroshard.report.wording import DASH, format_bytes, format_difference, format_exact
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a cell shows, and below it, smaller, the same to the last digit."""
+
+    words: str
+    exact: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A named row; ``style`` is the colour class of its key, or empty."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Column heads (the first names the rows), rows, closing sums, and what the reader must know of a column."""
+
+    heads: tuple[str, ...]
+    rows: tuple[Row, ...]
+    sums: tuple[Row, ...]
+    note: str
+
+
+def memory_table(rows: tuple[MemoryRow, ...], styles: Mapping[str, str]) -> Table | None:
+    """Bytes per rank: formula, padding, ledger, their difference, peak; None without rows."""
+    if not rows:
+        return None
+    planned = [row for row in rows if math.isfinite(row.planned_bytes)]
+    everything = sum(row.measured_bytes for row in rows)
+    sums = [Row("All categories", (*[Cell(DASH)] * 2, _bytes(everything), *[Cell(DASH)] * 2))]
+    if planned:
+        total = MemoryRow(
+            "with a formula",
+            sum(row.planned_bytes for row in planned),
+            sum(_or_zero(row.padding_bytes) for row in planned),
+            sum(row.measured_bytes for row in planned),
+            # peaks of categories need not fall together, so they have no sum
+            math.nan,
+        )
+        sums.insert(0, Row("Those with a formula", _memory_cells(total)))
+    return Table(
+        ("Category", "Formula", "Padding", "Ledger", "Difference", "Peak"),
+        tuple(Row(row.category.replace("_", " "), _memory_cells(row), styles.get(row.category, "")) for row in rows),
+        tuple(sums),
+        "Difference: ledger − (formula + padding); “equal” is less than one byte apart.",
+    )
+
+
+def traffic_table(rows: tuple[TrafficRow, ...]) -> Table | None:
+    """Elements and bytes on the wire in one step; None without rows."""
+    if not rows:
+        return None
+    total = TrafficRow(
+        "All purposes",
+        sum(row.planned_elements for row in rows),
+        sum(row.measured_elements for row in rows),
+        sum(row.measured_bytes for row in rows),
+        sum(row.calls for row in rows),
+    )
+    return Table(
+        ("Purpose", "Formula, elements", "Measured, elements", "Difference", "Measured bytes", "Calls"),
+        tuple(_traffic_row(row) for row in rows),
+        (_traffic_row(total),),
+        "Difference: measured − formula, in elements; “equal” is less than one element apart.",
+    )
+
+
+def fields_table(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """Field and value of a plan or a corpus as text; byte counts in units, the rest as JSON writes it."""
+    return tuple((name.replace("_", " "), _plain(name, value)) for name, value in fields.items())
+
+
+def _memory_cells(row: MemoryRow) -> tuple[Cell, ...]:
+    difference = row.measured_bytes - row.planned_bytes - _or_zero(row.padding_bytes)
+    return (
+        _bytes(row.planned_bytes),
+        _bytes(row.padding_bytes),
+        _bytes(row.measured_bytes),
+        Cell(format_difference(difference, "B")),
+        _bytes(row.peak_bytes),
+    )
+
+
+def _traffic_row(row: TrafficRow) -> Row:
+    cells = (
+        Cell(format_exact(row.planned_elements)),
+        Cell(format_exact(row.measured_elements)),
+        Cell(format_difference(row.measured_elements - row.planned_elements)),
+        _bytes(row.measured_bytes),
+        Cell(format_exact(row.calls)),
+    )
+    return Row(row.purpose, cells)
+
+
+def _bytes(n: float) -> Cell:
+    return Cell(format_bytes(n), format_exact(n, "B") if math.isfinite(n) and abs(n) >= 1024 else "")
+
+
+def _or_zero(n: float) -> float:
+    return n if math.isfinite(n) else 0.0
+
+
+def _plain(name: str, value: object) -> str:
+    if value is None:
+        return DASH
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        exact = format_exact(value)
+        return f"{format_bytes(value)} ({exact} B)" if name.endswith("bytes") else f"{value:g}" if value < 1 else exact
+    return json.dumps(value, ensure_ascii=False)

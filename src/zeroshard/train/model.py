@@ -1,0 +1,136 @@
+"""Which model a run trains: a built-in size, or a Hugging Face configuration on disk."""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import ModelError
+from zeroshard.train.gpt import GPT, SIZES
+
+
+@dataclasses.dataclass(frozen=True)
+class BuiltModel:
+    """A model to train from scratch, and how to ask it for a loss or for logits."""
+
+    module: nn.Module
+    """On the meta device when built-in; on the CPU, with its values drawn, when from Hugging Face."""
+    name: str
+    """As the user named it."""
+    parameters: int
+    """Number of distinct parameters (a tied weight counts once)."""
+    hugging_face: bool
+    """Whether the module speaks transformers' conventions."""
+
+    def loss(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+        """Mean cross entropy in nats of `tokens` [B, T + 1]; `model` is `module` or an engine around it.
+
+        A Hugging Face model shifts its labels itself and so predicts T - 1 tokens of each row.
+        """
+        inputs = tokens[:, :-1]
+        hugging_face, targets = self.hugging_face, tokens[:, 1:]
+        loss: Tensor = model(input_ids=inputs, labels=inputs).loss if hugging_face else model(inputs, targets)
+        return loss
+
+    def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of `tokens` [B, T]; `model` is `module` or an engine around it."""
+        logits: Tensor = model(input_ids=tokens).logits if self.hugging_face else model(tokens)
+        return logits
+
+
+def build_model(spec: str, vocabulary: int, context: int, dropout: float = 0.0) -> BuiltModel:
+    """The model `spec` names: a size of `SIZES`, or the path of a Hugging Face `config.json` or of its folder.
+
+    A built-in size takes the `context` and `dropout` asked for, and as many tokens as it or the tokenizer has,
+    whichever is more. A Hugging Face model is the unmodified class of the configuration, trained from scratch:
+    weights beside the configuration are not read, nor is the network. Its values come from torch's global
+    generator, so seed that alike on every rank.
+
+    Raises:
+        ModelError: `spec` names no model, transformers is not installed or refuses the configuration, or the model
+            is too small for `vocabulary` or `context`.
+    """
+    if spec in SIZES:
+        size = SIZES[spec]
+        most = max(size.vocabulary, vocabulary)
+        with torch.device("meta"):
+            module = GPT(dataclasses.replace(size, vocabulary=most, context=context, dropout=dropout))
+        return BuiltModel(module, spec, _count(module), hugging_face=False)
+    path = Path(spec)
+    if not (path.exists() or path.suffix == ".json" or len(path.parts) > 1):
+        near = difflib.get_close_matches(spec, SIZES, n=1)
+        hint = f"did you mean {near[0]}? The" if near else "the"
+        sizes = ", ".join(SIZES)
+        raise ModelError(f"there is no model {spec}; {hint} sizes are {sizes}, or give the path of a config.json")
+    if dropout:
+        raise ModelError(
+            f"a dropout of {dropout} was given for {spec}, whose rates stand in its config.json; set them there"
+        )
+    hugging_face = _hugging_face(path, vocabulary, context)
+    return BuiltModel(hugging_face, spec, _count(hugging_face), hugging_face=True)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _hugging_face(path: Path, vocabulary: int, context: int) -> nn.Module:
+    """The causal language model of the configuration at `path`, in float32 on the CPU."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        sizes = ", ".join(SIZES)
+        raise ModelError(f"the model configuration {file} does not exist; give a config.json, or one of {sizes}")
+    transformers = _transformers(file)
+    with _refusals(file):
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    _check_size(config, file, vocabulary, context)
+    config.use_cache = False  # keys and values of past tokens would only be kept alive beside the activations
+    with _refusals(file):
+        # Not on meta: there the buffers that no state dict holds (rotary frequencies, masks) would be lost, and
+        # `_init_weights` of a module may set parameters of its children, so modules cannot be drawn one at a time.
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
+    return module
+
+
+def _transformers(file: Path) -> Any:
+    """The optional package transformers."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelError(
+            f"building {file} needs the package transformers, which is not installed; "
+            f'run pip install "zeroshard[hf]", or use one of {", ".join(SIZES)}'
+        ) from error
+
+
+@contextlib.contextmanager
+def _refusals(file: Path) -> Iterator[None]:
+    """Whatever transformers raises while it reads or builds `file` (no base class covers it), as `ModelError`."""
+    try:
+        yield
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build a causal language model from {file}: {error}; correct the configuration"
+        ) from error
+
+
+def _check_size(config: Any, file: Path, vocabulary: int, context: int) -> None:
+    if config.vocab_size < vocabulary:
+        raise ModelError(
+            f"the model of {file} has a vocabulary of {config.vocab_size} and the tokenizer one of {vocabulary}; "
+            f'use the tokenizer of this model, or raise "vocab_size" in the configuration'
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < context:
+        raise ModelError(
+            f"the model of {file} has {positions} positions and the sequence is {context} tokens; "
+            f"shorten the sequence, or raise the positions in the configuration"
+        )

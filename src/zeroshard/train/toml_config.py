@@ -1,0 +1,228 @@
+"""Every option on the command line and in a TOML file: one frozen dataclass describes both.
+
+Fields that are dataclasses themselves only group options: their options have flat names on the command line, and
+stand in a file at top level or in a table named after the field.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tomli_w
+import tyro
+
+from zeroshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Config = TypeVar("Config", bound=DataclassInstance)
+else:
+    Config = TypeVar("Config")
+
+NONE = "None"  # how an absent value is written in a file, as on the command line
+_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path as a string"}
+_MISMATCH = object()
+
+
+def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
+    """The options of `argv`, over those of the file that `--config FILE` names, over the defaults of `cls`.
+
+    `--help`, and options that cannot be read or that `cls` refuses with a `ValueError` (as `ConfigError` is), print to
+    the terminal and raise `SystemExit` (codes 0 and 2).
+
+    Raises:
+        ConfigError: see `load_toml`.
+    """
+    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    known, rest = first.parse_known_args(list(argv))
+    default = tyro.MISSING_NONPROP if known.config is None else load_toml(known.config, cls)
+    about = "--config FILE reads options from a TOML file first; the command line overrides them."
+    description = f"{cls.__doc__ or ''}\n\n{about}"
+    flat = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(cls, args=rest, prog=prog, default=default, description=description, config=flat)
+
+
+def load_toml(path: Path, cls: type[Config]) -> Config:
+    """The options in the file at `path`, over the defaults of `cls`; dashes in names may be underscores.
+
+    Raises:
+        ConfigError: the file is missing or no TOML; an option is unknown, given twice, of the wrong type or lacking.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the options file {path} cannot be read ({error.strerror}); name one that can") from error
+    except ValueError as error:  # what is no TOML or no UTF-8; tomllib's message has the line and the column
+        raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
+    values: dict[tuple[str, ...], Any] = {}
+    for place, key, value, hint in _given(table, cls, (), path):
+        if place in values:
+            raise ConfigError(f"{path} gives the option {key} twice, and it can have only one value; remove one")
+        values[place] = _converted(value, hint, key, path)
+    try:
+        config: Config = _instance(cls, values, ())
+    except KeyError as error:
+        raise ConfigError(f"{path} lacks the option {error.args[0]}, which has no default; add it") from error
+    return config
+
+
+def dump_toml(config: "DataclassInstance", path: Path) -> None:
+    """Write all options to `path`, groups as tables, so that `load_toml` gives an equal `config`.
+
+    TOML knows no None: such an option is left out where that is its default, and otherwise written as "None".
+    """
+    path.write_text(tomli_w.dumps(_table(config)), encoding="utf-8")
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    """Name to type, for every field that the constructor takes."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def _options(cls: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(place, type) of every option, groups entered; the last name of a place is the flat name."""
+    for name, hint in _hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _options(hint, (*place, name))
+        else:
+            yield (*place, name), hint
+
+
+def _given(
+    table: Mapping[str, Any], cls: Any, place: tuple[str, ...], file: Path
+) -> Iterator[tuple[tuple[str, ...], str, Any, Any]]:
+    """(place, key as written, value, type) of every option in `table`, where `cls` says what may stand in it."""
+    hints = _hints(cls)
+    options = {inside[-1]: (inside, hint) for inside, hint in reversed(list(_options(cls, place)))}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if dataclasses.is_dataclass(hints.get(name)):
+            if not isinstance(value, dict):
+                raise ConfigError(_wrong(key, value, "a table of options", file))
+            yield from _given(value, hints[name], (*place, name), file)
+        elif name in options:
+            inside, hint = options[name]
+            yield inside, key, value, hint
+        else:
+            raise ConfigError(_unknown(key, sorted({*options, *hints}), file))
+
+
+def _unknown(key: str, valid: list[str], file: Path) -> str:
+    near = difflib.get_close_matches(key.replace("-", "_"), valid, n=1)
+    way_out = f"did you mean {near[0]}?" if near else f"the options there are {', '.join(valid)}"
+    return f"{file} has an unknown option {key}; {way_out}"
+
+
+def _instance(cls: Any, values: Mapping[tuple[str, ...], Any], place: tuple[str, ...]) -> Any:
+    """`cls` with `values` set over its defaults. Raises `KeyError` for an option that has neither."""
+    chosen: dict[str, Any] = {}
+    for field in (field for field in dataclasses.fields(cls) if field.init):
+        inside = (*place, field.name)
+        hint = _hints(cls)[field.name]
+        if inside in values:
+            chosen[field.name] = values[inside]
+        elif dataclasses.is_dataclass(hint):
+            given = {at: value for at, value in values.items() if at[: len(inside)] == inside}
+            chosen[field.name] = _instance(hint, {**_values(_default(field), inside), **given}, inside)
+        elif _default(field) is dataclasses.MISSING:
+            raise KeyError(field.name)
+    return cls(**chosen)
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _values(config: Any, place: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
+    """Place to value of every option of `config`; nothing when a group has no default of its own."""
+    if config is dataclasses.MISSING:
+        return {}
+    found: dict[tuple[str, ...], Any] = {}
+    for name in _hints(type(config)):
+        value = getattr(config, name)
+        found |= _values(value, (*place, name)) if dataclasses.is_dataclass(value) else {(*place, name): value}
+    return found
+
+
+def _converted(value: Any, hint: Any, key: str, file: Path) -> Any:
+    result = _match(value, hint)
+    if result is _MISMATCH:
+        raise ConfigError(_wrong(key, value, _spell(hint), file))
+    return result
+
+
+def _wrong(key: str, value: Any, needed: str, file: Path) -> str:
+    found = f"{json.dumps(value, default=str)}, {type(value).__name__}"
+    return f"{file} gives the option {key} as {found}; it needs {needed}"
+
+
+def _match(value: Any, hint: Any) -> Any:
+    """`value` of a TOML file as a `hint`, or `_MISMATCH`."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return next((choice for choice in inner if type(choice) is type(value) and choice == value), _MISMATCH)
+    if origin in (Union, types.UnionType):
+        if value == NONE and type(None) in inner:
+            return None
+        results = (_match(value, choice) for choice in inner)
+        return next((result for result in results if result is not _MISMATCH), _MISMATCH)
+    if origin is tuple:
+        return _match_tuple(value, inner)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    return value if type(value) is hint else _MISMATCH
+
+
+def _match_tuple(value: Any, inner: tuple[Any, ...]) -> Any:
+    if not isinstance(value, list):
+        return _MISMATCH
+    hints = (inner[0],) * len(value) if inner[1:] == (...,) else inner
+    if len(hints) != len(value):
+        return _MISMATCH
+    results = tuple(_match(item, hint) for item, hint in zip(value, hints, strict=True))
+    return _MISMATCH if _MISMATCH in results else results
+
+
+def _spell(hint: Any) -> str:
+    """`hint` in words, for a message."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(json.dumps(choice) for choice in inner)
+    if origin in (Union, types.UnionType):
+        return " or ".join(f'"{NONE}"' if choice is type(None) else _spell(choice) for choice in inner)
+    if origin is tuple and inner[1:] == (...,):
+        return f"a list, each item {_spell(inner[0])}"
+    if origin is tuple:
+        return f"a list of {len(inner)}: " + ", ".join(_spell(choice) for choice in inner)
+    return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _table(config: Any) -> dict[str, Any]:
+    """`config` as TOML values."""
+    table: dict[str, Any] = {}
+    for field in (field for field in dataclasses.fields(config) if field.init):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            table[field.name] = _table(value)
+        elif value is not None:
+            table[field.name] = _plain(value)
+        elif _default(field) is not None:
+            table[field.name] = NONE
+    return table
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,102 @@
+"""Which modules are units: the repeated blocks of a model, or those that the user names; the rest is the root unit."""
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zeroshard.errors import PlanError
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One unit: a module and the parameters that are gathered, reduced and freed together.
+
+    Attributes:
+        number: its place in the fixed order of units (registration order, root last); collectives follow it.
+        name: the module's path in the model, "" shown as "root".
+        module: the module whose forward is the unit's.
+        parameters: by name, each distinct parameter once.
+        owners: modules that hold one of these parameters directly.
+    """
+
+    number: int
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    owners: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The name that people see."""
+        return self.name or "root"
+
+
+def find_units(model: nn.Module, wanted: Sequence[str] | None = None) -> list[Unit]:
+    """Cut a model into units.
+
+    By rule, the units are the outermost modules that repeat: children of a `ModuleList`, `Sequential` or `ModuleDict`
+    that share their class with a sibling. With `wanted`, they are the modules of the named classes or paths. Every
+    parameter belongs to the innermost unit around all of its uses, so a tied parameter lives once.
+
+    Raises:
+        PlanError: a wanted name fits no module.
+    """
+    chosen = list(_named(model, wanted)) if wanted is not None else list(_repeated(model, ""))
+    paths = list(dict.fromkeys(path for path in chosen if path))
+    modules = dict(model.named_modules())
+    units = [Unit(number, path, modules[path]) for number, path in enumerate([*paths, ""])]
+    _assign_parameters(model, units)
+    units = [unit for unit in units if unit.parameters or unit.name == ""]
+    for number, unit in enumerate(units):
+        unit.number = number
+    return units
+
+
+def _repeated(module: nn.Module, path: str) -> Iterator[str]:
+    children = list(module.named_children())
+    kinds = Counter(type(child) for _, child in children if next(child.parameters(), None) is not None)
+    for name, child in children:
+        where = f"{path}.{name}" if path else name
+        repeats = isinstance(module, CONTAINERS) and kinds[type(child)] >= 2
+        if repeats and not isinstance(child, CONTAINERS):
+            yield where
+        else:
+            inner = list(_repeated(child, where))
+            yield from inner or ([where] if repeats else [])
+
+
+def _named(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
+    modules = dict(model.named_modules())
+    classes = {type(module).__name__ for module in modules.values()}
+    for want in wanted:
+        if want not in modules and want not in classes:
+            near = difflib.get_close_matches(want, [*classes, *modules], n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"The model's classes are {', '.join(sorted(classes))}."
+            raise PlanError(f"The unit {want!r} names no class and no path in the model. {hint}")
+    for path, module in modules.items():
+        if path in wanted or type(module).__name__ in wanted:
+            yield path
+
+
+def _assign_parameters(model: nn.Module, units: list[Unit]) -> None:
+    uses: dict[nn.Parameter, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        uses.setdefault(parameter, []).append(path)
+    by_depth = sorted(units, key=lambda unit: len(unit.name), reverse=True)
+    for parameter, paths in uses.items():
+        unit = next(unit for unit in by_depth if all(_inside(path, unit.name) for path in paths))
+        unit.parameters[paths[0]] = parameter
+    home = {parameter: unit for unit in units for parameter in unit.parameters.values()}
+    for module in model.modules():
+        direct = list(module.parameters(recurse=False))
+        for unit in dict.fromkeys(home[parameter] for parameter in direct):
+            unit.owners.append(module)
+
+
+def _inside(path: str, unit: str) -> bool:
+    return not unit or path.startswith(unit + ".")

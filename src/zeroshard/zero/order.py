@@ -1,0 +1,224 @@
+"""In which order units are gathered: one list per kind of pass, the same on all ranks, with the next unit prefetched.
+
+[Note: one order for all ranks] Collectives match by order alone, so every rank walks the same list whatever its own
+data makes it do: a unit that this rank skips is gathered and dropped in its turn, because another rank may need it.
+The list starts as the registration order; at the end of the first pass the ranks merge what each of them used.
+A unit that is wanted off the list is first agreed on by all ranks, by name; ranks that want different ones stop there.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from zeroshard.comm import Comm, Purpose
+from zeroshard.errors import CommError
+from zeroshard.units import Unit
+from zeroshard.zero.parameters import ParameterShards, Residence
+
+
+class PassKind(StrEnum):
+    """A walk over the model; each kind has an order of its own."""
+
+    FORWARD = "forward"
+    EVALUATION = "evaluation"
+    BACKWARD = "backward"
+
+
+class Order:
+    """The units that one kind of pass gathers, in order; `settled` once the ranks have merged their records."""
+
+    def __init__(self, units: list[int]) -> None:
+        self.units = units
+        self.settled = False
+
+
+class Pass:
+    """One walk under way: how far it has come, and what this rank really used."""
+
+    def __init__(self, kind: PassKind, order: Order) -> None:
+        self.kind = kind
+        self.order = order
+        self.cursor = 0  # entries of the order that are behind us
+        self.started = 0  # entries whose gather was started
+        self.used: list[int] = []
+
+
+class Gatherer:
+    """Brings units to this rank when they are needed and takes them away when they are done.
+
+    Args:
+        units: all units in their fixed order.
+        shards: the parameter shards of each unit.
+    """
+
+    def __init__(self, units: Sequence[Unit], shards: Sequence[Sequence[ParameterShards]], comm: Comm) -> None:
+        self._units = units
+        self._shards = shards
+        self._comm = comm
+        self._orders: dict[PassKind, Order] = {}
+        self._passes: list[Pass] = []
+        self._begun = 0
+        self._pinned = False
+
+    @property
+    def orders(self) -> dict[str, list[str]]:
+        """The recorded order of each kind of pass, as unit names."""
+        return {str(kind): [self._units[n].label for n in order.units] for kind, order in self._orders.items()}
+
+    def inside(self, kind: PassKind) -> bool:
+        """Whether a pass of this kind is under way."""
+        return any(walk.kind is kind for walk in self._passes)
+
+    def begin(self, kind: PassKind) -> None:
+        """Begin a pass; all ranks must begin the same one.
+
+        Raises:
+            CommError: another rank begins another kind of pass, or is at another one.
+        """
+        self._begun += 1
+        mine = f"{kind} {self._begun}".ljust(24).encode()
+        for rank, theirs in enumerate(self._comm.agree(mine, f"begin {kind}")):
+            if theirs != mine:
+                raise CommError(
+                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} begins pass '{mine.decode().strip()}', rank {rank} "
+                    f"pass '{theirs.decode().strip()}'. Every rank must call forward and backward equally often and in the same order."
+                )
+        self._passes.append(Pass(kind, self._order(kind)))
+
+    def end(self) -> None:
+        """End the innermost pass: gather and drop what other ranks may have used and this one did not."""
+        walk = self._passes[-1]
+        self._advance(walk, len(walk.order.units))
+        self._passes.pop()
+        if not walk.order.settled:
+            records = self._comm.agree_on(walk.used, f"order of {walk.kind}")
+            walk.order.units = merge(records)
+            walk.order.settled = True
+
+    def abandon(self) -> None:
+        """Leave all passes after an error, freeing what they hold."""
+        self._passes.clear()
+        self.free_all()
+
+    def need(self, number: int) -> None:
+        """Have unit `number` here when this returns; start to fetch the one after it."""
+        shards = self._shards[number]
+        if all(shard.residence is Residence.GATHERED for shard in shards):
+            return
+        walk = self._passes[-1] if self._passes else None
+        place = _find(walk.order.units, number, walk.cursor) if walk else None
+        if walk is not None:
+            walk.used.append(number)
+        if walk is None or place is None:
+            self._agree_on_detour(number)
+            if walk is not None:
+                walk.order.settled = False
+            self._start(number)
+        else:
+            self._advance(walk, place)
+            self._start_up_to(walk, place + 2)
+            walk.cursor = place + 1
+        for shard in shards:
+            shard.finish_gather()
+
+    def done(self, number: int) -> None:
+        """Free unit `number`, unless its next gather is already under way."""
+        if self._pinned:
+            return
+        for shard in self._shards[number]:
+            if shard.residence is Residence.GATHERED:
+                shard.free()
+
+    def free_all(self) -> None:
+        """Free every unit."""
+        for shards in self._shards:
+            for shard in shards:
+                shard.free()
+
+    def everything_here(self) -> bool:
+        """Whether all units are gathered."""
+        return all(shard.residence is Residence.GATHERED for shards in self._shards for shard in shards)
+
+    def pin(self) -> None:
+        """Gather every unit and keep it until `unpin`; a collective call."""
+        self._pinned = True
+        for number in range(len(self._units)):
+            self._start(number)
+            for shard in self._shards[number]:
+                shard.finish_gather()
+
+    def unpin(self) -> None:
+        """Free what `pin` gathered."""
+        self._pinned = False
+        self.free_all()
+
+    def _order(self, kind: PassKind) -> Order:
+        if kind not in self._orders:
+            forward = self._orders.get(PassKind.FORWARD)
+            registered = list(range(len(self._units)))
+            units = [registered[-1], *registered[:-1]] if forward is None else list(forward.units)
+            self._orders[kind] = Order(units[::-1] if kind is PassKind.BACKWARD else units)
+        return self._orders[kind]
+
+    def _advance(self, walk: Pass, place: int) -> None:
+        """Come to `place` in the order; what lies between was for other ranks."""
+        for skipped in range(walk.cursor, place):
+            self._start_up_to(walk, skipped + 1)
+            self._drop_after_arrival(walk.order.units[skipped])
+        walk.cursor = max(walk.cursor, place)
+
+    def _drop_after_arrival(self, number: int) -> None:
+        """Take in a gather that this rank had no use for, and drop it."""
+        for shard in self._shards[number]:
+            if shard.residence is Residence.GATHERING:
+                shard.finish_gather()
+                if not self._pinned:
+                    shard.free()
+
+    def _start_up_to(self, walk: Pass, place: int) -> None:
+        while walk.started < min(place, len(walk.order.units)):
+            self._start(walk.order.units[walk.started])
+            walk.started += 1
+
+    def _start(self, number: int) -> None:
+        trains = self._passes and self._passes[-1].kind is not PassKind.EVALUATION
+        for shard in self._shards[number]:
+            shard.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
+
+    def _agree_on_detour(self, number: int) -> None:
+        for rank, theirs in enumerate(self._comm.agree(number.to_bytes(8), f"detour to {self._units[number].label}")):
+            other = self._units[int.from_bytes(theirs)].label
+            if other != self._units[number].label:
+                raise CommError(
+                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} needs unit '{self._units[number].label}', rank {rank} "
+                    f"needs '{other}'. Under ZeRO 3 every rank must use the same units in the same order, or the units of its first step."
+                )
+
+
+def merge(records: Sequence[Sequence[int]]) -> list[int]:
+    """The shortest list that holds every record in its order (pairwise, in rank order: deterministic)."""
+    merged: list[int] = []
+    for record in records:
+        merged = _supersequence(merged, list(record))
+    return merged
+
+
+def _supersequence(a: list[int], b: list[int]) -> list[int]:
+    if a == b or not b:
+        return a
+    common = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i in reversed(range(len(a))):
+        for j in reversed(range(len(b))):
+            common[i][j] = 1 + common[i + 1][j + 1] if a[i] == b[j] else max(common[i + 1][j], common[i][j + 1])
+    merged, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        if a[i] == b[j]:
+            merged, i, j = [*merged, a[i]], i + 1, j + 1
+        elif common[i + 1][j] >= common[i][j + 1]:
+            merged, i = [*merged, a[i]], i + 1
+        else:
+            merged, j = [*merged, b[j]], j + 1
+    return merged + a[i:] + b[j:]
+
+
+def _find(units: list[int], number: int, start: int) -> int | None:
+    return next((place for place in range(start, len(units)) if units[place] == number), None)

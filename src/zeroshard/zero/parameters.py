@@ -1,0 +1,110 @@
+"""Parameters of one flat buffer: whole on every rank, or a slice that is gathered for use and freed after it."""
+
+from enum import Enum, auto
+
+import torch
+
+from zeroshard.comm import Comm, Pending, Purpose
+from zeroshard.ledger import Category, Ledger
+from zeroshard.units import Flat
+from zeroshard.zero.residency import Residency
+
+
+class Residence(Enum):
+    """Where the values of a flat buffer's parameters are."""
+
+    SLICED = auto()  # each rank holds its slice; the parameters read NaN
+    GATHERING = auto()  # the collective is under way
+    GATHERED = auto()  # whole on this rank; the parameters may be used
+
+
+class ParameterShards:
+    """The parameter buffer of a flat under a residency.
+
+    [Note: freed storage] The gathered buffer is one storage for life, resized to zero bytes and back. Views of it that
+    autograd saved stay valid once it is refilled, and pin nothing while it is empty.
+
+    Attributes:
+        own: this rank's slice [S]; where parameters stay whole, a view into `full`.
+        full: the whole buffer [N*S].
+        residence: where the values are now.
+    """
+
+    def __init__(self, flat: Flat, residency: Residency, comm: Comm, ledger: Ledger) -> None:
+        mesh, index = comm.mesh, flat.index
+        self.flat = flat
+        self.sliced = residency.slice_parameters and mesh.ranks > 1
+        self._spread = residency.spread_after_update and mesh.ranks > 1 and flat.trainable
+        self._comm = comm
+        self._ledger = ledger
+        self._pending: Pending | None = None
+        start, stop = index.interval(mesh.rank)
+        category, label = Category.PARAMETERS, f"parameters {flat.label}"
+        if self.sliced:
+            padding = index.padding_in(start, stop)
+            self.own = ledger.empty(index.slice_numel, flat.dtype, mesh.device, category, label, padding)
+            self.full = torch.empty(index.padded_numel, dtype=flat.dtype, device=mesh.device)
+        else:
+            self.full = ledger.empty(index.padded_numel, flat.dtype, mesh.device, category, label, index.padding)
+            self.own = self.full[start:stop]
+        self.residence = Residence.SLICED if self.sliced else Residence.GATHERED
+        flat.bind(self.full)
+        if self.sliced:
+            self.full.untyped_storage().resize_(0)
+
+    def load(self, values: torch.Tensor) -> None:
+        """Set the parameters from `values` [padded], of any dtype, and let the user's parameters view them."""
+        start, stop = self.flat.index.interval(self._comm.mesh.rank)
+        if self.sliced:
+            self.own.copy_(values[start:stop])
+            self.flat.detach()
+        else:
+            self.full.copy_(values)
+            self.flat.attach()
+
+    def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
+        """Start to fetch the other ranks' slices."""
+        if not self.sliced or self.residence is Residence.GATHERING:
+            return
+        if self.residence is Residence.SLICED:
+            self._ledger.take(Category.BUFFERS, self._nbytes, f"gather {self.flat.label}")
+            self.full.untyped_storage().resize_(self._nbytes)
+        padding = self.flat.index.padding
+        self._pending = self._comm.gather(self.full, self.own, purpose, self.flat.label, padding)
+        self.residence = Residence.GATHERING
+
+    def finish_gather(self) -> None:
+        """Wait for the slices and let the parameters view the whole buffer."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            self.residence = Residence.GATHERED
+            self.flat.attach()
+
+    def free(self) -> None:
+        """Keep only this rank's slice."""
+        if not self.sliced or self.residence is Residence.SLICED:
+            return
+        self.finish_gather()
+        self.flat.detach()
+        self.full.untyped_storage().resize_(0)
+        self._ledger.give(Category.BUFFERS, self._nbytes, f"gather {self.flat.label}")
+        self.residence = Residence.SLICED
+
+    def start_spread(self) -> None:
+        """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2)."""
+        if self._spread:
+            padding = self.flat.index.padding
+            self._pending = self._comm.gather(
+                self.full, self.own, Purpose.GATHER_PARAMETERS, f"updated {self.flat.label}", padding
+            )
+
+    def finish_spread(self) -> None:
+        """Wait for the updated slices."""
+        if self._spread and self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    @property
+    def _nbytes(self) -> int:
+        return self.flat.index.padded_numel * self.flat.dtype.itemsize

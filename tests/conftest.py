@@ -1,0 +1,29 @@
+"""Fixtures for all tests."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+from pool import Pool
+
+torch.set_num_threads(1)
+_POOL = Pool()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The one pool of worker processes."""
+    yield _POOL
+    _POOL.stop()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random numbers."""
+    torch.manual_seed(0)

@@ -1,0 +1,194 @@
+"""Small models in which something is awkward, and a plain single-process loop to compare with."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, lr=5e-2, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=5e-2),
+}
+
+
+class Block(nn.Module):
+    """A residual MLP block, width D = 10 so that few rank counts divide it."""
+
+    def __init__(self, width: int = 10, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.up = nn.Linear(width, 17, dtype=dtype)
+        self.down = nn.Linear(17, width, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x.to(self.norm.weight.dtype))
+        return x + self.down(torch.tanh(self.up(h))).to(x.dtype)
+
+
+class Plain(nn.Module):
+    """Embedding, blocks, head; returns the loss."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 10)
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.head = nn.Linear(10, 13, bias=False)
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x = self.body(self.embed(tokens[:, :-1]), step)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Tied(Plain):
+    """The output head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Frozen(Plain):
+    """The embedding and parts of the middle block do not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.blocks[1].up.requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+
+
+class Sometimes(Plain):
+    """The middle block is left out in every third step."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != 1 or step % 3 != 2:
+                x = block(x)
+        return x
+
+
+class Twice(Plain):
+    """The first block is called twice in one forward."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        return self.blocks[0](self.blocks[2](self.blocks[1](self.blocks[0](x))))
+
+
+class Nested(Plain):
+    """A list of lists of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.stages = nn.ModuleList([nn.ModuleList([Block(), Block()]) for _ in range(2)])
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+        return x
+
+
+class TwoDtypes(Plain):
+    """One block in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Block(dtype=torch.float64)
+
+
+class Checkpointed(Plain):
+    """Blocks are recomputed in the backward."""
+
+    reentrant = False
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class CheckpointedReentrant(Checkpointed):
+    """The same by the older, re-entrant way, with a block used twice."""
+
+    reentrant = True
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        return checkpoint(self.blocks[0], super().body(x, step), use_reentrant=True)
+
+
+class CheckpointedInside(Plain):
+    """Only a part of each block is recomputed."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block.down, torch.tanh(block.up(block.norm(x))), use_reentrant=False)
+        return x
+
+
+class Tiny(nn.Module):
+    """Three parameters in all, fewer than four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.shift = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        return ((tokens.float() / 13 * self.scale + self.shift.sum()) ** 2).mean()
+
+
+MODELS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        Plain,
+        Tied,
+        Frozen,
+        Sometimes,
+        Twice,
+        Nested,
+        TwoDtypes,
+        Checkpointed,
+        CheckpointedReentrant,
+        CheckpointedInside,
+        Tiny,
+    )
+}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    """A model with the same weights every time."""
+    torch.manual_seed(seed)
+    model: nn.Module = MODELS[name]()
+    return model
+
+
+def batch(step: int, rank: int, ranks: int, rows: int = 8) -> Tensor:
+    """Rank `rank`'s part of the global batch [rows, 6] of a step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(13, (rows, 6), generator=generator)
+    return tokens.chunk(ranks)[rank]
+
+
+def reference(name: str, optimizer: str, steps: int, clip: float | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of a plain PyTorch loop on the global batch."""
+    model = build(name)
+    opt = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
+    losses = []
+    for step in range(steps):
+        opt.zero_grad()
+        loss = model(batch(step, 0, 1), step)
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        losses.append(loss.item())
+    return losses, {k: v.detach().clone() for k, v in model.state_dict().items()}

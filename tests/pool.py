@@ -1,0 +1,111 @@
+"""One pool of worker processes that serves every multi-rank test.
+
+A test sends a function of its own module, which runs on the first `ranks` workers with that many ranks' mesh; the
+results come back in rank order. A worker that hangs or dies is replaced with the whole pool, and the test fails.
+"""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WORLD = 4
+SIZES = (2, 4)
+TIMEOUT = 20.0  # seconds that a collective may wait inside a test
+PATIENCE = 90.0  # seconds that a whole test function may take
+
+
+class WorkerError(AssertionError):
+    """A worker raised; the message holds every rank's traceback."""
+
+    def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {rank}\n{trace}" for rank, (_, _, trace) in errors.items()))
+
+
+class Pool:
+    """The workers, started on first use."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+        """Results of `function(mesh, *args)` on `ranks` ranks.
+
+        Raises:
+            WorkerError: with every rank's traceback, if any rank raised.
+        """
+        if not self._processes:
+            self._start()
+        call = (function.__module__, function.__qualname__, ranks, args)
+        for pipe in self._pipes[:ranks]:
+            pipe.send(call)
+        answers: dict[int, Any] = {}
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            if not pipe.poll(PATIENCE):
+                self.stop()
+                raise AssertionError(f"rank {rank} did not answer within {PATIENCE:.0f} s")
+            try:
+                answers[rank] = pipe.recv()
+            except EOFError:
+                answers[rank] = (False, ("EOFError", "the worker died", "the worker died"))
+        errors = {rank: answer for rank, (good, answer) in answers.items() if not good}
+        if errors:
+            self.stop()  # collectives may be left half done
+            raise WorkerError(errors)
+        return [answers[rank][1] for rank in range(ranks)]
+
+    def stop(self) -> None:
+        """End all workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(WORLD):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(rank, port, there, [str(Path(__file__).parent)]), daemon=True)
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+
+def _work(rank: int, port: int, pipe: Any, path: list[str]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path[:0] = path
+    import torch
+    import torch.distributed as dist
+
+    from zeroshard.mesh import Mesh, mesh_of
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 + rank)  # tests that need equal random numbers on all ranks must ask for them
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    meshes = {1: Mesh(timeout=TIMEOUT)}
+    for size in SIZES:
+        meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
+    while True:
+        try:
+            module, name, ranks, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            target: Any = importlib.import_module(module)
+            for part in name.split("."):
+                target = getattr(target, part)
+            pipe.send((True, target(meshes[ranks], *args)))
+        except BaseException as error:
+            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))

@@ -1,0 +1,163 @@
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from zeroshard.errors import ReportError
+from zeroshard.report import write_report
+
+from .run_files import memory, memory_row, summary, training_line, validation_line, write_run
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+EVENTS = [(i / 1000, f"event {i}", (2048, 100 * i, 5000 - 50 * i)) for i in range(50)]
+
+
+class Page(HTMLParser):
+    """Checks that tags balance and keeps the text and the attributes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.attributes: list[tuple[str, str, str]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.extend((tag, name, value or "") for name, value in attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.extend((tag, name, value or "") for name, value in attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and data.strip():
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def _page(run: Path) -> tuple[str, Page]:
+    html = write_report(run).read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def _complete(folder: Path, **fields: object) -> Path:
+    lines = [training_line(step, 8 / step + 2) for step in range(1, 61)]
+    return write_run(folder, [*lines, validation_line(60, 2.5)], summary(**fields), memory(EVENTS))
+
+
+def test_the_page_is_balanced_html_with_all_its_parts(tmp_path: Path) -> None:
+    target = write_report(_complete(tmp_path))
+    assert target == tmp_path / "report.html"
+    _, page = _page(tmp_path)
+    assert page.open == []
+    assert page.texts["h1"] == ["A small run"]
+    assert page.texts["h2"] == [
+        "Learning",
+        "Memory over one step",
+        "Bytes per rank: formula and ledger",
+        "Wire volume per step: formula and measured",
+        "Plan",
+        "Corpus",
+        "Generated sample",
+    ]
+
+
+def test_the_header_has_the_key_facts(tmp_path: Path) -> None:
+    _, page = _page(_complete(tmp_path))
+    facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
+    assert facts["Parameters"] == "1.23 M"
+    assert facts["Plan"] == "ZeRO-2"
+    assert facts["Ranks"] == "2"
+    assert facts["Validation bits/byte"] == "2.7500"
+    assert facts["Wall time"] == "1 min 15 s"
+    assert facts["digest"] == "abc123"
+
+
+def test_the_page_loads_nothing(tmp_path: Path) -> None:
+    html, page = _page(_complete(tmp_path))
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "@import" not in html
+    assert "url(" not in html
+    assert [value for _, name, value in page.attributes if name in ("src", "href")] == ["data:,"]
+
+
+def test_every_chart_is_an_image_with_a_title(tmp_path: Path) -> None:
+    html, page = _page(_complete(tmp_path))
+    # three charts, each drawn wide and narrow
+    assert [value for tag, name, value in page.attributes if (tag, name) == ("svg", "role")] == ["img"] * 6
+    assert len(re.findall(r"<svg [^>]*><title>[^<]+</title>", html)) == 6
+
+
+def test_the_sample_is_shown_escaped_and_to_the_letter(tmp_path: Path) -> None:
+    sample = "if a < b & c:\n\tprint('</pre><script>alert(1)</script>')\n"
+    html, page = _page(_complete(tmp_path, sample=sample))
+    assert "<script>alert" not in html
+    assert "".join(page.texts["pre"]).strip() == sample.strip()
+
+
+def test_control_characters_and_lone_surrogates_do_not_break_the_page(tmp_path: Path) -> None:
+    _, page = _page(_complete(tmp_path, sample="a\x00\x1b[0m\ud800b"))
+    assert "".join(page.texts["pre"]).strip() == "a\u2400\u241b[0m?b"
+
+
+def test_names_in_the_run_are_escaped_everywhere(tmp_path: Path) -> None:
+    evil = "</script><b>&"
+    run = _complete(tmp_path, title=evil, plan={evil: evil}, memory=[memory_row(evil, 1, 0, 1)])
+    (run / "memory.json").write_text(json.dumps(memory([(0, evil, (1, 2, 3)), (1, evil, (4, 5, 6))])), encoding="utf-8")
+    html, page = _page(run)
+    assert evil not in html
+    assert "<b>" not in html
+    assert page.texts["h1"] == [evil]
+
+
+def test_the_readouts_are_json_in_order(tmp_path: Path) -> None:
+    html, _ = _page(_complete(tmp_path))
+    blocks = re.findall(r'<script type="application/json">(.*?)</script>', html, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        places = [place for place, _ in json.loads(block)]
+        assert places == sorted(places)
+        assert all(0 <= place <= 1 for place in places)
+
+
+def test_a_dead_run_still_has_its_page(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "try-7", [training_line(1, 8.0), training_line(2, math.nan), validation_line(2, 7.5), "{"]
+    )
+    _, page = _page(run)
+    assert page.open == []
+    assert page.texts["h1"] == ["Run try-7"]
+    assert page.texts["h2"] == ["Learning"]
+    facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
+    assert facts["Validation bits/byte"] == "7.5000"
+    assert facts["Wall time"] == "1.0 s"
+    assert sum("no summary.json" in text for text in page.texts["p"]) == 1
+
+
+def test_a_run_of_nothing_but_lost_losses_says_so(tmp_path: Path) -> None:
+    _, page = _page(write_run(tmp_path, [training_line(1, math.nan)]))
+    assert "No step recorded a finite training loss." in page.texts["p"]
+
+
+def test_a_hundred_thousand_steps_stay_below_one_megabyte(tmp_path: Path) -> None:
+    # a new extreme in every bucket and every category on the move: nothing thins by luck
+    lines = [training_line(step, 2 + (step * 7919 % 1000) / 1000) for step in range(1, 100_001)]
+    events = [
+        (i / 1e5, f"backward h.{i}", (i * 7919 % 10**8, i * 104729 % 10**8, i * 31 % 10**8)) for i in range(20_000)
+    ]
+    target = write_report(write_run(tmp_path, lines, summary(), memory(events)))
+    assert target.stat().st_size < 1_000_000
+
+
+def test_a_missing_folder_is_one_clear_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="give the folder"):
+        write_report(tmp_path / "nowhere")

@@ -1,0 +1,101 @@
+import math
+from pathlib import Path
+
+import pytest
+
+from zeroshard.errors import ReportError
+from zeroshard.report.run_folder import read_run
+
+from .run_files import memory, summary, training_line, validation_line, write_run
+
+
+def test_a_complete_run_is_read_without_notes(tmp_path: Path) -> None:
+    lines = [training_line(1, 8.0), training_line(2, 7.5), validation_line(2, 7.75)]
+    run = read_run(write_run(tmp_path, lines, summary(), memory([(0.0, "begin", (4, 2, 1))])))
+    assert [(p.step, p.bits_per_byte) for p in run.training] == [(1, 8.0), (2, 7.5)]
+    assert [(p.step, p.bits_per_byte) for p in run.validation] == [(2, 7.75)]
+    assert run.summary.parameters == 1_234_567
+    assert run.memory is not None
+    assert run.memory.events[0].total == 7
+    assert run.notes == ()
+
+
+def test_a_truncated_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [training_line(1, 8.0)], summary(), memory([(0.0, "begin", (1, 1, 1))]))
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "bits_per_byte": 7.5, "note": "caf\xc3')
+    read = read_run(run)
+    assert [p.step for p in read.training] == [1]
+    assert any("1 unreadable line left out" in note for note in read.notes)
+
+
+def test_not_a_number_infinity_null_and_other_types_are_unknown(tmp_path: Path) -> None:
+    lines = [
+        training_line(1, math.nan, grad_norm=math.inf),
+        training_line(2, None, grad_norm=None),
+        training_line(3, 7.0, grad_norm="large", rss_bytes=True),
+    ]
+    points = read_run(write_run(tmp_path, lines)).training
+    assert math.isnan(points[0].bits_per_byte)
+    assert points[0].grad_norm == math.inf
+    assert math.isnan(points[1].bits_per_byte)
+    assert math.isnan(points[1].grad_norm)
+    assert math.isnan(points[2].grad_norm)
+    assert math.isnan(points[2].rss_bytes)
+
+
+def test_a_resumed_run_counts_the_last_record_of_a_step(tmp_path: Path) -> None:
+    lines = [training_line(1, 8.0), training_line(2, 7.0), training_line(2, 6.0), training_line(3, 5.0)]
+    run = read_run(write_run(tmp_path, lines))
+    assert [p.bits_per_byte for p in run.training] == [8.0, 6.0, 5.0]
+    assert any("1 step records" in note for note in run.notes)
+
+
+def test_a_run_that_died_says_what_is_missing(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [training_line(41, 3.0), training_line(42, 3.0)]))
+    assert run.memory is None
+    assert math.isnan(run.summary.parameters)
+    assert any("no summary.json" in note and "step 42" in note for note in run.notes)
+    assert any("no memory.json" in note for note in run.notes)
+
+
+def test_a_cut_summary_is_a_note_and_no_failure(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [training_line(1, 3.0)])
+    (run / "summary.json").write_text('{"title": "cut', encoding="utf-8")
+    read = read_run(run)
+    assert read.summary.title == ""
+    assert any(note.startswith("summary.json cannot be read") for note in read.notes)
+
+
+def test_memory_events_come_in_order_of_time_and_missing_categories_hold_nothing(tmp_path: Path) -> None:
+    record = memory([(0.2, "later", (1, 2, 3)), (0.1, "sooner", (4, 5, 6))])
+    record["events"].append({"t": 0.3, "label": "odd", "bytes": {"gradients": 7, "extra": 8}})
+    record["events"].append({"t": None, "label": "timeless", "bytes": {}})
+    step = read_run(write_run(tmp_path, [training_line(1, 3.0)], memory=record)).memory
+    assert step is not None
+    assert [event.label for event in step.events] == ["sooner", "later", "odd"]
+    assert step.categories == ("parameters", "gradients", "activations", "extra")
+    assert step.events[2].nbytes == (0, 7, 0, 8)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"nowhere is not there.*give the folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("", encoding="utf-8")
+    with pytest.raises(ReportError, match="run is a file, not a folder"):
+        read_run(tmp_path / "run")
+
+
+def test_a_folder_without_metrics_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(ReportError, match=r"holds no metrics\.jsonl \(it holds: model\.pt\).*give the folder"):
+        read_run(tmp_path)
+
+
+def test_metrics_without_a_training_line_say_what_was_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [validation_line(1, 3.0), '{"step": 1, "lo'])
+    with pytest.raises(ReportError, match=r"no training line \(1 readable lines, 1 unreadable\).*one step"):
+        read_run(run)

@@ -1,0 +1,59 @@
+import math
+
+from zeroshard.report.run_folder import MemoryRow, TrafficRow
+from zeroshard.report.tables import Row, fields_table, memory_table, traffic_table
+from zeroshard.report.wording import DASH
+
+
+def _words(row: Row) -> list[str]:
+    return [cell.words for cell in row.cells]
+
+
+def test_formula_and_padding_are_held_against_the_ledger() -> None:
+    table = memory_table((MemoryRow("gradients", 1000.5, 23.5, 1024, 2048),), {"gradients": "hue1"})
+    assert table is not None
+    assert _words(table.rows[0]) == ["1000.50 B", "23.50 B", "1.00 KiB", "equal", "2.00 KiB"]
+    assert table.rows[0].cells[2].exact == "1,024 B"
+    assert table.rows[0].style == "hue1"
+
+
+def test_a_byte_too_many_is_shown() -> None:
+    table = memory_table((MemoryRow("gradients", 1000, 24, 1025, 1025),), {})
+    assert table is not None
+    assert _words(table.rows[0])[3] == "+1 B"
+
+
+def test_sums_leave_out_what_has_no_formula_and_say_so() -> None:
+    rows = (MemoryRow("parameters", 100, 4, 104, 104), MemoryRow("activations", math.nan, math.nan, 500, 900))
+    table = memory_table(rows, {})
+    assert table is not None
+    assert _words(table.rows[1]) == [DASH, DASH, "500 B", DASH, "900 B"]
+    assert [(row.name, _words(row)) for row in table.sums] == [
+        ("Those with a formula", ["100 B", "4 B", "104 B", "equal", DASH]),
+        ("All categories", [DASH, DASH, "604 B", DASH, DASH]),
+    ]
+
+
+def test_traffic_differences_and_sums() -> None:
+    table = traffic_table((TrafficRow("reduce", 1000, 1256, 2512, 2), TrafficRow("gather", 500, 500, 1000, 1)))
+    assert table is not None
+    assert _words(table.rows[0]) == ["1,000", "1,256", "+256", "2.45 KiB", "2"]
+    assert _words(table.sums[0]) == ["1,500", "1,756", "+256", "3.43 KiB", "3"]
+
+
+def test_no_rows_make_no_table() -> None:
+    assert memory_table((), {}) is None
+    assert traffic_table(()) is None
+
+
+def test_fields_read_as_text() -> None:
+    fields = {"zero": 2, "offload": None, "overlap": True, "betas": [0.9, 0.95], "learning_rate": 3e-4}
+    assert fields_table({**fields, "train_bytes": 2048, "digest": "ab"}) == (
+        ("zero", "2"),
+        ("offload", DASH),
+        ("overlap", "true"),
+        ("betas", "[0.9, 0.95]"),
+        ("learning rate", "0.0003"),
+        ("train bytes", "2.00 KiB (2,048 B)"),
+        ("digest", "ab"),
+    )

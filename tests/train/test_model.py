@@ -1,0 +1,131 @@
+"""Built-in sizes and Hugging Face configurations behind one interface."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from zeroshard.errors import ModelError
+from zeroshard.train.gpt import GPT, SIZES
+from zeroshard.train.model import build_model
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0, "dtype": "bfloat16"}
+LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+
+
+def folder(tmp_path: Path, config: dict[str, Any]) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_built_without_memory(name: str) -> None:
+    built = build_model(name, vocabulary=256, context=64, dropout=0.1)
+    assert all(tensor.is_meta for tensor in [*built.module.parameters(), *built.module.buffers()])
+    assert built.name == name
+    assert not built.hugging_face
+    assert built.parameters == sum(parameter.numel() for parameter in built.module.parameters())
+    assert isinstance(built.module, GPT)
+    config = built.module.config
+    assert (config.vocabulary, config.context, config.dropout) == (SIZES[name].vocabulary, 64, 0.1)
+
+
+def test_a_size_grows_with_the_vocabulary() -> None:
+    small, large = (build_model("tiny", vocabulary, context=64) for vocabulary in (256, 1000))
+    assert large.parameters - small.parameters == (1000 - 256) * SIZES["tiny"].width
+
+
+def test_a_built_in_model_is_asked_for_the_next_tokens() -> None:
+    torch.manual_seed(0)
+    built = build_model("tiny", 256, 16)
+    model = GPT(SIZES["tiny"])
+    tokens = torch.randint(256, (2, 9))
+    logits = built.logits(model, tokens[:, :-1])
+    assert logits.shape == (2, 8, 256)
+    expected = F.cross_entropy(logits.reshape(-1, 256), tokens[:, 1:].reshape(-1))
+    torch.testing.assert_close(built.loss(model, tokens), expected)
+
+
+def test_a_misspelt_size_gets_its_nearest() -> None:
+    with pytest.raises(ModelError, match=r"no model gpt-2xl; did you mean gpt2-xl\? The sizes are tiny, small"):
+        build_model("gpt-2xl", 256, 64)
+    with pytest.raises(ModelError, match=r"no model zzz; the sizes are tiny, small"):
+        build_model("zzz", 256, 64)
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        build_model(str(tmp_path), 256, 64)
+    with pytest.raises(ModelError, match=r"absent\.json does not exist"):
+        build_model("absent.json", 256, 64)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match=r"package transformers.*zeroshard\[hf\]"):
+        build_model(folder(tmp_path, GPT2), 256, 32)
+
+
+def test_dropout_of_a_configuration_is_not_overridden_in_silence(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"dropout of 0\.1.*config\.json"):
+        build_model(folder(tmp_path, GPT2), 256, 32, dropout=0.1)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_configuration_becomes_its_own_class(tmp_path: Path, config: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    built = build_model(folder(tmp_path, config), vocabulary=256, context=32)
+    assert type(built.module) in (transformers.GPT2LMHeadModel, transformers.LlamaForCausalLM)
+    assert built.hugging_face
+    assert built.parameters == sum(parameter.numel() for parameter in built.module.parameters())
+    tensors = [*built.module.parameters(), *built.module.buffers()]
+    assert all(tensor.device.type == "cpu" and tensor.isfinite().all() for tensor in tensors)
+    assert {parameter.dtype for parameter in built.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_a_configuration_is_asked_for_the_next_tokens(tmp_path: Path, config: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    built = build_model(str(Path(folder(tmp_path, config)) / "config.json"), vocabulary=256, context=32)
+    model = built.module.eval()
+    tokens = torch.randint(256, (2, 33))
+    logits = built.logits(model, tokens[:, :-1])
+    assert logits.shape == (2, 32, 256)
+    expected = F.cross_entropy(logits[:, :-1].reshape(-1, 256), tokens[:, 1:-1].reshape(-1))
+    torch.testing.assert_close(built.loss(model, tokens), expected)
+    assert model(input_ids=tokens[:, :-1]).past_key_values is None
+
+
+def test_a_configuration_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    values = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        module = build_model(folder(tmp_path, GPT2), 256, 32).module
+        values.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_a_configuration_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    spec = folder(tmp_path, GPT2)
+    with pytest.raises(ModelError, match="vocabulary of 256 and the tokenizer one of 300; use the tokenizer"):
+        build_model(spec, vocabulary=300, context=32)
+    with pytest.raises(ModelError, match="has 32 positions and the sequence is 33 tokens; shorten"):
+        build_model(spec, vocabulary=256, context=33)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "no-such-model"}, {"model_type": "t5"}])
+def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match=r"cannot build a causal language model from .*config\.json"):
+        build_model(folder(tmp_path, config), vocabulary=256, context=32)
