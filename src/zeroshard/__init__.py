@@ -4,6 +4,6 @@ from zeroshard.engine import Engine, StepResult
 from zeroshard.errors import ZeroshardError
 from zeroshard.mesh import Mesh, init_mesh
 from zeroshard.plan import Plan
+from zeroshard.version import __version__
 
-__version__ = "0.1.0"
 __all__ = ["Engine", "Mesh", "Plan", "StepResult", "ZeroshardError", "__version__", "init_mesh"]

@@ -58,12 +58,12 @@ def test_parameters_are_those_of_the_shape(config: GPTConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("tiny", 1.0), ("small", 3.0), ("medium", 10.0), ("gpt2", 124.0), ("gpt2-xl", 1557.0)]
+    ("name", "millions"), [("tiny", 0.82), ("small", 3.0), ("medium", 10.0), ("gpt2", 124.0), ("gpt2-xl", 1557.0)]
 )
 def test_sizes_are_what_their_table_promises(name: str, millions: float) -> None:
     with torch.device("meta"):
         counted = sum(parameter.numel() for parameter in GPT(SIZES[name]).parameters())
-    assert counted / 1e6 == pytest.approx(millions, rel=0.1)
+    assert counted / 1e6 == pytest.approx(millions, rel=0.05)
 
 
 def test_a_meta_model_is_materialised_module_by_module(model: GPT) -> None:

@@ -2,7 +2,7 @@
 
 [Note: order of reductions] All ranks launch one reduction per unit and backward, in one fixed order (the units in
 reverse, the root last), so a rank whose data made it skip a unit sends zeros in its turn. A unit is launched early when
-every parameter that got a gradient in the last step has one; what is left is launched when the backward ends.
+every parameter that ever got a gradient has one; what is left is launched when the backward ends.
 A gradient that comes after its unit was launched (re-entrant recomputation) waits for the next reduction or the update.
 """
 
@@ -36,7 +36,8 @@ class Backward:
         self._gradients: list[list[GradientShards]] = [
             [shard.gradients for shard in shards if shard.gradients is not None] for shards in assembly.shards
         ]
-        self._expected = [[bytearray(b"\1" * len(g.written)) for g in gradients] for gradients in self._gradients]
+        self._expected = [[b"\1" * len(g.written) for g in gradients] for gradients in self._gradients]
+        self._past: list[list[bytes]] | None = None
         self._arrived: list[list[bytearray]] = []
         self._only_trainable = [all(shard.flat.trainable for shard in shards) for shards in assembly.shards]
         self._place_of = {id(g): (u, n) for u, gradients in enumerate(self._gradients) for n, g in enumerate(gradients)}
@@ -115,8 +116,29 @@ class Backward:
         return [u for u in range(len(self._order)) if any(any(g.written) for g in self._gradients[u])]
 
     def expect(self) -> None:
-        """Take what was written in the step that ends as what the next one will write."""
-        self._expected = [[bytearray(g.written_in_step) for g in gradients] for gradients in self._gradients]
+        """Expect from the next step every parameter that got a gradient in any step so far."""
+        written = [[bytes(g.written_in_step) for g in gradients] for gradients in self._gradients]
+        if self._past is not None:
+            either = zip(self._past, written, strict=True)
+            written = [[_either(a, b) for a, b in zip(before, now, strict=True)] for before, now in either]
+        self._past = self._expected = written
+
+    @property
+    def never_written(self) -> list[str] | None:
+        """Names of the parameters that got no gradient in any step so far; None before the first step."""
+        if self._past is None:
+            return None
+        pairs = zip(self.gradients, (flags for unit in self._past for flags in unit), strict=True)
+        return [e.name for g, flags in pairs for e, f in zip(g.flat.index.entries, flags, strict=True) if not f]
+
+    @never_written.setter
+    def never_written(self, names: list[str] | None) -> None:
+        if names is not None:
+            never = set(names)
+            self._past = self._expected = [
+                [bytes(entry.name not in never for entry in g.flat.index.entries) for g in gradients]
+                for gradients in self._gradients
+            ]
 
     def _listen(self, shard: Shard, gradients: GradientShards) -> None:
         for number, parameter in enumerate(shard.flat.parameters):
@@ -170,6 +192,10 @@ class Backward:
                 gradients.finish_reduce()
         self._in_flight.clear()
         self._active = False
+
+
+def _either(a: bytes, b: bytes) -> bytes:
+    return bytes(x | y for x, y in zip(a, b, strict=True))
 
 
 def shard_placeholder(parameter: torch.Tensor) -> torch.Tensor:

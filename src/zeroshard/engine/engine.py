@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import call_with, loss_in, microbatches
 from zeroshard.engine.forward import Forward
+from zeroshard.engine.state import State
 from zeroshard.engine.update import CLIP_EPSILON, Update
 from zeroshard.errors import PlanError
 from zeroshard.initialise import Initialiser
@@ -28,6 +30,7 @@ from zeroshard.mesh import Mesh, init_mesh
 from zeroshard.plan import Plan
 from zeroshard.precision import LossScaler
 from zeroshard.schedule import Kind, Schedule
+from zeroshard.version import __version__
 from zeroshard.zero import Gatherer
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -93,6 +96,7 @@ class Engine:
         self._backward = Backward(self._assembly, self._gatherer, self.comm, self.plan.scales_loss)
         self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
         self._update = Update(self._assembly, self._backward, self.comm)
+        self._state = State(model, self._assembly, self.comm)
         self._scaler = _scaler(self.plan)
         self._clip: float | None = None
         self._counts: Mapping[Purpose, Count] = {}
@@ -167,6 +171,7 @@ class Engine:
         skip = not finite and (self._scaler is not None or self.plan.nonfinite == "skip")
         if not skip:
             self._update.apply(self._clip_factor(norm) / scale)
+        self._backward.expect()
         self._update.consume()
         self._clip = None
         if self._scaler:
@@ -243,6 +248,45 @@ class Engine:
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
         return traffic_table(self._assembly, self.plan, self.mesh.ranks, self._counts)
+
+    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint folder: weights, optimizer states, random numbers, step; a collective call.
+
+        Args:
+            extra: what else the run needs to go on, as plain JSON values; `load` returns it.
+
+        Raises:
+            CheckpointError: the path exists already, or a rank could not write.
+        """
+        facts = {
+            "zeroshard": __version__,
+            "plan": self.plan.as_dict(),
+            "step": self.steps,
+            "skipped": self.skipped,
+            "loss_scale": self._scaler.state() if self._scaler else None,
+            "never_written": self._backward.never_written,
+            "extra": dict(extra or {}),
+        }
+        self._state.save(Path(path), facts)
+        return Path(path)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint folder: what any plan saved, any plan loads; a collective call.
+
+        At the same number of ranks and under the same plan the run goes on bit for bit. Returns the `extra` of `save`.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+        """
+        facts = self._state.load(Path(path))
+        self._update.consume()
+        self._backward.never_written = facts["never_written"]
+        self.steps, self.skipped = facts["step"], facts["skipped"]
+        if self._scaler and facts["loss_scale"]:
+            self._scaler.load(facts["loss_scale"])
+        self.comm.reset()
+        extra: dict[str, Any] = facts["extra"]
+        return extra
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:

@@ -87,7 +87,6 @@ class Update:
 
     def consume(self) -> None:
         """Drop the step's gradients."""
-        self._backward.expect()
         for shard in self._shards:
             assert shard.gradients is not None
             shard.gradients.consume()

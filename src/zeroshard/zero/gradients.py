@@ -99,6 +99,22 @@ class GradientShards:
         if self._landing_dtype.itemsize < 4 and any(self.written):
             self._widen_landing()
 
+    @property
+    def layout(self) -> tuple[bool, bool]:
+        """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
+        narrow = self.flat.dtype.itemsize < 4
+        return narrow and self._total is not None and self._total.itemsize >= 4, narrow and self._landing_dtype.itemsize >= 4
+
+    def restore_layout(self, wide_total: bool, wide_landing: bool) -> None:
+        """Take the buffers that an earlier run had come to need, so that sums round alike here."""
+        if wide_total and not self.layout[0]:
+            self._separate_total()
+        if wide_landing and not self.layout[1]:
+            if self._landing is None:
+                self._landing_dtype = torch.float32
+            else:
+                self._widen_landing()
+
     def start_reduce(self) -> None:
         """Send every slice of what was received to its owner; parameters without a gradient count as zeros."""
         if self._ranks == 1:

@@ -1,0 +1,195 @@
+"""A model's shards as the logical tensors of a checkpoint, and back."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint import Piece, Reader, write
+from zeroshard.comm import Comm
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.errors import CheckpointError
+from zeroshard.optim import Span
+
+RNG = "rng:torch"
+
+
+class State:
+    """Saves and restores weights, optimizer states and random numbers of one rank."""
+
+    def __init__(self, model: nn.Module, assembly: Assembly, comm: Comm) -> None:
+        self._model, self._assembly, self._comm = model, assembly, comm
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write everything that the next step depends on; a collective call.
+
+        Raises:
+            CheckpointError: the path exists, `facts` is no JSON, or a rank could not write.
+        """
+        try:
+            json.dumps(facts)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"What goes beside the weights must be plain JSON values: {error}.") from error
+        scalars = [self._scalars(shard) for shard in self._assembly.all_shards]
+        everyone = self._comm.agree_on(scalars, "optimizer scalars")
+        merged: dict[str, Any] = {}
+        for rank in everyone:
+            for names in rank:
+                merged.update(names)
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self._assembly.optimizer.optimizer.param_groups]
+        kind = type(self._assembly.optimizer.optimizer).__name__
+        optimizer = {"class": kind, "groups": [{k: _plain(v) for k, v in g.items()} for g in groups], "scalars": merged}
+        layouts = [s.gradients.layout if s.gradients else None for s in self._assembly.all_shards]
+        write(path, self._pieces(), {**facts, "optimizer": optimizer, "gradient_layouts": layouts}, self._comm)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Take weights, optimizer states and random numbers from a checkpoint; returns its facts.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model or optimizer.
+        """
+        reader = Reader(path)
+        optimizer = reader.facts["optimizer"]
+        self._check(reader, optimizer)
+        for shard in self._assembly.all_shards:
+            self._load_weights(shard, reader)
+            if shard.gradients is not None:
+                self._load_optimizer(shard, reader, optimizer["scalars"])
+        for group, saved in zip(self._assembly.optimizer.optimizer.param_groups, optimizer["groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in group})
+        same_layout = reader.facts["ranks"] == self._comm.mesh.ranks
+        for name, buffer in self._buffers():
+            part = self._comm.mesh.rank if same_layout else 0
+            buffer.copy_(reader.whole(f"buffer:{name}", part).view(buffer.shape))
+        if same_layout:
+            torch.set_rng_state(reader.whole(RNG, self._comm.mesh.rank))
+            for shard, layout in zip(self._assembly.all_shards, reader.facts["gradient_layouts"], strict=False):
+                if shard.gradients is not None and layout is not None:
+                    shard.gradients.restore_layout(*layout)
+        self._assembly.optimizer.account()
+        return reader.facts
+
+    def _pieces(self) -> Iterator[Piece]:
+        """This rank's slice of every tensor, whatever the stage."""
+        rank = self._comm.mesh.rank
+        for shard in self._assembly.all_shards:
+            index, start = shard.flat.index, shard.start
+            for number, low, high in index.overlaps(*index.interval(rank)):
+                entry = index.entries[number]
+                shape, first = tuple(entry.shape), low - entry.offset
+                yield Piece(f"weight:{entry.name}", shape, first, shard.owned[low - start : high - start])
+                for key, value in self._elements(shard, low, high):
+                    yield Piece(f"{key}:{entry.name}", shape, first, value)
+            if rank == 0:
+                for entry in (entry for entry in index.entries if entry.numel == 0):
+                    yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, shard.owned[:0])
+        for name, buffer in self._buffers():
+            yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer)
+        yield Piece(RNG, (), 0, torch.get_rng_state())
+
+    def _elements(self, shard: Shard, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
+        parts: dict[str, list[torch.Tensor]] = {}
+        for span in self._spans(shard):
+            a, b = max(low, span.start), min(high, span.stop)
+            if a < b:
+                for key, value in self._state(span).items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == span.tensor.shape:
+                        parts.setdefault(key, []).append(value[a - span.start : b - span.start])
+        for key, values in parts.items():
+            yield key, values[0] if len(values) == 1 else torch.cat(values)
+
+    def _scalars(self, shard: Shard) -> dict[str, dict[str, Any]]:
+        """States that are no element's (step counts), by parameter."""
+        scalars: dict[str, dict[str, Any]] = {}
+        for span in self._spans(shard):
+            kept = {k: _plain(v) for k, v in self._state(span).items() if not _elementwise(v, span)}
+            for number, _, _ in shard.flat.index.overlaps(span.start, span.stop):
+                if self._state(span):
+                    scalars[shard.flat.index.entries[number].name] = kept
+        return scalars
+
+    def _check(self, reader: Reader, optimizer: dict[str, Any]) -> None:
+        mine = {e.name: tuple(e.shape) for s in self._assembly.all_shards for e in s.flat.index.entries}
+        theirs = {name: reader.shape(f"weight:{name}") for name in reader.names("weight")}
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                has, needs = theirs.get(name, "no such parameter"), mine.get(name, "no such parameter")
+                raise CheckpointError(f"{reader.path} is of another model: '{name}' is {has} there and {needs} here.")
+        kind = type(self._assembly.optimizer.optimizer).__name__
+        groups = len(self._assembly.optimizer.optimizer.param_groups)
+        if (optimizer["class"], len(optimizer["groups"])) != (kind, groups):
+            raise CheckpointError(
+                f"{reader.path} was written with {optimizer['class']} in {len(optimizer['groups'])} parameter groups, this run has {kind} "
+                f"in {groups}. Use the same optimizer to go on."
+            )
+
+    def _load_weights(self, shard: Shard, reader: Reader) -> None:
+        trainable, parameters = shard.flat.trainable, shard.parameters
+        whole = not trainable and not parameters.sliced
+        region, start = (parameters.full, 0) if whole else (shard.owned, shard.start)
+        for number, low, high in shard.flat.index.overlaps(start, start + region.numel()):
+            entry = shard.flat.index.entries[number]
+            reader.read(f"weight:{entry.name}", region[low - start : high - start], low - entry.offset)
+        if shard.master:
+            shard.target.copy_(shard.owned)
+        parameters.start_spread()
+        parameters.finish_spread()
+
+    def _load_optimizer(self, shard: Shard, reader: Reader, scalars: dict[str, Any]) -> None:
+        entries = shard.flat.index.entries
+        kept = [scalars.get(entry.name) for entry in entries]
+        cuts = [after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b]
+        self._assembly.optimizer.split(shard.spans, cuts)
+        state = self._assembly.optimizer.optimizer.state
+        for span in self._spans(shard):
+            entry = entries[shard.flat.index.number_at(span.start)]
+            known = scalars.get(entry.name)
+            state.pop(span.tensor, None)
+            if known is None:
+                continue
+            loaded: dict[str, Any] = {k: _tensor(v, span) for k, v in known.items()}
+            for key in _state_kinds(reader, entry.name):
+                loaded[key] = values = torch.zeros_like(span.tensor)
+                for number, low, high in shard.flat.index.overlaps(span.start, span.stop):
+                    name, first = entries[number].name, low - entries[number].offset
+                    reader.read(f"{key}:{name}", values[low - span.start : high - span.start], first)
+            state[span.tensor] = loaded
+
+    def _spans(self, shard: Shard) -> list[Span]:
+        return self._assembly.optimizer.spans(shard.spans) if shard.gradients is not None else []
+
+    def _state(self, span: Span) -> dict[str, Any]:
+        return self._assembly.optimizer.optimizer.state.get(span.tensor, {})
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, module in self._model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}" if path else name, buffer
+
+
+def _state_kinds(reader: Reader, name: str) -> list[str]:
+    """The optimizer states that a checkpoint holds for a parameter."""
+    kinds = (full.partition(":") for full in reader.tensors)
+    return [kind for kind, _, of in kinds if of == name and kind not in ("weight", "buffer", "rng")]
+
+
+def _elementwise(value: Any, span: Span) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == span.tensor.shape
+
+
+def _plain(value: Any) -> Any:
+    """A scalar tensor as ["tensor", dtype, value]; plain values as they are."""
+    if isinstance(value, torch.Tensor):
+        return ["tensor", str(value.dtype).removeprefix("torch."), value.item()]
+    return value
+
+
+def _tensor(value: Any, span: Span) -> Any:
+    if isinstance(value, list) and len(value) == 3 and value[0] == "tensor":
+        return torch.tensor(value[2], dtype=getattr(torch, value[1]))
+    return value
