@@ -160,7 +160,7 @@ class Comm:
         return [blob[i : i + len(words)] for i in range(0, len(blob), len(words))]
 
     def agree_on(self, value: Any, label: str) -> list[Any]:
-        """Every rank's `value` (anything JSON can hold), in rank order; for errors and for set-up, not for every step."""
+        """Every rank's `value` (whatever JSON holds), in rank order; for errors and for set-up, not for every step."""
         text = json.dumps(value).encode()
         length = max(int.from_bytes(n) for n in self.agree(len(text).to_bytes(8), label))
         return [json.loads(words.rstrip(b" ")) for words in self.agree(text.ljust(length), label)]
@@ -184,9 +184,7 @@ class Comm:
         if published and self.mesh.store is not None:
             self.mesh.store.delete_key(f"where/{self.mesh.rank}")
 
-    def _enter(
-        self, group: str, full: torch.Tensor, purpose: Purpose, label: str, padding: int
-    ) -> tuple[Place, Count]:
+    def _enter(self, group: str, full: torch.Tensor, purpose: Purpose, label: str, padding: int) -> tuple[Place, Count]:
         place = self._place(group, f"{purpose} of {label}")
         self.digests[group] = zlib.crc32(place.label.encode(), self.digests[group])
         count = self.counts[purpose]
@@ -228,13 +226,16 @@ class Comm:
             renamed = (theirs.group, theirs.number) == (place.group, place.number) and theirs.label != place.label
             if apart or renamed:
                 raise CommError(
-                    f"The ranks disagree about what comes next: rank {rank} waits for '{place.label}', rank {other} for "
-                    f"'{theirs.label}'. Every rank must call forward, backward and step equally often and in the same order."
+                    f"The ranks disagree about what comes next: rank {rank} waits for '{place.label}', rank {other} "
+                    f"for "
+                    f"'{theirs.label}'. Every rank must call forward, backward and step equally often and in the same "
+                    f"order."
                 )
         if expired:
             who = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
             raise CommError(
-                f"Rank {rank} waited {self.mesh.timeout:.0f} s for '{place.label}' and gave up; {who}. See that rank's log: "
+                f"Rank {rank} waited {self.mesh.timeout:.0f} s for '{place.label}' and gave up; {who}. See that "
+                f"rank's log: "
                 "it is computing, stopped or dead. Raise `timeout` if a step may take that long."
             )
 

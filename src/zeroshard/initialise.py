@@ -49,7 +49,7 @@ class Materialiser:
         if module in self._done:
             return
         self._done.add(module)
-        direct = {name: p for name, p in module.named_parameters(recurse=False, remove_duplicate=False)}
+        direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for parameter in direct.values():
             if self._first_owner[parameter] is not module:
                 self.materialise(self._first_owner[parameter])
@@ -79,7 +79,8 @@ class Materialiser:
         own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if self._initialise is None and own is None:
             raise ModelError(
-                f"{type(module).__name__} at '{path or 'the model itself'}' is on the meta device and has no reset_parameters() to give it "
+                f"{type(module).__name__} at '{path or 'the model itself'}' is on the meta device and has no "
+                f"reset_parameters() to give it "
                 "values. Pass Engine(..., initialise=function of a module), or build the model on the CPU."
             )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -95,7 +96,8 @@ class Materialiser:
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
                 raise ModelError(
-                    f"The buffer '{self._paths[module]}.{name}' of a model on the meta device got no values from the module's initialisation. "
+                    f"The buffer '{self._paths[module]}.{name}' of a model on the meta device got no values from the "
+                    f"module's initialisation. "
                     "Set it in reset_parameters(), or build the model on the CPU."
                 )
 

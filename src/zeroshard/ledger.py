@@ -158,7 +158,8 @@ class Arena:
     """Scratch buffers that are made once and used again: gradients on their way, staging for the wire.
 
     A buffer that is asked for is the smallest free one that is large enough; only when there is none is a new
-    one made, so that after the first step nothing is allocated here (ZeRO-R's constant buffers, 1910.02054, section 6.2).
+    one made, so that after the first step nothing is allocated here (ZeRO-R's constant buffers, 1910.02054, section
+    6.2).
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:

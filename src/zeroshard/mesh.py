@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from zeroshard.errors import PlanError
 
@@ -35,12 +36,14 @@ class Mesh:
     gathers: dist.ProcessGroup | None = None
     reductions: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
-    store: dist.Store | None = None
+    store: Store | None = None
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise PlanError(f"The mesh has {self.ranks} ranks; it needs at least 1. Start the job with one process or more.")
+            raise PlanError(
+                f"The mesh has {self.ranks} ranks; it needs at least 1. Start the job with one process or more."
+            )
         if not 0 <= self.rank < self.ranks:
             raise PlanError(f"Rank {self.rank} is outside a mesh of {self.ranks} ranks; ranks count from 0.")
 
@@ -60,7 +63,9 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Mesh(device=where, timeout=timeout)
         if int(os.environ["WORLD_SIZE"]) < 1:
-            raise PlanError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun.")
+            raise PlanError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
+            )
         if where.type == "cuda":
             torch.cuda.set_device(where)
         backend = "nccl" if where.type == "cuda" else "gloo"
@@ -83,7 +88,7 @@ def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
     control = dist.new_group(members, timeout=patience, backend="gloo")
     me = dist.get_rank()
     prefix = "zeroshard/" + "-".join(map(str, members))
-    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    store = PrefixStore(prefix, _get_default_store())
     rank = members.index(me) if me in members else 0
     return Mesh(rank, len(members), device, gathers, reductions, control, store, timeout)
 
@@ -98,5 +103,8 @@ def _device(device: str | None) -> torch.device:
     if device != "cuda":
         raise PlanError(f"Device {device!r} is unknown; use 'cpu' or 'cuda'.")
     if gpus < local_ranks:
-        raise PlanError(f"{local_ranks} local ranks ask for CUDA and {gpus} GPUs are visible; start {gpus} ranks or use device='cpu'.")
+        raise PlanError(
+            f"{local_ranks} local ranks ask for CUDA and {gpus} GPUs are visible; start {gpus} ranks or use "
+            f"device='cpu'."
+        )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

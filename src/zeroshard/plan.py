@@ -44,7 +44,8 @@ class Plan:
     """Microbatches per step of `train_step`."""
     reduce_every: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients are reduced: after each microbatch, or once a step after adding up locally (less on the wire,
-    whole gradients kept meanwhile). "auto": once a step at stage 0, else after each microbatch, so that stages 1 to 3 add in the
+    whole gradients kept meanwhile). "auto": once a step at stage 0, else after each microbatch, so that stages 1 to 3
+    add in the
     same order and agree bit for bit."""
     clip_norm: float | None = None
     """Largest 2-norm of the whole gradient; longer ones are scaled down to it."""
@@ -69,7 +70,8 @@ class Plan:
             )
         if self.accumulate == 1 and self.reduce_every == "step" and self.zero >= 2:
             raise PlanError(
-                f"reduce_every='step' with accumulate=1 has no effect at zero={self.zero}; set accumulate to 2 or more, "
+                f"reduce_every='step' with accumulate=1 has no effect at zero={self.zero}; set accumulate to 2 or "
+                f"more, "
                 "or leave reduce_every='auto'."
             )
 
@@ -119,7 +121,14 @@ class Plan:
                 object.__setattr__(self, name, tuple(value))
 
     def _check_ranges(self) -> None:
-        positive = ("loss_scale_initial", "loss_scale_window", "loss_scale_hysteresis", "loss_scale_floor", "accumulate", "timeout")
+        positive = (
+            "loss_scale_initial",
+            "loss_scale_window",
+            "loss_scale_hysteresis",
+            "loss_scale_floor",
+            "accumulate",
+            "timeout",
+        )
         for name in (*positive, "clip_norm", "loss_scale"):
             value = getattr(self, name)
             if isinstance(value, (int, float)) and not 0 < value < float("inf"):
@@ -128,7 +137,8 @@ class Plan:
             raise PlanError(f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, 1 or more.")
         if self.loss_scale_growth < 1 or not 0 < self.loss_scale_backoff <= 1:
             raise PlanError(
-                f"loss_scale_growth is {self.loss_scale_growth} and loss_scale_backoff {self.loss_scale_backoff}; growth must be "
+                f"loss_scale_growth is {self.loss_scale_growth} and loss_scale_backoff {self.loss_scale_backoff}; "
+                f"growth must be "
                 "at least 1 and backoff in (0, 1]."
             )
         if self.device_memory is not None:

@@ -52,7 +52,9 @@ class Action:
         """
         match = re.fullmatch(r"([A-Z]+)(\d+)(?:\.(\d+))?@(\d+)", text.strip())
         if match is None or match[1] not in list(Kind):
-            raise PlanError(f"{text!r} is no action; write a kind ({', '.join(Kind)}), chunk, .microbatch and @version: F0.2@0.")
+            raise PlanError(
+                f"{text!r} is no action; write a kind ({', '.join(Kind)}), chunk, .microbatch and @version: F0.2@0."
+            )
         return cls(Kind(match[1]), int(match[2]), None if match[3] is None else int(match[3]), int(match[4]))
 
 
@@ -110,7 +112,9 @@ def verify(schedule: Sequence[Action]) -> None:
                 versions[key] = action.version
             case Kind.BACKWARD:
                 _require(key in versions, f"{here} has no forward before it.")
-                _require(versions[key] == action.version, f"{here} uses other weights than its forward (@{versions[key]}).")
+                _require(
+                    versions[key] == action.version, f"{here} uses other weights than its forward (@{versions[key]})."
+                )
                 del versions[key]
                 unreduced.add(action.chunk)
             case Kind.GATHER:

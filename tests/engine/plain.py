@@ -32,12 +32,12 @@ class Branch(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches to choose from, `a` and `b` of equal shapes and `c` of others; a route such as "ab" names those to take."""
+    """Branches to choose from, `c` of other shapes than the rest; a route such as "ab" names those to take."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(5, WIDTH)
-        self.branches = nn.ModuleDict({"a": Branch(7), "b": Branch(7), "c": Branch(11)})
+        self.branches = nn.ModuleDict({"d": Branch(7), "a": Branch(7), "b": Branch(7), "c": Branch(11)})
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, route: str) -> Tensor:

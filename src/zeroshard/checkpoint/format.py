@@ -101,7 +101,9 @@ class Reader:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} is damaged ({error}); use an earlier checkpoint.") from error
         if version != FORMAT:
-            raise CheckpointError(f"{file} has format {version}, this zeroshard reads {FORMAT}; use the version that wrote it.")
+            raise CheckpointError(
+                f"{file} has format {version}, this zeroshard reads {FORMAT}; use the version that wrote it."
+            )
 
     def names(self, kind: str) -> list[str]:
         """The logical names `NAME` of all tensors `kind:NAME`."""
@@ -125,7 +127,9 @@ class Reader:
                 into[low - start : high - start].copy_(values[low - chunk.start : high - chunk.start])
                 filled += high - low
         if filled != into.numel():
-            raise CheckpointError(f"{self.path} holds {filled} of the {into.numel()} elements of '{name}' from {start}; it is not whole.")
+            raise CheckpointError(
+                f"{self.path} holds {filled} of the {into.numel()} elements of '{name}' from {start}; it is not whole."
+            )
 
     def whole(self, name: str, part: int = 0) -> torch.Tensor:
         """The piece number `part` of a tensor, flat and in its own dtype (the last, if there are fewer)."""
@@ -134,12 +138,16 @@ class Reader:
 
     def _verified(self, chunk: Chunk, name: str) -> torch.Tensor:
         if Path(chunk.file).name != chunk.file:
-            raise CheckpointError(f"{self.path / MANIFEST} names the file {chunk.file!r} outside its folder; it is not to be trusted.")
+            raise CheckpointError(
+                f"{self.path / MANIFEST} names the file {chunk.file!r} outside its folder; it is not to be trusted."
+            )
         try:
             with safe_open(self.path / chunk.file, framework="pt") as file:
                 values: torch.Tensor = file.get_tensor(chunk.key)
         except Exception as error:  # safetensors raises its own kinds for a short or foreign file
-            raise CheckpointError(f"{self.path / chunk.file} cannot be read for '{name}' ({error}); use an earlier checkpoint.") from error
+            raise CheckpointError(
+                f"{self.path / chunk.file} cannot be read for '{name}' ({error}); use an earlier checkpoint."
+            ) from error
         if values.numel() != chunk.stop - chunk.start or _crc32(values) != chunk.crc32:
             raise CheckpointError(f"{self.path / chunk.file} is damaged in '{name}'; use an earlier checkpoint.")
         return values
@@ -186,7 +194,7 @@ def _merge(tables: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _crc32(values: torch.Tensor) -> int:
-    return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _write_durably(file: Path, content: bytes) -> None:

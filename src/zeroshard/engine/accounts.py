@@ -1,9 +1,9 @@
 """What the plan's formulas say beside what the ledger and comm counted: `engine.memory()` and `engine.traffic()`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -20,7 +20,8 @@ class MemoryRow:
     """Bytes of one category on this rank.
 
     Attributes:
-        planned_bytes: by the paper's formula for Ψ parameters; None where there is none. A fraction where N does not divide Ψ.
+        planned_bytes: by the paper's formula for Ψ parameters; None where there is none. A fraction where N does not
+        divide Ψ.
         padding_bytes: by the same formula for the padding elements.
         measured_bytes: what the ledger holds now.
         peak_bytes: the most it held.
@@ -47,30 +48,34 @@ class TrafficRow:
     seconds: float
 
 
-class _Table:
+Row = TypeVar("Row", bound=MemoryRow | TrafficRow)
+
+
+class _Table(Generic[Row]):
     """Rows that print as a table and come as dicts."""
 
-    rows: list[Any]
+    rows: list[Row]
     title: str
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain values; fractions become floats."""
         return [{k: float(v) if isinstance(v, Fraction) else v for k, v in asdict(row).items()} for row in self.rows]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
     def __str__(self) -> str:
         dicts = self.as_dicts()
-        if not dicts:
-            return f"{self.title}: nothing"
         cells = [[key.replace("_", " ") for key in dicts[0]], *([_text(v) for v in row.values()] for row in dicts)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in cells]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = []
+        for name, *numbers in cells:
+            right = (number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *right]))
         return "\n".join([self.title, *lines])
 
 
-class MemoryTable(_Table):
+class MemoryTable(_Table[MemoryRow]):
     """Bytes per rank: planned by the formula, padding, measured by the ledger."""
 
     def __init__(self, rows: list[MemoryRow]) -> None:
@@ -81,7 +86,7 @@ class MemoryTable(_Table):
         return next(row for row in self.rows if row.category == category)
 
 
-class TrafficTable(_Table):
+class TrafficTable(_Table[TrafficRow]):
     """Elements and bytes on the wire in the last step: formula and measured."""
 
     def __init__(self, rows: list[TrafficRow]) -> None:
@@ -100,7 +105,9 @@ def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger) -> 
         each, index = _costs(shard, assembly, plan, ranks), shard.flat.index
         frozen = not shard.flat.trainable
         planned += _with_sums(state_bytes(index.numel, ranks, plan.zero, each, frozen), index.numel, shard, plan, ranks)
-        padding += _with_sums(state_bytes(index.padding, ranks, plan.zero, each, frozen), index.padding, shard, plan, ranks)
+        padding += _with_sums(
+            state_bytes(index.padding, ranks, plan.zero, each, frozen), index.padding, shard, plan, ranks
+        )
     rows = []
     for category in Category:
         account = ledger.account(category)

@@ -77,7 +77,9 @@ class Assembler:
         Raises:
             PlanError, ModelError, OptimizerError: what does not fit together.
         """
-        torch_optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self._model.parameters())
+        torch_optimizer = (
+            optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self._model.parameters())
+        )
         layout = check_elementwise(torch_optimizer)
         _refuse_used(torch_optimizer)
         groups = _group_of(torch_optimizer, self._model)
@@ -112,7 +114,10 @@ class Assembler:
         kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         by_group = sorted(unit.parameters.items(), key=lambda item: groups.get(item[1], -1))
         for name, parameter in by_group:
-            key = (self._precision.dtype_of(parameter, parameter in kept), parameter in groups and parameter.requires_grad)
+            key = (
+                self._precision.dtype_of(parameter, parameter in kept),
+                parameter in groups and parameter.requires_grad,
+            )
             kinds.setdefault(key, {})[name] = parameter
         return kinds
 
@@ -128,14 +133,18 @@ class Assembler:
         if has_master:
             padding = index.padding_in(start, stop)
             label = f"master weights {flat.label}"
-            owned = self._ledger.empty(stop - start, torch.float32, mesh.device, Category.MASTER_WEIGHTS, label, padding)
+            owned = self._ledger.empty(
+                stop - start, torch.float32, mesh.device, Category.MASTER_WEIGHTS, label, padding
+            )
             owned.copy_(values[start:stop])
         parameters.load(values)
         if not has_master:
             owned = parameters.own if self._residency.slice_states else parameters.full
         gradients = None
         if flat.trainable:
-            gradients = GradientShards(flat, self._residency, self._comm, self._ledger, self._arena, self._accumulation())
+            gradients = GradientShards(
+                flat, self._residency, self._comm, self._ledger, self._arena, self._accumulation()
+            )
         return Shard(flat, parameters, gradients, owned, has_master, start)
 
     def _accumulation(self) -> Accumulation:
@@ -166,7 +175,8 @@ def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         if float(state.get("step", 0)) > 0 or "momentum_buffer" in state:
             raise OptimizerError(
-                f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give the engine a new "
+                f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give "
+                f"the engine a new "
                 "optimizer, and load a zeroshard checkpoint to go on from an earlier run."
             )
 
@@ -178,13 +188,15 @@ def _group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Par
     foreign = [p for p in groups if p not in names]
     if foreign:
         raise OptimizerError(
-            f"The optimizer holds {len(foreign)} parameters that are not in the model (the first has shape {tuple(foreign[0].shape)}). "
+            f"The optimizer holds {len(foreign)} parameters that are not in the model (the first has shape "
+            f"{tuple(foreign[0].shape)}). "
             "Make it from this model's parameters()."
         )
     left_out = [p for p in names if p.requires_grad and p not in groups]
     if left_out:
         warnings.warn(
-            f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is {names[left_out[0]]!r}); "
+            f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is "
+            f"{names[left_out[0]]!r}); "
             "they are frozen. Put them into the optimizer to train them.",
             stacklevel=5,
         )

@@ -78,7 +78,9 @@ class Backward:
         if self._active:
             return
         if self._needs_scale and not self.under_scale:
-            raise PlanError("Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward().")
+            raise PlanError(
+                "Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward()."
+            )
         self._active = True
         self._launched = 0
         self._arrived = [[bytearray(len(g.written)) for g in gradients] for gradients in self._gradients]
@@ -86,7 +88,7 @@ class Backward:
         if self.count > 1:
             for gradients in self.gradients:
                 gradients.accumulate_in_fp32()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self._gatherer is not None:
             self._gatherer.begin(PassKind.BACKWARD)
 
@@ -163,7 +165,9 @@ class Backward:
 
     def _complete(self, unit: int) -> bool:
         pairs = zip(self._expected[unit], self._arrived[unit], strict=True)
-        return all(here or not wanted for expected, arrived in pairs for wanted, here in zip(expected, arrived, strict=True))
+        return all(
+            here or not wanted for expected, arrived in pairs for wanted, here in zip(expected, arrived, strict=True)
+        )
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and self._complete(self._order[self._launched]):

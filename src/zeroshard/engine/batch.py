@@ -20,18 +20,21 @@ def microbatches(batch: Any, count: int) -> list[Any]:
     leaves, spec = tree_flatten(batch)
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, torch.Tensor)}
     if len(sizes) != 1:
-        raise BatchError(f"The batch's tensors have the first dimensions {sorted(sizes)}; accumulation needs one common size to cut.")
+        raise BatchError(
+            f"The batch's tensors have the first dimensions {sorted(sizes)}; accumulation needs one common size to cut."
+        )
     size = sizes.pop()
     if size == 0 or size % count:
         raise BatchError(
-            f"A batch of {size} does not divide into {count} microbatches; make the batch a multiple of {count}, or change accumulate."
+            f"A batch of {size} does not divide into {count} microbatches; make the batch a multiple of {count}, or "
+            f"change accumulate."
         )
     cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
     return [tree_unflatten([part[m] for part in cut], spec) for m in range(count)]
 
 
 def call_with(model: Any, batch: Any) -> Any:
-    """Call a model with a batch: a mapping as keywords, a tuple or list as arguments, anything else as the one argument."""
+    """Call a model with a batch: a mapping as keywords, a tuple or list as arguments, anything else as it is."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -49,6 +52,7 @@ def loss_in(output: Any) -> torch.Tensor:
             return candidate.reshape(())
     shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
     raise BatchError(
-        f"The model returned a {type(output).__name__}{shape} without a scalar loss. Return the loss, an object with .loss, or pass "
+        f"The model returned a {type(output).__name__}{shape} without a scalar loss. Return the loss, an object with "
+        f".loss, or pass "
         "Engine(..., loss=function of (output, batch))."
     )

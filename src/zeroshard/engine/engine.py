@@ -59,12 +59,15 @@ class Engine:
     """Trains `model` as `plan` says.
 
     Args:
-        model: any `nn.Module`; on the meta device it is materialised unit by unit, otherwise rank 0's weights are taken.
-        optimizer: a `torch.optim` optimizer over the model's parameters, or a function of the parameters that makes one,
+        model: any `nn.Module`; on the meta device it is materialised unit by unit, otherwise rank 0's weights are
+        taken.
+        optimizer: a `torch.optim` optimizer over the model's parameters, or a function of the parameters that makes
+        one,
             such as `partial(torch.optim.AdamW, lr=3e-4)`. It must treat each element alone.
         plan: what each rank keeps, precision, accumulation.
         mesh: this process's place; by default from torchrun's environment.
-        loss: for `train_step`, a function of (model output, microbatch) to the scalar loss; by default the output itself
+        loss: for `train_step`, a function of (model output, microbatch) to the scalar loss; by default the output
+        itself
             or its `.loss`.
         initialise: for a model on the meta device, called with each module; by default its `reset_parameters()`.
 
@@ -135,7 +138,7 @@ class Engine:
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
-            (loss * self.loss_scale if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+            (loss * self.loss_scale if self._scaler else loss).backward()
         finally:
             self._backward.under_scale = False
             self._backward.forget_interrupted()
@@ -236,7 +239,10 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         with self.gathered():
-            return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in self.model.state_dict().items()}
+            return {
+                k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
+                for k, v in self.model.state_dict().items()
+            }
 
     def memory(self) -> MemoryTable:
         """Bytes on this rank by category: planned by the formula, measured by the ledger.
@@ -314,7 +320,8 @@ class Engine:
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._gatherer is not None and not self._gatherer.everything_here():
             raise PlanError(
-                "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use engine.state_dict(), or call "
+                "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
+                "engine.state_dict(), or call "
                 "model.state_dict() inside `with engine.gathered():` on every rank."
             )
 

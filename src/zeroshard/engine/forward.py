@@ -1,4 +1,5 @@
-"""Hooks along the forward: units come when they are needed and go when they are done; the user's classes stay untouched.
+"""Hooks along the forward: units come when they are needed and go when they are done; the user's classes stay
+untouched.
 
 [Note: saved weights] Autograd saves weights, or views of them, for the backward. A saved tensor that lives in a
 gathered buffer is kept as it is (it pins no memory, the storage is emptied under it) and its unit is gathered again
@@ -50,7 +51,9 @@ class Forward:
                 unit.module.register_forward_pre_hook(_Need(gatherer, unit.number), prepend=True)
                 unit.module.register_forward_hook(_Done(gatherer, unit.number), always_call=True)
                 if any(not shard.flat.trainable for shard in shards):
-                    unit.module.register_forward_pre_hook(_DoneAfterInputs(self._backward, unit.number), with_kwargs=True)
+                    unit.module.register_forward_pre_hook(
+                        _DoneAfterInputs(self._backward, unit.number), with_kwargs=True
+                    )
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
@@ -113,7 +116,8 @@ class Forward:
         for shard in self._assembly.all_shards:
             if shard.parameters.sliced and shard.flat.written_while_absent():
                 raise PlanError(
-                    f"A parameter of {shard.flat.label} was written while its values were on other ranks. Change sliced "
+                    f"A parameter of {shard.flat.label} was written while its values were on other ranks. Change "
+                    f"sliced "
                     "parameters inside `with engine.gathered():`, on every rank alike."
                 )
 

@@ -39,7 +39,9 @@ class State:
         for rank in everyone:
             for names in rank:
                 merged.update(names)
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self._assembly.optimizer.optimizer.param_groups]
+        groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in self._assembly.optimizer.optimizer.param_groups
+        ]
         kind = type(self._assembly.optimizer.optimizer).__name__
         optimizer = {"class": kind, "groups": [{k: _plain(v) for k, v in g.items()} for g in groups], "scalars": merged}
         layouts = [s.gradients.layout if s.gradients else None for s in self._assembly.all_shards]
@@ -70,7 +72,8 @@ class State:
                 if shard.gradients is not None and layout is not None:
                     shard.gradients.restore_layout(*layout)
         self._assembly.optimizer.account()
-        return reader.facts
+        facts: dict[str, Any] = reader.facts
+        return facts
 
     def _pieces(self) -> Iterator[Piece]:
         """This rank's slice of every tensor, whatever the stage."""
@@ -123,7 +126,8 @@ class State:
         groups = len(self._assembly.optimizer.optimizer.param_groups)
         if (optimizer["class"], len(optimizer["groups"])) != (kind, groups):
             raise CheckpointError(
-                f"{reader.path} was written with {optimizer['class']} in {len(optimizer['groups'])} parameter groups, this run has {kind} "
+                f"{reader.path} was written with {optimizer['class']} in {len(optimizer['groups'])} parameter groups, "
+                f"this run has {kind} "
                 f"in {groups}. Use the same optimizer to go on."
             )
 
@@ -163,7 +167,8 @@ class State:
         return self._assembly.optimizer.spans(shard.spans) if shard.gradients is not None else []
 
     def _state(self, span: Span) -> dict[str, Any]:
-        return self._assembly.optimizer.optimizer.state.get(span.tensor, {})
+        state: dict[str, Any] = self._assembly.optimizer.optimizer.state.get(span.tensor, {})
+        return state
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, module in self._model.named_modules():

@@ -1,7 +1,9 @@
 """The update: the ranks agree on what there is, the norm is made exact over slices, and each slice takes one step.
 
-[Note: agreement] Once per step, every rank sends one small word: the step's number, checksums of the collectives so far,
-which units it has not reduced, which parameters got a gradient, and its share of the squared norm. Everything that could
+[Note: agreement] Once per step, every rank sends one small word: the step's number, checksums of the collectives so
+far,
+which units it has not reduced, which parameters got a gradient, and its share of the squared norm. Everything that
+could
 differ between ranks (an unused parameter, an overflow, a lost step) is decided from the same words by all.
 """
 
@@ -67,7 +69,8 @@ class Update:
         found = [name for names in everyone for name in names]
         shown = ", ".join(dict.fromkeys(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise NonFiniteError(
-            f"The gradient of {shown} is not finite (norm {norm}); the weights were left as they are. Look at the loss, lower the learning "
+            f"The gradient of {shown} is not finite (norm {norm}); the weights were left as they are. Look at the "
+            f"loss, lower the learning "
             "rate, set clip_norm, or choose nonfinite='skip' to leave such steps out."
         )
 
@@ -127,11 +130,14 @@ class Update:
         mine = HEAD.pack(step, digests["gather"], digests["reduce"], squares)
         mine += bytes(unit in unreduced for unit in range(len(self._assembly.units)))
         mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
-        words = [_Word.unpack(w, len(self._assembly.units)) for w in self._comm.agree(mine, f"agreement on step {step}")]
+        words = [
+            _Word.unpack(w, len(self._assembly.units)) for w in self._comm.agree(mine, f"agreement on step {step}")
+        ]
         for rank, word in enumerate(words):
             if (word.step, word.digests) != (words[0].step, words[0].digests):
                 raise CommError(
-                    f"The ranks disagree: rank 0 is at step {words[0].step} and rank {rank} at step {word.step}, or they gathered and "
+                    f"The ranks disagree: rank 0 is at step {words[0].step} and rank {rank} at step {word.step}, or "
+                    f"they gathered and "
                     "reduced different units on the way. Every rank must call forward, backward and step equally often."
                 )
         return words

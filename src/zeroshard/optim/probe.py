@@ -43,15 +43,19 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
         with torch.enable_grad():
             whole = _run(optimizer, group, [start], [[g] for g in gradients])[0]
             states = whole.state[whole.param_groups[0]["params"][0]]
-            pieces, parts = _run(
+            _pieces, parts = _run(
                 optimizer, group, _cut(start, cut), [_cut(g, cut) for g in gradients], one_by_one=True
             )
     except Exception as error:  # whatever an optimizer of the user's may raise when it meets flat tensors
-        raise OptimizerError(f"{name} does not run on flat slices ({type(error).__name__}: {error}). {way_out}") from error
+        raise OptimizerError(
+            f"{name} does not run on flat slices ({type(error).__name__}: {error}). {way_out}"
+        ) from error
     together = torch.cat([part.detach() for part in parts])
     reference = whole.param_groups[0]["params"][0].detach().flatten()
     if not torch.allclose(together, reference, rtol=1e-5, atol=1e-7):
-        raise OptimizerError(f"{name} gives other results on flat slices than on whole tensors, so it needs whole tensors. {way_out}")
+        raise OptimizerError(
+            f"{name} gives other results on flat slices than on whole tensors, so it needs whole tensors. {way_out}"
+        )
     return _layout(name, states, way_out)
 
 
@@ -107,5 +111,8 @@ def _layout(name: str, states: dict[str, Any], way_out: str) -> StateLayout:
         elif value.numel() == 1:
             scalars += value.nbytes
         else:
-            raise OptimizerError(f"{name} keeps a state '{key}' of shape {tuple(value.shape)} for a tensor of shape {tuple(SHAPE)}. {way_out}")
+            raise OptimizerError(
+                f"{name} keeps a state '{key}' of shape {tuple(value.shape)} for a tensor of shape {tuple(SHAPE)}. "
+                f"{way_out}"
+            )
     return StateLayout(per_element, scalars)

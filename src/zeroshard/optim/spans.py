@@ -2,10 +2,12 @@
 
 A span is as long as it can be: consecutive elements of one parameter group that were always updated together. When a
 parameter inside a span gets no gradient in some step, the span is cut there, states and all, which changes nothing
-for an elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is None.
+for an elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is
+None.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,7 +122,7 @@ class SpanOptimizer:
     def _split(self, span: Span, places: list[int]) -> list[Span]:
         state = self.optimizer.state.pop(span.tensor, {})
         parts = []
-        for low, high in zip(places, places[1:], strict=False):
+        for low, high in itertools.pairwise(places):
             a, b = low - span.start, high - span.start
             part = Span(low, high, span.group, span.tensor.detach()[a:b])
             if state:

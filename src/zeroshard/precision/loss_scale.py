@@ -51,7 +51,8 @@ class LossScaler:
             return
         if self.scale <= self.floor:
             raise NonFiniteError(
-                f"The gradients overflow with the loss scale at its floor of {self.floor:g}. The loss itself is probably not finite: "
+                f"The gradients overflow with the loss scale at its floor of {self.floor:g}. The loss itself is "
+                f"probably not finite: "
                 "lower the learning rate, use precision='bf16', or lower loss_scale_floor."
             )
         self.scale, self.left = max(self.scale * self.backoff, self.floor), self.hysteresis

@@ -28,14 +28,20 @@ class BuiltModel:
     hugging_face: bool
     """Whether the module speaks transformers' conventions."""
 
-    def loss(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
-        """Mean cross entropy in nats of `tokens` [B, T + 1]; `model` is `module` or an engine around it.
+    def batch(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The model's arguments, loss included, for `tokens` [B, T + 1].
 
         A Hugging Face model shifts its labels itself and so predicts T - 1 tokens of each row.
         """
         inputs = tokens[:, :-1]
-        hugging_face, targets = self.hugging_face, tokens[:, 1:]
-        loss: Tensor = model(input_ids=inputs, labels=inputs).loss if hugging_face else model(inputs, targets)
+        if self.hugging_face:
+            return {"input_ids": inputs, "labels": inputs}
+        return {"tokens": inputs, "targets": tokens[:, 1:]}
+
+    def loss(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:
+        """Mean cross entropy in nats of `tokens` [B, T + 1]; `model` is `module` or an engine around it."""
+        output = model(**self.batch(tokens))
+        loss: Tensor = output.loss if self.hugging_face else output
         return loss
 
     def logits(self, model: Callable[..., Any], tokens: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class Flat:
     def bind(self, buffer: torch.Tensor) -> None:
         """Make `buffer` [padded] the place of the parameters."""
         self._views = [self.view(buffer, number) for number in range(len(self.parameters))]
-        self._absent = torch.full((), float("nan") if self.dtype.is_floating_point else 0, device=buffer.device).to(self.dtype)
+        self._absent = torch.full((), float("nan") if self.dtype.is_floating_point else 0, device=buffer.device).to(
+            self.dtype
+        )
 
     def attach(self) -> None:
         """Let every parameter view the buffer, which holds its values."""

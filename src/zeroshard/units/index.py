@@ -81,7 +81,7 @@ class Index:
         return max(0, bisect.bisect_right(self.entries, element, key=lambda entry: entry.offset) - 1)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """For every parameter that meets [start, stop): (its number, first and one past the last element in the buffer)."""
+        """(number, first, one past the last element in the buffer) of every parameter that meets [start, stop)."""
         for number, entry in enumerate(self.entries):
             low, high = max(start, entry.offset), min(stop, entry.stop)
             if low < high:

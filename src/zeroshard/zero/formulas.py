@@ -41,7 +41,11 @@ class BytesPerParameter:
 
 
 def state_bytes(
-    parameters: int | Fraction, ranks: int, zero: int, each: BytesPerParameter = BytesPerParameter(), frozen: bool = False
+    parameters: int | Fraction,
+    ranks: int,
+    zero: int,
+    each: BytesPerParameter = BytesPerParameter(),
+    frozen: bool = False,
 ) -> StateBytes:
     """Model states of one rank: 16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N, 16Ψ/N for stages 0 to 3 of mixed-precision Adam."""
     psi = Fraction(parameters)

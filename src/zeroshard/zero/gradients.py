@@ -78,7 +78,9 @@ class GradientShards:
         if self._exchange is not None:
             self.finish_reduce()  # a gradient that comes after its unit was sent waits for the next reduction
         if self._landing is None:
-            self._landing = self._arena.take(self.flat.index.padded_numel, self._landing_dtype, f"gradients {self.flat.label}")
+            self._landing = self._arena.take(
+                self.flat.index.padded_numel, self._landing_dtype, f"gradients {self.flat.label}"
+            )
         if self._reduced and self._total is None:
             self._separate_total()
         view = self.flat.view(self._landing, number)
@@ -103,7 +105,10 @@ class GradientShards:
     def layout(self) -> tuple[bool, bool]:
         """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
         narrow = self.flat.dtype.itemsize < 4
-        return narrow and self._total is not None and self._total.itemsize >= 4, narrow and self._landing_dtype.itemsize >= 4
+        return (
+            narrow and self._total is not None and self._total.itemsize >= 4,
+            narrow and self._landing_dtype.itemsize >= 4,
+        )
 
     def restore_layout(self, wide_total: bool, wide_landing: bool) -> None:
         """Take the buffers that an earlier run had come to need, so that sums round alike here."""
@@ -215,7 +220,9 @@ class GradientShards:
     def _persistent_landing(self) -> torch.Tensor:
         index, label = self.flat.index, f"gradients {self.flat.label}"
         device = self._comm.mesh.device
-        return self._ledger.empty(index.padded_numel, self._landing_dtype, device, Category.GRADIENTS, label, index.padding)
+        return self._ledger.empty(
+            index.padded_numel, self._landing_dtype, device, Category.GRADIENTS, label, index.padding
+        )
 
     def _new_total(self, dtype: torch.dtype) -> torch.Tensor:
         index, label = self.flat.index, f"gradient slice {self.flat.label}"

@@ -79,8 +79,10 @@ class Gatherer:
         for rank, theirs in enumerate(self._comm.agree(mine, f"begin {kind}")):
             if theirs != mine:
                 raise CommError(
-                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} begins pass '{mine.decode().strip()}', rank {rank} "
-                    f"pass '{theirs.decode().strip()}'. Every rank must call forward and backward equally often and in the same order."
+                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} begins pass "
+                    f"'{mine.decode().strip()}', rank {rank} "
+                    f"pass '{theirs.decode().strip()}'. Every rank must call forward and backward equally often and "
+                    f"in the same order."
                 )
         self._passes.append(Pass(kind, self._order(kind)))
 
@@ -189,8 +191,10 @@ class Gatherer:
             other = self._units[int.from_bytes(theirs)].label
             if other != self._units[number].label:
                 raise CommError(
-                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} needs unit '{self._units[number].label}', rank {rank} "
-                    f"needs '{other}'. Under ZeRO 3 every rank must use the same units in the same order, or the units of its first step."
+                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} needs unit "
+                    f"'{self._units[number].label}', rank {rank} "
+                    f"needs '{other}'. Under ZeRO 3 every rank must use the same units in the same order, or the "
+                    f"units of its first step."
                 )
 
 
@@ -209,7 +213,8 @@ def _supersequence(a: list[int], b: list[int]) -> list[int]:
     for i in reversed(range(len(a))):
         for j in reversed(range(len(b))):
             common[i][j] = 1 + common[i + 1][j + 1] if a[i] == b[j] else max(common[i + 1][j], common[i][j + 1])
-    merged, i, j = [], 0, 0
+    merged: list[int] = []
+    i, j = 0, 0
     while i < len(a) and j < len(b):
         if a[i] == b[j]:
             merged, i, j = [*merged, a[i]], i + 1, j + 1

@@ -1,0 +1,144 @@
+"""The command line: `zeroshard train | plan | report`."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from zeroshard.errors import ConfigError, NonFiniteError, ZeroshardError
+from zeroshard.version import __version__
+
+USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or on one.
+
+  zeroshard train   train a language model (the main job); --ranks N starts N processes on this machine
+  zeroshard plan    bytes of model states per rank, by the formulas of the ZeRO paper
+  zeroshard report  draw the report of a run folder again
+
+zeroshard COMMAND --help lists the options of a command; zeroshard --version says the version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Bytes of model states per rank for every ZeRO stage, mixed-precision Adam (ZeRO paper, table 1)."""
+
+    params: float
+    """Number of parameters, such as 7.5e9."""
+    ranks: int
+    """Number of data-parallel ranks."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.params < float("inf"):
+            raise ConfigError(f"params is {self.params}; it must be 1 or more and finite.")
+        if self.ranks < 1:
+            raise ConfigError(f"ranks is {self.ranks}; it must be 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Draw the report of a run folder again."""
+
+    run: Path
+    """The run folder that `zeroshard train` named."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; exits with 0, with 2 for wrong options or data, with 1 for what failed on the way."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": _train, "plan": _plan, "report": _report}
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        print(__version__)
+        return
+    if words[0] not in commands:
+        _fail(ConfigError(f"There is no command {words[0]!r}; the commands are {', '.join(commands)}."))
+    try:
+        commands[words[0]](words[1:])
+    except ZeroshardError as error:
+        _fail(error)
+
+
+def _train(argv: list[str]) -> None:
+    from zeroshard.train.config import TrainConfig
+    from zeroshard.train.toml_config import parse
+
+    ranks, rest = _take_ranks(argv)
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":  # every rank reads the same words; one of them speaks
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        config = parse(TrainConfig, rest, "zeroshard train")
+    if ranks is not None and "RANK" not in os.environ:
+        _launch(ranks, rest)
+        return
+    from zeroshard.train.launch import run_rank
+
+    run_rank(config)
+
+
+def _take_ranks(argv: list[str]) -> tuple[int | None, list[str]]:
+    """The value of --ranks, and the other words; torchrun's own count rules under torchrun."""
+    for place, word in enumerate(argv):
+        if word == "--ranks" or word.startswith("--ranks="):
+            inline = "=" in word
+            value = word.partition("=")[2] if inline else argv[place + 1] if place + 1 < len(argv) else ""
+            if not value.isdigit() or int(value) < 1:
+                raise ConfigError(f"--ranks is {value or 'missing'}; it must be a number of processes, 1 or more.")
+            return int(value), argv[:place] + argv[place + (1 if inline else 2) :]
+    return None, argv
+
+
+def _launch(ranks: int, argv: list[str]) -> None:
+    """Start the ranks on this machine through torchrun; they speak for themselves."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(["--standalone", "--nproc-per-node", str(ranks), "-m", "zeroshard", "train", *argv])
+    except ChildFailedError as error:
+        sys.exit(error.get_first_failure()[1].exitcode)
+
+
+def _plan(argv: list[str]) -> None:
+    from zeroshard.train.toml_config import parse
+    from zeroshard.zero.formulas import state_bytes
+
+    options = parse(PlanOptions, argv, "zeroshard plan")
+    states = [state_bytes(int(options.params), options.ranks, zero) for zero in range(4)]
+    if options.json:
+        print(json.dumps([{"zero": zero, "model_state_bytes": round(s.total)} for zero, s in enumerate(states)]))
+        return
+    table = Table(
+        title=f"GB of model states per rank: {options.params:.4g} parameters, {options.ranks} ranks, 16-bit Adam"
+    )
+    for column in ("zero", "parameters", "gradients", "master weights", "optimizer states", "total"):
+        table.add_column(column, justify="right")
+    for zero, s in enumerate(states):
+        parts = (s.parameters, s.gradients, s.master_weights, s.optimizer_states, s.total)
+        table.add_row(str(zero), *(f"{float(part) / 1e9:,.2f}" for part in parts))
+    Console().print(table)
+
+
+def _report(argv: list[str]) -> None:
+    from zeroshard.report import write_report
+    from zeroshard.train.toml_config import parse
+
+    print(write_report(parse(ReportOptions, argv, "zeroshard report").run))
+
+
+def _fail(error: ZeroshardError) -> NoReturn:
+    """One clear sentence, from rank 0 alone where all ranks come to the same, and a non-zero exit on every rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
+    sys.exit(1 if isinstance(error, NonFiniteError) else 2)

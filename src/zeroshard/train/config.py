@@ -1,0 +1,79 @@
+"""All options of the main job, each on the command line and in a TOML file."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from zeroshard.errors import ConfigError
+from zeroshard.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a language model on text: under torchrun, or with --ranks on this machine."""
+
+    plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
+    """How to train."""
+    model: str = "tiny"
+    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), or a Hugging Face folder or config.json (extra: hf)."""
+    data: tuple[Path, ...] = ()
+    """Text files or folders; by default the running interpreter's standard-library source."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json (extra: hf)."""
+    sequence: int = 256
+    """Tokens per row that the model predicts."""
+    batch: int = 4
+    """Rows per rank and step, all microbatches together."""
+    steps: int = 1000
+    """Steps of the whole run."""
+    optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
+    """Which torch.optim optimizer."""
+    learning_rate: float = 6e-3
+    """Highest learning rate, reached after the warm-up."""
+    warmup_steps: int = 50
+    """Steps over which the learning rate rises from 0."""
+    final_learning_rate: float = 0.05
+    """Last learning rate as a fraction of the highest; a cosine leads there."""
+    weight_decay: float = 0.1
+    """Decay of matrices (AdamW: decoupled); norms, biases and other vectors are left out."""
+    beta2: float = 0.95
+    """Decay of AdamW's second moment; momentum of SGD is 0.9."""
+    dropout: float = 0.0
+    """Dropout of a built-in model."""
+    validate_every: int = 200
+    """Steps between validations; 0 validates only at the end."""
+    validation_rows: int = 128
+    """Rows of held-out text in each validation, over all ranks; the last one uses four times as many."""
+    sample_tokens: int = 200
+    """Tokens to generate at the end; 0 for none."""
+    prompt: str = "def "
+    """What the generated text starts with."""
+    out: Path = Path("runs")
+    """Folder in which the run's own folder is made."""
+    resume: Path | None = None
+    """Checkpoint folder to go on from."""
+    checkpoint: bool = True
+    """Save a checkpoint at the end."""
+    tensorboard: bool = False
+    """Write TensorBoard events too (extra: tensorboard)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes CUDA when there is a GPU for every rank."""
+
+    def __post_init__(self) -> None:
+        least = {"sequence": 1, "batch": 1, "steps": 1, "warmup_steps": 0, "validate_every": 0, "validation_rows": 1}
+        for name, low in {**least, "sample_tokens": 0}.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {low} or more.")
+        if not 0 < self.learning_rate < float("inf"):
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0 and finite.")
+        for name in ("final_learning_rate", "dropout", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
+        if self.batch % self.plan.accumulate:
+            raise ConfigError(
+                f"batch is {self.batch} rows per rank and accumulate is {self.plan.accumulate}, which does not divide "
+                f"it; make batch a "
+                f"multiple of {self.plan.accumulate}."
+            )
+        if not self.prompt:
+            raise ConfigError("prompt is empty; generation needs at least one character to start from.")

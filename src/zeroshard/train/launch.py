@@ -1,0 +1,108 @@
+"""One rank of the main job: from its place in the world to its exit code.
+
+When a rank fails, it tells the others why before it leaves. The first to fail speaks; the others, whose collectives
+break a moment later, leave without a word, so that the cause is the last thing on the screen.
+"""
+
+import os
+import sys
+import traceback
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from zeroshard.comm import Comm
+from zeroshard.errors import ConfigError, DataError, ModelError, OptimizerError, PlanError, ZeroshardError
+from zeroshard.mesh import Mesh, init_mesh
+from zeroshard.report import format_bytes, write_report
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.run import run
+
+WRONG_INPUT = (ConfigError, DataError, ModelError, OptimizerError, PlanError)
+
+
+def run_rank(config: TrainConfig) -> None:
+    """Train on this rank and print what came of it; leaves the process with 0, 1 (failed) or 2 (wrong input)."""
+    mesh: Mesh | None = None
+    try:
+        mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
+        summary, folder = run(config, mesh)
+        if mesh.rank == 0:
+            report = write_report(folder)
+            _print_summary(summary, Console(highlight=False))
+            print(f"run folder {folder}\nreport     {report}")
+        Comm(mesh).agree(b"\0", "end of the run")
+    except BaseException as error:
+        leave(error, mesh)
+
+
+def leave(error: BaseException, mesh: Mesh | None) -> None:
+    """Say why, once for all ranks, and end this process at once."""
+    if _is_first(error, mesh):
+        if isinstance(error, ZeroshardError):
+            print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, ZeroshardError):
+            handler = get_error_handler()
+            handler.initialize()
+            handler.record_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if isinstance(error, WRONG_INPUT) else 1)  # a normal exit would wait for peers that are gone
+
+
+def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
+    """Whether this rank is the first to fail; without a mesh all ranks meet the same error, and rank 0 speaks."""
+    if mesh is None or mesh.store is None:
+        return os.environ.get("RANK", "0") == "0"
+    words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
+    try:
+        return bool(mesh.store.compare_set("failure", "", words).decode() == words)
+    except Exception:  # the store is gone with the launcher; better twice than never
+        return True
+
+
+def _print_summary(summary: dict[str, Any], console: Console) -> None:
+    console.print(
+        f"\n[bold]{summary['title']}[/]: {summary['parameters']:,} parameters, zero {summary['plan']['zero']}, "
+        f"{summary['world_size']} ranks, "
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s",
+        soft_wrap=True,
+    )
+    console.print(f"train      {summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)")
+    console.print(f"validation {summary['validation_bits_per_byte']:.3f} bits per byte on held-out files")
+    if summary["skipped"]:
+        console.print(f"skipped    {summary['skipped']} steps")
+    if summary["sample"]:
+        console.rule("sample")
+        console.print(summary["sample"], markup=False)
+        console.rule()
+    console.print(_memory_table(summary["memory"]))
+    console.print(_traffic_table(summary["traffic"]))
+
+
+def _memory_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="bytes per rank (rank 0)", title_justify="left")
+    for column in ("category", "planned by the formula", "padding", "measured by the ledger", "peak"):
+        table.add_column(column, justify="left" if column == "category" else "right")
+    for row in rows:
+        planned = [None if row[k] is None else f"{row[k]:,.0f}" for k in ("planned_bytes", "padding_bytes")]
+        measured = (f"{row['measured_bytes']:,}", format_bytes(row["peak_bytes"]))
+        table.add_row(row["category"], *(text or "-" for text in planned), *measured)
+    return table
+
+
+def _traffic_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title="on the wire per step (elements by the paper's count; bytes that this rank sent)", title_justify="left"
+    )
+    for column in ("purpose", "elements by the formula", "elements measured", "padding", "bytes sent", "calls"):
+        table.add_column(column, justify="left" if column == "purpose" else "right")
+    for row in rows:
+        planned = "-" if row["planned_elements"] is None else f"{row['planned_elements']:,}"
+        measured = (f"{row[k]:,}" for k in ("measured_elements", "padding_elements", "sent_bytes", "calls"))
+        table.add_row(row["purpose"], planned, *measured)
+    return table

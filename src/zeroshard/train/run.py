@@ -1,0 +1,276 @@
+"""One run of the main job: build, train, validate, save, and say what it took."""
+
+import math
+import struct
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm import Comm
+from zeroshard.engine import Engine
+from zeroshard.errors import ConfigError, DataError, NonFiniteError
+from zeroshard.mesh import Mesh
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
+from zeroshard.train.folder import RunFolder
+from zeroshard.train.gpt import generate
+from zeroshard.train.model import BuiltModel, build_model
+from zeroshard.train.progress import Progress
+from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
+from zeroshard.version import __version__
+
+RECORDED_STEP = 3  # buffers have settled by then
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The corpus as tokens.
+
+    Attributes:
+        bytes_per_token: of the validation text; nats per token / ln 2 / this are bits per byte.
+    """
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    train: Tensor
+    validation: Tensor
+    bytes_per_token: float
+
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        """Loss in bits per byte of text."""
+        return nats_per_token / math.log(2) / self.bytes_per_token
+
+
+def load_text(config: TrainConfig) -> Text:
+    """Read and tokenize the corpus.
+
+    Raises:
+        DataError, ConfigError: what is missing or too small.
+    """
+    corpus = files_corpus(config.data) if config.data else standard_library_corpus()
+    tokenizer = load_tokenizer(config.tokenizer)
+    train, validation = tokenizer.encode(corpus.train), tokenizer.encode(corpus.validation)
+    return Text(corpus, tokenizer, train, validation, tokenizer.bytes_per_token(validation, corpus.validation))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, which decay, and norms, biases and other vectors, which do not."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of a step (from 0): linear warm-up, then a cosine down to the final fraction."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    floor = config.final_learning_rate
+    return config.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+
+class Run:
+    """The main job on one rank.
+
+    Raises:
+        ZeroshardError: what is wrong with the options, the data or the model.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.text = load_text(config)
+        torch.manual_seed(config.plan.seed)
+        self.built: BuiltModel = build_model(
+            config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout
+        )
+        self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
+        self.engine = Engine(self.built.module, self._optimizer(), config.plan, mesh=mesh)
+        self.folder = RunFolder.create(config, self.engine.comm)
+        self.progress = Progress(config.steps, shown=mesh.rank == 0)
+        self._started = time.perf_counter()
+
+    def train(self) -> dict[str, Any]:
+        """Train to the last step; returns the summary that the run folder keeps.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite on some rank.
+        """
+        first = self._resume()
+        losses: list[float] = []
+        with self.progress:
+            for step in range(first, self.config.steps):
+                losses.append(self._step(step))
+                if (
+                    self.config.validate_every
+                    and (step + 1) % self.config.validate_every == 0
+                    and step + 1 < self.config.steps
+                ):
+                    self._validate(step + 1, self.config.validation_rows)
+            validation = self._validate(self.config.steps, 4 * self.config.validation_rows)
+        return self._finish(first, losses, validation)
+
+    def _resume(self) -> int:
+        """The step to go on from."""
+        if self.config.resume is None:
+            return 0
+        extra = self.engine.load(self.config.resume)
+        _check_corpus(extra, self.text.corpus)
+        if extra["step"] >= self.config.steps:
+            raise ConfigError(
+                f"The checkpoint is at step {extra['step']} and steps is {self.config.steps}; raise steps to go on."
+            )
+        return int(extra["step"])
+
+    def _step(self, step: int) -> float:
+        """One step; returns the mean loss over all ranks in nats per token."""
+        config, engine, mesh = self.config, self.engine, self.mesh
+        began = time.perf_counter()
+        rate = learning_rate(config, step)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        rows = self.batches.batch(step, config.batch, mesh.rank, mesh.ranks)
+        batch = self.built.batch(rows.to(mesh.device))
+        if step == RECORDED_STEP:
+            with engine.recording() as events:
+                result = engine.train_step(batch)
+            self.folder.write_memory(events, mesh.rank)
+        else:
+            result = engine.train_step(batch)
+        assert result.loss is not None
+        loss = _mean(engine.comm, float(result.loss), f"loss of step {step + 1}")
+        if not math.isfinite(loss) and config.plan.nonfinite == "raise":
+            raise NonFiniteError(
+                f"The loss of step {step + 1} is {loss}. Lower learning_rate, set clip_norm, or look at the data."
+            )
+        elapsed = time.perf_counter() - began
+        metrics = {
+            "step": step + 1,
+            "loss": loss,
+            "bits_per_byte": self.text.bits_per_byte(loss),
+            "grad_norm": result.grad_norm,
+            "tokens_per_s": config.batch * config.sequence * mesh.ranks / elapsed,
+            "learning_rate": rate,
+            "loss_scale": result.loss_scale if config.plan.scales_loss else None,
+            "skipped": result.skipped,
+            "seconds": time.perf_counter() - self._started,
+            "rss_bytes": psutil.Process().memory_info().rss,
+        }
+        self.folder.write_metrics(metrics)
+        self.progress.step(metrics, engine.ledger.total(), engine.skipped)
+        return loss
+
+    def _validate(self, step: int, rows: int) -> float:
+        """Mean loss on held-out text, in nats per token."""
+        mesh, config = self.mesh, self.config
+        total, count = 0.0, 0
+        self.built.module.eval()
+        with torch.no_grad():
+            for tokens in validation_windows(
+                self.text.validation, config.sequence, 2 * config.batch, mesh.rank, mesh.ranks, rows
+            ):
+                total += float(self.built.loss(self.engine, tokens.to(mesh.device))) * len(tokens)
+                count += len(tokens)
+        self.built.module.train()
+        loss = _mean(self.engine.comm, total / count, f"validation after step {step}")
+        bits = self.text.bits_per_byte(loss)
+        seconds = time.perf_counter() - self._started
+        self.folder.write_metrics(
+            {"step": step, "validation_loss": loss, "validation_bits_per_byte": bits, "seconds": seconds}
+        )
+        self.progress.validation(step, bits)
+        return loss
+
+    def _finish(self, first: int, losses: list[float], validation: float) -> dict[str, Any]:
+        engine, text, config = self.engine, self.text, self.config
+        seconds = time.perf_counter() - self._started
+        if config.checkpoint:
+            engine.save(self.folder.path / "checkpoint", {"step": config.steps, "corpus": text.corpus.digest})
+        recent = losses[-50:]
+        corpus = text.corpus
+        summary = {
+            "title": f"{config.model} on {corpus.name}",
+            "train_bits_per_byte": text.bits_per_byte(sum(recent) / len(recent)) if recent else None,
+            "validation_bits_per_byte": text.bits_per_byte(validation),
+            "sample": self._sample(),
+            "world_size": self.mesh.ranks,
+            "parameters": self.built.parameters,
+            "steps": config.steps - first,
+            "skipped": engine.skipped,
+            "seconds": seconds,
+            "zeroshard": __version__,
+            "torch": str(torch.__version__),
+            "corpus": {
+                "name": corpus.name,
+                "files": corpus.files,
+                "train_bytes": len(corpus.train),
+                "validation_bytes": len(corpus.validation),
+                "digest": corpus.digest,
+            },
+            "plan": config.plan.as_dict(),
+            "memory": engine.memory().as_dicts(),
+            "traffic": engine.traffic().as_dicts(),
+        }
+        self.folder.write_summary(summary)
+        return summary
+
+    def _sample(self) -> str:
+        config, tokenizer = self.config, self.text.tokenizer
+        if config.sample_tokens == 0:
+            return ""
+        self.built.module.eval()
+        prompt = tokenizer.encode(config.prompt.encode()).tolist()
+        generator = torch.Generator().manual_seed(config.plan.seed)
+        tokens = generate(
+            partial(self.built.logits, self.engine),
+            prompt,
+            config.sample_tokens,
+            temperature=0.7,
+            generator=generator,
+            context=config.sequence,
+            device=self.mesh.device,
+        )
+        return config.prompt + tokenizer.decode(tokens)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        groups = decay_groups(self.built.module, config.weight_decay)
+        match config.optimizer:
+            case "adamw":
+                return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=True)
+            case "sgd":
+                return torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9)
+            case "adagrad":
+                return torch.optim.Adagrad(groups, lr=config.learning_rate)
+
+
+def run(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], Path]:
+    """Carry out the main job; returns its summary and its folder."""
+    job = Run(config, mesh)
+    return job.train(), job.folder.path
+
+
+def _mean(comm: Comm, value: float, label: str) -> float:
+    """The mean of a number over the ranks, the same on all."""
+    words = comm.agree(struct.pack("<d", value), label)
+    return sum(float(struct.unpack("<d", word)[0]) for word in words) / len(words)
+
+
+def _check_corpus(extra: dict[str, Any], corpus: Corpus) -> None:
+    """Refuse to resume on other text.
+
+    Raises:
+        DataError: the checkpoint saw another corpus.
+    """
+    if extra.get("corpus") != corpus.digest:
+        raise DataError(
+            f"The checkpoint was trained on a corpus with digest {str(extra.get('corpus'))[:12]}, this one has "
+            f"{corpus.digest[:12]}. "
+            "Give the same data, or start a new run."
+        )

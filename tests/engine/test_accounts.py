@@ -1,0 +1,282 @@
+"""Every byte and every element on the wire: the ledger and comm against the paper's formulas and an independent count."""
+
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import batch, build
+from pool import Pool
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.errors import BudgetExceeded
+from zeroshard.ledger import Category
+
+STAGES = (0, 1, 2, 3)
+STATES = ("parameters", "gradients", "master weights", "optimizer states")
+BYTES = {"adamw": 8, "sgd": 0, "momentum": 4, "adagrad": 4, "amsgrad": 12}  # of state per parameter, in fp32
+MAKERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-3),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+}
+
+
+class Even(nn.Module):
+    """Parameters in multiples of 4 per unit, so that 2 and 4 ranks need no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(3)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).float().square().mean()
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Even() if name == "Even" else build(name)
+
+
+def counted(engine: zs.Engine) -> dict[str, int]:
+    """Bytes of the distinct storages that hold parameters, masters, states and gradients, found without the ledger."""
+    seen: set[int] = set()
+
+    def size(tensors: list[Tensor | None]) -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+        new = {key: nbytes for key, nbytes in storages.items() if key not in seen and nbytes}
+        seen.update(new)
+        return sum(new.values())
+
+    shards = engine._assembly.all_shards
+    parameters = size([t for s in shards for t in (s.parameters.own, s.parameters.full)])
+    parameters += 0 if engine.plan.zero == 3 else size([p.data for p in engine.model.parameters()])
+    masters = size([group_tensor for group in engine.optimizer.param_groups for group_tensor in group["params"]])
+    states = size([v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()])
+    gradients = size([t for s in shards if s.gradients for t in (s.gradients._landing, s.gradients._total)])
+    return dict(zip(STATES, (parameters, gradients, masters, states), strict=True))
+
+
+def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: int = 6) -> dict[str, Any]:
+    """Train, with the calls of torch.distributed counted on the way; what the engine, and the counters, say afterwards."""
+    calls: list[tuple[str, int, int, int]] = []
+    gather, exchange = dist.all_gather_single, dist.all_to_all_single
+
+    def counting(kind: str, function: Any) -> Any:
+        def call(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs["group"] is not mesh.control:
+                calls.append((kind, output.numel(), input.numel(), output.nbytes))
+            return function(output, input, *args, **kwargs)
+
+        return call
+
+    dist.all_gather_single, dist.all_to_all_single = counting("gather", gather), counting("exchange", exchange)
+    try:
+        model = make(name)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        engine = zs.Engine(model, MAKERS[maker](trainable), zs.Plan(**plan), mesh=mesh)
+        peaks = []
+        for step in range(steps):
+            calls.clear()
+            engine.train_step((batch(step, mesh.rank, mesh.ranks), step))
+            peaks.append({str(c): (engine.ledger.account(c).current, engine.ledger.account(c).peak) for c in Category})
+    finally:
+        dist.all_gather_single, dist.all_to_all_single = gather, exchange
+    memory, traffic = engine.memory(), engine.traffic()
+    flats = [s.flat for s in engine._assembly.all_shards]
+    return {
+        "memory": {row.category: (row.measured_bytes, row.planned_bytes, row.padding_bytes) for row in memory},
+        "traffic": {row.purpose: row for row in traffic},
+        "calls": calls,
+        "counted": counted(engine),
+        "peaks": peaks,
+        "flats": [(f.index.numel, f.index.padding, f.dtype.itemsize, f.trainable) for f in flats],
+    }
+
+
+def psi(name: str, trainable: bool = True) -> int:
+    """Parameters of a model, each distinct one once."""
+    return sum(p.numel() for p in make(name).parameters() if p.requires_grad == trainable)
+
+
+def expected_states(numel: int, ranks: int, zero: int, precision: str, state: int, accumulate: int = 1) -> dict[str, Fraction]:
+    """The formulas of the paper, section 5, by category; in fp32 there is no master, and accumulation keeps fp32 sums."""
+    n = Fraction(numel)
+    low, master = (2, 4) if precision != "fp32" else (4, 0)
+    part = n / ranks
+    parameters = part if zero == 3 else n
+    if accumulate == 1:
+        gradients = low * (part if zero >= 2 else n)
+    elif zero == 0:
+        gradients = 4 * n  # the sum over the microbatches of this rank
+    elif zero == 1:
+        gradients = low * n + 4 * part  # whole gradients of a microbatch, and the sum of the reduced slices
+    else:
+        gradients = 4 * part
+    if ranks == 1:
+        gradients = (4 if accumulate > 1 else low) * n
+    slices = n if zero == 0 else part
+    return {
+        "parameters": low * parameters,
+        "gradients": gradients,
+        "master weights": master * slices,
+        "optimizer states": state * slices,
+    }
+
+
+CASES = [
+    *(("bf16", maker, name, 1) for maker in ("adamw", "momentum") for name in ("Plain", "Even")),
+    ("fp32", "adamw", "Plain", 1),
+    ("fp16", "adamw", "Tied", 1),
+    ("fp32", "adagrad", "Plain", 1),
+    ("bf16", "adagrad", "Plain", 1),
+    ("bf16", "sgd", "Plain", 1),
+    ("bf16", "amsgrad", "Plain", 1),
+    ("bf16", "adamw", "Plain", 2),
+    ("fp32", "adamw", "Plain", 2),
+    ("bf16", "adamw", "Frozen", 1),
+    ("bf16", "adamw", "Tiny", 1),
+]
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_model_states_follow_the_paper_to_the_byte(pool: Pool, case: tuple[str, str, str, int], zero: int) -> None:
+    """Per category: measured = formula for the parameters + the same formula for the padding, in exact fractions."""
+    precision, maker, name, accumulate = case
+    plan = {"zero": zero, "precision": precision, "accumulate": accumulate}
+    for ranks in (2, 4) if name == "Plain" and accumulate == 1 and maker == "adamw" else (2,):
+        for answer in pool.run(measure, ranks, name, plan, maker, 2):
+            formula = partial(
+                expected_states, ranks=ranks, zero=zero, precision=precision, state=BYTES[maker], accumulate=accumulate
+            )
+            padding = sum(pad for _, pad, _, trainable in answer["flats"] if trainable)
+            frozen = sum(numel + pad for numel, pad, _, trainable in answer["flats"] if not trainable)
+            assert sum(numel for numel, _, _, trainable in answer["flats"] if trainable) == psi(name)
+            assert all(pad < ranks for _, pad, _, _ in answer["flats"])
+            if name == "Even":
+                assert padding == 0
+            elements, extra = formula(psi(name)), formula(padding)
+            frozen_bytes = Fraction(frozen * (4 if precision == "fp32" else 2), ranks if zero == 3 else 1)
+            for category in STATES:
+                wanted = elements[category] + extra[category] + (frozen_bytes if category == "parameters" else 0)
+                measured, planned, padded = answer["memory"][category]
+                assert measured == wanted, category
+                assert planned + padded == wanted, category
+                assert answer["counted"][category] == wanted, category
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_totals_of_the_paper(pool: Pool, zero: int) -> None:
+    """16Ψ, 4Ψ + 12Ψ/N, 2Ψ + 14Ψ/N, 16Ψ/N in mixed precision; 16Ψ, 8Ψ + 8Ψ/N, 4Ψ + 12Ψ/N, 16Ψ/N in fp32."""
+    count = psi("Even")
+    for ranks in (1, 2, 4):
+        n = ranks
+        totals = {
+            "bf16": (16 * count, 4 * count + Fraction(12 * count, n), 2 * count + Fraction(14 * count, n), Fraction(16 * count, n)),
+            "fp32": (16 * count, 8 * count + Fraction(8 * count, n), 4 * count + Fraction(12 * count, n), Fraction(16 * count, n)),
+        }
+        for precision, expected in totals.items():
+            for answer in pool.run(measure, ranks, "Even", {"zero": zero, "precision": precision}, "adamw", 2):
+                assert sum(answer["memory"][category][0] for category in STATES) == expected[zero]
+                assert sum(answer["memory"][category][1] for category in STATES) == expected[zero]
+
+
+WIRE = ("gather parameters", "reduce gradients", "gather gradients")
+
+
+def wire(zero: int, microbatches: int, reductions: int) -> tuple[int, int, int]:
+    """Multiples of Ψ on the wire by purpose: section 7, with the microbatches that each gather and reduce anew."""
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * microbatches}[zero]
+    return gathers, reductions, 1 if zero == 0 else 0
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("accumulate", [(1, "auto"), (4, "auto"), (2, "step"), (2, "microbatch")], ids=str)
+def test_elements_on_the_wire(pool: Pool, accumulate: tuple[int, str], zero: int) -> None:
+    """2Ψ, 2Ψ, 2Ψ, 3Ψ a step; with m microbatches (m+1)Ψ at stages 1 and 2, 3mΨ at stage 3; 2Ψ still at stage 0."""
+    microbatches, every = accumulate
+    reductions = microbatches if every == "microbatch" or (every == "auto" and zero >= 1) else 1
+    multiples = wire(zero, microbatches, reductions)
+    if microbatches == 1:
+        assert sum(multiples) == (2, 2, 2, 3)[zero]
+    if microbatches == 4:
+        assert sum(multiples) == (2, 5, 5, 12)[zero]
+    for name, precision in (("Even", "fp32"), ("Plain", "bf16")):
+        plan = {"zero": zero, "accumulate": microbatches, "reduce_every": every, "precision": precision}
+        for answer in pool.run(measure, 2, name, plan, "adamw", 3):
+            padding = sum(pad for _, pad, _, _ in answer["flats"])
+            assert (padding == 0) == (name == "Even")
+            sums_locally = microbatches > 1 and reductions == 1
+            for purpose, multiple in zip(WIRE, multiples, strict=True):
+                row = answer["traffic"][purpose]
+                assert row.measured_elements == row.planned_elements == multiple * psi(name), purpose
+                assert row.padding_elements == multiple * padding, purpose
+                size = 4 if precision == "fp32" or (sums_locally and purpose != "gather parameters") else 2
+                if not (purpose == "gather gradients" and microbatches > 1):
+                    assert row.measured_bytes == multiple * (psi(name) + padding) * size, purpose
+                assert row.sent_bytes * 2 == row.measured_bytes
+            calls = answer["calls"]
+            gathered = sum(output for kind, output, _, _ in calls if kind == "gather")
+            exchanged = sum(output for kind, output, _, _ in calls if kind == "exchange")
+            assert gathered == (multiples[0] + multiples[2]) * (psi(name) + padding)
+            assert exchanged == multiples[1] * (psi(name) + padding)
+            assert sum(nbytes for *_, nbytes in calls) == sum(answer["traffic"][purpose].measured_bytes for purpose in WIRE)
+            assert len(calls) == sum(answer["traffic"][purpose].calls for purpose in WIRE)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_one_rank_sends_nothing(pool: Pool, zero: int) -> None:
+    (answer,) = pool.run(measure, 1, "Plain", {"zero": zero}, "adamw", 2)
+    assert answer["calls"] == [] and all(row.measured_elements == 0 for row in answer["traffic"].values())
+    assert all(answer["traffic"][purpose].planned_elements == 0 for purpose in WIRE)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("name", ["Plain", "Checkpointed", "CheckpointedReentrant", "Frozen", "Twice", "Tied"])
+def test_nothing_is_allocated_after_the_second_step(pool: Pool, name: str, zero: int) -> None:
+    for plan in ({"precision": "bf16"}, {"accumulate": 2}, {"precision": "bf16", "accumulate": 2, "reduce_every": "step"}):
+        for answer in pool.run(measure, 2, name, {"zero": zero, **plan}, "adamw", 6):
+            assert answer["peaks"][5] == answer["peaks"][1], plan
+
+
+def over_budget(mesh: zs.Mesh, zero: int) -> list[str]:
+    messages = []
+    for budget in (1000, "14KB"):
+        model = make("Plain")
+        try:
+            engine = zs.Engine(model, MAKERS["adamw"], zs.Plan(zero=zero, precision="bf16", device_memory=budget), mesh=mesh)
+            engine.train_step((batch(0, mesh.rank, mesh.ranks), 0))
+            messages.append(f"fits in {engine.ledger.total()}")
+        except BudgetExceeded as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_budget_is_kept(pool: Pool) -> None:
+    """A budget is refused by name of the category at the first byte beyond it, and a higher stage fits where a lower does not."""
+    total = 16 * psi("Plain")
+    assert total > 14_000 > total / 2
+    for zero in STAGES:
+        for small, large in pool.run(over_budget, 2, zero):
+            assert "1,000" in small and "bytes of parameters on the device" in small
+            if zero == 0:
+                assert any(f"bytes of {category} on the device" in large for category in STATES) and "14,000" in large
+
+
+def test_ledger_counts_only_what_lives(pool: Pool) -> None:
+    """Under stage 3 nothing of the gathered parameters is left in BUFFERS after a step, only scratch and scalars."""
+    for answer in pool.run(measure, 2, "Plain", {"zero": 3, "precision": "bf16"}, "adamw", 3):
+        current, peak = answer["peaks"][2]["buffers"]
+        assert current < peak
+        assert answer["peaks"][2]["activations"] == (0, 0)

@@ -1,0 +1,112 @@
+"""Microbatches, calls with a batch, and the loss in an output."""
+
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard.engine.batch import call_with, loss_in, microbatches
+from zeroshard.errors import BatchError
+
+
+class Pair(NamedTuple):
+    tokens: torch.Tensor
+    step: int
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5))
+def test_the_parts_are_even_and_put_together_again(count: int, rows: int) -> None:
+    batch = torch.arange(count * rows * 2).view(-1, 2)
+    parts = microbatches(batch, count)
+    assert [part.shape for part in parts] == [(rows, 2)] * count
+    assert torch.equal(torch.cat(parts), batch)
+
+
+def test_nested_batches_keep_their_shape_and_what_is_no_tensor() -> None:
+    batch = {"x": [torch.arange(4), None], "pair": Pair(torch.arange(4) * 10, step=7), "name": "train"}
+    first, second = microbatches(batch, 2)
+    assert isinstance(second["pair"], Pair) and list(second) == ["x", "pair", "name"]
+    assert first["x"][0].tolist() == [0, 1] and second["pair"].tokens.tolist() == [20, 30]
+    assert second["x"][1] is None and second["pair"].step == 7 and second["name"] == "train"
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(3), "no tensor", torch.tensor(1.0), (torch.zeros(2), torch.zeros(3))])
+def test_one_microbatch_is_the_batch_itself(batch: Any) -> None:
+    assert microbatches(batch, 1)[0] is batch
+
+
+@pytest.mark.parametrize(
+    "batch, found",
+    [
+        (torch.zeros(6), "6.*4"),
+        (torch.zeros(2), "2.*4"),
+        (torch.zeros(0, 3), "0.*4"),
+        (torch.tensor(1.0), "0.*4"),
+        ((torch.zeros(4), torch.zeros(8)), "4, 8"),
+        ((torch.zeros(4), torch.tensor(1.0)), "0, 4"),
+        ("no tensor", r"\[\]"),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch: Any, found: str) -> None:
+    with pytest.raises(BatchError, match=found):
+        microbatches(batch, 4)
+
+
+def arguments(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+def test_call_with() -> None:
+    x = torch.zeros(2)
+    assert call_with(arguments, {"x": 1, "y": 2}) == ((), {"x": 1, "y": 2})
+    assert call_with(arguments, OrderedDict(x=1)) == ((), {"x": 1})
+    assert call_with(arguments, (1, 2)) == call_with(arguments, [1, 2]) == ((1, 2), {})
+    assert call_with(arguments, Pair(x, 3))[0][1] == 3
+    assert call_with(arguments, x)[0][0] is x
+    assert call_with(arguments, "text") == (("text",), {})
+
+
+LOSS = torch.tensor(2.5)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        LOSS,
+        LOSS.view(1, 1),
+        SimpleNamespace(loss=LOSS, logits=torch.zeros(3)),
+        {"loss": LOSS, "logits": torch.zeros(3)},
+        OrderedDict(logits=torch.zeros(1), loss=LOSS),
+    ],
+)
+def test_the_loss_is_found(output: Any) -> None:
+    loss = loss_in(output)
+    assert loss.shape == () and loss.item() == 2.5
+
+
+def test_the_loss_keeps_its_graph() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    loss_in({"loss": weight * 3}).backward()
+    assert weight.grad.item() == 3
+
+
+@pytest.mark.parametrize(
+    "output, found",
+    [
+        (torch.zeros(2, 3), r"Tensor of shape \(2, 3\)"),
+        ((LOSS, LOSS), "tuple"),
+        ({"logits": LOSS}, "dict"),
+        ({"loss": torch.zeros(2)}, "dict"),
+        (SimpleNamespace(loss=1.0), "SimpleNamespace"),
+        (None, "NoneType"),
+        (2.5, "float"),
+    ],
+)
+def test_no_loss_to_be_found(output: Any, found: str) -> None:
+    with pytest.raises(BatchError, match=f"{found}.*loss="):
+        loss_in(output)

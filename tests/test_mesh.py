@@ -1,0 +1,81 @@
+"""A mesh is valid or refused, and one process alone needs no environment."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from zeroshard import Mesh, init_mesh
+from zeroshard.errors import PlanError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's environment, and no GPU."""
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_one_process_alone() -> None:
+    mesh = Mesh()
+    assert (mesh.rank, mesh.ranks, mesh.device) == (0, 1, torch.device("cpu"))
+    assert mesh.gathers is mesh.reductions is mesh.control is mesh.store is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mesh.rank = 1
+
+
+@pytest.mark.parametrize("rank, ranks", [(0, 1), (0, 2), (1, 2), (63, 64)])
+def test_places_in_a_mesh(rank: int, ranks: int) -> None:
+    assert (Mesh(rank, ranks).rank, Mesh(rank, ranks).ranks) == (rank, ranks)
+
+
+@pytest.mark.parametrize(
+    "rank, ranks, message",
+    [
+        (0, 0, "0 ranks; it needs at least 1"),
+        (0, -2, "-2 ranks; it needs at least 1"),
+        (1, 1, "Rank 1 is outside a mesh of 1 ranks"),
+        (-1, 4, "Rank -1 is outside a mesh of 4 ranks"),
+        (4, 4, "Rank 4 is outside a mesh of 4 ranks"),
+    ],
+)
+def test_places_that_do_not_exist(rank: int, ranks: int, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Mesh(rank, ranks)
+
+
+def test_init_mesh_without_torchrun() -> None:
+    assert init_mesh(timeout=7.0) == Mesh(timeout=7.0)
+    assert init_mesh(device="cpu").device == torch.device("cpu")
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("world, message", [("0", "WORLD_SIZE is 0"), ("-1", "WORLD_SIZE is -1"), ("two", "WORLD_SIZE is two")])
+def test_init_mesh_of_a_broken_world(monkeypatch: pytest.MonkeyPatch, world: str, message: str) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(PlanError, match=f"{message}.*torchrun"):
+        init_mesh()
+
+
+def test_init_mesh_on_an_unknown_device() -> None:
+    with pytest.raises(PlanError, match="'tpu' is unknown; use 'cpu' or 'cuda'"):
+        init_mesh(device="tpu")
+
+
+def test_cuda_without_a_gpu() -> None:
+    with pytest.raises(PlanError, match="1 local ranks ask for CUDA and 0 GPUs are visible.*device='cpu'"):
+        init_mesh(device="cuda")
+
+
+@pytest.mark.parametrize("gpus, local, expected", [(0, 1, "cpu"), (1, 1, "cuda:0"), (1, 2, "cpu"), (4, 4, "cuda:3"), (8, 4, "cuda:3")])
+def test_cuda_where_every_local_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, local: int, expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    monkeypatch.setenv("LOCAL_RANK", str(local - 1))
+    assert init_mesh().device == torch.device(expected)

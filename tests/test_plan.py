@@ -1,0 +1,168 @@
+"""A plan holds what was said, refuses what cannot be, and says how to go on."""
+
+import dataclasses
+import itertools
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard import Plan
+from zeroshard.errors import PlanError
+from zeroshard.plan import parse_bytes
+
+INF, NAN = math.inf, math.nan
+WRONG: dict[str, list[Any]] = {
+    "zero": [4, -1, True, "2", None, [1]],
+    "precision": ["fp8", "FP32", None, 16],
+    "fp32_modules": ["LayerNorm", 7, None, (7,)],
+    "reduce_dtype": ["fp64", 32],
+    "loss_scale": ["fixed", 0, -1.0, INF, NAN, None, True],
+    "loss_scale_initial": [0, -1.0, INF, NAN, "big", None],
+    "loss_scale_growth": [0.5, INF, NAN, "fast", None],
+    "loss_scale_backoff": [0, 1.5, -0.5, NAN, "slow", None],
+    "loss_scale_window": [0, -1, 1.5, "long", None],
+    "loss_scale_hysteresis": [0, -1, 1.5, "much", None],
+    "loss_scale_floor": [0, -1.0, INF, NAN, "low", None],
+    "accumulate": [0, -1, 1.5, "2", True, None],
+    "reduce_every": ["epoch", None, 1],
+    "clip_norm": [0, -1.0, INF, NAN, "1", True],
+    "nonfinite": ["stop", None],
+    "units": ["Block", 7, (7,)],
+    "seed": ["x", 1.5, None],
+    "device_memory": ["lots", "", "12 parsecs", -1, True],
+    "timeout": [0, -1, INF, NAN, "soon", None],
+}
+GOOD: dict[str, list[Any]] = {
+    "zero": [0, 1, 2, 3],
+    "precision": ["fp32", "bf16", "fp16"],
+    "fp32_modules": [(), ("LayerNorm", "head")],
+    "reduce_dtype": [None, "fp32", "bf16", "fp16"],
+    "loss_scale": ["auto", "dynamic", "off", 128.0, 1],
+    "loss_scale_growth": [1.0, 4],
+    "loss_scale_backoff": [1.0, 0.25],
+    "accumulate": [1, 3],
+    "reduce_every": ["auto", "microbatch"],
+    "clip_norm": [None, 1, 0.5],
+    "nonfinite": ["raise", "skip", "ignore"],
+    "units": [None, (), ("Block",)],
+    "seed": [0, -3, 2**40],
+    "device_memory": [None, 1, "512MiB"],
+}
+PLANS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in GOOD.items()}).filter(
+    lambda d: not (d.get("precision") == "fp16" and d.get("loss_scale") == "off" and d.get("nonfinite", "raise") == "raise")
+)
+
+
+def test_every_field_has_a_wrong_value_here() -> None:
+    assert set(WRONG) == {field.name for field in dataclasses.fields(Plan)}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_wrong_value_is_named_with_the_way_out(name: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=r"must be|must have|write|use|set ") as error:
+        Plan(**{name: value})
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in GOOD.items() for value in values])
+def test_a_right_value_is_kept(name: str, value: Any) -> None:
+    assert getattr(Plan(**{name: value}), name) == value
+
+
+def test_a_list_of_names_becomes_a_tuple() -> None:
+    plan = Plan(units=["Block"], fp32_modules=["LayerNorm"])
+    assert (plan.units, plan.fp32_modules) == (("Block",), ("LayerNorm",))
+    hash(plan)
+
+
+def test_settings_that_do_not_combine() -> None:
+    with pytest.raises(PlanError, match="loss_scale='off'.*bf16"):
+        Plan(precision="fp16", loss_scale="off")
+    Plan(precision="fp16", loss_scale="off", nonfinite="skip")
+    Plan(precision="bf16", loss_scale="off")
+
+
+@pytest.mark.parametrize("zero, accumulate", list(itertools.product(range(4), (1, 2))))
+def test_reductions_once_a_step_need_several_microbatches(zero: int, accumulate: int) -> None:
+    if accumulate == 1 and zero >= 2:
+        with pytest.raises(PlanError, match="reduce_every='step'.*accumulate"):
+            Plan(zero=zero, accumulate=accumulate, reduce_every="step")
+    else:
+        assert Plan(zero=zero, accumulate=accumulate, reduce_every="step").reductions == 1
+
+
+@pytest.mark.parametrize(
+    "zero, reduce_every, reductions",
+    [(0, "auto", 1), (0, "microbatch", 4), (0, "step", 1)]
+    + [(zero, *rest) for zero in (1, 2, 3) for rest in (("auto", 4), ("microbatch", 4), ("step", 1))],
+)
+def test_reductions_of_four_microbatches(zero: int, reduce_every: str, reductions: int) -> None:
+    plan = Plan(zero=zero, accumulate=4, reduce_every=reduce_every)
+    assert plan.reductions == reductions
+    assert plan.reduces_each_microbatch is (reductions == 4)
+
+
+@pytest.mark.parametrize(
+    "loss_scale, scaled",
+    [
+        ("auto", {"fp32": False, "bf16": False, "fp16": True}),
+        ("dynamic", {"fp32": True, "bf16": True, "fp16": True}),
+        (128.0, {"fp32": True, "bf16": True, "fp16": True}),
+        ("off", {"fp32": False, "bf16": False, "fp16": False}),
+    ],
+)
+def test_when_the_loss_is_scaled(loss_scale: float | str, scaled: dict[str, bool]) -> None:
+    for precision, expected in scaled.items():
+        plan = Plan(precision=precision, loss_scale=loss_scale, nonfinite="skip")
+        assert plan.scales_loss is expected
+
+
+def test_a_plan_is_frozen_and_made_by_keyword() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Plan().zero = 3
+    with pytest.raises(TypeError):
+        Plan(2)
+
+
+@settings(derandomize=True, deadline=None)
+@given(PLANS)
+def test_a_plan_survives_json(values: dict[str, Any]) -> None:
+    plan = Plan(**values)
+    assert Plan(**plan.as_dict()) == plan
+    assert Plan(**json.loads(json.dumps(plan.as_dict()))) == plan
+
+
+@pytest.mark.parametrize(
+    "size, expected",
+    [
+        (0, 0),
+        (123, 123),
+        ("123", 123),
+        ("7B", 7),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("512MiB", 536_870_912),
+        ("2MB", 2_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("0.5 GB", 500_000_000),
+        ("  3 KiB ", 3072),
+        (2**53 + 1, 9_007_199_254_740_993),
+    ],
+)
+def test_parse_bytes(size: str | int, expected: int) -> None:
+    assert parse_bytes(size) == expected
+    assert Plan(device_memory=size).device_budget == expected
+
+
+@pytest.mark.parametrize("size", ["", "B", "1.2.3MiB", ".", "-1", "1e9", "1 TB", "1mib", "1Mi", "MiB 1", "1 MiB 2", "nan", "inf"])
+def test_what_is_no_size(size: str) -> None:
+    with pytest.raises(PlanError, match="KiB, MiB, GiB"):
+        parse_bytes(size)
+
+
+def test_no_budget() -> None:
+    assert Plan().device_budget is None

@@ -1,0 +1,131 @@
+"""The user's parameters are views of a flat buffer, or NaN of their true shape while it is away."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroshard.units import Flat, find_units
+
+
+class Odd(nn.Module):
+    """Parameters of awkward shapes: a matrix, a scalar, none, a vector; 6 + 1 + 0 + 4 = 11 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.scalar = nn.Parameter(torch.tensor(6.0))
+        self.nothing = nn.Parameter(torch.empty(0, 5))
+        self.vector = nn.Parameter(torch.arange(7.0, 11.0))
+
+
+def flat_of(model: nn.Module, ranks: int = 4) -> tuple[Flat, Tensor]:
+    """The one flat of a model and a buffer with its values, bound."""
+    unit = find_units(model, ())[0]
+    flat = Flat(unit, unit.parameters, torch.float32, trainable=True, ranks=ranks)
+    buffer = torch.zeros(flat.index.padded_numel)
+    for number, parameter in enumerate(flat.parameters):
+        flat.view(buffer, number).copy_(parameter.detach())
+    flat.bind(buffer)
+    return flat, buffer
+
+
+def test_the_buffer_holds_the_parameters_one_behind_the_other() -> None:
+    flat, buffer = flat_of(Odd())
+    assert buffer.tolist() == [*map(float, range(11)), 0.0]
+    assert [view.shape for view in (flat.view(buffer, n) for n in range(4))] == [(2, 3), (), (0, 5), (4,)]
+
+
+def test_attached_parameters_are_views() -> None:
+    model = Odd()
+    flat, buffer = flat_of(model)
+    parameters = list(model.parameters())
+    flat.attach()
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    buffer.neg_()
+    assert torch.equal(model.matrix, -torch.arange(6.0).view(2, 3)) and model.scalar.item() == -6
+    with torch.no_grad():
+        model.vector.fill_(3)
+    assert buffer[7:].tolist() == [3, 3, 3, 3, 0]
+
+
+def test_detached_parameters_read_nan_in_their_true_shape() -> None:
+    model = Odd()
+    shapes = [parameter.shape for parameter in model.parameters()]
+    flat, _ = flat_of(model)
+    flat.attach()
+    flat.detach()
+    for parameter, shape in zip(model.parameters(), shapes, strict=True):
+        assert parameter.shape == shape and parameter.isnan().all() and parameter.is_leaf
+        assert parameter.untyped_storage().nbytes() == 4  # one NaN, however large the parameter
+    assert not flat.written_while_absent()
+
+
+@pytest.mark.parametrize("write", ["add_", "mul_", "copy_"])
+def test_detached_parameters_refuse_writes(write: str) -> None:
+    model = Odd()
+    flat, buffer = flat_of(model)
+    before = buffer.clone()
+    flat.detach()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        getattr(model.matrix, write)(torch.ones(2, 3))
+    assert torch.equal(buffer, before) and not flat.written_while_absent()
+
+
+def test_a_fill_that_cannot_be_refused_is_noticed() -> None:
+    model = Odd()
+    flat, buffer = flat_of(model)
+    flat.detach()
+    with torch.no_grad():
+        model.vector.zero_()
+    assert flat.written_while_absent()
+    flat.attach()
+    assert model.vector.tolist() == [7, 8, 9, 10] and buffer[7:11].tolist() == [7, 8, 9, 10]
+
+
+def test_values_come_back_bit_for_bit() -> None:
+    model = Odd()
+    flat, _ = flat_of(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(3):
+        flat.detach()
+        flat.attach()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_float_dtype_reads_nan(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 2).to(dtype)
+    unit = find_units(model, ())[0]
+    flat = Flat(unit, unit.parameters, dtype, trainable=True, ranks=2)
+    flat.bind(torch.zeros(flat.index.padded_numel, dtype=dtype))
+    flat.detach()
+    assert model.weight.dtype == dtype and model.weight.isnan().all()
+
+
+def test_integers_have_no_nan_and_read_zero() -> None:
+    model = nn.Module()
+    model.codes = nn.Parameter(torch.tensor([3, 4, 5]), requires_grad=False)
+    unit = find_units(model, ())[0]
+    flat = Flat(unit, unit.parameters, torch.int64, trainable=False, ranks=2)
+    flat.bind(torch.tensor([3, 4, 5, 0]))
+    flat.detach()
+    assert model.codes.tolist() == [0, 0, 0] and not flat.written_while_absent()
+    flat.attach()
+    assert model.codes.tolist() == [3, 4, 5]
+
+
+def test_gradients_flow_to_attached_parameters() -> None:
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    flat, _ = flat_of(model)
+    flat.attach()
+    x = torch.randn(5, 3)
+    for module in (model, plain):
+        module(x).square().sum().backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad) and torch.equal(model.bias.grad, plain.bias.grad)
+
+
+def test_the_label_tells_flats_apart() -> None:
+    unit = find_units(Odd(), ())[0]
+    assert Flat(unit, unit.parameters, torch.bfloat16, True, 1).label == "root[bfloat16]"
+    assert Flat(unit, unit.parameters, torch.float32, False, 1).label == "root[float32, frozen]"
