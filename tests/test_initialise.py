@@ -20,7 +20,10 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def materialised(
-    model: nn.Module, seed: int = 0, order: Iterable[nn.Module] | None = None, initialise: Callable[[nn.Module], object] | None = None
+    model: nn.Module,
+    seed: int = 0,
+    order: Iterable[nn.Module] | None = None,
+    initialise: Callable[[nn.Module], object] | None = None,
 ) -> dict[str, Tensor]:
     """The model's values after its modules became real in an order (by default, registration order)."""
     materialiser = Materialiser(model, seed, initialise)
@@ -53,7 +56,9 @@ class Extra(nn.Linear):
         if kind == "parameter":
             self.gain = nn.Parameter(torch.ones(2))
         else:
-            self.register_buffer("mask", {"float": torch.ones(2), "bool": torch.ones(2).bool(), "int": torch.arange(2)}[kind])
+            self.register_buffer(
+                "mask", {"float": torch.ones(2), "bool": torch.ones(2).bool(), "int": torch.arange(2)}[kind]
+            )
 
 
 class Bare(nn.Module):
@@ -75,7 +80,9 @@ def test_seed_of_is_blake2b() -> None:
 def test_a_module_gets_the_numbers_of_its_path(seed: int) -> None:
     values = materialised(on_meta(lambda: nn.Sequential(nn.Linear(3, 2), nn.Embedding(5, 3))), seed)
     for path, make in (("0", lambda: nn.Linear(3, 2)), ("1", lambda: nn.Embedding(5, 3))):
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest(), "big") // 2)
+        torch.manual_seed(
+            int.from_bytes(hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest(), "big") // 2
+        )
         for name, value in make().state_dict().items():
             assert torch.equal(values[f"{path}.{name}"], value)
 
@@ -98,13 +105,17 @@ def test_the_order_changes_nothing(make: Callable[[], nn.Module]) -> None:
 
 def test_a_neighbour_changes_nothing() -> None:
     alone = materialised(on_meta(lambda: nn.ModuleDict({"b": nn.Linear(3, 3)})))
-    beside = materialised(on_meta(lambda: nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.Linear(3, 3), "c": nn.Linear(1, 1)})))
+    beside = materialised(
+        on_meta(lambda: nn.ModuleDict({"a": nn.Linear(9, 9), "b": nn.Linear(3, 3), "c": nn.Linear(1, 1)}))
+    )
     assert torch.equal(alone["b.weight"], beside["b.weight"])
 
 
 def test_paths_and_seeds_differ() -> None:
     make = lambda: nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])  # noqa: E731
-    weights = [value for seed in (0, 1) for name, value in materialised(on_meta(make), seed).items() if "weight" in name]
+    weights = [
+        value for seed in (0, 1) for name, value in materialised(on_meta(make), seed).items() if "weight" in name
+    ]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(weights, 2))
 
 

@@ -54,7 +54,9 @@ def test_init_mesh_without_torchrun() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("world, message", [("0", "WORLD_SIZE is 0"), ("-1", "WORLD_SIZE is -1"), ("two", "WORLD_SIZE is two")])
+@pytest.mark.parametrize(
+    "world, message", [("0", "WORLD_SIZE is 0"), ("-1", "WORLD_SIZE is -1"), ("two", "WORLD_SIZE is two")]
+)
 def test_init_mesh_of_a_broken_world(monkeypatch: pytest.MonkeyPatch, world: str, message: str) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", world)
@@ -68,12 +70,16 @@ def test_init_mesh_on_an_unknown_device() -> None:
 
 
 def test_cuda_without_a_gpu() -> None:
-    with pytest.raises(PlanError, match="1 local ranks ask for CUDA and 0 GPUs are visible.*device='cpu'"):
+    with pytest.raises(PlanError, match=r"1 local ranks ask for CUDA and 0 GPUs are visible.*device='cpu'"):
         init_mesh(device="cuda")
 
 
-@pytest.mark.parametrize("gpus, local, expected", [(0, 1, "cpu"), (1, 1, "cuda:0"), (1, 2, "cpu"), (4, 4, "cuda:3"), (8, 4, "cuda:3")])
-def test_cuda_where_every_local_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, local: int, expected: str) -> None:
+@pytest.mark.parametrize(
+    "gpus, local, expected", [(0, 1, "cpu"), (1, 1, "cuda:0"), (1, 2, "cpu"), (4, 4, "cuda:3"), (8, 4, "cuda:3")]
+)
+def test_cuda_where_every_local_rank_has_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, local: int, expected: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))

@@ -53,7 +53,9 @@ GOOD: dict[str, list[Any]] = {
     "device_memory": [None, 1, "512MiB"],
 }
 PLANS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in GOOD.items()}).filter(
-    lambda d: not (d.get("precision") == "fp16" and d.get("loss_scale") == "off" and d.get("nonfinite", "raise") == "raise")
+    lambda d: (
+        not (d.get("precision") == "fp16" and d.get("loss_scale") == "off" and d.get("nonfinite", "raise") == "raise")
+    )
 )
 
 
@@ -80,7 +82,7 @@ def test_a_list_of_names_becomes_a_tuple() -> None:
 
 
 def test_settings_that_do_not_combine() -> None:
-    with pytest.raises(PlanError, match="loss_scale='off'.*bf16"):
+    with pytest.raises(PlanError, match=r"loss_scale='off'.*bf16"):
         Plan(precision="fp16", loss_scale="off")
     Plan(precision="fp16", loss_scale="off", nonfinite="skip")
     Plan(precision="bf16", loss_scale="off")
@@ -89,7 +91,7 @@ def test_settings_that_do_not_combine() -> None:
 @pytest.mark.parametrize("zero, accumulate", list(itertools.product(range(4), (1, 2))))
 def test_reductions_once_a_step_need_several_microbatches(zero: int, accumulate: int) -> None:
     if accumulate == 1 and zero >= 2:
-        with pytest.raises(PlanError, match="reduce_every='step'.*accumulate"):
+        with pytest.raises(PlanError, match=r"reduce_every='step'.*accumulate"):
             Plan(zero=zero, accumulate=accumulate, reduce_every="step")
     else:
         assert Plan(zero=zero, accumulate=accumulate, reduce_every="step").reductions == 1
@@ -158,7 +160,9 @@ def test_parse_bytes(size: str | int, expected: int) -> None:
     assert Plan(device_memory=size).device_budget == expected
 
 
-@pytest.mark.parametrize("size", ["", "B", "1.2.3MiB", ".", "-1", "1e9", "1 TB", "1mib", "1Mi", "MiB 1", "1 MiB 2", "nan", "inf"])
+@pytest.mark.parametrize(
+    "size", ["", "B", "1.2.3MiB", ".", "-1", "1e9", "1 TB", "1mib", "1Mi", "MiB 1", "1 MiB 2", "nan", "inf"]
+)
 def test_what_is_no_size(size: str) -> None:
     with pytest.raises(PlanError, match="KiB, MiB, GiB"):
         parse_bytes(size)

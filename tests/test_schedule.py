@@ -51,9 +51,11 @@ def test_the_grammar(text: str, action: Action) -> None:
     assert Action.parse(text) == action and str(action) == text.strip()
 
 
-@pytest.mark.parametrize("text", ["", "F", "F0", "F@0", "X0.1@0", "f0.1@0", "F0.@0", "F0.1@", "F-1@0", "F0.1@0 B0.1@0", "FORWARD0@0"])
+@pytest.mark.parametrize(
+    "text", ["", "F", "F0", "F@0", "X0.1@0", "f0.1@0", "F0.@0", "F0.1@", "F-1@0", "F0.1@0 B0.1@0", "FORWARD0@0"]
+)
 def test_what_is_no_action(text: str) -> None:
-    with pytest.raises(PlanError, match="GATHER.*F0.2@0"):
+    with pytest.raises(PlanError, match=r"GATHER.*F0\.2@0"):
         Action.parse(text)
 
 
@@ -159,7 +161,7 @@ def test_exactly_the_broken_mutants_are_refused(microbatches: int, gathers: str,
         ("FREE0@0", "Action 0, FREE0@0, frees what is not gathered"),
         ("REDUCE0.0@0", "no backward before it"),
         ("F0.0@0 B0.0@0 UPDATE0@0", "Action 2, UPDATE0@0, .*reduced"),
-        ("F0.0@0 F0.1@0 B0.0@0 REDUCE0.0@0", r"\(0, 1\).* no backward"),
+        ("F0.0@0 F0.1@0 B0.0@0 REDUCE0.0@0", r"1.*no backward|without a backward.*1"),
     ],
 )
 def test_the_complaint_names_the_action_and_the_rule(text: str, complaint: str) -> None:

@@ -3,7 +3,9 @@
 One axis exists so far, `data`. The mesh is passed as an object; there is no global registry.
 """
 
+import atexit
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,6 +72,7 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
             torch.cuda.set_device(where)
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        atexit.register(_close)
     ranks = dist.get_world_size()
     if ranks == 1:
         return Mesh(device=where, timeout=timeout)
@@ -91,6 +94,12 @@ def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
     store = PrefixStore(prefix, _get_default_store())
     rank = members.index(me) if me in members else 0
     return Mesh(rank, len(members), device, gathers, reductions, control, store, timeout)
+
+
+def _close() -> None:
+    """End the process groups of a run that ended well; after an error, peers may be gone and waiting is no use."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def _device(device: str | None) -> torch.device:

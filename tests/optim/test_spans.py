@@ -50,7 +50,9 @@ def problem(ranks: int) -> tuple[Index, Tensor, list[Tensor]]:
     return index, padded[0], padded[1:]
 
 
-def train_plain(make: Callable[..., torch.optim.Optimizer], index: Index, flat: Tensor, gradients: list[Tensor]) -> Tensor:
+def train_plain(
+    make: Callable[..., torch.optim.Optimizer], index: Index, flat: Tensor, gradients: list[Tensor]
+) -> Tensor:
     """The values [numel] after the steps, by the optimizer on parameters of true shape."""
     parameters = parameters_of(flat, index)
     optimizer = grouped(make, parameters)
@@ -93,7 +95,7 @@ def test_the_bits_of_a_plain_optimizer(name: str, ranks: int) -> None:
     index, flat, gradients = problem(ranks)
     slices = []
     for rank in range(ranks):
-        optimizer, owned, ledger = spans_of(OPTIMIZERS[name], index, flat, rank)
+        optimizer, owned, _ = spans_of(OPTIMIZERS[name], index, flat, rank)
         for gradient, skipped in zip(gradients, SKIPPED, strict=True):
             step_spans(optimizer, index, gradient, skipped)
             optimizer.account()
@@ -132,7 +134,8 @@ def test_padding_goes_with_the_last_parameter() -> None:
 
 
 def test_a_slice_of_padding_alone() -> None:
-    index = Index.of([("a", torch.Size((3,))), ("b", torch.Size((2,)))], ranks=4)  # slices of 2; the last holds padding only
+    """Five elements in slices of two: the last slice holds no parameter."""
+    index = Index.of([("a", torch.Size((3,))), ("b", torch.Size((2,)))], ranks=4)
     optimizer = SpanOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), Ledger())
     owned = torch.zeros(2)
     optimizer.add(index, [0, 0], owned, 6)
@@ -161,7 +164,9 @@ def test_a_step_on_one_flat_leaves_the_others() -> None:
     assert all(span.tensor.grad is None for number in (0, 1) for span in optimizer.spans(number))
 
 
-@pytest.mark.parametrize("name, per_element", [("AdamW", 8), ("AdamW amsgrad", 12), ("Adagrad", 4), ("SGD momentum", 4), ("SGD", 0)])
+@pytest.mark.parametrize(
+    "name, per_element", [("AdamW", 8), ("AdamW amsgrad", 12), ("Adagrad", 4), ("SGD momentum", 4), ("SGD", 0)]
+)
 def test_states_are_in_the_ledger(name: str, per_element: int) -> None:
     index, flat, gradients = problem(1)
     optimizer, _, ledger = spans_of(OPTIMIZERS[name], index, flat, 0)

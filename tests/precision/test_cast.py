@@ -56,7 +56,11 @@ def test_dtype_of(precision: str, own: torch.dtype, stays: bool, expected: torch
 
 
 def test_inputs_are_cast_where_they_are_floats() -> None:
-    args = (torch.ones(2), {"tokens": torch.arange(3), "mask": torch.tensor(True), "scale": 0.5}, [torch.ones(1).double()])
+    args = (
+        torch.ones(2),
+        {"tokens": torch.arange(3), "mask": torch.tensor(True), "scale": 0.5},
+        [torch.ones(1).double()],
+    )
     x, named, (z,) = BF16.cast_inputs(args)
     assert (x.dtype, z.dtype) == (torch.bfloat16, torch.bfloat16)
     assert (named["tokens"].dtype, named["mask"].dtype, named["scale"]) == (torch.int64, torch.bool, 0.5)
@@ -82,7 +86,9 @@ def test_casts_at_the_borders() -> None:
     keep_in_fp32(model, ["Seen"], BF16)
     output = model["seen"](torch.ones(2).bfloat16(), bias=torch.ones(2).bfloat16(), index=torch.arange(2))
     assert model["seen"].dtypes == [torch.float32, torch.float32, torch.int64]
-    assert output["y"].dtype == torch.bfloat16 and output["y"].tolist() == [2, 2] and output["index"].dtype == torch.int64
+    assert (
+        output["y"].dtype == torch.bfloat16 and output["y"].tolist() == [2, 2] and output["index"].dtype == torch.int64
+    )
 
 
 def test_gradients_pass_the_borders() -> None:
@@ -96,7 +102,9 @@ def test_gradients_pass_the_borders() -> None:
     torch.testing.assert_close(x.grad, plain.grad.bfloat16())
 
 
-@pytest.mark.parametrize("wanted", [("LayerNorm",), ("blocks.1",), ("Block", "LayerNorm"), ("blocks.1", "blocks.1.up"), ("Plain", "Block")])
+@pytest.mark.parametrize(
+    "wanted", [("LayerNorm",), ("blocks.1",), ("Block", "LayerNorm"), ("blocks.1", "blocks.1.up"), ("Plain", "Block")]
+)
 def test_the_model_still_runs(wanted: tuple[str, ...]) -> None:
     """Also where a wanted module lies inside another wanted one, which must not be cast back half-way."""
     torch.manual_seed(0)
@@ -116,7 +124,9 @@ def test_a_module_inside_a_kept_one_computes_and_answers_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("wanted, hint", [("LayerNrom", "'LayerNorm'"), ("blocks.7", "'blocks"), ("zzz", "blocks.0.norm")])
+@pytest.mark.parametrize(
+    "wanted, hint", [("LayerNrom", "'LayerNorm'"), ("blocks.7", "'blocks"), ("zzz", "blocks.0.norm")]
+)
 def test_a_misspelt_name(precision: str, wanted: str, hint: str) -> None:
     with pytest.raises(PlanError, match="fp32_modules") as error:
         keep_in_fp32(Plain(), [wanted], Precision.named(precision))

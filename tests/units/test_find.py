@@ -92,7 +92,9 @@ def test_nested_units_keep_what_the_inner_ones_leave() -> None:
     }
 
 
-@pytest.mark.parametrize("wanted, hint", [("Blok", "'Block'"), ("blocks.9", "'blocks"), ("zzz", "Embedding, LayerNorm")])
+@pytest.mark.parametrize(
+    "wanted, hint", [("Blok", "'Block'"), ("blocks.9", "'blocks"), ("zzz", "Embedding, LayerNorm")]
+)
 def test_a_misspelt_name_gets_a_suggestion(wanted: str, hint: str) -> None:
     with pytest.raises(PlanError, match=wanted) as error:
         find_units(Plain(), ["Block", wanted])
@@ -118,7 +120,7 @@ def test_a_parameter_tied_inside_a_unit_stays_there() -> None:
     model.blocks[1].up.weight = model.blocks[1].down.weight = nn.Parameter(torch.ones(1))
     units = find_units(model)
     assert "blocks.1.up.weight" in units[1].parameters and "blocks.1.down.weight" not in units[1].parameters
-    assert [module for module in units[1].owners] == [model.blocks[1].norm, model.blocks[1].up, model.blocks[1].down]
+    assert units[1].owners == [model.blocks[1].norm, model.blocks[1].up, model.blocks[1].down]
 
 
 def test_a_parameter_tied_between_units_goes_to_the_unit_around_both() -> None:
@@ -157,7 +159,9 @@ def test_every_parameter_of_the_awkward_models_is_in_one_unit(name: str) -> None
     assert_placed(model, find_units(model))
 
 
-def chains(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[tuple[nn.Module, ...], nn.Parameter]]:
+def chains(
+    module: nn.Module, above: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[tuple[nn.Module, ...], nn.Parameter]]:
     """Every way from the root to a parameter: the modules passed, outermost first."""
     here = (*above, module)
     yield from ((here, parameter) for parameter in module._parameters.values() if parameter is not None)

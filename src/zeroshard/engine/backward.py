@@ -68,6 +68,8 @@ class Backward:
     def on_output_gradient(self, gradient: torch.Tensor) -> None:
         """The first thing of a backward that the engine hears of."""
         self.begin()
+        if self._gatherer is not None:
+            self._gatherer.need(len(self._order) - 1)
 
     def begin(self) -> None:
         """Begin a backward, unless one is under way.

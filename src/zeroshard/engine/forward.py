@@ -49,7 +49,7 @@ class Forward:
                 owner.register_forward_pre_hook(_Need(gatherer, unit.number), prepend=True)
             if unit.number != self._root:
                 unit.module.register_forward_pre_hook(_Need(gatherer, unit.number), prepend=True)
-                unit.module.register_forward_hook(_Done(gatherer, unit.number), always_call=True)
+                unit.module.register_forward_hook(_Done(gatherer, unit.number, self._backward), always_call=True)
                 if any(not shard.flat.trainable for shard in shards):
                     unit.module.register_forward_pre_hook(
                         _DoneAfterInputs(self._backward, unit.number), with_kwargs=True
@@ -154,9 +154,25 @@ class _Need:
 
 
 class _Done(_Need):
+    """Frees a unit after its forward, and has it back when the first gradient of its outputs is there."""
+
+    __slots__ = ("backward",)
+
+    def __init__(self, gatherer: Gatherer, unit: int, backward: Backward) -> None:
+        super().__init__(gatherer, unit)
+        self.backward = backward
+
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not self.gatherer.inside(PassKind.BACKWARD):
-            self.gatherer.done(self.unit)
+        if self.gatherer.inside(PassKind.BACKWARD):
+            return
+        self.gatherer.done(self.unit)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._again)
+
+    def _again(self, gradient: torch.Tensor) -> None:
+        self.backward.begin()
+        self.gatherer.need(self.unit)
 
 
 class _DoneAfterInputs:

@@ -1,0 +1,79 @@
+"""Ranks that do different things: both stop with both names, instead of hanging or mixing what does not belong together."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.plain import MAKERS, branches, data
+from pool import TIMEOUT, Pool
+
+import zeroshard as zs
+from zeroshard.mesh import mesh_of
+
+# What each of two ranks does, after one step in common with the route "a". F, E: forward with and without gradients,
+# of the route that follows; B: backward of the oldest forward; L: the same under no_sync; S: step; C: clip_grad_norm.
+CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[str, ...]]] = {
+    "extra-forward": ((3,), "Fa B S", "Fa Fa B S", ("forward", "backward")),
+    "extra-evaluation": ((3,), "Fa B S", "Ea Fa B S", ("forward", "evaluation")),
+    "extra-backward": ((0, 1, 2), "Fa B S", "Fa B Fa B S", ("agreement on step 1", "reduce gradients of")),
+    "extra-backward-sliced": ((3,), "Fa B S", "Fa B Fa B S", ("agreement on step 1", "begin forward")),
+    "extra-step": ((0, 1, 2), "Fa B S", "S Fa B S", ("agreement on step 1", "reduce gradients of")),
+    "extra-step-sliced": ((3,), "Fa B S", "S Fa B S", ("agreement on step 1", "begin forward")),
+    "step-twice": ((0, 1, 2), "Fa B S Fa B S", "Fa B S S Fa B S", ("agreement on step 2", "reduce gradients of")),
+    "step-twice-sliced": ((3,), "Fa B S Fa B S", "Fa B S S Fa B S", ("agreement on step 2", "begin forward")),
+    "two-detours": ((3,), "Fb B S", "Fc B S", ("branches.b", "branches.c")),
+    "one-detour": ((3,), "Fa B S", "Fb B S", ("branches.b",)),
+    "one-detour-more": ((3,), "Fa B S", "Fab B S", ("branches.b",)),
+    "local-on-one-rank": ((0, 1, 2), "Fa L S", "Fa B S", ("agreement on step 1", "reduce gradients of")),
+    "clip-on-one-rank": ((0, 2), "Fa B S Fa B S", "Fa B C S Fa B S", ()),
+}
+
+
+def play(mesh: zs.Mesh, zero: int, parts: tuple[str, str]) -> tuple[str, str] | None:
+    """On a mesh of two of the four ranks, whose groups are this test's own, since they end half way."""
+    both = mesh_of([0, 1], torch.device("cpu"), TIMEOUT)
+    if mesh.rank > 1:
+        return None
+    assert both.store is not None
+    both = replace(both, store=dist.PrefixStore(f"disagreement/{zero}/{parts}", both.store))
+    engine = zs.Engine(branches(torch.float32), MAKERS["adamw"], zs.Plan(zero=zero), mesh=both)
+    losses: list[Any] = []
+    try:
+        for word in f"Fa B S {parts[both.rank]}".split():
+            match word[0]:
+                case "F":
+                    losses.append(engine(data(0, both.rank, 0, torch.float32), word[1:]))
+                case "E":
+                    with torch.no_grad():
+                        engine(data(0, both.rank, 0, torch.float32), word[1:])
+                case "B":
+                    engine.backward(losses.pop(0))
+                case "L":
+                    with engine.no_sync():
+                        engine.backward(losses.pop(0))
+                case "S":
+                    engine.step()
+                case "C":
+                    engine.clip_grad_norm(1.0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_disagreement_is_an_error_with_both_names(pool: Pool, name: str) -> None:
+    stages, one, other, names = CASES[name]
+    for zero in stages:
+        for parts in ((one, other), (other, one)):
+            found = pool.run(play, 4, zero, parts)[:2]
+            assert [kind for kind, _ in found] == ["CommError", "CommError"] or (not names and found[0][0] == found[1][0]), found
+            for _, message in found:
+                assert all(word in message for word in names), message
+
+
+def test_clip_grad_norm_is_agreed_on_like_a_step(pool: Pool) -> None:
+    """Both ranks clip: the same actions in the same order are no disagreement."""
+    for zero in (0, 3):
+        assert pool.run(play, 4, zero, ("Fa B C S Fa B S", "Fa B C S Fa B S"))[:2] == [("no error", "")] * 2

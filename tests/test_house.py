@@ -1,0 +1,241 @@
+"""The rules of the house, counted over the source: its budgets, its docstrings, and which floor imports which.
+
+Each checker takes a parsed module and yields (what, complaint); a complaint that must stay is entered, with its reason,
+under `what` in EXCEPTIONS.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
+FLOORS = {
+    **dict.fromkeys(("errors", "ledger", "comm", "mesh", "version"), 0),
+    **dict.fromkeys(("units", "schedule", "initialise"), 1),
+    **dict.fromkeys(("zero", "optim", "precision"), 2),  # the techniques, which never import each other
+    "plan": 3,
+    "engine": 4,
+    "checkpoint": 5,
+    "": 5.5,  # zeroshard itself, the public names; for the main job and the command line only
+    "train": 6,
+    **dict.fromkeys(("report", "cli", "__main__"), 7),
+}
+SAME_FLOOR = {("comm", "mesh"), ("cli", "report"), ("__main__", "cli")}  # besides `errors`, which all may import
+MAY_READ_ENVIRONMENT = {"mesh", "cli", "__main__"}
+EXCEPTIONS: dict[str, str] = {}
+Findings = Iterator[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its dotted name below zeroshard, its text and its tree."""
+
+    name: str
+    text: str
+    tree: ast.Module
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> "Module":
+        return cls(name, text, ast.parse(text))
+
+    @property
+    def part(self) -> str:
+        """The part of the house: the first word of the name."""
+        return self.name.partition(".")[0]
+
+
+@cache
+def house() -> list[Module]:
+    modules = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        words = path.relative_to(SOURCE).with_suffix("").parts
+        modules.append(Module.parse(".".join(words[:-1] if words[-1] == "__init__" else words), path.read_text()))
+    return modules
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(module: Module) -> Iterator[tuple[str, Function | ast.ClassDef, list[ast.AST]]]:
+    """Every function and class with its dotted name and what it stands in, outermost first."""
+
+    def inside(
+        node: ast.AST, name: str, above: list[ast.AST]
+    ) -> Iterator[tuple[str, Function | ast.ClassDef, list[ast.AST]]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (Function, ast.ClassDef)):
+                yield f"{name}.{child.name}", child, above
+                yield from inside(child, f"{name}.{child.name}", [*above, child])
+            else:
+                yield from inside(child, name, above)
+
+    return inside(module.tree, module.name, [])
+
+
+def long_files(module: Module) -> Findings:
+    lines = len(module.text.splitlines())
+    if lines > FILE_LINES:
+        yield module.name, f"{lines} lines, at most {FILE_LINES}"
+
+
+def long_functions(module: Module) -> Findings:
+    for name, node, _ in definitions(module):
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines = (node.end_lineno or first) - first + 1
+        if isinstance(node, Function) and lines > FUNCTION_LINES:
+            yield name, f"{lines} lines, at most {FUNCTION_LINES}"
+
+
+def wide_signatures(module: Module) -> Findings:
+    for name, node, above in definitions(module):
+        if isinstance(node, Function):
+            a = node.args
+            arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+            static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+            count = len(arguments) - bool(above and isinstance(above[-1], ast.ClassDef) and not static)
+            if count > PARAMETERS:
+                yield name, f"{count} parameters, at most {PARAMETERS}"
+
+
+def missing_docstrings(module: Module) -> Findings:
+    if module.text.strip() and ast.get_docstring(module.tree) is None:
+        yield module.name or "zeroshard", "no docstring"
+    for name, node, above in definitions(module):
+        names = [n.name for n in (*above, node) if isinstance(n, (Function, ast.ClassDef))]
+        private = any(n.startswith("_") for n in names) or any(isinstance(n, Function) for n in above)
+        overload = any(isinstance(d, ast.Name) and d.id in ("overload", "override") for d in node.decorator_list)
+        if not private and not overload and ast.get_docstring(node) is None:
+            yield name, "no docstring"
+
+
+def imports(module: Module) -> Iterator[str]:
+    """The dotted names that a module imports, anywhere in it; `from a import b` as a.b."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module.name} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def unsafe_loading(module: Module) -> Findings:
+    for name in imports(module):
+        if name.split(".")[0] in ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"):
+            yield module.name, f"imports {name}"
+        if name in ("torch.load", "torch.serialization.load"):
+            yield module.name, f"imports {name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.serialization.load"):
+            yield module.name, f"uses {ast.unparse(node)} in line {node.lineno}"
+
+
+def hidden_inputs(module: Module) -> Findings:
+    if module.part in MAY_READ_ENVIRONMENT:
+        return
+    for name in imports(module):
+        if name in ("os.environ", "os.getenv", "os.environb"):
+            yield module.name, f"imports {name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"):
+            yield module.name, f"uses {ast.unparse(node)} in line {node.lineno}"
+
+
+def upward_imports(module: Module) -> Findings:
+    if module.part not in FLOORS:
+        yield module.name, "is on no floor"
+        return
+    for name in imports(module):
+        package, _, rest = name.partition(".")
+        target = rest.partition(".")[0] if rest.partition(".")[0] in FLOORS else ""
+        if package != "zeroshard" or target in (module.part, "errors") or not module.name:
+            continue
+        down = FLOORS[target] < FLOORS[module.part]
+        if not down and (module.part, target) not in SAME_FLOOR:
+            yield module.name, f"imports {name}, from floor {FLOORS[target]} to its own floor {FLOORS[module.part]}"
+
+
+RULES: list[Callable[[Module], Findings]] = [
+    long_files,
+    long_functions,
+    wide_signatures,
+    missing_docstrings,
+    unsafe_loading,
+    hidden_inputs,
+    upward_imports,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_the_rule(rule: Callable[[Module], Findings]) -> None:
+    assert len(house()) > 20
+    found = [f"{what}: {complaint}" for module in house() for what, complaint in rule(module) if what not in EXCEPTIONS]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_exceptions_are_needed_and_have_a_reason() -> None:
+    needed = {what for rule in RULES for module in house() for what, _ in rule(module)}
+    assert set(EXCEPTIONS) <= needed
+    assert all(reason.strip() for reason in EXCEPTIONS.values())
+
+
+def test_every_floor_is_inhabited_and_every_part_has_a_floor() -> None:
+    parts = {path.stem if path.is_file() else path.name for path in SOURCE.iterdir() if path.suffix in (".py", "")}
+    assert parts - {"__pycache__", "__init__"} <= set(FLOORS)
+
+
+BODY = '"""Doc."""\n'
+BROKEN = {
+    "long_files": ("plan", BODY + "x = 1\n" * 500, 1),
+    "long_functions": ("plan", BODY + "@cache\ndef f():\n" + "    x = 1\n" * 59, 1),
+    "wide_signatures": ("plan", "def f(a, b, /, c, d, *e, f, g, h, **i): ...\n"
+                        "class A:\n    def f(self, a, b, c, d, e, f, g, h, i): ...", 2),
+    "missing_docstrings": ("plan", "def f(): ...\nclass A:\n    def g(self): ...\n"
+                           "    @property\n    def h(self): ...", 5),
+    "unsafe_loading": ("plan", "import pickle\nfrom torch import load\nimport torch\n"
+                       "torch.load(f)\nfrom dill import x", 4),
+    "hidden_inputs": ("plan", "import os\nfrom os import environ\nos.environ['A']\nos.getenv('B')", 3),
+    "upward_imports": ("units.flat", "from zeroshard import Plan\nfrom zeroshard.zero import x\n"
+                       "import zeroshard.schedule\ndef f():\n    from zeroshard import plan", 4),
+}  # fmt: skip
+FINE = {
+    "long_files": ("plan", BODY + "x = 1\n" * 499),
+    "long_functions": ("plan", BODY + "def f():\n" + "    x = 1\n" * 59),
+    "wide_signatures": ("plan", "class A:\n    def f(self, a, b, c, d, e, f, g, h): ...\n    a: int\n    b: int"),
+    "missing_docstrings": ("plan", BODY + "def _f(): ...\nclass _A:\n    def g(self): ...\nclass A:\n    '''Doc.'''\n"
+                           "    def __len__(self): ...\n    def f(self):\n        '''Doc.'''\n        def g(): ..."),
+    "unsafe_loading": ("plan", "import torch, json\njson.load(f)\nsafetensors.torch.load(f)"),
+    "hidden_inputs": ("mesh", "import os\nos.environ['A']"),
+    "upward_imports": ("comm", "from zeroshard.mesh import Mesh\nfrom zeroshard.errors import CommError\nimport torch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_finds_what_is_broken_and_nothing_else(rule: Callable[[Module], Findings]) -> None:
+    name, text, count = BROKEN[rule.__name__]
+    assert len(list(rule(Module.parse(name, text)))) == count
+    assert list(rule(Module.parse(*FINE[rule.__name__]))) == []
+
+
+@pytest.mark.parametrize(
+    "part, text, fine",
+    [
+        ("zero", "from zeroshard.optim import x", False),
+        ("precision", "from zeroshard.zero import x", False),
+        ("mesh", "from zeroshard.comm import Comm", False),
+        ("engine", "from zeroshard.checkpoint import x", False),
+        ("checkpoint", "from zeroshard import Engine", False),
+        ("train", "from zeroshard import Engine", True),
+        ("cli", "from zeroshard.report import write_report", True),
+        ("report", "import zeroshard.cli", False),
+        ("engine", "from zeroshard import schedule as schedules", True),
+        ("attic", "import json", False),
+        ("", "from zeroshard.engine import Engine", True),
+    ],
+)
+def test_floors(part: str, text: str, fine: bool) -> None:
+    assert (list(upward_imports(Module.parse(part, text))) == []) is fine

@@ -1,0 +1,185 @@
+"""The main job as a person starts it, shortened: launcher, run folder, report, resume, wrong input, a failing rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["--sequence", "32", "--batch", "2", "--validation-rows", "4", "--sample-tokens", "8", "--warmup-steps", "2"]
+
+
+def zeroshard(*words: str, cwd: Path, ranks: int | None = 2, code: int = 0) -> str:
+    """The output of one command, which must end with `code`."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    start = [sys.executable, "-m", "zeroshard", *words] + (["--ranks", str(ranks)] if ranks else [])
+    done = subprocess.run(start, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(3):
+        (folder / f"{number}.txt").write_text("".join(f"line {n} of file {number}: {n * n}\n" for n in range(400)))
+    return folder
+
+
+def train(text: Path, cwd: Path, *words: str, **options: Any) -> str:
+    return zeroshard("train", "--data", str(text), *SHORT, *words, cwd=cwd, **options)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> None:
+    """The built-in corpus and model, fewer steps."""
+    output = zeroshard("train", "--steps", "12", "--sample-tokens", "8", "--validation-rows", "8", cwd=tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    files = {path.name for path in run.iterdir()}
+    assert files == {"config.toml", "metrics.jsonl", "memory.json", "summary.json", "checkpoint", "report.html"}
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert summary["plan"]["zero"] == 2
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+    assert summary["validation_bits_per_byte"] < 6
+    memory = {row["category"]: row for row in summary["memory"]}
+    psi = summary["parameters"]
+    assert memory["parameters"]["measured_bytes"] == 4 * psi
+    assert memory["gradients"]["measured_bytes"] == 4 * psi // 2
+    assert memory["optimizer states"]["measured_bytes"] == 8 * psi // 2
+    traffic = {row["purpose"]: row["measured_elements"] for row in summary["traffic"]}
+    assert traffic["gather parameters"] + traffic["reduce gradients"] == 2 * psi
+    for shown in ("validation", "planned by the formula", "elements by the formula", "report.html", "sample"):
+        assert shown in output
+
+
+def test_resume_goes_on_bit_for_bit_and_options_come_from_toml(text: Path, tmp_path: Path) -> None:
+    train(text, tmp_path, "--steps", "8", "--out", "whole", "--zero", "3", "--final-learning-rate", "1")
+    (whole,) = (tmp_path / "whole").iterdir()
+    train(text, tmp_path, "--steps", "4", "--out", "half", "--zero", "3", "--final-learning-rate", "1")
+    (half,) = (tmp_path / "half").iterdir()
+    options = tmp_path / "options.toml"
+    checkpoint = f'resume = "{half / "checkpoint"}"\n'
+    options.write_text(checkpoint + 'steps = 8\nout = "rest"\nzero = 3\nfinal-learning-rate = 1.0\n')
+    train(text, tmp_path, "--config", str(options))
+    (rest,) = (tmp_path / "rest").iterdir()
+    losses = {line["step"]: line["loss"] for line in metrics(whole) if "loss" in line}
+    resumed = {line["step"]: line["loss"] for line in metrics(rest) if "loss" in line}
+    assert resumed == {step: losses[step] for step in range(5, 9)}
+
+
+def test_one_process_and_other_precisions(text: Path, tmp_path: Path) -> None:
+    train(text, tmp_path, "--steps", "6", "--out", "a", "--precision", "bf16", "--fp32-modules", "LayerNorm", ranks=None)
+    train(text, tmp_path, "--steps", "6", "--out", "b", "--precision", "fp16", "--accumulate", "2", ranks=None)
+    for name in ("a", "b"):
+        (run,) = (tmp_path / name).iterdir()
+        losses = [line["loss"] for line in metrics(run) if "loss" in line]
+        assert losses[-1] < losses[0]
+
+
+def test_tensorboard_events(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(text, tmp_path, "--steps", "3", "--tensorboard", ranks=None)
+    (run,) = (tmp_path / "runs").iterdir()
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    written = [event.value for event in events.Scalars("loss")]
+    assert written == pytest.approx([line["loss"] for line in metrics(run) if "loss" in line])
+
+
+WRONG = [
+    (["--zeroo", "2"], "Unrecognized", 2),
+    (["--zero", "7"], "7", 2),
+    (["--ranks", "0"], "--ranks is 0; it must be a number of processes, 1 or more", 2),
+    (["--batch", "3", "--accumulate", "2"], "batch is 3 rows per rank and accumulate is 2, which does not divide it", 2),
+    (["--data", "nowhere"], "nowhere does not exist", 2),
+    (["--data", "empty"], "no text was found", 2),
+    (["--model", "smal"], "did you mean small", 2),
+    (["--model", "gpt.json"], "gpt.json does not exist", 2),
+    (["--resume", "nowhere"], "nowhere is no checkpoint", 1),
+    (["--config", "misspelt.toml"], "did you mean learning_rate", 2),
+    (["--config", "nothing.toml"], "nothing.toml", 2),
+    (["--device-memory", "1MiB"], "of its budget of 1,048,576", 1),
+    (["--learning-rate", "1e30", "--optimizer", "sgd", "--warmup-steps", "0", "--clip-norm", "None"], "not finite", 1),
+]
+
+
+@pytest.mark.parametrize("words, message, code", WRONG, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
+def test_wrong_input_gives_one_clear_sentence(words: list[str], message: str, code: int, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "misspelt.toml").write_text("learning_rat = 1.0\n")
+    base = ["train", "--steps", "4", *SHORT] + ([] if "--data" in words else ["--data", str(text)])
+    output = zeroshard(*base, *words, cwd=tmp_path, ranks=None, code=code)
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_vocabulary_smaller_than_the_tokens(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "vocab_size": 100, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = train(text, tmp_path, "--model", "config.json", ranks=None, code=2)
+    assert "vocabulary of 100 and the tokenizer one of 256" in output
+
+
+def test_hugging_face_model_unmodified(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "bos_token_id": None, "eos_token_id": None}))
+    train(text, tmp_path, "--model", "config.json", "--steps", "10", "--zero", "3")
+    (run,) = (tmp_path / "runs").iterdir()
+    losses = [line["loss"] for line in metrics(run) if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
+FAILING = """
+import zeroshard.train.run as run
+step = run.Run._step
+def failing(self, number):
+    if number == 2 and self.mesh.rank == 1:
+        raise RuntimeError("the disk of rank 1 is on fire")
+    return step(self, number)
+run.Run._step = failing
+from zeroshard.cli import main
+main()
+"""
+
+
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "failing.py"]
+    words = [sys.executable, *start, "train", "--data", str(text), *SHORT, "--steps", "20", "--zero", "3"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "CommError" not in done.stderr  # what broke on the other rank in consequence is not shown
+    last = done.stderr.rindex("Traceback (most recent call last)")
+    assert "RuntimeError: the disk of rank 1 is on fire" in done.stderr[last:]
+    assert "rank      : 1" in done.stderr[last - 400 :]
+
+
+def test_plan_prints_the_paper_s_row(tmp_path: Path) -> None:
+    output = zeroshard("plan", "--params", "7.5e9", "--ranks", "64", "--json", cwd=tmp_path, ranks=None)
+    assert json.loads(output) == [
+        {"zero": 0, "model_state_bytes": 120_000_000_000},
+        {"zero": 1, "model_state_bytes": 31_406_250_000},
+        {"zero": 2, "model_state_bytes": 16_640_625_000},
+        {"zero": 3, "model_state_bytes": 1_875_000_000},
+    ]
+    table = zeroshard("plan", "--params", "7.5e9", "--ranks", "64", cwd=tmp_path, ranks=None)
+    assert [figure in table for figure in ("120.00", "31.41", "16.64", "1.88")] == [True] * 4
+    zeroshard("plan", "--params", "7.5e9", "--ranks", "0", cwd=tmp_path, ranks=None, code=2)
+    assert "no command 'tain'" in zeroshard("tain", cwd=tmp_path, ranks=None, code=2)
