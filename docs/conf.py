@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -16,6 +17,8 @@ html_theme = "furo"
 html_title = f"zeroshard {release}"
 html_show_sourcelink = False
 html_copy_source = False
+html_show_copyright = False
+default_role = "code"  # what stands in backticks in a docstring
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -23,3 +26,14 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_use_ivar = True  # attributes that a docstring lists are not documented a second time
 python_maximum_signature_line_length = 88
+
+
+def keep_colons(app: Any, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
+    """Put an attribute's docstring together again where napoleon took what comes before a colon for a type."""
+    if what in ("attribute", "property") and len(lines) > 2 and lines[-1].startswith(":type: "):
+        lines[:] = [f"{lines[-1].removeprefix(':type: ')}: {lines[0]}", *lines[1:-1]]
+
+
+def setup(app: Any) -> None:
+    """Run after napoleon, whose priority is 500."""
+    app.connect("autodoc-process-docstring", keep_colons, priority=600)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +47,7 @@ class PlanOptions:
 class ReportOptions:
     """Draw the report of a run folder again."""
 
-    run: Path
+    run: tyro.conf.Positional[Path]
     """The run folder that `zeroshard train` named."""
 
 
@@ -81,7 +82,7 @@ def _train(argv: list[str]) -> None:
     if ranks is not None and "RANK" not in os.environ:
         _launch(ranks, rest)
         return
-    from zeroshard.train.launch import run_rank
+    from zeroshard.launch import run_rank
 
     run_rank(config)
 

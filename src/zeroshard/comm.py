@@ -27,6 +27,7 @@ from zeroshard.errors import CommError
 from zeroshard.mesh import Mesh
 
 PATIENCE = 2.0  # seconds of waiting before a rank says where it is
+LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
 
 
 class Purpose(StrEnum):
@@ -145,11 +146,34 @@ class Comm:
         Pending(self, work, place, count).wait()
 
     def agree(self, words: bytes, label: str) -> list[bytes]:
-        """Every rank's `words` (equally long on all ranks), in rank order."""
+        """Every rank's `words`, in rank order.
+
+        Raises:
+            CommError: the ranks came here with different labels, which are both named.
+        """
         if self.mesh.ranks == 1:
             return [words]
-        mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        everyone = torch.empty(self.mesh.ranks * len(words), dtype=torch.uint8)
+        name = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+        head, tail = words[:WORD_BYTES].ljust(WORD_BYTES), words[WORD_BYTES:]
+        lengths, heads = [], []
+        for rank, frame in enumerate(self._spread(name + len(words).to_bytes(8) + head, label)):
+            if frame[:LABEL_BYTES] != name:
+                there = frame[:LABEL_BYTES].decode(errors="replace").strip()
+                raise CommError(_disagreement(self.mesh.rank, label, rank, there))
+            lengths.append(int.from_bytes(frame[LABEL_BYTES : LABEL_BYTES + 8]))
+            heads.append(frame[LABEL_BYTES + 8 :])
+        longest = max(lengths) - WORD_BYTES
+        tails = self._spread(tail.ljust(longest), label) if longest > 0 else [b""] * len(heads)
+        return [(a + b)[:n] for a, b, n in zip(heads, tails, lengths, strict=True)]
+
+    def agree_on(self, value: Any, label: str) -> list[Any]:
+        """Every rank's `value` (whatever JSON holds), in rank order; for errors and for set-up, not for every step."""
+        return [json.loads(words) for words in self.agree(json.dumps(value).encode(), label)]
+
+    def _spread(self, frame: bytes, label: str) -> list[bytes]:
+        """Every rank's `frame`, which must be equally long on all ranks."""
+        mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        everyone = torch.empty(self.mesh.ranks * len(frame), dtype=torch.uint8)
         place = self._place("control", label)
         count = self.counts[Purpose.CONTROL]
         self._add(count, everyone, 0)
@@ -157,13 +181,7 @@ class Comm:
             work = dist.all_gather_single(everyone, mine, group=self._groups["control"], async_op=True)
         Pending(self, work, place, count).wait()
         blob = everyone.numpy().tobytes()
-        return [blob[i : i + len(words)] for i in range(0, len(blob), len(words))]
-
-    def agree_on(self, value: Any, label: str) -> list[Any]:
-        """Every rank's `value` (whatever JSON holds), in rank order; for errors and for set-up, not for every step."""
-        text = json.dumps(value).encode()
-        length = max(int.from_bytes(n) for n in self.agree(len(text).to_bytes(8), label))
-        return [json.loads(words.rstrip(b" ")) for words in self.agree(text.ljust(length), label)]
+        return [blob[i : i + len(frame)] for i in range(0, len(blob), len(frame))]
 
     def wait(self, work: dist.Work, place: Place) -> None:
         """Wait for `work`, looking for the reason when it takes long."""
@@ -215,6 +233,9 @@ class Comm:
         """Raise when another rank provably waits for something else, or when the time is up."""
         rank, store = self.mesh.rank, self.mesh.store
         assert store is not None
+        first = self.failure()
+        if first:
+            raise CommError(f"Rank {rank} stopped in '{place.label}' because {first}")
         silent = []
         for other in (r for r in range(self.mesh.ranks) if r != rank):
             if not store.check([f"where/{other}"]):
@@ -225,12 +246,7 @@ class Comm:
             apart = there["started"][place.group] < place.number and self._started[theirs.group] < theirs.number
             renamed = (theirs.group, theirs.number) == (place.group, place.number) and theirs.label != place.label
             if apart or renamed:
-                raise CommError(
-                    f"The ranks disagree about what comes next: rank {rank} waits for '{place.label}', rank {other} "
-                    f"for "
-                    f"'{theirs.label}'. Every rank must call forward, backward and step equally often and in the same "
-                    f"order."
-                )
+                raise CommError(_disagreement(rank, place.label, other, theirs.label))
         if expired:
             who = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
             raise CommError(
@@ -240,16 +256,19 @@ class Comm:
             )
 
     def failure(self) -> str | None:
-        """What the first rank to fail said of it, if one did."""
+        """What the first rank to fail said of it, if one did and the store still answers."""
         store = self.mesh.store
-        return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
+        try:
+            return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
+        except dist.DistError:
+            return None
 
-    def announce_failure(self, error: BaseException) -> None:
-        """Tell the other ranks why this one stops, unless another said so first."""
-        store = self.mesh.store
-        if store is not None:
-            text = f"rank {self.mesh.rank} failed: {type(error).__name__}: {error}"
-            store.compare_set("failure", "", text)
+
+def _disagreement(rank: int, label: str, other: int, theirs: str) -> str:
+    return (
+        f"The ranks disagree about what comes next: rank {rank} waits for '{label}', rank {other} for '{theirs}'. "
+        "Every rank must call forward, backward and step equally often and in the same order."
+    )
 
 
 class _Naming:

@@ -49,6 +49,8 @@ class Materialiser:
         if module in self._done:
             return
         self._done.add(module)
+        for child in module.children():  # as nn.Module.apply does: a module may give values to its children's tensors
+            self.materialise(child)
         direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for parameter in direct.values():
             if self._first_owner[parameter] is not module:
@@ -59,19 +61,17 @@ class Materialiser:
             if parameter.is_meta:
                 self._replace(module, name, parameter)
         for name, buffer in buffers.items():
-            unset = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(buffer, unset, device="cpu")
+            module._buffers[name] = _unset_like(buffer)
         if fresh or buffers:
             kept = [(p, p.detach().clone()) for name, p in module.named_parameters(recurse=False) if name not in fresh]
             self._run(module)
             for parameter, value in kept:
                 parameter.data.copy_(value)
-            self._check_buffers(module, list(buffers))
+            self._check(module, [*fresh, *buffers])
 
     def _replace(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if parameter not in self._real:
-            values = torch.empty_like(parameter, device="cpu")
-            self._real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            self._real[parameter] = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
         module._parameters[name] = self._real[parameter]
 
     def _run(self, module: nn.Module) -> None:
@@ -91,15 +91,29 @@ class Materialiser:
                 assert own is not None
                 own()
 
-    def _check_buffers(self, module: nn.Module, names: list[str]) -> None:
+    def _check(self, module: nn.Module, names: list[str]) -> None:
         for name in names:
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
+            if _unset(getattr(module, name)):
+                path = self._paths[module]
                 raise ModelError(
-                    f"The buffer '{self._paths[module]}.{name}' of a model on the meta device got no values from the "
-                    f"module's initialisation. "
-                    "Set it in reset_parameters(), or build the model on the CPU."
+                    f"'{path + '.' if path else ''}{name}' of a model on the meta device got no values from the "
+                    "module's initialisation. Set it in reset_parameters(), or build the model on the CPU."
                 )
+
+
+def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor that `_unset` recognises: NaN, or integers that nobody has written."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, float("nan"), device="cpu", requires_grad=False)
+    return torch.zeros_like(tensor, device="cpu", requires_grad=False)
+
+
+def _unset(tensor: torch.Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor._version == 0 and not bool(tensor.any())
 
 
 def seed_of(seed: int, *words: object) -> int:

@@ -88,14 +88,17 @@ class Ledger:
     def take(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
         """Enter `nbytes` (of which `padding` bytes hold nothing) before they are allocated.
 
+        The budget covers what the engine allocates; activations are torch's, and only seen while a step is recorded.
+
         Raises:
             BudgetExceeded: with the table of what the tier holds.
         """
         budget = self.budgets.get(tier)
-        if budget is not None and self.total(tier) + nbytes > budget:
+        limited = self.total(tier) - self._accounts[tier, Category.ACTIVATIONS].current
+        if budget is not None and category is not Category.ACTIVATIONS and limited + nbytes > budget:
             held = ", ".join(f"{name} {n:,}" for name, n in self.snapshot(tier).items() if n)
             raise BudgetExceeded(
-                f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {self.total(tier):,} of its "
+                f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {limited:,} of its "
                 f"budget of {budget:,} ({held or 'nothing'}). Raise the budget, use more ranks, or a higher ZeRO stage."
             )
         account = self._accounts[tier, category]
@@ -158,7 +161,7 @@ class Arena:
     """Scratch buffers that are made once and used again: gradients on their way, staging for the wire.
 
     A buffer that is asked for is the smallest free one that is large enough; only when there is none is a new
-    one made, so that after the first step nothing is allocated here (ZeRO-R's constant buffers, 1910.02054, section
+    one made, so that after the first steps nothing is allocated here (ZeRO-R's constant buffers, 1910.02054, section
     6.2).
     """
 

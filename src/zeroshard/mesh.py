@@ -64,7 +64,7 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Mesh(device=where, timeout=timeout)
-        if int(os.environ["WORLD_SIZE"]) < 1:
+        if not os.environ["WORLD_SIZE"].isdecimal() or int(os.environ["WORLD_SIZE"]) < 1:
             raise PlanError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
             )
@@ -72,11 +72,12 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
             torch.cuda.set_device(where)
         backend = "nccl" if where.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        atexit.register(_close)
     ranks = dist.get_world_size()
     if ranks == 1:
         return Mesh(device=where, timeout=timeout)
-    return mesh_of(list(range(ranks)), where, timeout)
+    mesh = mesh_of(list(range(ranks)), where, timeout)
+    atexit.register(_leave, mesh)
+    return mesh
 
 
 def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
@@ -96,9 +97,20 @@ def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
     return Mesh(rank, len(members), device, gathers, reductions, control, store, timeout)
 
 
-def _close() -> None:
-    """End the process groups of a run that ended well; after an error, peers may be gone and waiting is no use."""
-    if dist.is_initialized() and not hasattr(sys, "last_value"):
+def announce_failure(mesh: Mesh, error: BaseException) -> bool:
+    """Tell the other ranks why this one stops; returns whether it is the first to say so."""
+    if mesh.store is None:
+        return True
+    words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
+    return bool(mesh.store.compare_set("failure", "", words).decode() == words)
+
+
+def _leave(mesh: Mesh) -> None:
+    """At the end of the process: after an uncaught exception say why, else end the process groups in order."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        announce_failure(mesh, error)  # peers may be gone, and waiting for them is no use
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 

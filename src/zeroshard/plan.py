@@ -2,12 +2,19 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from zeroshard.errors import PlanError
 
 UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+POSITIVE = (
+    *(f"loss_scale_{part}" for part in ("initial", "growth", "backoff", "window", "hysteresis", "floor")),
+    *("accumulate", "timeout", "clip_norm", "loss_scale"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,34 +122,33 @@ class Plan:
             raise PlanError(f"loss_scale is {self.loss_scale!r}; it must be a number, 'auto', 'dynamic' or 'off'.")
         for name in ("units", "fp32_modules"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                raise PlanError(f"{name} is the string {value!r}; it must be a tuple of names, such as ({value!r},).")
-            if value is not None:
-                object.__setattr__(self, name, tuple(value))
+            if value is None and name == "units":
+                continue
+            if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
+                raise PlanError(f"{name} is {value!r}; it must be a tuple of names, such as ('Block',).")
+            object.__setattr__(self, name, tuple(value))
 
     def _check_ranges(self) -> None:
-        positive = (
-            "loss_scale_initial",
-            "loss_scale_window",
-            "loss_scale_hysteresis",
-            "loss_scale_floor",
-            "accumulate",
-            "timeout",
-        )
-        for name in (*positive, "clip_norm", "loss_scale"):
+        for name in POSITIVE:
             value = getattr(self, name)
-            if isinstance(value, (int, float)) and not 0 < value < float("inf"):
-                raise PlanError(f"{name} is {value}; it must be more than 0 and finite.")
-        if not isinstance(self.accumulate, int):
-            raise PlanError(f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, 1 or more.")
-        if self.loss_scale_growth < 1 or not 0 < self.loss_scale_backoff <= 1:
+            if (name == "clip_norm" and value is None) or (name == "loss_scale" and isinstance(value, str)):
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise PlanError(f"{name} is {value!r}; it must be a number that is more than 0 and finite.")
+        for name in ("accumulate", "loss_scale_window", "loss_scale_hysteresis", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise PlanError(f"{name} is {value!r}; it must be a whole number.")
+        if self.loss_scale_growth < 1 or self.loss_scale_backoff > 1:
             raise PlanError(
                 f"loss_scale_growth is {self.loss_scale_growth} and loss_scale_backoff {self.loss_scale_backoff}; "
-                f"growth must be "
-                "at least 1 and backoff in (0, 1]."
+                "growth must be at least 1 and backoff in (0, 1]."
             )
         if self.device_memory is not None:
-            parse_bytes(self.device_memory)
+            try:
+                parse_bytes(self.device_memory)
+            except PlanError as error:
+                raise PlanError(f"device_memory: {error}") from None
 
 
 def parse_bytes(size: str | int) -> int:
@@ -153,6 +159,6 @@ def parse_bytes(size: str | int) -> int:
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B|)\s*", str(size))
     try:
-        return int(float(match.group(1)) * UNITS_OF_SIZE[match.group(2)]) if match else int("")
+        return int(Fraction(match.group(1)) * UNITS_OF_SIZE[match.group(2)]) if match else int("")
     except ValueError:
         raise PlanError(f"{size!r} is no size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.") from None

@@ -13,7 +13,7 @@ printed and executed. The grammar of an action is `KIND chunk [. microbatch] @ v
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from zeroshard.errors import PlanError
@@ -96,41 +96,96 @@ def with_update(schedule: Schedule) -> Schedule:
 
 
 def verify(schedule: Sequence[Action]) -> None:
-    """Check a rank's list: each forward has its backward with the same weights, each backward its reduction, and so on.
+    """Check that a rank's list is a whole step: each forward has its backward with the same weights, and so on.
 
     Raises:
         PlanError: the first action that breaks a rule, and the rule.
     """
-    versions: dict[tuple[int, int | None], int] = {}
-    gathered: set[int] = set()
-    unreduced: set[int] = set()
+    gathering = {action.chunk for action in schedule if action.kind is Kind.GATHER}
+    chunks: dict[int, _Chunk] = {}
     for place, action in enumerate(schedule):
-        key, here = (action.chunk, action.microbatch), f"Action {place}, {action},"
+        chunk = chunks.setdefault(action.chunk, _Chunk(action.chunk in gathering))
+        complaint = chunk.follow(action)
+        if complaint:
+            raise PlanError(f"Action {place}, {action}, {complaint}.")
+    for number, chunk in chunks.items():
+        complaint = chunk.end()
+        if complaint:
+            raise PlanError(f"At the end of the step, chunk {number} {complaint}.")
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What one chunk has gone through, as `verify` walks the list."""
+
+    gathers: bool
+    gathered: bool = False
+    updated: bool = False
+    forwards: dict[int | None, int] = field(default_factory=dict)
+    done: set[int | None] = field(default_factory=set)
+    unreduced: list[int | None] = field(default_factory=list)
+    reductions: list[int] = field(default_factory=list)
+
+    def follow(self, action: Action) -> str | None:
+        """Take one action; the rule that it breaks, if it does."""
+        if self.updated:
+            return "comes after the update of its chunk"
         match action.kind:
-            case Kind.FORWARD:
-                _require(key not in versions, f"{here} repeats a forward whose backward is still to come.")
-                versions[key] = action.version
-            case Kind.BACKWARD:
-                _require(key in versions, f"{here} has no forward before it.")
-                _require(
-                    versions[key] == action.version, f"{here} uses other weights than its forward (@{versions[key]})."
-                )
-                del versions[key]
-                unreduced.add(action.chunk)
+            case Kind.FORWARD | Kind.BACKWARD:
+                return self._compute(action)
             case Kind.GATHER:
-                _require(action.chunk not in gathered, f"{here} gathers what is gathered.")
-                gathered.add(action.chunk)
+                if self.gathered:
+                    return "gathers what is gathered"
+                self.gathered = True
             case Kind.FREE:
-                _require(action.chunk in gathered, f"{here} frees what is not gathered.")
-                gathered.remove(action.chunk)
+                if not self.gathered:
+                    return "frees what is not gathered"
+                self.gathered = False
             case Kind.REDUCE:
-                _require(action.chunk in unreduced, f"{here} has no backward before it.")
-                unreduced.discard(action.chunk)
+                return self._reduce(action)
             case Kind.UPDATE:
-                _require(action.chunk not in unreduced, f"{here} comes before the gradients are reduced.")
-    _require(not versions, f"The forwards of (chunk, microbatch) {sorted(versions, key=str)} have no backward.")
+                self.updated = True
+                if self.unreduced or not self.reductions:
+                    return "comes before the gradients are reduced"
+                if self.gathered:
+                    return "changes weights that are gathered"
+        return None
 
+    def _compute(self, action: Action) -> str | None:
+        if self.gathers and not self.gathered:
+            return "uses a chunk that is not gathered"
+        microbatch = action.microbatch
+        if action.kind is Kind.FORWARD:
+            if microbatch in self.forwards or microbatch in self.done:
+                return "repeats a forward"
+            self.forwards[microbatch] = action.version
+            return None
+        if microbatch not in self.forwards:
+            return "has no forward before it"
+        version = self.forwards.pop(microbatch)
+        if version != action.version:
+            return f"uses other weights than its forward (@{version})"
+        self.done.add(microbatch)
+        self.unreduced.append(microbatch)
+        return None
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise PlanError(message)
+    def _reduce(self, action: Action) -> str | None:
+        if not self.unreduced:
+            return "has no backward before it"
+        if self.unreduced[-1] != action.microbatch:
+            return f"follows the backward of microbatch {self.unreduced[-1]}"
+        self.reductions.append(len(self.unreduced))
+        self.unreduced.clear()
+        if len(self.reductions) > 1 and max(self.reductions) > 1:
+            return "leaves backwards that were not reduced one by one; reduce after every backward, or after the last"
+        return None
+
+    def end(self) -> str | None:
+        """The rule that the whole breaks, if it does."""
+        if self.forwards:
+            return f"has forwards without a backward: microbatches {sorted(self.forwards, key=str)}"
+        if self.gathered:
+            return "is still gathered"
+        if not self.updated:
+            return "has not been updated"
+        return None

@@ -43,9 +43,25 @@ class Even(nn.Module):
         return self.head(x).float().square().mean()
 
 
+class TwoOutputs(nn.Module):
+    """Returns the loss and the hidden state after the first block, as dicts of outputs do; its root owns a parameter directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(13, 8))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(3)])
+
+    def forward(self, tokens: Tensor, step: int = 0) -> dict[str, Tensor]:
+        hidden = x = self.blocks[0](self.table[tokens])
+        for block in self.blocks[1:]:
+            x = x + block(x)
+        return {"loss": x.float().square().mean() + hidden.float().square().mean(), "hidden": hidden}
+
+
 def make(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return Even() if name == "Even" else build(name)
+    kinds: dict[str, Any] = {"Even": Even, "TwoOutputs": TwoOutputs}
+    return kinds[name]() if name in kinds else build(name)
 
 
 def counted(engine: zs.Engine) -> dict[str, int]:
@@ -245,6 +261,16 @@ def test_elements_on_the_wire(pool: Pool, accumulate: tuple[int, str], zero: int
             assert exchanged == multiples[1] * (psi(name) + padding)
             assert sum(nbytes for *_, nbytes in calls) == sum(answer["traffic"][purpose].measured_bytes for purpose in WIRE)
             assert len(calls) == sum(answer["traffic"][purpose].calls for purpose in WIRE)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("name", ["Tiny", "TwoOutputs", "Tied", "Checkpointed"])
+def test_elements_on_the_wire_for_models_of_other_shapes(pool: Pool, name: str, zero: int) -> None:
+    """2Ψ or 3Ψ also where the root owns parameters itself, returns several outputs, is tied, or is recomputed."""
+    for answer in pool.run(measure, 2, name, {"zero": zero}, "adamw", 3):
+        for purpose, multiple in zip(WIRE, wire(zero, 1, 1), strict=True):
+            assert answer["traffic"][purpose].measured_elements == multiple * psi(name), purpose
+        assert "gather to evaluate" not in answer["traffic"]
 
 
 @pytest.mark.parametrize("zero", STAGES)

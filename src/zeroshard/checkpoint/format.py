@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from zeroshard.comm import Comm
@@ -68,17 +68,13 @@ def write(path: Path, pieces: Iterator[Piece], facts: Mapping[str, Any], comm: C
     table: list[dict[str, Any]] = []
     try:
         table = _write_shard(temporary / file, list(pieces))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         problem = f"{type(error).__name__}: {error}"
     _all_well(comm, problem, path)
     tables = comm.agree_on(table, "checkpoint tables")
     if mesh.rank == 0:
-        manifest = {"format": FORMAT, **facts, "ranks": mesh.ranks, "tensors": _merge(tables)}
-        _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
-        _sync_folder(temporary)
-        temporary.rename(path)
-        _sync_folder(path.parent)
-    comm.agree(b"\0", f"checkpoint {path.name} is written")
+        problem = _commit(path, temporary, {"format": FORMAT, **facts, "ranks": mesh.ranks, "tensors": _merge(tables)})
+    _all_well(comm, problem, path)
 
 
 class Reader:
@@ -159,6 +155,17 @@ def _prepare(path: Path, temporary: Path) -> str | None:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _commit(path: Path, temporary: Path, manifest: dict[str, Any]) -> str | None:
+    try:
+        _write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _sync_folder(temporary)
+        temporary.rename(path)
+        _sync_folder(path.parent)
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None

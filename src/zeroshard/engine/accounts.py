@@ -21,7 +21,7 @@ class MemoryRow:
 
     Attributes:
         planned_bytes: by the paper's formula for Ψ parameters; None where there is none. A fraction where N does not
-        divide Ψ.
+            divide Ψ.
         padding_bytes: by the same formula for the padding elements.
         measured_bytes: what the ledger holds now.
         peak_bytes: the most it held.

@@ -44,6 +44,15 @@ class Shard:
         whole = self.owned.numel() == self.flat.index.padded_numel
         return self.parameters.full if whole and not self.parameters.sliced else self.parameters.own
 
+    def keep_what_was_written(self) -> None:
+        """Take over what the user wrote into the gathered parameters: into this rank's slice and master weights."""
+        if self.parameters.sliced:
+            start, stop = self.flat.index.interval(self.parameters.rank)
+            self.parameters.own.copy_(self.parameters.full[start:stop])
+        if self.master:
+            written = self.target != self.owned.to(self.target.dtype)
+            self.owned[written] = self.target[written].to(self.owned.dtype)
+
 
 @dataclass(slots=True)
 class Assembly:

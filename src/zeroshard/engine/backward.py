@@ -137,6 +137,7 @@ class Backward:
 
     @never_written.setter
     def never_written(self, names: list[str] | None) -> None:
+        """Expect of the next steps what an earlier run came to expect."""
         if names is not None:
             never = set(names)
             self._past = self._expected = [

@@ -60,15 +60,13 @@ class Engine:
 
     Args:
         model: any `nn.Module`; on the meta device it is materialised unit by unit, otherwise rank 0's weights are
-        taken.
+            taken.
         optimizer: a `torch.optim` optimizer over the model's parameters, or a function of the parameters that makes
-        one,
-            such as `partial(torch.optim.AdamW, lr=3e-4)`. It must treat each element alone.
+            one, such as `partial(torch.optim.AdamW, lr=3e-4)`. It must treat each element alone.
         plan: what each rank keeps, precision, accumulation.
         mesh: this process's place; by default from torchrun's environment.
         loss: for `train_step`, a function of (model output, microbatch) to the scalar loss; by default the output
-        itself
-            or its `.loss`.
+            itself or its `.loss`.
         initialise: for a model on the meta device, called with each module; by default its `reset_parameters()`.
 
     Raises:
@@ -170,7 +168,10 @@ class Engine:
         norm = self._update.settle(self.steps).norm / scale
         finite = math.isfinite(norm)
         if not finite and not self._scaler and self.plan.nonfinite == "raise":
-            self._update.refuse_nonfinite(norm)
+            try:
+                self._update.refuse_nonfinite(norm)
+            finally:
+                self._update.consume()
         skip = not finite and (self._scaler is not None or self.plan.nonfinite == "skip")
         if not skip:
             self._update.apply(self._clip_factor(norm) / scale)
@@ -225,20 +226,16 @@ class Engine:
     def gathered(self) -> Iterator[None]:
         """Whole parameters on every rank inside, also under stage 3; a collective call.
 
-        What is written to 16-bit or sliced parameters inside is lost: the fp32 masters and slices are the truth.
+        What is written to parameters inside stays, slices and fp32 masters included; write alike on every rank.
         """
-        if self._gatherer is None:
+        with self._whole():
             yield
-            return
-        self._gatherer.pin()
-        try:
-            yield
-        finally:
-            self._gatherer.unpin()
+            for shard in self._assembly.all_shards:
+                shard.keep_what_was_written()
 
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
-        with self.gathered():
+        with self._whole():
             return {
                 k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
                 for k, v in self.model.state_dict().items()
@@ -303,6 +300,17 @@ class Engine:
             yield events
         finally:
             events.extend(self.ledger.stop())
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        if self._gatherer is None:
+            yield
+            return
+        self._gatherer.pin()
+        try:
+            yield
+        finally:
+            self._gatherer.unpin()
 
     def _make_schedule(self) -> Schedule:
         plan = self.plan

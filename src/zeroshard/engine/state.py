@@ -14,7 +14,7 @@ from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.errors import CheckpointError
 from zeroshard.optim import Span
 
-RNG = "rng:torch"
+RNG, DEVICE_RNG = "rng:torch", "rng:cuda"
 
 
 class State:
@@ -61,13 +61,15 @@ class State:
             if shard.gradients is not None:
                 self._load_optimizer(shard, reader, optimizer["scalars"])
         for group, saved in zip(self._assembly.optimizer.optimizer.param_groups, optimizer["groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items() if k in group})
+            group.update({k: _setting(v) for k, v in saved.items() if k in group})
         same_layout = reader.facts["ranks"] == self._comm.mesh.ranks
         for name, buffer in self._buffers():
             part = self._comm.mesh.rank if same_layout else 0
             buffer.copy_(reader.whole(f"buffer:{name}", part).view(buffer.shape))
         if same_layout:
             torch.set_rng_state(reader.whole(RNG, self._comm.mesh.rank))
+            if self._comm.mesh.device.type == "cuda" and reader.shape(DEVICE_RNG) is not None:
+                torch.cuda.set_rng_state(reader.whole(DEVICE_RNG, self._comm.mesh.rank), self._comm.mesh.device)
             for shard, layout in zip(self._assembly.all_shards, reader.facts["gradient_layouts"], strict=False):
                 if shard.gradients is not None and layout is not None:
                     shard.gradients.restore_layout(*layout)
@@ -92,6 +94,8 @@ class State:
         for name, buffer in self._buffers():
             yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer)
         yield Piece(RNG, (), 0, torch.get_rng_state())
+        if self._comm.mesh.device.type == "cuda":
+            yield Piece(DEVICE_RNG, (), 0, torch.cuda.get_rng_state(self._comm.mesh.device))
 
     def _elements(self, shard: Shard, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
@@ -155,7 +159,7 @@ class State:
             state.pop(span.tensor, None)
             if known is None:
                 continue
-            loaded: dict[str, Any] = {k: _tensor(v, span) for k, v in known.items()}
+            loaded: dict[str, Any] = {k: _setting(v) for k, v in known.items()}
             for key in _state_kinds(reader, entry.name):
                 loaded[key] = values = torch.zeros_like(span.tensor)
                 for number, low, high in shard.flat.index.overlaps(span.start, span.stop):
@@ -194,7 +198,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _tensor(value: Any, span: Span) -> Any:
-    if isinstance(value, list) and len(value) == 3 and value[0] == "tensor":
+def _setting(value: Any) -> Any:
+    """What `_plain` made of a setting or a scalar state, as it was; JSON has lists where there were tuples."""
+    if isinstance(value, list) and value[:1] == ["tensor"]:
         return torch.tensor(value[2], dtype=getattr(torch, value[1]))
-    return value
+    return tuple(value) if isinstance(value, list) else value

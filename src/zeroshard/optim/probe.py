@@ -29,15 +29,20 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
     Raises:
         OptimizerError: it needs whole tensors (Adafactor, Muon, LAMB, ...), a closure (LBFGS), or sparse gradients.
     """
-    name = type(optimizer).__name__
     way_out = (
         "Under slices an optimizer must treat every element alone: use AdamW, Adam, SGD, Adagrad, RMSprop or another "
         "elementwise one from torch.optim."
     )
+    layouts = [_try_group(optimizer, group, way_out) for group in optimizer.param_groups]
+    return max(layouts, key=lambda layout: (layout.bytes_per_element, layout.scalar_bytes))
+
+
+def _try_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], way_out: str) -> StateLayout:
+    name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(SHAPE, generator=generator)
     gradients = [torch.randn(SHAPE, generator=generator) for _ in range(STEPS)]
-    group = {**optimizer.param_groups[0], "lr": 0.01}  # a scheduler may have set the rate to 0, which would hide all
+    group = {**group, "lr": 0.01}  # a scheduler may have set the rate to 0, which would hide all
     cut = SHAPE.numel() // 3
     try:
         with torch.enable_grad():
@@ -76,8 +81,9 @@ def _construct(
 ) -> torch.optim.Optimizer:
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
-    settings = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
-    return kind(tensors, **settings)
+    settings = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    own = {k: v for k, v in group.items() if k != "param_names"}
+    return kind([{**own, "params": tensors}], **settings)
 
 
 def _run(

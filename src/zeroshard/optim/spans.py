@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.errors import OptimizerError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.optim.probe import fresh_state
 from zeroshard.units import Index
@@ -43,6 +44,8 @@ class SpanOptimizer:
         self._spans: list[list[Span]] = []
         self._seen_bytes = 0
         self._templates = [dict(group) for group in optimizer.param_groups]
+        self._stepping = False
+        optimizer.register_step_pre_hook(self._refuse_by_hand)
         self._fresh: list[tuple[Span, dict[str, Any]]] = []
 
     def add(self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int) -> int:
@@ -81,6 +84,13 @@ class SpanOptimizer:
         self._refill_groups()
         self.account()
 
+    def _refuse_by_hand(self, *_: Any) -> None:
+        if not self._stepping:
+            raise OptimizerError(
+                "The optimizer runs on slices whose gradients the engine holds, so its own step would do nothing. "
+                "Call engine.step()."
+            )
+
     def spans(self, number: int) -> list[Span]:
         """The spans of one flat."""
         return self._spans[number]
@@ -90,7 +100,7 @@ class SpanOptimizer:
         before = self._spans[number]
         after: list[Span] = []
         for span in before:
-            inner = [cut for cut in sorted(cuts) if span.start < cut < span.stop]
+            inner = [cut for cut in sorted(set(cuts)) if span.start < cut < span.stop]
             after.extend(self._split(span, [span.start, *inner, span.stop]) if inner else [span])
         if len(after) != len(before):
             self._spans[number] = after
@@ -100,7 +110,9 @@ class SpanOptimizer:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
         for span in self._spans[number]:
             span.tensor.grad = gradient_of(span)
+        self._stepping = True
         self.optimizer.step()
+        self._stepping = False
         for span in self._spans[number]:
             span.tensor.grad = None
 

@@ -27,9 +27,9 @@ class Precision:
 
     def dtype_of(self, parameter: nn.Parameter, stays_fp32: bool) -> torch.dtype:
         """The dtype in which a parameter computes; integer parameters stay as they are."""
-        if self.compute is None or not parameter.dtype.is_floating_point or stays_fp32:
+        if self.compute is None or not parameter.dtype.is_floating_point:
             return parameter.dtype
-        return self.compute
+        return torch.float32 if stays_fp32 else self.compute
 
     def cast_inputs(self, args: Any) -> Any:
         """Floating-point tensors of a model's inputs in the dtype of computation."""
@@ -54,8 +54,11 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
             raise PlanError(f"fp32_modules names {want!r}, which is no class and no path in the model. {hint}")
     if precision.compute is None:
         return kept
+    outermost: list[str] = []
     for path, module in model.named_modules():
-        if path in wanted or type(module).__name__ in wanted:
+        inside = any(not outer or path.startswith(outer + ".") for outer in outermost)
+        if (path in wanted or type(module).__name__ in wanted) and not inside:
+            outermost.append(path)
             kept.update(module.parameters())
             module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
             module.register_forward_hook(_FromFp32(precision.compute))

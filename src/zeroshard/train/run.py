@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zeroshard.comm import Comm
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, DataError, NonFiniteError
+from zeroshard.initialise import seed_of
 from zeroshard.mesh import Mesh
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
@@ -92,6 +93,7 @@ class Run:
         )
         self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
         self.engine = Engine(self.built.module, self._optimizer(), config.plan, mesh=mesh)
+        torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
         self.folder = RunFolder.create(config, self.engine.comm)
         self.progress = Progress(config.steps, shown=mesh.rank == 0)
         self._started = time.perf_counter()

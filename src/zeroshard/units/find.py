@@ -47,10 +47,11 @@ def find_units(model: nn.Module, wanted: Sequence[str] | None = None) -> list[Un
         PlanError: a wanted name fits no module.
     """
     chosen = list(_named(model, wanted)) if wanted is not None else list(_repeated(model, ""))
-    paths = list(dict.fromkeys(path for path in chosen if path))
-    modules = dict(model.named_modules())
-    units = [Unit(number, path, modules[path]) for number, path in enumerate([*paths, ""])]
-    _assign_parameters(model, units)
+    first_path = {module: path for path, module in model.named_modules()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = list(dict.fromkeys(first_path[modules[path]] for path in chosen))
+    units = [Unit(n, path, modules[path]) for n, path in enumerate([*(path for path in paths if path), ""])]
+    _assign_parameters(model, modules, units)
     units = [unit for unit in units if unit.parameters or unit.name == ""]
     for number, unit in enumerate(units):
         unit.number = number
@@ -71,7 +72,7 @@ def _repeated(module: nn.Module, path: str) -> Iterator[str]:
 
 
 def _named(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     classes = {type(module).__name__ for module in modules.values()}
     for want in wanted:
         if want not in modules and want not in classes:
@@ -83,14 +84,15 @@ def _named(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
             yield path
 
 
-def _assign_parameters(model: nn.Module, units: list[Unit]) -> None:
+def _assign_parameters(model: nn.Module, modules: dict[str, nn.Module], units: list[Unit]) -> None:
     uses: dict[nn.Parameter, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         uses.setdefault(parameter, []).append(path)
-    by_depth = sorted(units, key=lambda unit: len(unit.name), reverse=True)
+    unit_of = {unit.module: unit for unit in units}
     for parameter, paths in uses.items():
-        unit = next(unit for unit in by_depth if all(_inside(path, unit.name) for path in paths))
-        unit.parameters[paths[0]] = parameter
+        first, *others = [_around(path, modules) for path in paths]
+        innermost = next(module for module in first if module in unit_of and all(module in way for way in others))
+        unit_of[innermost].parameters[paths[0]] = parameter
     home = {parameter: unit for unit in units for parameter in unit.parameters.values()}
     for module in model.modules():
         direct = list(module.parameters(recurse=False))
@@ -98,5 +100,7 @@ def _assign_parameters(model: nn.Module, units: list[Unit]) -> None:
             unit.owners.append(module)
 
 
-def _inside(path: str, unit: str) -> bool:
-    return not unit or path.startswith(unit + ".")
+def _around(path: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """The modules around a parameter, innermost first."""
+    words = path.split(".")[:-1]
+    return [modules[".".join(words[:n])] for n in range(len(words), -1, -1)]

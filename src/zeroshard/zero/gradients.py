@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.comm import Comm, Pending, Purpose
+from zeroshard.errors import PlanError
 from zeroshard.ledger import Arena, Category, Ledger
 from zeroshard.units import Flat
 from zeroshard.zero.residency import Residency
@@ -74,7 +75,16 @@ class GradientShards:
             self._total = self._new_total(sums if accumulation.reduced or accumulation.local else flat.dtype)
 
     def receive(self, number: int, gradient: torch.Tensor) -> None:
-        """Take in the gradient of parameter `number`, adding to what came since the last reduction."""
+        """Take in the gradient of parameter `number`, adding to what came since the last reduction.
+
+        Raises:
+            PlanError: a sparse gradient.
+        """
+        if gradient.layout is not torch.strided:
+            name = self.flat.index.entries[number].name
+            raise PlanError(
+                f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
+            )
         if self._exchange is not None:
             self.finish_reduce()  # a gradient that comes after its unit was sent waits for the next reduction
         if self._landing is None:

@@ -155,18 +155,17 @@ class Gatherer:
 
     def _order(self, kind: PassKind) -> Order:
         if kind not in self._orders:
-            forward = self._orders.get(PassKind.FORWARD)
-            registered = list(range(len(self._units)))
-            units = [registered[-1], *registered[:-1]] if forward is None else list(forward.units)
-            self._orders[kind] = Order(units[::-1] if kind is PassKind.BACKWARD else units)
+            root, forward = len(self._units) - 1, self._orders.get(PassKind.FORWARD)
+            others = list(range(root)) if forward is None else [unit for unit in forward.units if unit != root]
+            self._orders[kind] = Order([root, *(others[::-1] if kind is PassKind.BACKWARD else others)])
         return self._orders[kind]
 
     def _advance(self, walk: Pass, place: int) -> None:
         """Come to `place` in the order; what lies between was for other ranks."""
-        for skipped in range(walk.cursor, place):
-            self._start_up_to(walk, skipped + 1)
-            self._drop_after_arrival(walk.order.units[skipped])
-        walk.cursor = max(walk.cursor, place)
+        while walk.cursor < place:
+            self._start_up_to(walk, walk.cursor + 1)
+            self._drop_after_arrival(walk.order.units[walk.cursor])
+            walk.cursor += 1
 
     def _drop_after_arrival(self, number: int) -> None:
         """Take in a gather that this rank had no use for, and drop it."""
@@ -177,8 +176,11 @@ class Gatherer:
                     shard.free()
 
     def _start_up_to(self, walk: Pass, place: int) -> None:
-        while walk.started < min(place, len(walk.order.units)):
-            self._start(walk.order.units[walk.started])
+        units = walk.order.units
+        while walk.started < min(place, len(units)):
+            if units[walk.started] in units[walk.cursor : walk.started]:
+                return  # the same unit again: its next gather starts when this use of it is done
+            self._start(units[walk.started])
             walk.started += 1
 
     def _start(self, number: int) -> None:
@@ -199,7 +201,7 @@ class Gatherer:
 
 
 def merge(records: Sequence[Sequence[int]]) -> list[int]:
-    """The shortest list that holds every record in its order (pairwise, in rank order: deterministic)."""
+    """A list that holds every record in its order, the shortest for two (pairwise, in rank order: deterministic)."""
     merged: list[int] = []
     for record in records:
         merged = _supersequence(merged, list(record))

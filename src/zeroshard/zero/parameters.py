@@ -33,12 +33,13 @@ class ParameterShards:
     def __init__(self, flat: Flat, residency: Residency, comm: Comm, ledger: Ledger) -> None:
         mesh, index = comm.mesh, flat.index
         self.flat = flat
+        self.rank = mesh.rank
         self.sliced = residency.slice_parameters and mesh.ranks > 1
         self._spread = residency.spread_after_update and mesh.ranks > 1 and flat.trainable
         self._comm = comm
         self._ledger = ledger
         self._pending: Pending | None = None
-        start, stop = index.interval(mesh.rank)
+        start, stop = index.interval(self.rank)
         category, label = Category.PARAMETERS, f"parameters {flat.label}"
         if self.sliced:
             padding = index.padding_in(start, stop)
@@ -54,7 +55,7 @@ class ParameterShards:
 
     def load(self, values: torch.Tensor) -> None:
         """Set the parameters from `values` [padded], of any dtype, and let the user's parameters view them."""
-        start, stop = self.flat.index.interval(self._comm.mesh.rank)
+        start, stop = self.flat.index.interval(self.rank)
         if self.sliced:
             self.own.copy_(values[start:stop])
             self.flat.detach()

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zeroshard.comm import Comm
 from zeroshard.errors import ConfigError, DataError, ModelError, OptimizerError, PlanError, ZeroshardError
-from zeroshard.mesh import Mesh, init_mesh
+from zeroshard.mesh import Mesh, announce_failure, init_mesh
 from zeroshard.report import format_bytes, write_report
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.run import run
@@ -36,6 +36,8 @@ def run_rank(config: TrainConfig) -> None:
         Comm(mesh).agree(b"\0", "end of the run")
     except BaseException as error:
         leave(error, mesh)
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to write, and gloo's threads now and then abort a process that ends the long way
 
 
 def leave(error: BaseException, mesh: Mesh | None) -> None:
@@ -56,11 +58,10 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
 
 def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
     """Whether this rank is the first to fail; without a mesh all ranks meet the same error, and rank 0 speaks."""
-    if mesh is None or mesh.store is None:
+    if mesh is None:
         return os.environ.get("RANK", "0") == "0"
-    words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
     try:
-        return bool(mesh.store.compare_set("failure", "", words).decode() == words)
+        return announce_failure(mesh, error)
     except Exception:  # the store is gone with the launcher; better twice than never
         return True
 
@@ -73,7 +74,7 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
         soft_wrap=True,
     )
     console.print(f"train      {summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)")
-    console.print(f"validation {summary['validation_bits_per_byte']:.3f} bits per byte on held-out files")
+    console.print(f"validation {summary['validation_bits_per_byte']:.3f} bits per byte on held-out text")
     if summary["skipped"]:
         console.print(f"skipped    {summary['skipped']} steps")
     if summary["sample"]:

@@ -1,0 +1,235 @@
+"""What the documentation mentions exists: files, names, options, make targets; and its code compiles or runs."""
+
+import ast
+import dataclasses
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import zeroshard as zs
+from zeroshard.cli import PlanOptions, ReportOptions
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.toml_config import load_toml, parse
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *(page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if page.exists()),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
+]
+FOLDERS = [ROOT, ROOT / "src" / "zeroshard", ROOT / "tests"]
+THE_READERS_OWN = {"train.py"}  # files that a page asks its reader to write
+COMMANDS: dict[str, Any] = {"train": TrainConfig, "plan": PlanOptions, "report": ReportOptions}
+FENCE = re.compile(r"^(?P<marks>`{3,})(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=marks)$", re.MULTILINE | re.DOTALL)
+RUN = "<!-- test: run -->\n"
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, *languages: str) -> Iterator[tuple[str, bool]]:
+    """(code, whether it is to be run) of the fenced blocks of a page in one of the languages."""
+    text = page.read_text()
+    for fence in FENCE.finditer(text):
+        if fence["language"].strip() in languages:
+            yield fence["code"], text[: fence.start()].endswith(RUN)
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def quoted(page: Path) -> list[str]:
+    """What stands in backticks outside of fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """The words of every shell command on a page, in blocks and in backticks."""
+    code = [block for block, _ in blocks(page, "sh", "bash", "console", "shell", "")]
+    code += re.findall(r"(?:^ {4}\S.*\n)+", prose(page), re.MULTILINE)  # indented blocks
+    lines = [line.strip().removeprefix("$ ") for block in code for line in block.replace("\\\n", " ").splitlines()]
+    calls = (line for line in (*lines, *quoted(page)) if re.search(r"\b(zeroshard|make)\b", line))
+    return [words for words in (shlex.split(line, comments=True) for line in calls) if words]
+
+
+def zeroshard_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """(command, its words) of every call of zeroshard on a page; `make train ARGS=...` is one."""
+    for words in command_lines(page):
+        if words[:2] == ["make", "train"]:
+            given = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+            yield "train", [word for text in given for word in shlex.split(text)]
+        first = words[0] == "zeroshard" or "=" in words[0] or words[0] in ("torchrun", "python")
+        if first and "zeroshard" in words[:-1]:
+            place = words.index("zeroshard") + 1
+            if not words[place].isupper():  # COMMAND stands for any
+                yield words[place], words[place + 1 :]
+
+
+def check_options(command: str, words: list[str], page: Path) -> None:
+    """Raise unless `zeroshard COMMAND WORDS` would be understood."""
+    assert command in {*COMMANDS, "--help", "-h", "--version"}, f"{page.name}: there is no command {command}"
+    words = [word for word in words if word not in ("--help", "...")]
+    for option in ("--ranks", "--config") if command == "train" else ("--config",):
+        if option in words:
+            assert len(words) > words.index(option) + 1, f"{page.name}: {option} has no value"
+            del words[words.index(option) : words.index(option) + 2]
+    if command in COMMANDS and (words or command == "train"):
+        try:
+            parse(COMMANDS[command], words, f"zeroshard {command}")
+        except SystemExit as error:
+            pytest.fail(f"{page.name}: zeroshard {command} {shlex.join(words)} is refused ({error.code})")
+
+
+def exists(name: str, page: Path) -> bool:
+    """Whether a path on a page is a file or folder here, seen from the page, the root, the package or the tests."""
+    return any((folder / name).exists() for folder in (page.parent, *FOLDERS))
+
+
+def lookup(dotted: str) -> object:
+    """The object that a dotted name below zeroshard means. Raises if there is none."""
+    first, *rest = dotted.split(".")
+    found: object = importlib.import_module(first)
+    for word in rest:
+        if not hasattr(found, word) and not dataclasses.is_dataclass(found):
+            importlib.import_module(f"{found.__name__}.{word}")  # type: ignore[attr-defined]
+        fields = get_type_hints(found) if dataclasses.is_dataclass(found) else {}
+        found = fields[word] if word in fields else getattr(found, word)
+    return found
+
+
+def zeroshard_names(tree: ast.AST) -> Iterator[str]:
+    """The dotted names below zeroshard that a Python block imports or uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "zeroshard":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "zeroshard")
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"zs(\.\w+)+", ast.unparse(node)):
+            yield ast.unparse(node).replace("zs", "zeroshard", 1)
+
+
+def test_there_are_pages() -> None:
+    names = {page.relative_to(ROOT).as_posix() for page in PAGES}
+    assert {"CONTRIBUTING.md", "docs/index.md", "docs/quickstart.md", "docs/limits.md"} <= names
+
+
+@each_page
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    for target in targets:
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            if anchor and linked.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+                slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert anchor in slugs, f"{page.name} links to {target}, and {linked.name} has no such heading"
+
+
+@each_page
+def test_named_files_exist(page: Path) -> None:
+    tops = {path.name for path in ROOT.iterdir()}
+    for name in quoted(page):
+        if re.fullmatch(r"[\w./\-]+", name) and name not in THE_READERS_OWN:
+            ours = "/" in name and name.partition("/")[0] in tops - {"runs"}
+            if ours or name.endswith((".py", ".md")) or name in ("Makefile", "pyproject.toml", "constraints.txt"):
+                assert exists(name, page), f"{page.name} names {name}, which does not exist"
+
+
+@each_page
+def test_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in zeroshard_commands(page):
+        check_options(command, words, page)
+
+
+@each_page
+def test_options_in_prose_exist(page: Path) -> None:
+    kinds = (TrainConfig, zs.Plan, PlanOptions, ReportOptions)
+    options = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)}
+    known = {f"--{name}" for name in options} | {"--ranks", "--config", "--help", "--version"}
+    for name in quoted(page):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", name):
+            ours = not re.match(r"(torchrun|pip|pytest|git|python)\b", name)
+            assert not ours or option in known or option.replace("--no-", "--") in known, f"{page.name} names {option}"
+
+
+@each_page
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w.-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in command_lines(page):
+        if words[0] == "make":
+            wanted = {word for word in words[1:] if "=" not in word}
+            assert wanted <= targets, f"{page.name} wants make {wanted - targets}"
+
+
+@each_page
+def test_names_of_the_package_exist(page: Path) -> None:
+    for text in quoted(page):
+        for name in re.findall(r"\b(?:zs|zeroshard)(?:\.[A-Za-z_]\w*)+", text):
+            if not re.search(rf"[/\w]{re.escape(name)}|{re.escape(name)}\.?(py|md)\b", text):
+                lookup(re.sub(r"^zs\b", "zeroshard", name))
+        for name in re.findall(r"\bengine\.([a-z_]+)\b", text):
+            instance = {"steps", "skipped", "schedule", "model", "plan", "mesh", "ledger", "comm", "py"}
+            assert hasattr(zs.Engine, name) or name in instance, f"{page.name} names engine.{name}"
+    for code, _ in blocks(page, "python"):
+        for name in zeroshard_names(ast.parse(code)):
+            lookup(name)
+
+
+@each_page
+def test_option_files_load(page: Path, tmp_path: Path) -> None:
+    for code, _ in blocks(page, "toml"):
+        file = tmp_path / "options.toml"
+        file.write_text(code)
+        load_toml(file, TrainConfig)
+
+
+@each_page
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for code, to_run in blocks(page, "python"):
+        compiled = compile(code, str(page.relative_to(ROOT)), "exec")
+        if to_run:
+            exec(compiled, {"__name__": "__main__"})
+
+
+@each_page
+def test_lines_are_short_and_name_nobodys_machine(page: Path) -> None:
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        where = f"{page.name}:{number}"
+        assert len(line) <= 140 or line.startswith("|") or page.name == "README.md", (
+            f"{where} has {len(line)} characters"
+        )
+        assert not re.search(r"(?<![\w.])/(home|work|root|tmp|Users|opt)/", line), (
+            f"{where} names a path of one machine"
+        )
+
+
+def test_every_option_has_its_row() -> None:
+    rows = set(re.findall(r"^\| `--([a-z0-9-]+)`", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE))
+    fields = {field.name for kind in (TrainConfig, zs.Plan) for field in dataclasses.fields(kind)} - {"plan"}
+    assert rows == {name.replace("_", "-") for name in fields}
+
+
+def test_every_error_has_its_row() -> None:
+    errors = importlib.import_module("zeroshard.errors")
+    page = (ROOT / "docs" / "errors.md").read_text()
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, zs.ZeroshardError)]
+    for kind in kinds:
+        assert f"`{kind.__name__}`" in page or kind is zs.ZeroshardError
+        if kind is not zs.ZeroshardError:
+            assert f"| `{kind.__name__}` (`{kind.__bases__[1].__name__}`) |" in page
+
+
+def test_pictures_stand_alone() -> None:
+    pictures = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+    assert len(pictures) == 3
+    for picture in pictures:
+        text = picture.read_text()
+        assert not re.search(r"href|url\((?!#)|<script|<image|@import", text), f"{picture.name} loads something"
+        assert "<title" in text and "<desc" in text
