@@ -1,6 +1,7 @@
 """An unmodified transformers GPT-2, from its config: `torchrun --nproc-per-node 2 examples/huggingface_gpt2.py`."""
 
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -12,7 +13,7 @@ model = GPT2LMHeadModel(config)
 plan = zs.Plan(zero=3, precision="bf16", fp32_modules=("LayerNorm",), accumulate=2)
 engine = zs.Engine(model, partial(torch.optim.AdamW, lr=3e-3), plan)
 
-text = torch.frombuffer(bytearray(open(__file__, "rb").read()), dtype=torch.uint8).long()
+text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 generator = torch.Generator().manual_seed(engine.mesh.rank)
 for step in range(30):
     starts = torch.randint(len(text) - 64, (8,), generator=generator)

@@ -65,9 +65,16 @@ def test_gather_and_exchange_move_and_count(pool: Pool, ranks: int) -> None:
         assert full.tolist() == [float(r) for r in range(ranks) for _ in range(3)]
         wanted = torch.stack([torch.arange(3 * rank, 3 * rank + 3) + 100 * sender for sender in range(ranks)])
         assert torch.equal(into, wanted.bfloat16().float().flatten())
-        gather, exchange, inside = (counts[p] for p in (Purpose.GATHER_PARAMETERS, Purpose.REDUCE_GRADIENTS, Purpose.GATHER_GRADIENTS))
+        gather, exchange, inside = (
+            counts[p] for p in (Purpose.GATHER_PARAMETERS, Purpose.REDUCE_GRADIENTS, Purpose.GATHER_GRADIENTS)
+        )
         assert (gather.elements, gather.padding, gather.nbytes, gather.calls) == (3 * ranks - 1, 1, 12 * ranks, 1)
-        assert (exchange.elements, exchange.padding, exchange.nbytes, exchange.calls) == (3 * ranks - 2, 2, 6 * ranks, 1)
+        assert (exchange.elements, exchange.padding, exchange.nbytes, exchange.calls) == (
+            3 * ranks - 2,
+            2,
+            6 * ranks,
+            1,
+        )
         assert gather.sent_nbytes == 12 * (ranks - 1) and exchange.sent_nbytes == 6 * (ranks - 1)
         assert inside.elements == 3 * ranks
         assert digests == answers[0][3]
@@ -131,7 +138,12 @@ def test_ranks_that_agree_on_different_things_name_both(pool: Pool) -> None:
 def test_a_silent_rank_is_named_when_the_time_is_up(pool: Pool) -> None:
     message, other = pool.run(apart, 4, "silent")[:2]
     assert other == "did not take part"
-    assert message is not None and "gather parameters of alone" in message and "rank 1 is silent" in message and "6 s" in message
+    assert (
+        message is not None
+        and "gather parameters of alone" in message
+        and "rank 1 is silent" in message
+        and "6 s" in message
+    )
 
 
 def test_an_announced_failure_reaches_the_rank_that_waits(pool: Pool) -> None:

@@ -86,7 +86,7 @@ def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
     Every process of the world must call this with the same members, also those that are not among them (they get
     a mesh that they cannot use), because making a group is itself collective.
     """
-    patience = timedelta(seconds=timeout)
+    patience = timedelta(seconds=timeout + 30.0)  # Comm gives up first, with the names
     gathers = dist.new_group(members, timeout=patience)
     reductions = dist.new_group(members, timeout=patience)
     control = dist.new_group(members, timeout=patience, backend="gloo")

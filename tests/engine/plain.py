@@ -102,6 +102,11 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: dic
     optimizer.step()
 
 
+def close(found: Any, wanted: Any, where: str, rtol: float, atol: float) -> None:
+    """Equal within the tolerances, or an error that says where not."""
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{where}: {text}")
+
+
 def copy_of(state: dict[str, Any]) -> dict[str, Any]:
     """A state dict that later steps do not change."""
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state.items()}
@@ -114,7 +119,8 @@ def by_hand(script: Script, ranks: int, maker: str) -> tuple[list[list[list[floa
     losses, weights = [], []
     for step in range(len(script.steps)):
         found = [
-            [model(data(step, rank, n), route) for n, route in enumerate(script.routes(step, rank))] for rank in range(ranks)
+            [model(data(step, rank, n), route) for n, route in enumerate(script.routes(step, rank))]
+            for rank in range(ranks)
         ]
         take_step(model, optimizer, mean_gradients(model, found))
         losses.append([[loss.item() for loss in mine] for mine in found])
@@ -122,7 +128,9 @@ def by_hand(script: Script, ranks: int, maker: str) -> tuple[list[list[list[floa
     return losses, weights
 
 
-def by_engine(mesh: zs.Mesh, script: Script, maker: str, plan: zs.Plan) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
+def by_engine(
+    mesh: zs.Mesh, script: Script, maker: str, plan: zs.Plan
+) -> tuple[list[list[float]], list[dict[str, Tensor]]]:
     """The same on one rank of an engine: its losses [step][forward] and the weights after each step."""
     engine = zs.Engine(branches(), MAKERS[maker], plan, mesh=mesh)
     losses, weights = [], []

@@ -1,4 +1,4 @@
-"""Every byte and every element on the wire: the ledger and comm against the paper's formulas and an independent count."""
+"""Every byte and every element on the wire: ledger and comm against the paper's formulas and an independent count."""
 
 from fractions import Fraction
 from functools import partial
@@ -44,7 +44,7 @@ class Even(nn.Module):
 
 
 class TwoOutputs(nn.Module):
-    """Returns the loss and the hidden state after the first block, as dicts of outputs do; its root owns a parameter directly."""
+    """Returns the loss and a hidden state in a dict; its root owns a parameter directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,13 +78,15 @@ def counted(engine: zs.Engine) -> dict[str, int]:
     parameters = size([t for s in shards for t in (s.parameters.own, s.parameters.full)])
     parameters += 0 if engine.plan.zero == 3 else size([p.data for p in engine.model.parameters()])
     masters = size([group_tensor for group in engine.optimizer.param_groups for group_tensor in group["params"]])
-    states = size([v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()])
+    states = size(
+        [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+    )
     gradients = size([t for s in shards if s.gradients for t in (s.gradients._landing, s.gradients._total)])
     return dict(zip(STATES, (parameters, gradients, masters, states), strict=True))
 
 
 def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: int = 6) -> dict[str, Any]:
-    """Train, with the calls of torch.distributed counted on the way; what the engine, and the counters, say afterwards."""
+    """Train, with the calls of torch.distributed counted; what the engine, and the counters, say afterwards."""
     calls: list[tuple[str, int, int, int]] = []
     gather, exchange = dist.all_gather_single, dist.all_to_all_single
 
@@ -125,8 +127,10 @@ def psi(name: str, trainable: bool = True) -> int:
     return sum(p.numel() for p in make(name).parameters() if p.requires_grad == trainable)
 
 
-def expected_states(numel: int, ranks: int, zero: int, precision: str, state: int, accumulate: int = 1) -> dict[str, Fraction]:
-    """The formulas of the paper, section 5, by category; in fp32 there is no master, and accumulation keeps fp32 sums."""
+def expected_states(
+    numel: int, ranks: int, zero: int, precision: str, state: int, accumulate: int = 1
+) -> dict[str, Fraction]:
+    """The paper's formulas, section 5, by category; fp32 has no master, and accumulation keeps fp32 sums."""
     n = Fraction(numel)
     low, master = (2, 4) if precision != "fp32" else (4, 0)
     part = n / ranks
@@ -199,8 +203,18 @@ def test_totals_of_the_paper(pool: Pool, zero: int) -> None:
     for ranks in (1, 2, 4):
         n = ranks
         totals = {
-            "bf16": (16 * count, 4 * count + Fraction(12 * count, n), 2 * count + Fraction(14 * count, n), Fraction(16 * count, n)),
-            "fp32": (16 * count, 8 * count + Fraction(8 * count, n), 4 * count + Fraction(12 * count, n), Fraction(16 * count, n)),
+            "bf16": (
+                16 * count,
+                4 * count + Fraction(12 * count, n),
+                2 * count + Fraction(14 * count, n),
+                Fraction(16 * count, n),
+            ),
+            "fp32": (
+                16 * count,
+                8 * count + Fraction(8 * count, n),
+                4 * count + Fraction(12 * count, n),
+                Fraction(16 * count, n),
+            ),
         }
         for precision, expected in totals.items():
             for answer in pool.run(measure, ranks, "Even", {"zero": zero, "precision": precision}, "adamw", 2):
@@ -212,7 +226,13 @@ def test_totals_of_the_paper(pool: Pool, zero: int) -> None:
 @pytest.mark.parametrize("every", ["auto", "step", "microbatch"])
 def test_plan_and_measurement_agree_under_accumulation(pool: Pool, every: str, zero: int) -> None:
     for precision, reduce_dtype in (("fp32", None), ("bf16", None), ("bf16", "fp32"), ("fp32", "bf16")):
-        plan = {"zero": zero, "precision": precision, "accumulate": 2, "reduce_every": every, "reduce_dtype": reduce_dtype}
+        plan = {
+            "zero": zero,
+            "precision": precision,
+            "accumulate": 2,
+            "reduce_every": every,
+            "reduce_dtype": reduce_dtype,
+        }
         for ranks in (1, 2):
             for answer in pool.run(measure, ranks, "Plain", plan, "adamw", 3):
                 for category in STATES:
@@ -259,7 +279,9 @@ def test_elements_on_the_wire(pool: Pool, accumulate: tuple[int, str], zero: int
             exchanged = sum(output for kind, output, _, _ in calls if kind == "exchange")
             assert gathered == (multiples[0] + multiples[2]) * (psi(name) + padding)
             assert exchanged == multiples[1] * (psi(name) + padding)
-            assert sum(nbytes for *_, nbytes in calls) == sum(answer["traffic"][purpose].measured_bytes for purpose in WIRE)
+            assert sum(nbytes for *_, nbytes in calls) == sum(
+                answer["traffic"][purpose].measured_bytes for purpose in WIRE
+            )
             assert len(calls) == sum(answer["traffic"][purpose].calls for purpose in WIRE)
 
 
@@ -283,7 +305,11 @@ def test_one_rank_sends_nothing(pool: Pool, zero: int) -> None:
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("name", ["Plain", "Checkpointed", "CheckpointedReentrant", "Frozen", "Twice", "Tied"])
 def test_nothing_is_allocated_after_the_second_step(pool: Pool, name: str, zero: int) -> None:
-    for plan in ({"precision": "bf16"}, {"accumulate": 2}, {"precision": "bf16", "accumulate": 2, "reduce_every": "step"}):
+    for plan in (
+        {"precision": "bf16"},
+        {"accumulate": 2},
+        {"precision": "bf16", "accumulate": 2, "reduce_every": "step"},
+    ):
         for answer in pool.run(measure, 2, name, {"zero": zero, **plan}, "adamw", 6):
             assert answer["peaks"][5] == answer["peaks"][1], plan
 
@@ -293,7 +319,9 @@ def over_budget(mesh: zs.Mesh, zero: int) -> list[str]:
     for budget in (300, "17KB"):
         model = make("Plain")
         try:
-            engine = zs.Engine(model, MAKERS["adamw"], zs.Plan(zero=zero, precision="bf16", device_memory=budget), mesh=mesh)
+            engine = zs.Engine(
+                model, MAKERS["adamw"], zs.Plan(zero=zero, precision="bf16", device_memory=budget), mesh=mesh
+            )
             engine.train_step((batch(0, mesh.rank, mesh.ranks), 0))
             messages.append(f"fits in {engine.ledger.total()}")
         except BudgetExceeded as error:

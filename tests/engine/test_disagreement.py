@@ -1,4 +1,4 @@
-"""Ranks that do different things: both stop with both names, instead of hanging or mixing what does not belong together."""
+"""Ranks that do different things: both stop with both names, instead of hanging or mixing what is not alike."""
 
 from dataclasses import replace
 from typing import Any

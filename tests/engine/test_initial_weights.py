@@ -1,4 +1,4 @@
-"""Initial weights keyed by name: the same bits under every plan and world size; and the same run twice is the same run."""
+"""Initial weights keyed by name: the same bits under every plan and world size, and in every run."""
 
 from typing import Any
 
@@ -12,7 +12,12 @@ from torch.nn import functional as F
 import zeroshard as zs
 from zeroshard.errors import ModelError
 
-CUTS: dict[str, tuple[str, ...] | None] = {"rule": None, "one": (), "classes": ("Linear", "Embedding"), "paths": ("blocks.1", "blocks")}
+CUTS: dict[str, tuple[str, ...] | None] = {
+    "rule": None,
+    "one": (),
+    "classes": ("Linear", "Embedding"),
+    "paths": ("blocks.1", "blocks"),
+}
 
 
 class Scaled(nn.Module):
@@ -92,7 +97,11 @@ def start(mesh: zs.Mesh, zero: int, cut: str, seed: int, precision: str = "fp32"
 
 def starts(mesh: zs.Mesh, seed: int) -> dict[tuple[int, str], dict[str, Tensor]]:
     """Initial weights under every stage and, at stages 1 and 3, every cut into units."""
-    return {(zero, cut): start(mesh, zero, cut, seed) for zero in range(4) for cut in (CUTS if zero in (1, 3) else ("rule",))}
+    return {
+        (zero, cut): start(mesh, zero, cut, seed)
+        for zero in range(4)
+        for cut in (CUTS if zero in (1, 3) else ("rule",))
+    }
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -119,7 +128,7 @@ def test_initial_weights_follow_the_seed_and_the_path(pool: Pool) -> None:
 
 
 def test_initial_weights_are_those_of_the_modules_own_initialisation(pool: Pool) -> None:
-    """Each module's `reset_parameters` under a seed made of the plan's seed and the module's path: bounds and spread as torch's."""
+    """Each module's `reset_parameters`: bounds and spread as torch's."""
     weights = pool.run(start, 1, 0, "rule", 7)[0]
     bound = 1 / 9**0.5  # nn.Linear(9, 7): uniform in ±1/sqrt(fan in)
     assert float(weights["blocks.0.up.weight"].abs().max()) <= bound < float(weights["embed.weight"].abs().max())

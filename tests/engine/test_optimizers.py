@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.plain import copy_of, mean_gradients, take_step
+from engine.plain import close, copy_of, mean_gradients, take_step
 from pool import Pool
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
@@ -25,7 +25,9 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(2)]
+        )
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def check(pool: Pool, name: str, zero: int, ranks: int = 2, **how: Any) -> None:
     for _, got, got_norms in answers:
         torch.testing.assert_close(got_norms, norms, rtol=1e-9, atol=0)
         for key, value in weights.items():
-            torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-10, msg=lambda m: f"{key}: {m}")
+            close(got[key], value, key, 1e-8, 1e-10)
 
 
 @pytest.mark.parametrize("zero", STAGES)
@@ -290,7 +292,9 @@ def test_optimizer_that_took_steps_is_refused(maker: str) -> None:
 def left_out(mesh: zs.Mesh, zero: int) -> Any:
     model = model_of("Small")
     before = copy_of(model.state_dict())
-    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("blocks.1")], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [p for name, p in model.named_parameters() if not name.startswith("blocks.1")], lr=1e-2
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = zs.Engine(model, optimizer, zs.Plan(zero=zero), mesh=mesh)

@@ -1,5 +1,6 @@
 """Saving and resuming: bitwise at the same world size, and under any other plan."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -23,7 +24,9 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def make(mesh: zs.Mesh, plan: dict[str, Any], name: str, optimizer: str = "adamw") -> zs.Engine:
     model = build(name, seed=mesh.rank)
-    return zs.Engine(model, lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=mesh)
+    return zs.Engine(
+        model, lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=mesh
+    )
 
 
 def steps(engine: zs.Engine, first: int, last: int, by_hand: bool = False) -> list[float]:
@@ -99,7 +102,7 @@ def test_format_holds_logical_names_and_no_ranks(pool: Pool, tmp_path: Path) -> 
         chunks = manifest["tensors"][f"weight:{name}"]["chunks"]
         covered = sorted((chunk["start"], chunk["stop"]) for chunk in chunks)
         assert covered[0][0] == 0 and covered[-1][1] == weights[name].numel()
-        assert all(a[1] == b[0] for a, b in zip(covered, covered[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(covered))
         for chunk in chunks:
             assert load_file(tmp_path / "c" / chunk["file"])[chunk["key"]].numel() == chunk["stop"] - chunk["start"]
     assert sorted(p.suffix for p in (tmp_path / "c").iterdir()) == [".json", ".safetensors", ".safetensors"]

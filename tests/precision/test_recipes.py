@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.plain import close
 from pool import Pool
 from torch import Tensor, nn
 
@@ -20,7 +21,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9)) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9)) for _ in range(2)]
+        )
         self.head = nn.Linear(9, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +45,9 @@ def rows(step: int, rank: int) -> Tensor:
 adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True)
 
 
-def by_hand(dtype: torch.dtype, scale: float, clip: float | None) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
+def by_hand(
+    dtype: torch.dtype, scale: float, clip: float | None
+) -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
     """Losses by step and rank, norms, and the 16-bit weights of two ranks' mixed-precision training."""
     masters = [p.detach().clone() for p in net().parameters()]
     model = net().to(dtype)
@@ -91,7 +96,7 @@ def test_sixteen_bit_training_is_the_recipe_by_hand(pool: Pool, precision: str, 
             torch.testing.assert_close(got_norms, norms, rtol=1e-5, atol=0)
             for name, value in weights.items():
                 assert got[name].dtype == dtype
-                torch.testing.assert_close(got[name].float(), value.float(), rtol=1e-6, atol=1e-7, msg=lambda m: f"{name}: {m}")
+                close(got[name].float(), value.float(), name, 1e-6, 1e-7)
 
 
 @pytest.mark.parametrize("zero", STAGES)
@@ -166,7 +171,7 @@ def test_dynamic_scale_follows_its_rules_on_all_ranks(pool: Pool, zero: int) -> 
     plan = {"loss_scale_initial": 1024.0, "loss_scale_window": 2, "loss_scale_hysteresis": 2, "loss_scale_floor": 256.0}
     overflows = "00111010111100"
     by_hand = [1024, 1024, 2048, 2048, 1024, 1024, 1024, 512, 512, 512, 256, 256]
-    #           good  good, grew; 1st, 2nd: backs off; 1st; good; 2nd: backs off; good; 1st; 2nd: to the floor; 1st; 2nd: error
+    # good; good, grew; 1st; 2nd, backs off; 1st; good; 2nd, backs off; good; 1st; 2nd, to the floor; 1st; 2nd: error
     expected = [
         (1024, 1024),
         (1024, 2048),
@@ -233,7 +238,7 @@ def with_fp32_norms(mesh: zs.Mesh, zero: int, names: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize("zero", STAGES)
 def test_fp32_modules_compute_in_fp32(pool: Pool, zero: int) -> None:
-    """LayerNorms keep fp32 weights and arithmetic between bf16 neighbours, as a hand-made model with casts around them does."""
+    """LayerNorms keep fp32 weights and arithmetic, as in a hand-made model with casts around them."""
 
     class CastNorm(nn.LayerNorm):
         def forward(self, x: Tensor) -> Tensor:

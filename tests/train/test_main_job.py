@@ -81,7 +81,9 @@ def test_resume_goes_on_bit_for_bit_and_options_come_from_toml(text: Path, tmp_p
 
 
 def test_one_process_and_other_precisions(text: Path, tmp_path: Path) -> None:
-    train(text, tmp_path, "--steps", "6", "--out", "a", "--precision", "bf16", "--fp32-modules", "LayerNorm", ranks=None)
+    train(
+        text, tmp_path, "--steps", "6", "--out", "a", "--precision", "bf16", "--fp32-modules", "LayerNorm", ranks=None
+    )
     train(text, tmp_path, "--steps", "6", "--out", "b", "--precision", "fp16", "--accumulate", "2", ranks=None)
     for name in ("a", "b"):
         (run,) = (tmp_path / name).iterdir()
@@ -104,7 +106,11 @@ WRONG = [
     (["--zeroo", "2"], "Unrecognized", 2),
     (["--zero", "7"], "7", 2),
     (["--ranks", "0"], "--ranks is 0; it must be a number of processes, 1 or more", 2),
-    (["--batch", "3", "--accumulate", "2"], "batch is 3 rows per rank and accumulate is 2, which does not divide it", 2),
+    (
+        ["--batch", "3", "--accumulate", "2"],
+        "batch is 3 rows per rank and accumulate is 2, which does not divide it",
+        2,
+    ),
     (["--data", "nowhere"], "nowhere does not exist", 2),
     (["--data", "empty"], "no text was found", 2),
     (["--model", "smal"], "did you mean small", 2),
@@ -117,8 +123,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("words, message, code", WRONG, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
-def test_wrong_input_gives_one_clear_sentence(words: list[str], message: str, code: int, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words, message, code", WRONG, ids=lambda value: "-".join(value) if isinstance(value, list) else ""
+)
+def test_wrong_input_gives_one_clear_sentence(
+    words: list[str], message: str, code: int, text: Path, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "misspelt.toml").write_text("learning_rat = 1.0\n")
     base = ["train", "--steps", "4", *SHORT] + ([] if "--data" in words else ["--data", str(text)])

@@ -159,11 +159,9 @@ class Backward:
         if self._arrived[unit][flat][number]:  # a second round: re-entrant recomputation used the unit once more
             self._arrived[unit] = [bytearray(len(arrived)) for arrived in self._arrived[unit]]
         self._arrived[unit][flat][number] = 1
-        if not self._complete(unit):
-            return
-        if self._gatherer is not None and self._only_trainable[unit]:
+        if self._gatherer is not None and self._only_trainable[unit] and all(map(all, self._arrived[unit])):
             self._gatherer.done(unit)
-        if self.reduces:
+        if self.reduces and self._complete(unit):
             self._launch_complete()
 
     def _complete(self, unit: int) -> bool:

@@ -45,7 +45,7 @@ class Forward:
 
     def _watch_units(self, gatherer: Gatherer) -> None:
         for unit, shards in zip(self._assembly.units, self._assembly.shards, strict=True):
-            for owner in unit.owners:
+            for owner in (owner for owner in unit.owners if owner is not self._assembly.units[self._root].module):
                 owner.register_forward_pre_hook(_Need(gatherer, unit.number), prepend=True)
             if unit.number != self._root:
                 unit.module.register_forward_pre_hook(_Need(gatherer, unit.number), prepend=True)

@@ -119,6 +119,7 @@ class Update:
         optimizer.step(shard.spans, gradient_of)
         if scratch is not None:
             arena.give(scratch)
+        shard.gradients.updated()
         if shard.master:
             shard.target.copy_(shard.owned)
         shard.parameters.start_spread()
@@ -148,8 +149,11 @@ class Update:
         for shard in self._shards:
             assert shard.gradients is not None
             total = shard.gradients.settle()
-            norms.append(torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32)))
-        return sum(float(norm) ** 2 for norm in norms)
+            norm = float(torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32)))
+            if math.isinf(norm):  # perhaps only their squares do not fit
+                norm = float(torch.linalg.vector_norm(total, dtype=torch.float64))
+            norms.append(norm)
+        return sum(norm * norm for norm in norms)
 
     def _spread_written(self, settled: Settled) -> None:
         """A parameter that got a gradient on any rank got one here too: zeros, if nothing else."""

@@ -67,6 +67,7 @@ class GradientShards:
         self._total: torch.Tensor | None = None
         self._exchange: tuple[Pending, torch.Tensor, torch.Tensor] | None = None
         self._reduced = False
+        self._wide: torch.Tensor | None = None
         self.written = bytearray(len(flat.parameters))
         self.written_in_step = bytearray(len(flat.parameters))
         if self._keeps_landing:
@@ -205,12 +206,18 @@ class GradientShards:
         """The gradient over what this rank updates: its slice [S], or at stage 0 everything [N*S], gathered."""
         if not self._gathers:
             return self.total
-        if self._total is not None and self._total.dtype != self._landing_dtype:
-            self._widen_landing()
         assert self._landing is not None
-        total, padding = self.total, self.flat.index.padding
-        self._comm.gather(self._landing, total, Purpose.GATHER_GRADIENTS, self.flat.label, padding).wait()
-        return self._landing
+        total, index, whole = self.total, self.flat.index, self._landing
+        if total.dtype != whole.dtype:
+            whole = self._wide = self._arena.take(index.padded_numel, total.dtype, f"sums {self.flat.label}")
+        self._comm.gather(whole, total, Purpose.GATHER_GRADIENTS, self.flat.label, index.padding).wait()
+        return whole
+
+    def updated(self) -> None:
+        """What `for_update` returned is not needed any more."""
+        if self._wide is not None:
+            self._arena.give(self._wide)
+            self._wide = None
 
     def consume(self) -> None:
         """Forget the step's gradients: they were used, or the step was skipped."""

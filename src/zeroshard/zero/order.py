@@ -29,6 +29,8 @@ class Order:
     def __init__(self, units: list[int]) -> None:
         self.units = units
         self.settled = False
+        self.known = False  # whether a pass has settled it before
+        self.detoured = False  # whether the pass under way left it, on all ranks alike
 
 
 class Pass:
@@ -93,7 +95,12 @@ class Gatherer:
         self._passes.pop()
         if not walk.order.settled:
             records = self._comm.agree_on(walk.used, f"order of {walk.kind}")
-            walk.order.units = merge(records)
+            if walk.order.detoured:
+                walk.order.units = merge([walk.order.units, *records] if walk.order.known else records)
+            else:
+                used = {number for record in records for number in record}
+                walk.order.units = [number for number in walk.order.units if number in used]
+            walk.order.known, walk.order.detoured = True, False
             walk.order.settled = True
 
     def abandon(self) -> None:
@@ -113,7 +120,7 @@ class Gatherer:
         if walk is None or place is None:
             self._agree_on_detour(number)
             if walk is not None:
-                walk.order.settled = False
+                walk.order.settled, walk.order.detoured = False, True
             self._start(number)
         else:
             self._advance(walk, place)
