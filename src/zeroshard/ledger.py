@@ -93,6 +93,19 @@ class Ledger:
         Raises:
             BudgetExceeded: with the table of what the tier holds.
         """
+        self.check_room(category, nbytes, label, tier)
+        account = self._accounts[tier, category]
+        account.current += nbytes
+        account.padding += padding
+        account.peak = max(account.peak, account.current)
+        self._note(label)
+
+    def check_room(self, category: Category, nbytes: int, label: str, tier: str = "device") -> None:
+        """Refuse what the budget cannot hold, before it is allocated.
+
+        Raises:
+            BudgetExceeded: with the table of what the tier holds.
+        """
         budget = self.budgets.get(tier)
         limited = self.total(tier) - self._accounts[tier, Category.ACTIVATIONS].current
         if budget is not None and category is not Category.ACTIVATIONS and limited + nbytes > budget:
@@ -101,11 +114,6 @@ class Ledger:
                 f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {limited:,} of its "
                 f"budget of {budget:,} ({held or 'nothing'}). Raise the budget, use more ranks, or a higher ZeRO stage."
             )
-        account = self._accounts[tier, category]
-        account.current += nbytes
-        account.padding += padding
-        account.peak = max(account.peak, account.current)
-        self._note(label)
 
     def give(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
         """Strike out `nbytes` that were entered with `take` and are free again."""

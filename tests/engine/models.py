@@ -178,7 +178,9 @@ def batch(step: int, rank: int, ranks: int, rows: int = 8) -> Tensor:
     return tokens.chunk(ranks)[rank]
 
 
-def reference(name: str, optimizer: str, steps: int, clip: float | None = None) -> tuple[list[float], dict[str, Tensor]]:
+def reference(
+    name: str, optimizer: str, steps: int, clip: float | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of a plain PyTorch loop on the global batch."""
     model = build(name)
     opt = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)

@@ -114,6 +114,9 @@ class Assembler:
             materialiser.materialise(module)  # buffers of modules without parameters
         self._place_buffers()
         spans.adopt()
+        states = sum(_state_nbytes(shard, layout) for unit in shards for shard in unit)
+        made = self._ledger.account(Category.OPTIMIZER_STATES).current
+        self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         return Assembly(units, shards, spans, layout, self._precision, self._arena)
 
     def _kinds(
@@ -167,6 +170,13 @@ class Assembler:
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
                 self._comm.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
+
+
+def _state_nbytes(shard: Shard, layout: StateLayout) -> int:
+    """Bytes of optimizer states that the first step makes for a shard."""
+    if not shard.flat.trainable:
+        return 0
+    return shard.owned.numel() * layout.bytes_per_element * shard.owned.itemsize // 4
 
 
 def _values(flat: Flat, device: torch.device) -> torch.Tensor:

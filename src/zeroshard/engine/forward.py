@@ -6,6 +6,7 @@ gathered buffer is kept as it is (it pins no memory, the storage is emptied unde
 before the saved tensor is read, whatever way the backward came there.
 """
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -77,7 +78,7 @@ class Forward:
         if hooks is not None:
             hooks.__exit__(None, None, None)
         if self._gatherer is not None and begins:
-            if output is None:  # the forward raised; the other ranks hear of it from this one's end
+            if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()
                 return
             self._gatherer.done(self._root)
