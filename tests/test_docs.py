@@ -73,7 +73,7 @@ def check_options(command: str, words: list[str], page: Path) -> None:
     """Raise unless `zeroshard COMMAND WORDS` would be understood."""
     assert command in {*COMMANDS, "--help", "-h", "--version"}, f"{page.name}: there is no command {command}"
     words = [word for word in words if word not in ("--help", "...")]
-    for option in ("--ranks", "--config") if command == "train" else ("--config",):
+    for option in ("--config",):
         if option in words:
             assert len(words) > words.index(option) + 1, f"{page.name}: {option} has no value"
             del words[words.index(option) : words.index(option) + 2]
@@ -151,7 +151,7 @@ def test_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str])
 def test_options_in_prose_exist(page: Path) -> None:
     kinds = (TrainConfig, zs.Plan, PlanOptions, ReportOptions)
     options = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)}
-    known = {f"--{name}" for name in options} | {"--ranks", "--config", "--help", "--version"}
+    known = {f"--{name}" for name in options} | {"--config", "--help", "--version"}
     for name in quoted(page):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", name):
             ours = not re.match(r"(torchrun|pip|pytest|git|python)\b", name)

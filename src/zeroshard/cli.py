@@ -73,30 +73,22 @@ def _train(argv: list[str]) -> None:
     from zeroshard.train.config import TrainConfig
     from zeroshard.train.toml_config import parse
 
-    ranks, rest = _take_ranks(argv)
+    launched = os.environ.get("WORLD_SIZE")
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":  # every rank reads the same words; one of them speaks
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        config = parse(TrainConfig, rest, "zeroshard train")
-    if ranks is not None and "RANK" not in os.environ:
-        _launch(ranks, rest)
+        config = parse(TrainConfig, argv, "zeroshard train")
+    if config.ranks is not None and launched is None:
+        _launch(config.ranks, argv)
         return
+    if config.ranks is not None and str(config.ranks) != launched:
+        raise ConfigError(
+            f"ranks is {config.ranks} and torchrun started {launched} processes; leave out one of the two."
+        )
     from zeroshard.launch import run_rank
 
     run_rank(config)
-
-
-def _take_ranks(argv: list[str]) -> tuple[int | None, list[str]]:
-    """The value of --ranks, and the other words; torchrun's own count rules under torchrun."""
-    for place, word in enumerate(argv):
-        if word == "--ranks" or word.startswith("--ranks="):
-            inline = "=" in word
-            value = word.partition("=")[2] if inline else argv[place + 1] if place + 1 < len(argv) else ""
-            if not value.isdigit() or int(value) < 1:
-                raise ConfigError(f"--ranks is {value or 'missing'}; it must be a number of processes, 1 or more.")
-            return int(value), argv[:place] + argv[place + (1 if inline else 2) :]
-    return None, argv
 
 
 def _launch(ranks: int, argv: list[str]) -> None:

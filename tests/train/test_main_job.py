@@ -105,7 +105,7 @@ def test_tensorboard_events(text: Path, tmp_path: Path) -> None:
 WRONG = [
     (["--zeroo", "2"], "Unrecognized", 2),
     (["--zero", "7"], "7", 2),
-    (["--ranks", "0"], "--ranks is 0; it must be a number of processes, 1 or more", 2),
+    (["--ranks", "0"], "ranks is 0; it must be 1 or more", 2),
     (
         ["--batch", "3", "--accumulate", "2"],
         "batch is 3 rows per rank and accumulate is 2, which does not divide it",

@@ -10,7 +10,7 @@ from zeroshard.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a language model on text: under torchrun, or with --ranks on this machine."""
+    """Train a language model on text: under torchrun, or with --ranks N on this machine."""
 
     plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
     """How to train."""
@@ -24,7 +24,7 @@ class TrainConfig:
     """Tokens per row that the model predicts."""
     batch: int = 4
     """Rows per rank and step, all microbatches together."""
-    steps: int = 1000
+    steps: int = 900
     """Steps of the whole run."""
     optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
     """Which torch.optim optimizer."""
@@ -56,6 +56,8 @@ class TrainConfig:
     """Save a checkpoint at the end."""
     tensorboard: bool = False
     """Write TensorBoard events too (extra: tensorboard)."""
+    ranks: int | None = None
+    """Start this many processes on this machine; under torchrun, how many it must have started."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes CUDA when there is a GPU for every rank."""
 
@@ -64,6 +66,8 @@ class TrainConfig:
         for name, low in {**least, "sample_tokens": 0}.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {low} or more.")
+        if self.ranks is not None and self.ranks < 1:
+            raise ConfigError(f"ranks is {self.ranks}; it must be 1 or more.")
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be more than 0 and finite.")
         for name in ("final_learning_rate", "dropout", "beta2"):
