@@ -1,0 +1,38 @@
+"""The examples run as their first lines say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(name: str) -> str:
+    """The output of an example on two ranks."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(ROOT / "examples" / name)
+    done = subprocess.run([*start, script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_own_loop() -> None:
+    output = run("own_loop.py")
+    loss = float(output.split("loss ")[1].split(",")[0])
+    assert loss < 0.55  # the variance of the target is 0.5
+    assert "planned bytes" in output
+    assert "reduce gradients" in output
+
+
+def test_unmodified_hugging_face_gpt2() -> None:
+    pytest.importorskip("transformers")
+    losses = [
+        float(line.split("loss ")[1].split(",")[0])
+        for line in run("huggingface_gpt2.py").splitlines()
+        if "loss " in line
+    ]
+    assert losses[-1] < losses[0] < 5.5
