@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 ENGINES = ("ddp", "zero0", "zero1", "zero2", "zero3")
@@ -103,7 +104,20 @@ def main() -> None:
         )
     if arguments.json:
         with open(arguments.json, "w") as out:
-            json.dump(rows, out, indent=1)
+            json.dump({**_circumstances(), "rounds": arguments.rounds, "rows": rows}, out, indent=1)
+
+
+def _circumstances() -> dict[str, Any]:
+    """Where and when, for whoever reads the figures later."""
+    from importlib.metadata import version
+
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    versions = {name: version(name) for name in ("torch", "zeroshard")}
+    return {"date": time.strftime("%Y-%m-%d"), "cpu": models[0], "cores": len(models), "versions": versions}
 
 
 def _cpu_seconds() -> float:
