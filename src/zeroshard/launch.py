@@ -37,7 +37,7 @@ def run_rank(config: TrainConfig) -> None:
     except BaseException as error:
         leave(error, mesh)
     sys.stdout.flush()
-    os._exit(0)  # nothing is left to write, and gloo's threads now and then abort a process that ends the long way
+    os._exit(0)  # nothing is left to write; see _leave in mesh.py for what a longer way out would wait for
 
 
 def leave(error: BaseException, mesh: Mesh | None) -> None:

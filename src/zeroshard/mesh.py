@@ -6,6 +6,7 @@ One axis exists so far, `data`. The mesh is passed as an object; there is no glo
 import atexit
 import os
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from zeroshard.errors import PlanError
+
+SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,9 @@ def _leave(mesh: Mesh) -> None:
     if error is not None:
         announce_failure(mesh, error)  # peers may be gone, and waiting for them is no use
     elif dist.is_initialized():
+        # gloo's threads drop their tensors a little after a result is there, and need Python's lock for it; one that
+        # asks for the lock of an interpreter that is ending aborts the process.
+        time.sleep(SETTLE)
         dist.destroy_process_group()
 
 
