@@ -24,7 +24,7 @@ class TrainConfig:
     """Tokens per row that the model predicts."""
     batch: int = 4
     """Rows per rank and step, all microbatches together."""
-    steps: int = 900
+    steps: int = 800
     """Steps of the whole run."""
     optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
     """Which torch.optim optimizer."""

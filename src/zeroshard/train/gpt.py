@@ -1,4 +1,4 @@
-"""The built-in model: a plain GPT with rotary positions, and sizes from 0.8 million to 1.6 billion parameters.
+"""The built-in model: a plain GPT with rotary positions, and sizes from 1 million to 1.6 billion parameters.
 
 Shapes: B batch, T time, W width, H heads, D = W / H, V vocabulary.
 """
@@ -44,7 +44,7 @@ class GPTConfig:
 
 
 SIZES: dict[str, GPTConfig] = {
-    "tiny": GPTConfig(vocabulary=256, context=256, width=128, heads=2, layers=4),
+    "tiny": GPTConfig(vocabulary=256, context=256, width=128, heads=2, layers=5),
     "small": GPTConfig(vocabulary=256, context=256, width=192, heads=3, layers=7),
     "medium": GPTConfig(vocabulary=256, context=512, width=320, heads=5, layers=8),
     "gpt2": GPTConfig(vocabulary=50257, context=1024, width=768, heads=12, layers=12),
