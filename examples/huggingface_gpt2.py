@@ -10,7 +10,7 @@ import zeroshard as zs
 
 config = GPT2Config(vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4, use_cache=False)
 model = GPT2LMHeadModel(config)
-plan = zs.Plan(zero=3, precision="bf16", fp32_modules=("LayerNorm",), accumulate=2)
+plan = zs.Plan(zero=3, precision="bf16", fp32_modules=("LayerNorm",), microbatches=2)
 engine = zs.Engine(model, partial(torch.optim.AdamW, lr=3e-3), plan)
 
 text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()

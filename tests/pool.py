@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD = 4
-SIZES = (2, 4)
+SIZES = (2, 3, 4)
 TIMEOUT = 20.0  # seconds that a collective may wait inside a test
 PATIENCE = 90.0  # seconds that a whole test function may take
 
@@ -34,6 +34,7 @@ class Pool:
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
+        self._calls = 0
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         """Results of `function(mesh, *args)` on `ranks` ranks.
@@ -43,7 +44,8 @@ class Pool:
         """
         if not self._processes:
             self._start()
-        call = (function.__module__, function.__qualname__, ranks, args)
+        self._calls += 1
+        call = (self._calls, function.__module__, function.__qualname__, ranks, args)
         for pipe in self._pipes[:ranks]:
             pipe.send(call)
         answers: dict[int, Any] = {}
@@ -83,6 +85,20 @@ class Pool:
             self._pipes.append(here)
 
 
+def _start_groups_afresh(kept: set[Any], number: int) -> None:
+    """End the groups that the last test made, and let torch name new ones alike on all workers and unlike before.
+
+    It names the groups of some of the ranks by how many groups there are, which differs between workers.
+    """
+    import torch.distributed as dist
+
+    names = dist.distributed_c10d._world.pg_names
+    for group in [group for group in names if isinstance(group, dist.ProcessGroup) and group not in kept]:
+        dist.destroy_process_group(group)
+    while len(names) < 100 + 20 * number:
+        names[object()] = f"filler {len(names)}"
+
+
 def _work(rank: int, port: int, pipe: Any, path: list[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = path
@@ -97,11 +113,13 @@ def _work(rank: int, port: int, pipe: Any, path: list[str]) -> None:
     meshes = {1: Mesh(timeout=TIMEOUT)}
     for size in SIZES:
         meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
+    kept = set(dist.distributed_c10d._world.pg_names)
     while True:
         try:
-            module, name, ranks, args = pipe.recv()
+            number, module, name, ranks, args = pipe.recv()
         except EOFError:
             return
+        _start_groups_afresh(kept, number)
         try:
             target: Any = importlib.import_module(module)
             for part in name.split("."):

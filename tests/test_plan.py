@@ -27,7 +27,7 @@ WRONG: dict[str, list[Any]] = {
     "loss_scale_window": [0, -1, 1.5, "long", None],
     "loss_scale_hysteresis": [0, -1, 1.5, "much", None],
     "loss_scale_floor": [0, -1.0, INF, NAN, "low", None],
-    "accumulate": [0, -1, 1.5, "2", True, None],
+    "microbatches": [0, -1, 1.5, "2", True, None],
     "reduce_every": ["epoch", None, 1],
     "clip_norm": [0, -1.0, INF, NAN, "1", True],
     "nonfinite": ["stop", None],
@@ -44,7 +44,7 @@ GOOD: dict[str, list[Any]] = {
     "loss_scale": ["auto", "dynamic", "off", 128.0, 1],
     "loss_scale_growth": [1.0, 4],
     "loss_scale_backoff": [1.0, 0.25],
-    "accumulate": [1, 3],
+    "microbatches": [1, 3],
     "reduce_every": ["auto", "microbatch"],
     "clip_norm": [None, 1, 0.5],
     "nonfinite": ["raise", "skip", "ignore"],
@@ -88,13 +88,13 @@ def test_settings_that_do_not_combine() -> None:
     Plan(precision="bf16", loss_scale="off")
 
 
-@pytest.mark.parametrize("zero, accumulate", list(itertools.product(range(4), (1, 2))))
-def test_reductions_once_a_step_need_several_microbatches(zero: int, accumulate: int) -> None:
-    if accumulate == 1 and zero >= 2:
-        with pytest.raises(PlanError, match=r"reduce_every='step'.*accumulate"):
-            Plan(zero=zero, accumulate=accumulate, reduce_every="step")
+@pytest.mark.parametrize("zero, microbatches", list(itertools.product(range(4), (1, 2))))
+def test_reductions_once_a_step_need_several_microbatches(zero: int, microbatches: int) -> None:
+    if microbatches == 1 and zero >= 2:
+        with pytest.raises(PlanError, match=r"reduce_every='step'.*microbatches"):
+            Plan(zero=zero, microbatches=microbatches, reduce_every="step")
     else:
-        assert Plan(zero=zero, accumulate=accumulate, reduce_every="step").reductions == 1
+        assert Plan(zero=zero, microbatches=microbatches, reduce_every="step").reductions == 1
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_reductions_once_a_step_need_several_microbatches(zero: int, accumulate:
     + [(zero, *rest) for zero in (1, 2, 3) for rest in (("auto", 4), ("microbatch", 4), ("step", 1))],
 )
 def test_reductions_of_four_microbatches(zero: int, reduce_every: str, reductions: int) -> None:
-    plan = Plan(zero=zero, accumulate=4, reduce_every=reduce_every)
+    plan = Plan(zero=zero, microbatches=4, reduce_every=reduce_every)
     assert plan.reductions == reductions
     assert plan.reduces_each_microbatch is (reductions == 4)
 

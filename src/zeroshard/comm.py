@@ -11,14 +11,18 @@ for and how many it has started in each group. Two ranks that each wait for what
 go on, so both stop with both names instead of hanging. Ranks that are merely slow are waited for until the timeout.
 """
 
+import contextlib
 import json
+import threading
 import time
+import weakref
 import zlib
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,7 @@ from zeroshard.errors import CommError
 from zeroshard.mesh import Mesh
 
 PATIENCE = 2.0  # seconds of waiting before a rank says where it is
+REMEMBERED = 32  # messages per channel whose names a rank can still tell
 LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
 
 
@@ -37,8 +42,15 @@ class Purpose(StrEnum):
     GATHER_TO_EVALUATE = "gather to evaluate"
     REDUCE_GRADIENTS = "reduce gradients"
     GATHER_GRADIENTS = "gather gradients"
+    SEND_ACTIVATIONS = "send activations"
+    SEND_GRADIENTS = "send their gradients"
+    LEND_WEIGHTS = "lend weights"
+    REPAY_GRADIENTS = "repay their gradients"
     CONTROL = "agreement"
     SETUP = "set-up"
+
+
+BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages go apart from those of the forwards
 
 
 @dataclass(slots=True)
@@ -62,9 +74,11 @@ class Count:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of one collective: its group, its number there (from 1), and its name."""
+class Place(NamedTuple):
+    """The place of one collective: its group, its number there (from 1), and its name.
+
+    The group of a message is its channel, "source>destination"; its number counts the messages there.
+    """
 
     group: str
     number: int
@@ -116,7 +130,9 @@ class Comm:
         self.counts: dict[Purpose, Count] = defaultdict(Count)
         self.digests = {"gather": 0, "reduce": 0}
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
-        self._started = dict.fromkeys(self._groups, 0)
+        self._started: dict[str, int] = defaultdict(int)
+        self._watch: _Watch | None = None
+        self._said: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def reset(self) -> None:
         """Start counting again from zero."""
@@ -136,14 +152,32 @@ class Comm:
             work = dist.all_to_all_single(into, full, group=self._groups["reduce"], async_op=True)
         return Pending(self, work, place, count)
 
-    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
-        """Overwrite `tensor` with rank 0's; used once, at set-up."""
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Overwrite `tensor` with that of rank `source`; for set-up and for taking the model out, not for every step."""
         if self.mesh.ranks == 1:
             return
         place, count = self._enter("gather", tensor, Purpose.SETUP, label, 0)
         with self._naming(place):
-            work = dist.broadcast(tensor, group=self._groups["gather"], group_src=0, async_op=True)
+            work = dist.broadcast(tensor, group=self._groups["gather"], group_src=source, async_op=True)
         Pending(self, work, place, count).wait()
+
+    def send(self, tensor: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
+        """Start to send `tensor` to rank `peer`; it must stay as it is until the result has been waited for."""
+        place, count, group = self._channel(self.mesh.rank, peer, purpose, label)
+        count.elements += tensor.numel()
+        count.nbytes += tensor.nbytes
+        count.sent_nbytes += tensor.nbytes
+        count.calls += 1
+        with self._naming(place):
+            work = dist.isend(tensor, group=group, group_dst=peer, tag=_tag(label))
+        return Pending(self, work, place, count)
+
+    def receive(self, into: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
+        """Start to fill `into` with what rank `peer` sends under the same label."""
+        place, count, group = self._channel(peer, self.mesh.rank, purpose, label)
+        with self._naming(place):
+            work = dist.irecv(into, group=group, group_src=peer, tag=_tag(label))
+        return Pending(self, work, place, count)
 
     def agree(self, words: bytes, label: str) -> list[bytes]:
         """Every rank's `words`, in rank order.
@@ -185,6 +219,9 @@ class Comm:
 
     def wait(self, work: dist.Work, place: Place) -> None:
         """Wait for `work`, looking for the reason when it takes long."""
+        if ">" in place.group:
+            self._wait_for_message(work, place)
+            return
         if place.group != "control" and self.mesh.device.type == "cuda":
             work.wait()
             return
@@ -197,10 +234,50 @@ class Comm:
                 break
             except TimeoutError:
                 published = True
-                self._publish(place)
-                self._compare(place, expired=time.monotonic() > deadline)
-        if published and self.mesh.store is not None:
+                self.explain(place, expired=time.monotonic() > deadline)
+        if published:
+            self.withdraw()
+
+    def explain(self, place: Place, expired: bool) -> None:
+        """Say in the store what this rank waits for, and compare with what the others say.
+
+        Raises:
+            CommError: the wait can never end, or has lasted too long.
+        """
+        self._publish(place)
+        self._compare(place, expired)
+
+    def withdraw(self) -> None:
+        """This rank goes on."""
+        if self.mesh.store is not None:
             self.mesh.store.delete_key(f"where/{self.mesh.rank}")
+
+    def break_messages(self, place: Place | None) -> None:
+        """Let the wait at `place` fail."""
+        group = self._groups["reduce" if place is not None and place.group.endswith("backward") else "gather"]
+        other = (self.mesh.rank + 1) % self.mesh.ranks
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(0)
+            work = dist.irecv(nothing, group=group, group_src=other, tag=_tag("never"))
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+    def _wait_for_message(self, work: dist.Work, place: Place) -> None:
+        """[Note: watched messages] gloo breaks a group when a wait for a message times out, so the wait has no
+        timeout; a thread of its own looks for the reason when it takes long, and breaks the group when it finds one.
+        """
+        if self._watch is None:
+            self._watch = _Watch(self)
+        self._watch.since, self._watch.place = time.monotonic(), place
+        try:
+            with self._naming(place):
+                work.wait()
+        except CommError:
+            if self._watch.found is not None:
+                raise self._watch.found from None
+            raise
+        finally:
+            self._watch.place = None
 
     def _enter(self, group: str, full: torch.Tensor, purpose: Purpose, label: str, padding: int) -> tuple[Place, Count]:
         place = self._place(group, f"{purpose} of {label}")
@@ -208,6 +285,14 @@ class Comm:
         count = self.counts[purpose]
         self._add(count, full, padding)
         return place, count
+
+    def _channel(
+        self, source: int, destination: int, purpose: Purpose, label: str
+    ) -> tuple[Place, Count, dist.ProcessGroup | None]:
+        backward = purpose in BACKWARDS
+        place = self._place(f"{source}>{destination}{' backward' if backward else ''}", label)
+        self._said[place.group].append((place.number, label))
+        return place, self.counts[purpose], self._groups["reduce" if backward else "gather"]
 
     def _place(self, group: str, label: str) -> Place:
         self._started[group] += 1
@@ -225,7 +310,8 @@ class Comm:
         return _Naming(self, place)
 
     def _publish(self, place: Place) -> None:
-        where = {"place": [place.group, place.number, place.label], "started": self._started}
+        said = {group: list(labels) for group, labels in self._said.items()}
+        where = {"place": [place.group, place.number, place.label], "started": self._started, "said": said}
         assert self.mesh.store is not None
         self.mesh.store.set(f"where/{self.mesh.rank}", json.dumps(where))
 
@@ -243,10 +329,13 @@ class Comm:
                 continue
             there = json.loads(store.get(f"where/{other}"))
             theirs = Place(*there["place"])
-            apart = there["started"][place.group] < place.number and self._started[theirs.group] < theirs.number
-            renamed = (theirs.group, theirs.number) == (place.group, place.number) and theirs.label != place.label
-            if apart or renamed:
-                raise CommError(_disagreement(rank, place.label, other, theirs.label))
+            if not (_in(other, place.group) and _in(rank, theirs.group)):
+                continue
+            apart = there["started"].get(place.group, 0) < place.number and self._started[theirs.group] < theirs.number
+            said = dict(there["said"].get(place.group, []))  # messages that it has started, waiting for them or not
+            label = said.get(place.number, theirs.label if theirs[:2] == place[:2] else place.label)
+            if apart or label != place.label:
+                raise CommError(_disagreement(rank, place.label, other, theirs.label if apart else label))
         if expired:
             who = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
             raise CommError(
@@ -257,11 +346,73 @@ class Comm:
 
     def failure(self) -> str | None:
         """What the first rank to fail said of it, if one did and the store still answers."""
-        store = self.mesh.store
+        store = self.mesh.failures
         try:
             return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
         except dist.DistError:
             return None
+
+
+class _Watch(threading.Thread):
+    """Looks after a wait for a message that takes long.
+
+    Attributes:
+        place: what is waited for; None between waits.
+        since: when the wait began.
+        found: why it can never end.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(name="zeroshard watch", daemon=True)
+        self._comm = weakref.ref(comm)
+        self.place: Place | None = None
+        self.since = 0.0
+        self.found: CommError | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Look in twice a second for as long as there is something to look after."""
+        published = False
+        while True:
+            time.sleep(PATIENCE / 4)
+            comm, place = self._comm(), self.place
+            if comm is None or self.found is not None:
+                return
+            waited = time.monotonic() - self.since
+            try:
+                if place is not None and waited > PATIENCE:
+                    published = True
+                    comm.explain(place, expired=waited > comm.mesh.timeout)
+                elif published:
+                    published = False
+                    comm.withdraw()
+            except CommError as error:
+                self.found = error
+                comm.break_messages(place)
+            except dist.DistError:
+                return  # the store is gone with rank 0, and so will be the wait
+            del comm
+
+
+def merged(counts: Iterable[Mapping[Purpose, Count]]) -> dict[Purpose, Count]:
+    """The sums of several `Comm.counts`."""
+    total: dict[Purpose, Count] = {}
+    for each in counts:
+        for purpose, count in each.items():
+            sofar = astuple(total.get(purpose, Count()))
+            total[purpose] = Count(*(a + b for a, b in zip(sofar, astuple(count), strict=True)))
+    return total
+
+
+def _in(rank: int, group: str) -> bool:
+    """Whether a rank takes part in a group or in a channel."""
+    ends = group.removesuffix(" backward").split(">")
+    return len(ends) == 1 or str(rank) in ends
+
+
+def _tag(label: str) -> int:
+    """Messages meet by their labels, so that ranks which disagree wait (and are told) instead of mixing them up."""
+    return zlib.crc32(label.encode()) & 0x3FFFFFFF
 
 
 def _disagreement(rank: int, label: str, other: int, theirs: str) -> str:

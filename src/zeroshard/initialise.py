@@ -5,7 +5,7 @@ the world size, or what was initialised before it.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -23,13 +23,16 @@ class Materialiser:
         seed: the seed of all initial weights.
         initialise: called with each module that owns parameters or buffers, as in `nn.Module.apply`; by default the
             module's own `reset_parameters()`.
+        skip: modules that stay on the meta device, because their tensors are elsewhere.
     """
 
-    def __init__(self, model: nn.Module, seed: int, initialise: Initialiser | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, seed: int, initialise: Initialiser | None = None, skip: Iterable[nn.Module] = ()
+    ) -> None:
         self._paths = {module: path for path, module in model.named_modules()}
         self._seed = seed
         self._initialise = initialise
-        self._done: set[nn.Module] = set()
+        self._done: set[nn.Module] = set(skip)
         self._real: dict[nn.Parameter, nn.Parameter] = {}
         self._first_owner: dict[nn.Parameter, nn.Module] = {}
         for module in model.modules():

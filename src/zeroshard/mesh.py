@@ -1,12 +1,14 @@
 """The mesh: which process is which, and the named groups in which they speak.
 
-One axis exists so far, `data`. The mesh is passed as an object; there is no global registry.
+A mesh is some processes that split and reduce among themselves: all of them, or the replicas of one pipeline stage.
+It is passed as an object; there is no global registry.
 """
 
 import atexit
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,17 +23,18 @@ SETTLE = 0.1  # seconds between the last collective and the end of the interpret
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This process's place among `ranks` data-parallel processes.
+    """This process's place among `ranks` processes.
 
     Attributes:
         rank: this process, 0 to ranks - 1.
-        ranks: number of data-parallel processes (N in the formulas).
+        ranks: number of processes (N in the formulas).
         device: where parameters and activations live.
         gathers: the process group in which parameters are gathered; None when there is one rank.
         reductions: the one in which gradients are reduced, apart from the other because the two interleave differently
             on ranks that take different branches; None when there is one rank.
         control: a gloo group for the few host-side words on which ranks agree; None when there is one rank.
         store: the key-value store through which a rank in trouble says where it is; None when there is one rank.
+        failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
         timeout: seconds that a collective may wait before it is an error.
     """
 
@@ -42,6 +45,7 @@ class Mesh:
     reductions: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     store: Store | None = None
+    failures: Store | None = None
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -97,15 +101,42 @@ def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
     prefix = "zeroshard/" + "-".join(map(str, members))
     store = PrefixStore(prefix, _get_default_store())
     rank = members.index(me) if me in members else 0
-    return Mesh(rank, len(members), device, gathers, reductions, control, store, timeout)
+    return Mesh(rank, len(members), device, gathers, reductions, control, store, store, timeout)
+
+
+def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
+    """The mesh of the part that this rank is in; all ranks of `mesh` call it with the same parts.
+
+    Args:
+        name: tells apart what different parts with the same members keep in the store.
+    """
+    members = next(part for part in parts if mesh.rank in part)
+    if max(map(len, parts)) == 1:
+        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures)
+    assert mesh.gathers is not None and mesh.store is not None
+    world = [dist.get_global_rank(mesh.gathers, rank) for rank in members]
+    patience = timedelta(seconds=mesh.timeout + 30.0)
+
+    def group(backend: str | None) -> dist.ProcessGroup:
+        # Torch names such a group by how many groups this process has, so a rank that is alone makes its own too.
+        made: dist.ProcessGroup = dist.new_group(
+            world, timeout=patience, backend=backend, use_local_synchronization=True
+        )
+        return made
+
+    groups = (group(None), group(None), group("gloo"))
+    if len(members) == 1:
+        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures)
+    store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)
+    return Mesh(members.index(mesh.rank), len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout)
 
 
 def announce_failure(mesh: Mesh, error: BaseException) -> bool:
     """Tell the other ranks why this one stops; returns whether it is the first to say so."""
-    if mesh.store is None:
+    if mesh.failures is None:
         return True
     words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
-    return bool(mesh.store.compare_set("failure", "", words).decode() == words)
+    return bool(mesh.failures.compare_set("failure", "", words).decode() == words)
 
 
 def _leave(mesh: Mesh) -> None:

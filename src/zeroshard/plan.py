@@ -8,13 +8,16 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from zeroshard.errors import PlanError
+from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, Pipeline
+from zeroshard.schedule.orders import check
 
 UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 POSITIVE = (
     *(f"loss_scale_{part}" for part in ("initial", "growth", "backoff", "window", "hysteresis", "floor")),
-    *("accumulate", "timeout", "clip_norm", "loss_scale"),
+    *("microbatches", "stages", "chunks", "timeout", "clip_norm", "loss_scale"),
 )
+ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +50,31 @@ class Plan:
     """Overflows that the dynamic loss scale bears before it backs off."""
     loss_scale_floor: float = 1.0
     """Lowest dynamic loss scale; an overflow there is an error."""
-    accumulate: int = 1
+    microbatches: int = 1
     """Microbatches per step of `train_step`."""
+    stages: int = 1
+    """Pipeline stages: contiguous layers of the model, each stage on as many ranks as there are replicas of it."""
+    schedule: ScheduleName = "1f1b"
+    """Order of forwards and backwards over the stages; "pipedream" and "2bw" never flush and use older weights."""
+    chunks: int = 1
+    """Chunks of the model per stage, dealt round robin ("interleaved", "gpipe", "naive")."""
+    replicas: tuple[int, ...] | None = None
+    """Replicas of each stage; by default the ranks are shared out evenly."""
+    split: tuple[str, ...] = ()
+    """The layer with which every chunk after the first begins; by default the chunks are balanced."""
+    balance: Literal["time", "parameters"] = "time"
+    """What the chunks are balanced by: each layer's measured time, or its number of parameters."""
+    recompute: Literal["auto", "chunk", "off"] = "auto"
+    """What a backward computes again: its chunk's forward ("chunk"), or nothing; "auto" is "chunk" for "gpipe"."""
+    vertical_sync: bool = False
+    """Under "pipedream", let every stage use the weight version that the first stage had."""
     reduce_every: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients are reduced: after each microbatch, or once a step after adding up locally (less on the wire,
-    whole gradients kept meanwhile). "auto": once a step at stage 0, else after each microbatch, so that stages 1 to 3
-    add in the
-    same order and agree bit for bit."""
+    whole gradients kept meanwhile). "auto": once a step at stage 0 and in pipelines, else after each microbatch, so
+    that stages 1 to 3 add in the same order and agree bit for bit."""
     clip_norm: float | None = None
-    """Largest 2-norm of the whole gradient; longer ones are scaled down to it."""
+    """Largest 2-norm of the whole gradient; longer ones are scaled down to it. Schedules that never flush clip each of
+    the d stages alone, to this by √d, which keeps the whole within it."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What a step does with NaN or infinite gradients when no loss scaling is on."""
     units: tuple[str, ...] | None = None
@@ -70,27 +89,70 @@ class Plan:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_ranges()
+        self._check_pipeline()
         if self.precision == "fp16" and self.loss_scale == "off" and self.nonfinite == "raise":
             raise PlanError(
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
                 "precision='bf16', or nonfinite='skip' to say that you mean it."
             )
-        if self.accumulate == 1 and self.reduce_every == "step" and self.zero >= 2:
+        if self.microbatches == 1 and not self.pipelined and self.reduce_every == "step" and self.zero >= 2:
             raise PlanError(
-                f"reduce_every='step' with accumulate=1 has no effect at zero={self.zero}; set accumulate to 2 or "
+                f"reduce_every='step' with microbatches=1 has no effect at zero={self.zero}; set microbatches to 2 or "
                 f"more, "
                 "or leave reduce_every='auto'."
             )
 
     @property
+    def pipelined(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.stages > 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether the pipeline goes on from step to step without a flush."""
+        return self.pipelined and self.schedule in STREAMING
+
+    @property
+    def microbatches_per_update(self) -> int:
+        """Microbatches whose gradients one update takes in."""
+        return 1 if self.streams and self.schedule == "pipedream" else self.microbatches
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backwards compute their chunk's forward again."""
+        return self.pipelined and self.recompute != "off" and (self.recompute == "chunk" or self.schedule == "gpipe")
+
+    @property
     def reduces_each_microbatch(self) -> bool:
         """Whether `train_step` reduces after every microbatch."""
-        return self.zero >= 1 if self.reduce_every == "auto" else self.reduce_every == "microbatch"
+        if self.reduce_every == "auto":
+            return self.zero >= 1 and not self.pipelined
+        return self.reduce_every == "microbatch" and not self.streams
 
     @property
     def reductions(self) -> int:
-        """Reductions of the gradients per `train_step`."""
-        return self.accumulate if self.reduces_each_microbatch else 1
+        """Reductions of the gradients per update."""
+        return self.microbatches_per_update if self.reduces_each_microbatch else 1
+
+    def pipeline(self, ranks: int, loans: tuple[Loan, ...] = ()) -> Pipeline:
+        """The schedule over `ranks` ranks.
+
+        Raises:
+            PlanError: the ranks do not divide among the stages, or the schedule cannot run.
+        """
+        replicas = self.replicas
+        if replicas is None:
+            if ranks % self.stages:
+                raise PlanError(
+                    f"{ranks} ranks do not divide among stages={self.stages}; start a multiple of {self.stages} ranks, "
+                    f"or say with replicas=(...) how many each stage gets."
+                )
+            replicas = (ranks // self.stages,) * self.stages
+        if sum(replicas) != ranks:
+            raise PlanError(f"replicas={replicas} needs {sum(replicas)} ranks and there are {ranks}; start as many.")
+        layout = Layout(replicas, self.chunks)
+        each = self.reduces_each_microbatch
+        return Pipeline(self.schedule, layout, self.microbatches, self.vertical_sync, each, loans)
 
     @property
     def scales_loss(self) -> bool:
@@ -113,6 +175,9 @@ class Plan:
             "reduce_dtype": (None, "fp32", "bf16", "fp16"),
             "reduce_every": ("auto", "microbatch", "step"),
             "nonfinite": ("raise", "skip", "ignore"),
+            "schedule": SCHEDULES,
+            "balance": ("time", "parameters"),
+            "recompute": ("auto", "chunk", "off"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -120,13 +185,52 @@ class Plan:
                 raise PlanError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
         if isinstance(self.loss_scale, str) and self.loss_scale not in ("auto", "dynamic", "off"):
             raise PlanError(f"loss_scale is {self.loss_scale!r}; it must be a number, 'auto', 'dynamic' or 'off'.")
-        for name in ("units", "fp32_modules"):
+        for name in ("units", "fp32_modules", "split"):
             value = getattr(self, name)
             if value is None and name == "units":
                 continue
             if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
                 raise PlanError(f"{name} is {value!r}; it must be a tuple of names, such as ('Block',).")
             object.__setattr__(self, name, tuple(value))
+
+    def _check_pipeline(self) -> None:
+        if self.replicas is not None:
+            good = isinstance(self.replicas, Iterable) and all(isinstance(r, int) and r >= 1 for r in self.replicas)
+            if not good or len(tuple(self.replicas)) != self.stages:
+                raise PlanError(
+                    f"replicas is {self.replicas!r}; it must give a whole number of 1 or more for each of the "
+                    f"{self.stages} stages."
+                )
+            object.__setattr__(self, "replicas", tuple(self.replicas))
+        if not self.pipelined:
+            for name, value in (("chunks", 1), ("split", ()), ("vertical_sync", False), ("recompute", "auto")):
+                if getattr(self, name) != value:
+                    raise PlanError(f"{name}={getattr(self, name)!r} is for pipelines; set stages to 2 or more.")
+            if self.schedule in STREAMING:
+                raise PlanError(f"schedule={self.schedule!r} is for pipelines; set stages to 2 or more.")
+            return
+        check(self.schedule, Layout(self.replicas or (1,) * self.stages, self.chunks), self.microbatches)
+        if self.zero == 3:
+            raise PlanError(
+                "zero=3 and stages do not combine: every microbatch would gather every layer of its stage. Use zero=1, "
+                "which with pipelines keeps nearly as little."
+            )
+        if self.split and len(self.split) != self.stages * self.chunks - 1:
+            raise PlanError(
+                f"split names {len(self.split)} layers and {self.stages * self.chunks} chunks (stages times chunks) "
+                f"need {self.stages * self.chunks - 1}, the first layer of every chunk but the first."
+            )
+        if self.vertical_sync and (self.schedule != "pipedream" or len(set(self.replicas or ())) > 1):
+            raise PlanError(
+                "vertical_sync=True is for schedule='pipedream' with equally many replicas of every stage; leave it "
+                "out otherwise."
+            )
+        if self.streams and (self.scales_loss or self.reduce_every == "microbatch"):
+            raise PlanError(
+                f"schedule={self.schedule!r} never waits for all stages, so they cannot decide together to skip a step "
+                f"(loss scaling), nor reduce at other times than updates. Use precision='bf16' and "
+                f"reduce_every='auto', or schedule='1f1b'."
+            )
 
     def _check_ranges(self) -> None:
         for name in POSITIVE:
@@ -135,7 +239,7 @@ class Plan:
                 continue
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise PlanError(f"{name} is {value!r}; it must be a number that is more than 0 and finite.")
-        for name in ("accumulate", "loss_scale_window", "loss_scale_hysteresis", "seed"):
+        for name in ("microbatches", "stages", "chunks", "loss_scale_window", "loss_scale_hysteresis", "seed"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise PlanError(f"{name} is {value!r}; it must be a whole number.")

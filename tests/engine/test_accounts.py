@@ -128,14 +128,14 @@ def psi(name: str, trainable: bool = True) -> int:
 
 
 def expected_states(
-    numel: int, ranks: int, zero: int, precision: str, state: int, accumulate: int = 1
+    numel: int, ranks: int, zero: int, precision: str, state: int, microbatches: int = 1
 ) -> dict[str, Fraction]:
     """The paper's formulas, section 5, by category; fp32 has no master, and accumulation keeps fp32 sums."""
     n = Fraction(numel)
     low, master = (2, 4) if precision != "fp32" else (4, 0)
     part = n / ranks
     parameters = part if zero == 3 else n
-    if accumulate == 1:
+    if microbatches == 1:
         gradients = low * (part if zero >= 2 else n)
     elif zero == 0:
         gradients = 4 * n  # the sum over the microbatches of this rank
@@ -144,7 +144,7 @@ def expected_states(
     else:
         gradients = 4 * part
     if ranks == 1:
-        gradients = (4 if accumulate > 1 else low) * n
+        gradients = (4 if microbatches > 1 else low) * n
     slices = n if zero == 0 else part
     return {
         "parameters": low * parameters,
@@ -173,12 +173,12 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_model_states_follow_the_paper_to_the_byte(pool: Pool, case: tuple[str, str, str, int], zero: int) -> None:
     """Per category: measured = formula for the parameters + the same formula for the padding, in exact fractions."""
-    precision, maker, name, accumulate = case
-    plan = {"zero": zero, "precision": precision, "accumulate": accumulate}
-    for ranks in (2, 4) if name == "Plain" and accumulate == 1 and maker == "adamw" else (2,):
+    precision, maker, name, microbatches = case
+    plan = {"zero": zero, "precision": precision, "microbatches": microbatches}
+    for ranks in (2, 4) if name == "Plain" and microbatches == 1 and maker == "adamw" else (2,):
         for answer in pool.run(measure, ranks, name, plan, maker, 2):
             formula = partial(
-                expected_states, ranks=ranks, zero=zero, precision=precision, state=BYTES[maker], accumulate=accumulate
+                expected_states, ranks=ranks, zero=zero, precision=precision, state=BYTES[maker], microbatches=microbatches
             )
             padding = sum(pad for _, pad, _, trainable in answer["flats"] if trainable)
             frozen = sum(numel + pad for numel, pad, _, trainable in answer["flats"] if not trainable)
@@ -229,7 +229,7 @@ def test_plan_and_measurement_agree_under_accumulation(pool: Pool, every: str, z
         plan = {
             "zero": zero,
             "precision": precision,
-            "accumulate": 2,
+            "microbatches": 2,
             "reduce_every": every,
             "reduce_dtype": reduce_dtype,
         }
@@ -250,10 +250,10 @@ def wire(zero: int, microbatches: int, reductions: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize("accumulate", [(1, "auto"), (4, "auto"), (2, "step"), (2, "microbatch")], ids=str)
-def test_elements_on_the_wire(pool: Pool, accumulate: tuple[int, str], zero: int) -> None:
+@pytest.mark.parametrize("case", [(1, "auto"), (4, "auto"), (2, "step"), (2, "microbatch")], ids=str)
+def test_elements_on_the_wire(pool: Pool, case: tuple[int, str], zero: int) -> None:
     """2Ψ, 2Ψ, 2Ψ, 3Ψ a step; with m microbatches (m+1)Ψ at stages 1 and 2, 3mΨ at stage 3; 2Ψ still at stage 0."""
-    microbatches, every = accumulate
+    microbatches, every = case
     reductions = microbatches if every == "microbatch" or (every == "auto" and zero >= 1) else 1
     multiples = wire(zero, microbatches, reductions)
     if microbatches == 1:
@@ -261,7 +261,7 @@ def test_elements_on_the_wire(pool: Pool, accumulate: tuple[int, str], zero: int
     if microbatches == 4:
         assert sum(multiples) == (2, 5, 5, 12)[zero]
     for name, precision in (("Even", "fp32"), ("Plain", "bf16")):
-        plan = {"zero": zero, "accumulate": microbatches, "reduce_every": every, "precision": precision}
+        plan = {"zero": zero, "microbatches": microbatches, "reduce_every": every, "precision": precision}
         for answer in pool.run(measure, 2, name, plan, "adamw", 3):
             padding = sum(pad for _, pad, _, _ in answer["flats"])
             assert (padding == 0) == (name == "Even")
@@ -307,8 +307,8 @@ def test_one_rank_sends_nothing(pool: Pool, zero: int) -> None:
 def test_nothing_is_allocated_after_the_second_step(pool: Pool, name: str, zero: int) -> None:
     for plan in (
         {"precision": "bf16"},
-        {"accumulate": 2},
-        {"precision": "bf16", "accumulate": 2, "reduce_every": "step"},
+        {"microbatches": 2},
+        {"precision": "bf16", "microbatches": 2, "reduce_every": "step"},
     ):
         for answer in pool.run(measure, 2, name, {"zero": zero, **plan}, "adamw", 6):
             assert answer["peaks"][5] == answer["peaks"][1], plan

@@ -358,7 +358,7 @@ def many_backwards(mesh: zs.Mesh, zero: int, way: str) -> Tensor:
     """The negated sum of gradients, read from a step of plain SGD with a rate of 1."""
     count = {"train_step": 8, "train_step, reduced once": 8}.get(way, 1)
     every = "step" if way.endswith("once") else "auto"
-    plan = zs.Plan(zero=zero, precision="bf16", accumulate=count, reduce_every=every)  # type: ignore[arg-type]
+    plan = zs.Plan(zero=zero, precision="bf16", microbatches=count, reduce_every=every)  # type: ignore[arg-type]
     engine = zs.Engine(Pulled(), lambda ps: torch.optim.SGD(ps, lr=1.0), plan, mesh=mesh)
     gradients = pulls(mesh.rank)
     if count == 8:

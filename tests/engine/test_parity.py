@@ -13,7 +13,7 @@ import zeroshard as zs
 
 STEPS = 20
 CASES = [
-    *(("Plain", optimizer, accumulate, None) for optimizer in OPTIMIZERS for accumulate in (1, 2, 4)),
+    *(("Plain", optimizer, microbatches, None) for optimizer in OPTIMIZERS for microbatches in (1, 2, 4)),
     *(("Plain", optimizer, 1, 0.5) for optimizer in OPTIMIZERS),
     *((model, "adamw", 1, None) for model in MODELS if model != "Plain"),
     *((model, "adamw", 2, 0.5) for model in ("Tied", "Sometimes", "Twice", "CheckpointedReentrant")),
@@ -23,9 +23,9 @@ cached_reference = functools.cache(reference)
 
 def train(mesh: zs.Mesh, zero: int, case: tuple[str, str, int, float | None], evaluate: bool = True) -> Any:
     """Twenty steps by `train_step`; an evaluation pass between steps. Losses [steps] of this rank and final weights."""
-    name, optimizer, accumulate, clip = case
+    name, optimizer, microbatches, clip = case
     model = build(name, seed=mesh.rank)  # other ranks start elsewhere, so rank 0's weights must win
-    plan = zs.Plan(zero=zero, accumulate=accumulate, clip_norm=clip)
+    plan = zs.Plan(zero=zero, microbatches=microbatches, clip_norm=clip)
     engine = zs.Engine(model, lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]), plan, mesh=mesh)
     losses = []
     for step in range(STEPS):
@@ -40,8 +40,8 @@ def train(mesh: zs.Mesh, zero: int, case: tuple[str, str, int, float | None], ev
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_follows_a_plain_loop(pool: Pool, case: tuple[str, str, int, float | None], ranks: int) -> None:
-    name, optimizer, accumulate, clip = case
-    if ranks == 4 and accumulate == 4:
+    name, optimizer, microbatches, clip = case
+    if ranks == 4 and microbatches == 4:
         pytest.skip("a global batch of 8 gives 4 ranks 2 rows each, too few for 4 microbatches")
     expected_losses, expected_weights = cached_reference(name, optimizer, STEPS, clip)
     runs = {zero: pool.run(train, ranks, zero, case) for zero in (range(4) if ranks > 1 else (0, 3))}

@@ -18,7 +18,7 @@ PLANS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero": stage} for stage in range(4)},
     "zero1-bf16": {"zero": 1, "precision": "bf16", "clip_norm": 0.5},
     "zero3-fp16": {"zero": 3, "precision": "fp16", "loss_scale_initial": 2.0**10, "loss_scale_window": 3},
-    "zero2-accumulate": {"zero": 2, "accumulate": 2, "precision": "bf16"},
+    "zero2-accumulate": {"zero": 2, "microbatches": 2, "precision": "bf16"},
 }
 
 

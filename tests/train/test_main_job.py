@@ -84,7 +84,7 @@ def test_one_process_and_other_precisions(text: Path, tmp_path: Path) -> None:
     train(
         text, tmp_path, "--steps", "6", "--out", "a", "--precision", "bf16", "--fp32-modules", "LayerNorm", ranks=None
     )
-    train(text, tmp_path, "--steps", "6", "--out", "b", "--precision", "fp16", "--accumulate", "2", ranks=None)
+    train(text, tmp_path, "--steps", "6", "--out", "b", "--precision", "fp16", "--microbatches", "2", ranks=None)
     for name in ("a", "b"):
         (run,) = (tmp_path / name).iterdir()
         losses = [line["loss"] for line in metrics(run) if "loss" in line]
@@ -107,8 +107,8 @@ WRONG = [
     (["--zero", "7"], "7", 2),
     (["--ranks", "0"], "ranks is 0; it must be 1 or more", 2),
     (
-        ["--batch", "3", "--accumulate", "2"],
-        "batch is 3 rows per rank and accumulate is 2, which does not divide it",
+        ["--batch", "3", "--microbatches", "2"],
+        "batch is 3 rows per rank and microbatches is 2, which does not divide it",
         2,
     ),
     (["--data", "nowhere"], "nowhere does not exist", 2),

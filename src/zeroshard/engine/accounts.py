@@ -121,9 +121,9 @@ def traffic_table(assembly: Assembly, plan: Plan, ranks: int, counts: Mapping[Pu
     """The formula and comm's counts of the last step, purpose by purpose."""
     trainable = sum(s.flat.index.numel for s in assembly.all_shards if s.flat.trainable)
     frozen = sum(s.flat.index.numel for s in assembly.all_shards if not s.flat.trainable)
-    planned = wire_elements(trainable, ranks, plan.zero, plan.accumulate, plan.reductions)
+    planned = wire_elements(trainable, ranks, plan.zero, plan.microbatches, plan.reductions)
     if plan.zero == 3 and ranks > 1:
-        planned["gather parameters"] += 2 * plan.accumulate * frozen
+        planned["gather parameters"] += 2 * plan.microbatches * frozen
     rows = []
     for purpose in Purpose:
         count = counts.get(purpose, Count())
@@ -137,7 +137,7 @@ def traffic_table(assembly: Assembly, plan: Plan, ranks: int, counts: Mapping[Pu
 def _costs(shard: Shard, assembly: Assembly, plan: Plan, ranks: int) -> BytesPerParameter:
     size = shard.flat.dtype.itemsize
     gradient = size
-    if plan.accumulate > 1 and (not plan.reduces_each_microbatch or ranks == 1 or plan.zero >= 2):
+    if plan.microbatches > 1 and (not plan.reduces_each_microbatch or ranks == 1 or plan.zero >= 2):
         gradient = torch.promote_types(shard.flat.dtype, torch.float32).itemsize if shard.flat.trainable else size
     states = assembly.layout.bytes_per_element * max(size, 4) // 4
     return BytesPerParameter(size, gradient, 4 if shard.master else 0, states)
@@ -145,7 +145,7 @@ def _costs(shard: Shard, assembly: Assembly, plan: Plan, ranks: int) -> BytesPer
 
 def _with_sums(states: StateBytes, numel: int, shard: Shard, plan: Plan, ranks: int) -> StateBytes:
     """Under accumulation, stages 0 and 1 keep the sum of the reduced slices beside the whole gradients."""
-    separate = plan.accumulate > 1 and plan.reduces_each_microbatch and plan.zero <= 1 and ranks > 1
+    separate = plan.microbatches > 1 and plan.reduces_each_microbatch and plan.zero <= 1 and ranks > 1
     if not separate or not shard.flat.trainable:
         return states
     each = torch.promote_types(shard.flat.dtype, torch.float32).itemsize

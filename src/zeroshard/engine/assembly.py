@@ -2,18 +2,22 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from zeroshard.comm import Comm
+from zeroshard.engine.stage import Stage
 from zeroshard.errors import OptimizerError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
 from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
+from zeroshard.pipeline.borrowed import Borrowed
+from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
+from zeroshard.schedule import Loan
 from zeroshard.units import Flat, Unit, find_units
 from zeroshard.zero import Accumulation, GradientShards, ParameterShards, Residency
 
@@ -28,6 +32,7 @@ class Shard:
         owned: what this rank updates, [S], or [N*S] at stage 0: the parameters themselves or their fp32 masters.
         start: the place of `owned` in the flat.
         spans: the number of the flat's spans in the optimizer; -1 when frozen.
+        versions: older weights that a pipeline still needs; None where there is one version.
     """
 
     flat: Flat
@@ -37,6 +42,7 @@ class Shard:
     master: bool
     start: int
     spans: int = -1
+    versions: Versions | None = None
 
     @property
     def target(self) -> torch.Tensor:
@@ -64,6 +70,7 @@ class Assembly:
     layout: StateLayout
     precision: Precision
     arena: Arena
+    borrowed: dict[Loan, Borrowed] = field(default_factory=dict)
 
     @property
     def all_shards(self) -> list[Shard]:
@@ -74,7 +81,8 @@ class Assembly:
 class Assembler:
     """Builds an `Assembly`: materialises unit by unit, and keeps of each unit what the plan says."""
 
-    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, ledger: Ledger, stage: Stage | None = None) -> None:
+        self._stage = stage
         self._model, self._plan, self._comm, self._ledger = model, plan, comm, ledger
         self._residency = Residency.of_stage(plan.zero)
         self._precision = Precision.named(plan.precision)
@@ -93,8 +101,10 @@ class Assembler:
         _refuse_used(torch_optimizer)
         groups = _group_of(torch_optimizer, self._model)
         kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
-        units = find_units(self._model, self._plan.units)
-        materialiser = Materialiser(self._model, self._plan.seed, initialise)
+        stage = self._stage
+        units = stage.units if stage else find_units(self._model, self._plan.units)
+        skip = stage.skipped_modules if stage else ()
+        materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         spans = SpanOptimizer(torch_optimizer, self._ledger)
         shards: list[list[Shard]] = []
         for unit in units:
@@ -112,12 +122,40 @@ class Assembler:
                 shards[-1].append(shard)
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
+        borrowed = self._keep_stage(stage, units, materialiser, kept) if stage else {}
         self._place_buffers()
         spans.adopt()
         states = sum(_state_nbytes(shard, layout) for unit in shards for shard in unit)
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
-        return Assembly(units, shards, spans, layout, self._precision, self._arena)
+        return Assembly(units, shards, spans, layout, self._precision, self._arena, borrowed)
+
+    def _keep_stage(
+        self, stage: Stage, units: list[Unit], materialiser: Materialiser, kept: set[nn.Parameter]
+    ) -> dict[Loan, Borrowed]:
+        """Borrow what other stages own and leave the rest of the model on the meta device."""
+        device, chain = self._comm.mesh.device, stage.chain
+        real = {name: materialiser.real(p) for layer in chain.layers for name, p in layer.parameters.items()}
+        names = {name: self._precision.dtype_of(p, p in kept) for layer in chain.layers
+                 for name, p in layer.parameters.items()}  # fmt: skip
+        borrowed = {}
+        for loan, lent in stage.loans.items():
+            if loan.borrower % stage.pipeline.layout.stages == stage.number:
+                sites = [list(chain.sites(real[name])) for name in lent]
+                values = [nn.Parameter(real[name].detach().to(device, names[name])) for name in lent]
+                borrowed[loan] = Borrowed(values, sites, self._ledger)
+        here = {id(materialiser.real(p)) for unit in units for p in unit.parameters.values()}
+        lent_names = {name for loan in borrowed for name in stage.loans[loan]}
+        for name, parameter in real.items():
+            if id(parameter) in here or name in lent_names:
+                continue
+            for module, attribute in list(chain.sites(parameter)):
+                absent = torch.empty(parameter.shape, dtype=names[name], device="meta")
+                if module in chain.frames:  # its forward runs here, and must find a tensor
+                    absent = torch.zeros((), dtype=names[name], device=device).expand(parameter.shape)
+                module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
+        chain.standins.forget()
+        return borrowed
 
     def _kinds(
         self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
@@ -160,13 +198,15 @@ class Assembler:
         return Shard(flat, parameters, gradients, owned, has_master, start)
 
     def _accumulation(self) -> Accumulation:
-        several, each = self._plan.accumulate > 1, self._plan.reduces_each_microbatch
+        several, each = self._plan.microbatches_per_update > 1, self._plan.reduces_each_microbatch
         wire = DTYPES[self._plan.reduce_dtype] if self._plan.reduce_dtype else None
         return Accumulation(wire, local=several and not each, reduced=several and each)
 
     def _place_buffers(self) -> None:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    continue  # of a layer on another stage
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
                 self._comm.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")

@@ -6,13 +6,13 @@ every parameter that ever got a gradient has one; what is left is launched when 
 A gradient that comes after its unit was launched (re-entrant recomputation) waits for the next reduction or the update.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from zeroshard.comm import Comm
-from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.assembly import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.zero import Gatherer, GradientShards, PassKind
 
@@ -49,7 +49,7 @@ class Backward:
         self.count = 0
         for shard in assembly.all_shards:
             if shard.gradients is not None:
-                self._listen(shard, shard.gradients)
+                self.listen(shard.gradients, shard.flat.parameters)
 
     @property
     def gradients(self) -> list[GradientShards]:
@@ -106,6 +106,12 @@ class Backward:
             if self._gatherer is not None:
                 self._gatherer.abandon()
 
+    def start_units(self, units: Sequence[int]) -> None:
+        """Start to reduce these units' gradients, in the fixed order; `settle` waits for the result."""
+        for unit in (u for u in self._order if u in units):
+            for gradients in self._gradients[unit]:
+                gradients.start_reduce()
+
     def reduce_units(self, units: list[int]) -> None:
         """Reduce these units' gradients now, in the fixed order; a collective call."""
         for unit in (u for u in self._order if u in units):
@@ -145,8 +151,9 @@ class Backward:
                 for gradients in self._gradients
             ]
 
-    def _listen(self, shard: Shard, gradients: GradientShards) -> None:
-        for number, parameter in enumerate(shard.flat.parameters):
+    def listen(self, gradients: GradientShards, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take in the gradients of these parameters, which stand for those of the flat."""
+        for number, parameter in enumerate(parameters):
             parameter.register_hook(_Arrival(self, parameter))
             parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))
 

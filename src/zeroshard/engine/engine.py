@@ -8,28 +8,31 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard import schedule as schedules
-from zeroshard.comm import Comm, Count, Purpose
+from zeroshard.comm import Comm, Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import call_with, loss_in, microbatches
 from zeroshard.engine.forward import Forward
-from zeroshard.engine.state import State
-from zeroshard.engine.update import CLIP_EPSILON, Update
-from zeroshard.errors import PlanError
+from zeroshard.engine.judge import Judge, Verdict
+from zeroshard.engine.pipelined import Pipelined
+from zeroshard.engine.stage import Stage, make_stage
+from zeroshard.engine.state import State, whole_state_dict
+from zeroshard.engine.update import Update
+from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Event, Ledger
 from zeroshard.mesh import Mesh, init_mesh
+from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
-from zeroshard.precision import LossScaler
-from zeroshard.schedule import Kind, Schedule
+from zeroshard.schedule import Kind, Layout, Pipeline, Schedule, verify, with_gathers
 from zeroshard.version import __version__
 from zeroshard.zero import Gatherer
 
@@ -68,6 +71,7 @@ class Engine:
         loss: for `train_step`, a function of (model output, microbatch) to the scalar loss; by default the output
             itself or its `.loss`.
         initialise: for a model on the meta device, called with each module; by default its `reset_parameters()`.
+        example: for pipelines, one microbatch, on which the model is cut into stages.
 
     Raises:
         PlanError, ModelError, OptimizerError, BudgetExceeded: what does not fit together.
@@ -82,34 +86,51 @@ class Engine:
         mesh: Mesh | None = None,
         loss: LossFunction | None = None,
         initialise: Initialiser | None = None,
+        example: Any = None,
     ) -> None:
         self.model = model
         self.plan = plan or Plan()
         self.mesh = mesh or init_mesh(self.plan.timeout)
         budget = self.plan.device_budget
         self.ledger = Ledger({} if budget is None else {"device": budget})
-        self.comm = Comm(self.mesh)
         self._loss = loss or (lambda output, batch: loss_in(output))
-        self._assembly = Assembler(model, self.plan, self.comm, self.ledger).assemble(optimizer, initialise)
-        sliced = self.plan.zero == 3 and self.mesh.ranks > 1
+        self._stage = self._cut(example)
+        self.world = self._stage.world if self._stage else Comm(self.mesh)
+        self.comm = Comm(self._stage.mesh) if self._stage else self.world
+        assembler = Assembler(model, self.plan, self.comm, self.ledger, self._stage)
+        self._assembly = assembler.assemble(optimizer, initialise)
+        sliced = self.plan.zero == 3 and self.comm.mesh.ranks > 1
         parameters = [[shard.parameters for shard in shards] for shards in self._assembly.shards]
         self._gatherer = Gatherer(self._assembly.units, parameters, self.comm) if sliced else None
         self._backward = Backward(self._assembly, self._gatherer, self.comm, self.plan.scales_loss)
         self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
         self._update = Update(self._assembly, self._backward, self.comm)
-        self._state = State(model, self._assembly, self.comm)
-        self._scaler = _scaler(self.plan)
-        self._clip: float | None = None
+        self._state = State(model, self._assembly, self.comm, self._stage)
+        self._judge = Judge(self.plan)
+        self._pipelined = self._make_pipelined() if self._stage else None
         self._counts: Mapping[Purpose, Count] = {}
         self.steps = 0
         self.skipped = 0
         self.schedule = self._make_schedule()
         model.register_state_dict_pre_hook(self._refuse_partial)
-        self.comm.reset()
+        self._reset_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward."""
-        return self.model(*args, **kwargs)
+        """The model's own forward.
+
+        A pipelined model is evaluated so, with gradients off, and trained by `train_step`.
+
+        Raises:
+            PlanError: gradients are on and the model is cut into stages.
+        """
+        if self._pipelined is None:
+            return self.model(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise PlanError(
+                f"A model in {self.plan.stages} stages is trained by engine.train_step(batch), which runs forwards and "
+                f"backwards in the order of the schedule; to evaluate it, call it inside torch.no_grad()."
+            )
+        return self._pipelined.evaluate(lambda batch: self.model(*batch[0], **batch[1]), args, kwargs)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -119,7 +140,32 @@ class Engine:
     @property
     def loss_scale(self) -> float:
         """The factor that `backward` puts on the loss."""
-        return self._scaler.scale if self._scaler else 1.0
+        return self._judge.scale
+
+    @property
+    def lane(self) -> int:
+        """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""
+        return self._stage.lane if self._stage else self.mesh.rank
+
+    @property
+    def lanes(self) -> int:
+        """How many batches, one per lane, make up a step."""
+        return self._stage.lanes if self._stage else self.mesh.ranks
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether `train_step` returns the loss here: everywhere, but with schedules that never flush the last stage."""
+        return self._stage is None or not self.plan.streams or self._stage.is_last
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The lists of all ranks, where the model is cut into stages."""
+        return self._stage.pipeline if self._stage else None
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers on this rank, where the model is cut into stages."""
+        return [layer.name for layer in self._stage.layers] if self._stage else []
 
     @property
     def order(self) -> dict[str, list[str]]:
@@ -133,10 +179,11 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` (a scalar) to those of the step; with loss scaling, of the scaled loss."""
+        self._refuse_pipeline("backward")
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
-            (loss * self.loss_scale if self._scaler else loss).backward()
+            (loss * self.loss_scale if self.plan.scales_loss else loss).backward()
         finally:
             self._backward.under_scale = False
             self._backward.forget_interrupted()
@@ -153,7 +200,8 @@ class Engine:
 
         A collective call. Returns the norm before clipping, exact over slices.
         """
-        self._clip = max_norm
+        self._refuse_pipeline("clip_grad_norm")
+        self._judge.clip = max_norm
         return self._update.settle(self.steps).norm / self.loss_scale
 
     def step(self) -> StepResult:
@@ -163,31 +211,21 @@ class Engine:
             NonFiniteError: gradients are not finite and the plan says `nonfinite="raise"`.
             CommError: the ranks did different things, or a rank is gone.
         """
+        self._refuse_pipeline("step")
         self._backward.forget_interrupted()
-        scale = self.loss_scale
-        norm = self._update.settle(self.steps).norm / scale
-        finite = math.isfinite(norm)
-        if not finite and not self._scaler and self.plan.nonfinite == "raise":
-            try:
-                self._update.refuse_nonfinite(norm)
-            finally:
-                self._update.consume()
-        skip = not finite and (self._scaler is not None or self.plan.nonfinite == "skip")
-        if not skip:
-            self._update.apply(self._clip_factor(norm) / scale)
+        try:
+            verdict = self._judge.judge(self._update.settle(self.steps).norm, self._update.refuse_nonfinite)
+        except NonFiniteError:
+            self._update.consume()
+            raise
+        if not verdict.skip:
+            self._update.apply(verdict.factor)
         self._backward.expect()
         self._update.consume()
-        self._clip = None
-        if self._scaler:
-            self._scaler.update(overflow=not finite)
-        self.steps += 1
-        self.skipped += skip
-        self._counts = {purpose: replace(count) for purpose, count in self.comm.counts.items()}
-        self.comm.reset()
-        return StepResult(self.steps, norm, scale, skip)
+        return self._conclude(verdict, None)
 
     def train_step(self, batch: Any) -> StepResult:
-        """One step of the schedule on this rank's batch: tensors [B, ...], cut into `plan.accumulate` microbatches.
+        """One step of the schedule on this rank's batch: tensors [B, ...], cut into `plan.microbatches` microbatches.
 
         A mapping is passed to the model as keywords, a tuple or list as arguments. Each microbatch counts alike: its
         loss must be a mean.
@@ -195,7 +233,10 @@ class Engine:
         Raises:
             BatchError: the batch does not divide, or the model returned no loss.
         """
-        parts = microbatches(batch, self.plan.accumulate)
+        if self._pipelined is not None:
+            loss = self._pipelined.step(batch)
+            return self._conclude(self._pipelined.verdict, loss)
+        parts = microbatches(batch, self.plan.microbatches)
         reduced = {action.microbatch for action in self.schedule if action.kind is Kind.REDUCE}
         losses: dict[int, torch.Tensor] = {}
         mean = torch.zeros((), device=self.mesh.device)
@@ -222,12 +263,21 @@ class Engine:
         assert result is not None
         return replace(result, loss=mean)
 
+    def flush(self) -> None:
+        """Finish the microbatches that a schedule without flushes has in flight; a collective call.
+
+        Evaluating, saving and taking the model out do it by themselves.
+        """
+        if self._pipelined is not None:
+            self._pipelined.flush()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Whole parameters on every rank inside, also under stage 3; a collective call.
 
         What is written to parameters inside stays, slices and fp32 masters included; write alike on every rank.
         """
+        self._refuse_pipeline("gathered")
         with self._whole():
             yield
             for shard in self._assembly.all_shards:
@@ -235,6 +285,9 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
+        self.flush()
+        if self._stage is not None:
+            return whole_state_dict(self.model, self._stage)
         with self._whole():
             return {
                 k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
@@ -246,11 +299,11 @@ class Engine:
 
         Optimizer states appear with the first step, in which torch makes them.
         """
-        return memory_table(self._assembly, self.plan, self.mesh.ranks, self.ledger)
+        return memory_table(self._assembly, self.plan, self.comm.mesh.ranks, self.ledger)
 
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
-        return traffic_table(self._assembly, self.plan, self.mesh.ranks, self._counts)
+        return traffic_table(self._assembly, self.plan, self.comm.mesh.ranks, self._counts)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint folder: weights, optimizer states, random numbers, step; a collective call.
@@ -261,13 +314,14 @@ class Engine:
         Raises:
             CheckpointError: the path exists already, or a rank could not write.
         """
+        self.flush()
         facts = {
             "zeroshard": __version__,
             "plan": self.plan.as_dict(),
             "step": self.steps,
             "skipped": self.skipped,
-            "loss_scale": self._scaler.state() if self._scaler else None,
-            "never_written": self._backward.never_written,
+            "loss_scale": self._judge.scaler.state() if self._judge.scaler else None,
+            "never_written": self._never_written(),
             "extra": dict(extra or {}),
         }
         self._state.save(Path(path), facts)
@@ -281,13 +335,16 @@ class Engine:
         Raises:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
+        self.flush()
         facts = self._state.load(Path(path))
         self._update.consume()
+        if self._pipelined is not None:
+            self._pipelined.executor.loans.lend_again()
         self._backward.never_written = facts["never_written"]
         self.steps, self.skipped = facts["step"], facts["skipped"]
-        if self._scaler and facts["loss_scale"]:
-            self._scaler.load(facts["loss_scale"])
-        self.comm.reset()
+        if self._judge.scaler and facts["loss_scale"]:
+            self._judge.scaler.load(facts["loss_scale"])
+        self._reset_counts()
         extra: dict[str, Any] = facts["extra"]
         return extra
 
@@ -313,17 +370,67 @@ class Engine:
             self._gatherer.unpin()
 
     def _make_schedule(self) -> Schedule:
+        """This rank's list for one step; with one stage, gradient accumulation."""
+        if self._stage is not None:
+            return self._stage.pipeline.step(self._stage.rank)
         plan = self.plan
-        compute = schedules.accumulation(plan.accumulate)
-        reduced = schedules.with_reductions(compute, plan.reduces_each_microbatch)
-        actions = schedules.with_gathers(reduced) if self._gatherer else reduced
-        actions = schedules.with_update(actions)
-        schedules.verify(actions)
+        alone = Pipeline("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
+        actions = with_gathers(alone.step(0)) if self._gatherer else alone.step(0)
+        verify([actions])
         return actions
 
-    def _clip_factor(self, norm: float) -> float:
-        limit = self._clip if self._clip is not None else self.plan.clip_norm
-        return 1.0 if limit is None else min(1.0, limit / (norm + CLIP_EPSILON))
+    def _cut(self, example: Any) -> Stage | None:
+        if not self.plan.pipelined:
+            return None
+        return make_stage(self.model, self.plan, self.mesh, example, self._run)
+
+    def _run(self, batch: Any) -> torch.Tensor:
+        """The model's loss on a microbatch."""
+        return self._loss(call_with(self.model, batch), batch)
+
+    def _make_pipelined(self) -> Pipelined:
+        assert self._stage is not None
+        parts = (self._stage, self._assembly, self._backward, self._update, self._judge)
+        self._watch_versions()
+        return Pipelined(*parts, self.plan, self._run)
+
+    def _watch_versions(self) -> None:
+        """Where weights are stashed, let each flat have more than one version."""
+        assert self._stage is not None
+        if self.plan.streams:
+            for shard in self._assembly.all_shards:
+                if shard.gradients is not None:
+                    sites = [list(self._stage.chain.sites(parameter)) for parameter in shard.flat.parameters]
+                    listen = partial(self._backward.listen, shard.gradients)
+                    shard.versions = Versions(shard.flat, shard.parameters.full, sites, self.ledger, listen)
+
+    def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
+        """Count a step and what it sent."""
+        self.steps += 1
+        self.skipped += verdict.skip if verdict else False
+        comms = [self.comm] if self.world is self.comm else [self.comm, self.world]
+        self._counts = merged(comm.counts for comm in comms)
+        self._reset_counts()
+        norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
+        return StepResult(self.steps, norm, scale, verdict.skip if verdict else False, loss)
+
+    def _reset_counts(self) -> None:
+        self.comm.reset()
+        self.world.reset()
+
+    def _never_written(self) -> list[str] | None:
+        mine = self._backward.never_written
+        if self._stage is None:
+            return mine
+        everyone = self.world.agree_on(mine, "parameters without gradients")
+        return None if any(names is None for names in everyone) else sorted({n for names in everyone for n in names})
+
+    def _refuse_pipeline(self, what: str) -> None:
+        if self._stage is not None:
+            raise PlanError(
+                f"engine.{what}() is for models in one stage, and this one is cut into {self.plan.stages}: use "
+                f"engine.train_step(batch) to train and engine.state_dict() to take the weights out."
+            )
 
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._gatherer is not None and not self._gatherer.everything_here():
@@ -332,18 +439,3 @@ class Engine:
                 "engine.state_dict(), or call "
                 "model.state_dict() inside `with engine.gathered():` on every rank."
             )
-
-
-def _scaler(plan: Plan) -> LossScaler | None:
-    if not plan.scales_loss:
-        return None
-    if isinstance(plan.loss_scale, (int, float)):
-        return LossScaler(float(plan.loss_scale), dynamic=False)
-    return LossScaler(
-        plan.loss_scale_initial,
-        growth=plan.loss_scale_growth,
-        backoff=plan.loss_scale_backoff,
-        window=plan.loss_scale_window,
-        hysteresis=plan.loss_scale_hysteresis,
-        floor=plan.loss_scale_floor,
-    )

@@ -11,6 +11,7 @@ from torch import nn
 from zeroshard.checkpoint import Piece, Reader, write
 from zeroshard.comm import Comm
 from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.stage import Stage
 from zeroshard.errors import CheckpointError
 from zeroshard.optim import Span
 
@@ -20,8 +21,9 @@ RNG, DEVICE_RNG = "rng:torch", "rng:cuda"
 class State:
     """Saves and restores weights, optimizer states and random numbers of one rank."""
 
-    def __init__(self, model: nn.Module, assembly: Assembly, comm: Comm) -> None:
-        self._model, self._assembly, self._comm = model, assembly, comm
+    def __init__(self, model: nn.Module, assembly: Assembly, comm: Comm, stage: Stage | None = None) -> None:
+        self._model, self._assembly, self._comm, self._stage = model, assembly, comm, stage
+        self._world = stage.world if stage else comm
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         """Write everything that the next step depends on; a collective call.
@@ -34,7 +36,7 @@ class State:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"What goes beside the weights must be plain JSON values: {error}.") from error
         scalars = [self._scalars(shard) for shard in self._assembly.all_shards]
-        everyone = self._comm.agree_on(scalars, "optimizer scalars")
+        everyone = self._world.agree_on(scalars, "optimizer scalars")
         merged: dict[str, Any] = {}
         for rank in everyone:
             for names in rank:
@@ -44,8 +46,14 @@ class State:
         ]
         kind = type(self._assembly.optimizer.optimizer).__name__
         optimizer = {"class": kind, "groups": [{k: _plain(v) for k, v in g.items()} for g in groups], "scalars": merged}
-        layouts = [s.gradients.layout if s.gradients else None for s in self._assembly.all_shards]
-        write(path, self._pieces(), {**facts, "optimizer": optimizer, "gradient_layouts": layouts}, self._comm)
+        layouts = {s.flat.label: s.gradients.layout for s in self._assembly.all_shards if s.gradients}
+        layouts = {label: v for rank in self._world.agree_on(layouts, "gradient layouts") for label, v in rank.items()}
+        write(
+            path,
+            self._pieces(),
+            {**facts, "optimizer": optimizer, "gradient_layouts": layouts, "cut": self._cut},
+            self._world,
+        )
 
     def load(self, path: Path) -> dict[str, Any]:
         """Take weights, optimizer states and random numbers from a checkpoint; returns its facts.
@@ -62,17 +70,21 @@ class State:
                 self._load_optimizer(shard, reader, optimizer["scalars"])
         for group, saved in zip(self._assembly.optimizer.optimizer.param_groups, optimizer["groups"], strict=True):
             group.update({k: _setting(v) for k, v in saved.items() if k in group})
-        same_layout = reader.facts["ranks"] == self._comm.mesh.ranks
+        rank = self._world.mesh.rank
+        same_layout = (reader.facts["ranks"], reader.facts.get("cut", [1, 1, None])) == (
+            self._world.mesh.ranks,
+            self._cut,
+        )
         for name, buffer in self._buffers():
-            part = self._comm.mesh.rank if same_layout else 0
+            part = self._part_of(name) if same_layout else 0
             buffer.copy_(reader.whole(f"buffer:{name}", part).view(buffer.shape))
         if same_layout:
-            torch.set_rng_state(reader.whole(RNG, self._comm.mesh.rank))
+            torch.set_rng_state(reader.whole(RNG, rank))
             if self._comm.mesh.device.type == "cuda" and reader.shape(DEVICE_RNG) is not None:
-                torch.cuda.set_rng_state(reader.whole(DEVICE_RNG, self._comm.mesh.rank), self._comm.mesh.device)
-            for shard, layout in zip(self._assembly.all_shards, reader.facts["gradient_layouts"], strict=False):
-                if shard.gradients is not None and layout is not None:
-                    shard.gradients.restore_layout(*layout)
+                torch.cuda.set_rng_state(reader.whole(DEVICE_RNG, rank), self._comm.mesh.device)
+            for shard in self._assembly.all_shards:
+                if shard.gradients is not None and shard.flat.label in reader.facts["gradient_layouts"]:
+                    shard.gradients.restore_layout(*reader.facts["gradient_layouts"][shard.flat.label])
         self._assembly.optimizer.account()
         facts: dict[str, Any] = reader.facts
         return facts
@@ -121,6 +133,9 @@ class State:
 
     def _check(self, reader: Reader, optimizer: dict[str, Any]) -> None:
         mine = {e.name: tuple(e.shape) for s in self._assembly.all_shards for e in s.flat.index.entries}
+        if self._stage is not None:
+            layers = self._stage.chain.layers
+            mine |= {name: tuple(p.shape) for layer in layers for name, p in layer.parameters.items()}
         theirs = {name: reader.shape(f"weight:{name}") for name in reader.names("weight")}
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
@@ -174,11 +189,48 @@ class State:
         state: dict[str, Any] = self._assembly.optimizer.optimizer.state.get(span.tensor, {})
         return state
 
+    @property
+    def _cut(self) -> list[Any]:
+        layout = self._stage.pipeline.layout if self._stage else None
+        return [layout.stages, layout.chunks, list(layout.replicas)] if layout else [1, 1, None]
+
+    def _part_of(self, name: str) -> int:
+        """Which of the saved copies of a buffer was this rank's: those of a layer are its stage's alone."""
+        stage = self._stage
+        if stage is None:
+            return self._comm.mesh.rank
+        module = self._model.get_submodule(name.rpartition(".")[0])
+        inside = any(module in top.modules() for layer in stage.layers for top in layer.modules)
+        return (stage.mesh if inside else stage.world.mesh).rank
+
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, module in self._model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
+                if name not in module._non_persistent_buffers_set and not buffer.is_meta:
                     yield f"{path}.{name}" if path else name, buffer
+
+
+def whole_state_dict(model: nn.Module, stage: Stage) -> dict[str, Any]:
+    """The complete state dict of a model that is cut into stages, on every rank; a collective call."""
+    local = model.state_dict()
+    here = {k: [list(v.shape), str(v.dtype)] for k, v in local.items() if isinstance(v, torch.Tensor) and _present(v)}
+    everyone = stage.world.agree_on(here, "where the weights are")
+    whole = dict(local)
+    for key in local:
+        source = next((rank for rank, theirs in enumerate(everyone) if key in theirs), None)
+        if source is not None:
+            shape, dtype = everyone[source][key]
+            value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=stage.mesh.device)
+            if stage.rank == source:
+                value.copy_(local[key])
+            stage.world.broadcast(value, f"weights {key}", source)
+            whole[key] = value.cpu()
+    return whole
+
+
+def _present(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are on this rank: not on meta, nor one zero seen everywhere."""
+    return not tensor.is_meta and (tensor.numel() <= 1 or any(tensor.stride()))
 
 
 def _state_kinds(reader: Reader, name: str) -> list[str]:

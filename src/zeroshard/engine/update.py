@@ -9,6 +9,7 @@ differ between ranks (an unused parameter, an overflow, a lost step) is decided 
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,14 +59,17 @@ class Update:
         self._spread_written(settled)
         return settled
 
-    def refuse_nonfinite(self, norm: float) -> None:
+    def refuse_nonfinite(self, norm: float, comm: Comm | None = None) -> None:
         """Raise with the names of the parameters whose gradients are not finite.
+
+        Args:
+            comm: all ranks that refuse; by default those that share the parameters.
 
         Raises:
             NonFiniteError: always.
         """
         mine = [name for shard in self._shards for name in _nonfinite(shard)]
-        everyone = self._comm.agree_on(mine, "non-finite gradients")
+        everyone = (comm or self._comm).agree_on(mine, "non-finite gradients")
         found = [name for names in everyone for name in names]
         shown = ", ".join(dict.fromkeys(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise NonFiniteError(
@@ -74,19 +78,40 @@ class Update:
             "rate, set clip_norm, or choose nonfinite='skip' to leave such steps out."
         )
 
-    def apply(self, factor: float) -> None:
-        """One optimizer step with the gradients times `factor`; parameters without a gradient stay as they are."""
+    def apply(self, factor: float, shards: Sequence[Shard] | None = None) -> None:
+        """One optimizer step with the gradients times `factor`; parameters without a gradient stay as they are.
+
+        Args:
+            shards: those to update; all by default.
+        """
         place = 0
         assert self._settled is not None
         for shard in self._shards:
             count = len(shard.flat.parameters)
             written = self._settled[1].written[place : place + count]
             place += count
+            if shards is not None and shard not in shards:
+                continue
+            self._next_version(shard)
             if any(written):
                 self._update(shard, written, factor)
         for shard in self._shards:
             shard.parameters.finish_spread()
         self._assembly.optimizer.account()
+
+    def skip(self, shards: Sequence[Shard]) -> None:
+        """Count a new version of these shards' weights that is the same as the last."""
+        for shard in shards:
+            self._next_version(shard)
+
+    def _next_version(self, shard: Shard) -> None:
+        """Where weights are stashed, let the update work on a copy of the latest."""
+        if shard.versions is None:
+            return
+        shard.parameters.move(shard.versions.advance())
+        if not shard.master:
+            shard.owned = shard.parameters.full[shard.start : shard.start + shard.owned.numel()]
+            self._assembly.optimizer.rebind(shard.spans, shard.owned, shard.start)
 
     def consume(self) -> None:
         """Drop the step's gradients."""

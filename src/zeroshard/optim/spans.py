@@ -106,6 +106,11 @@ class SpanOptimizer:
             self._spans[number] = after
             self._refill_groups()
 
+    def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
+        """Let one flat's spans view `owned`, which begins at `start` and holds what they viewed before."""
+        for span in self._spans[number]:
+            span.tensor.data = owned[span.start - start : span.stop - start]
+
     def step(self, number: int, gradient_of: Callable[[Span], torch.Tensor | None]) -> None:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
         for span in self._spans[number]:

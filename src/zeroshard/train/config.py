@@ -73,11 +73,10 @@ class TrainConfig:
         for name in ("final_learning_rate", "dropout", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
-        if self.batch % self.plan.accumulate:
+        if self.batch % self.plan.microbatches:
             raise ConfigError(
-                f"batch is {self.batch} rows per rank and accumulate is {self.plan.accumulate}, which does not divide "
-                f"it; make batch a "
-                f"multiple of {self.plan.accumulate}."
+                f"batch is {self.batch} rows per rank and microbatches is {self.plan.microbatches}, which does not "
+                f"divide it; make batch a multiple of {self.plan.microbatches}."
             )
         if not self.prompt:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")

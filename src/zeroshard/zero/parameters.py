@@ -63,6 +63,11 @@ class ParameterShards:
             self.full.copy_(values)
             self.flat.attach()
 
+    def move(self, buffer: torch.Tensor) -> None:
+        """Let `buffer` [padded] be the whole buffer from now on."""
+        start, stop = self.flat.index.interval(self.rank)
+        self.full, self.own = buffer, buffer[start:stop]
+
     def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
         """Start to fetch the other ranks' slices."""
         if not self.sliced or self.residence is Residence.GATHERING:

@@ -1,0 +1,362 @@
+"""The executor: carries out the list of one pipeline rank, action by action.
+
+The messages of a list are asynchronous; a forward or backward waits for its own input and for nothing else.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zeroshard.comm import Purpose
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.backward import Backward
+from zeroshard.engine.loans import Loans
+from zeroshard.engine.stage import Run, Stage
+from zeroshard.engine.update import Update
+from zeroshard.engine.wires import Wires
+from zeroshard.pipeline.deferred import WeightGradients
+from zeroshard.schedule import Action, Kind, Schedule
+from zeroshard.schedule.actions import COMPUTE
+
+Key = tuple[int, int]  # chunk, microbatch
+Span = tuple[Action, float, float]
+
+
+@dataclass(slots=True)
+class Part:
+    """One microbatch: what the model takes, and the share of its loss in the update's."""
+
+    batch: Any
+    weight: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch between its forward and its backward on one chunk."""
+
+    buffers: list[Tensor] = field(default_factory=list)  # of messages; weight gradients left for later read them
+    hidden: Tensor | None = None
+    edge: GradientEdge | None = None
+    loss: Tensor | None = None
+    random: Tensor | None = None
+    recomputes: bool = False
+    store: WeightGradients = field(default_factory=WeightGradients)
+
+
+class Executor:
+    """Runs actions on this rank's chunks.
+
+    Args:
+        run: runs the model on a microbatch, down to the loss.
+        scale: the factor on the loss at the time of a backward.
+        decide: called before the first update of a step; the factor on the gradients, or None to skip.
+
+    Attributes:
+        losses: of microbatches whose forward came to the end of the model, times their weights, since the last `clear`.
+        spans: every compute with its start and end in seconds of the monotonic clock, while `tracing`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        assembly: Assembly,
+        backward: Backward,
+        update: Update,
+        run: Run,
+        scale: Callable[[], float],
+        decide: Callable[[], float | None],
+        recomputes: bool,
+    ) -> None:
+        self._stage, self._assembly, self._backward, self._update = stage, assembly, backward, update
+        self._run, self._scale, self._decide, self._recomputes = run, scale, decide, recomputes
+        self.wires = Wires(stage, assembly.arena)
+        self.loans = Loans(stage, assembly, self.wires)
+        self._flights: dict[Key, _Flight] = {}
+        self._out: dict[tuple[Kind, int, int], Tensor] = {}
+        self._parts: dict[int, Part] = {}
+        self._shards_of = _shards_by_chunk(stage, assembly)
+        self.losses: dict[int, Tensor] = {}
+        self.spans: list[Span] = []
+        self.tracing = False
+        self._do: Mapping[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backwards,
+            Kind.INPUT_GRADIENT: self._backwards,
+            Kind.WEIGHT_GRADIENT: self._weight_gradients,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.REDUCE: self._reduce,
+            Kind.UPDATE: self._update_chunk,
+            Kind.DROP: self._drop,
+            Kind.REPAY: self.loans.repay,
+            Kind.COLLECT: self.loans.collect,
+            Kind.LEND: self.loans.lend,
+            Kind.BORROW: self.loans.borrow,
+        }
+
+    def feed(self, parts: Mapping[int, Part]) -> None:
+        """Microbatches, by number, that actions to come will use."""
+        self._parts.update(parts)
+
+    def run(self, actions: Schedule) -> None:
+        """Carry out actions in order."""
+        self._at_once = _followed_by_their_backward(actions) if self._recomputes else set()
+        self._updates_left = sum(action.kind is Kind.UPDATE for action in actions)
+        self._factor: float | None = None
+        self._decided = False
+        for action in actions:
+            self._do[action.kind](action)
+
+    def restart(self) -> None:
+        """Count versions anew; nothing is in flight."""
+        self.loans.settle()
+        for shards in self._shards_of.values():
+            for shard in shards:
+                if shard.versions is not None:
+                    shard.versions.restart()
+
+    @torch.no_grad()
+    def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
+        """Run the forwards of `actions` on one microbatch, with nothing kept; what the model returns, on the last stage."""
+        (number,) = {action.microbatch for action in actions}
+        assert number is not None
+        kept, self._parts, self._run = (self._parts, self._run), {number: Part(batch, 1.0)}, run
+        self._at_once, result = set(), None
+        try:
+            for action in actions:
+                if action.kind is Kind.FORWARD:
+                    flight = self._enter(action)
+                    result = self._compute(action, flight)
+                    self._pass_on(action, result)
+                    self._leave(action, flight)
+                else:
+                    self._do[action.kind](action)
+        finally:
+            self._parts, self._run = kept
+        return result if self._is_last(actions[-1].chunk) else None
+
+    def _forward(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        flight = self._flights[chunk, j] = self._enter(action)
+        flight.recomputes = self._recomputes and (chunk, j) not in self._at_once
+        start = time.monotonic()
+        if flight.recomputes:
+            flight.random = torch.get_rng_state()
+            with torch.no_grad():
+                output = self._compute(action, flight)
+        else:
+            output = self._compute(action, flight)
+        self._note(action, start)
+        if self._is_last(chunk):
+            self.losses[j] = output.detach() * self._parts[j].weight
+        self._pass_on(action, output)
+        if not flight.recomputes:
+            self._keep(action, flight, output)
+
+    def _enter(self, action: Action) -> _Flight:
+        """Wait for what enters the chunk, and put its weights in place."""
+        chunk, j = action.chunk, _number(action)
+        flight = _Flight()
+        if chunk > 0:
+            local = self._out.pop((Kind.FORWARD, chunk - 1, j), None)
+            if local is None:
+                flight.buffers.append(self.wires.take(f"input of F{chunk}.{j}"))
+                local = flight.buffers[0].view(self._shape(self._stage.firsts[chunk], j)[0])
+            flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
+        self.loans.begin((chunk, j))
+        self._use(action)
+        return flight
+
+    def _leave(self, action: Action, flight: _Flight) -> None:
+        chunk, j = action.chunk, _number(action)
+        for buffer in flight.buffers:
+            self.wires.release(buffer)
+        self.loans.end((chunk, j))
+
+    def _compute(self, action: Action, flight: _Flight) -> Any:
+        """The chunk's own forward."""
+        chunk, j = action.chunk, _number(action)
+        stage = self._stage
+        forward = partial(self._run, self._parts[j].batch)
+        first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
+        if stage.deferral is None:
+            return stage.chain.run(first, last, forward, flight.hidden)
+        with stage.deferral.into(flight.store):
+            return stage.chain.run(first, last, forward, flight.hidden)
+
+    def _pass_on(self, action: Action, output: Any) -> None:
+        chunk, j = action.chunk, _number(action)
+        if not self._is_last(chunk):
+            layer = self._stage.firsts[chunk + 1]
+            self.wires.check(output, self._shape(layer, j), layer)
+            self._out[Kind.FORWARD, chunk, j] = output.detach()
+
+    def _keep(self, action: Action, flight: _Flight, output: Tensor) -> None:
+        """Keep the root of the graph for the backward, not what it holds."""
+        if self._is_last(action.chunk):
+            flight.loss = output * self._parts[_number(action)].weight
+        elif output.requires_grad:
+            flight.edge = get_gradient_edge(output)
+
+    def _backwards(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        flight = self._flights[chunk, j]
+        gradient = self._gradient_of_output(chunk, j, flight)
+        start = time.monotonic()
+        if flight.recomputes:
+            self._recompute(action, flight)
+        self._backward.forget_interrupted()
+        self._backward.under_scale = True
+        try:
+            with self._backward.local():
+                if flight.loss is not None:
+                    torch.autograd.backward(flight.loss * self._scale())
+                elif flight.edge is not None:
+                    torch.autograd.backward((flight.edge,), (gradient,))
+        finally:
+            self._backward.under_scale = False
+            self._backward.forget_interrupted()
+        self._note(action, start)
+        if chunk > 0:
+            assert flight.hidden is not None
+            back = flight.hidden.grad
+            self._out[Kind.BACKWARD, chunk, j] = torch.zeros_like(flight.hidden) if back is None else back
+        flight.loss = flight.edge = flight.hidden = None
+        if action.kind is Kind.BACKWARD:
+            self._land(action)
+
+    def _gradient_of_output(self, chunk: int, j: int, flight: _Flight) -> Tensor | None:
+        """The gradient that comes from the next chunk."""
+        if self._is_last(chunk):
+            return None
+        local = self._out.pop((Kind.BACKWARD, chunk + 1, j), None)
+        if local is not None:
+            return local
+        flight.buffers.append(self.wires.take(f"gradient for B{chunk}.{j}"))
+        return flight.buffers[-1].view(self._shape(self._stage.firsts[chunk + 1], j)[0])
+
+    def _recompute(self, action: Action, flight: _Flight) -> None:
+        """The forward again, with the weights and the random numbers that it had."""
+        chunk, j = action.chunk, _number(action)
+        self.loans.again((chunk, j))
+        self._use(action)
+        assert flight.random is not None
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(flight.random)
+            self._keep(action, flight, self._compute(action, flight))
+
+    def _weight_gradients(self, action: Action) -> None:
+        start = time.monotonic()
+        self._backward.under_scale = True
+        try:
+            with self._backward.local():
+                self._flights[action.chunk, _number(action)].store.compute()
+        finally:
+            self._backward.under_scale = False
+        self._note(action, start)
+        self._land(action)
+
+    def _land(self, action: Action) -> None:
+        """The microbatch is done with this chunk."""
+        chunk, j = action.chunk, _number(action)
+        self._leave(action, self._flights.pop((chunk, j)))
+        if not any(number == j for _, number in self._flights) and chunk < self._stage.pipeline.layout.stages:
+            self._parts.pop(j, None)
+
+    def _use(self, action: Action) -> None:
+        for shard in self._shards_of[action.chunk]:
+            if shard.versions is not None:
+                shard.versions.use(action.version)
+
+    def _shape(self, layer: int, j: int) -> tuple[tuple[int, ...], torch.dtype]:
+        batch = self._parts[j].batch
+        return self.wires.shapes(batch, partial(self._run, batch))[layer]
+
+    def _is_last(self, chunk: int) -> bool:
+        return chunk == self._stage.pipeline.layout.all_chunks - 1
+
+    def _receive_forward(self, action: Action) -> None:
+        chunk, j, peer = action.chunk, _number(action), _peer(action)
+        shape = self._shape(self._stage.firsts[chunk], j)
+        self.wires.post(f"input of F{chunk}.{j}", shape, peer, Purpose.SEND_ACTIVATIONS)
+
+    def _receive_backward(self, action: Action) -> None:
+        chunk, j, peer = action.chunk, _number(action), _peer(action)
+        shape = self._shape(self._stage.firsts[chunk + 1], j)
+        self.wires.post(f"gradient for B{chunk}.{j}", shape, peer, Purpose.SEND_GRADIENTS)
+
+    def _send_forward(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        output = self._out.pop((Kind.FORWARD, chunk, j))
+        self.wires.send(f"input of F{chunk + 1}.{j}", output, _peer(action), Purpose.SEND_ACTIVATIONS)
+
+    def _send_backward(self, action: Action) -> None:
+        chunk, j = action.chunk, _number(action)
+        gradient = self._out.pop((Kind.BACKWARD, chunk, j))
+        self.wires.send(f"gradient for B{chunk - 1}.{j}", gradient, _peer(action), Purpose.SEND_GRADIENTS)
+
+    def _reduce(self, action: Action) -> None:
+        units = [n for n, chunk in enumerate(self._stage.chunk_of) if chunk == action.chunk]
+        self._backward.start_units(units)
+
+    def _update_chunk(self, action: Action) -> None:
+        if not self._decided:
+            self._factor, self._decided = self._decide(), True
+        start = time.monotonic()
+        shards = self._shards_of[action.chunk]
+        if self._factor is None:
+            self._update.skip(shards)
+        else:
+            self._update.apply(self._factor, shards)
+        self._note(action, start)
+        self._updates_left -= 1
+        if self._stage.pipeline.streams or not self._updates_left:
+            self._backward.expect()
+            self._update.consume()
+            self._decided = False
+
+    def _drop(self, action: Action) -> None:
+        for shard in self._shards_of[action.chunk]:
+            if shard.versions is not None:
+                shard.versions.drop(action.version)
+
+    def _note(self, action: Action, start: float) -> None:
+        if self.tracing:
+            self.spans.append((action, start, time.monotonic()))
+
+
+def _shards_by_chunk(stage: Stage, assembly: Assembly) -> dict[int, list[Shard]]:
+    shards: dict[int, list[Shard]] = {c: [] for c in stage.pipeline.layout.chunks_of(stage.number)}
+    for chunk, unit in zip(stage.chunk_of, assembly.shards, strict=True):
+        shards[chunk] += [shard for shard in unit if shard.gradients is not None]
+    return shards
+
+
+def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:
+    """The forwards whose backward is the next compute on this rank: computing them again would gain nothing."""
+    computes = [action for action in actions if action.kind in COMPUTE]
+    pairs = pairwise(computes)
+    return {
+        (a.chunk, _number(a))
+        for a, b in pairs
+        if a.kind is Kind.FORWARD and b.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and a[1:3] == b[1:3]
+    }
+
+
+def _number(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer

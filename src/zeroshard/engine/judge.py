@@ -1,0 +1,76 @@
+"""What becomes of a step, from its gradient norm: clipped, skipped because of an overflow, or refused."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zeroshard.plan import Plan
+from zeroshard.precision import LossScaler
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The norm of the mean gradient before clipping, the loss scale, and the factor on gradients if not skipped."""
+
+    norm: float
+    scale: float
+    skip: bool
+    factor: float
+
+
+class Judge:
+    """Decides from the same numbers on every rank.
+
+    Attributes:
+        clip: a limit for the next step alone, set by `clip_grad_norm`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.scaler = _scaler(plan)
+        self.clip: float | None = None
+        # Stages that do not wait for each other clip alone, and keep the whole norm within the limit.
+        self._shares = plan.stages if plan.streams else 1
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def judge(self, scaled_norm: float, refuse: Callable[[float], None]) -> Verdict:
+        """The verdict on gradients whose norm, loss scale included, is `scaled_norm`.
+
+        Args:
+            refuse: raises for a norm that is not finite, where the plan says so.
+        """
+        scale = self.scale
+        norm = scaled_norm / scale
+        finite = math.isfinite(norm)
+        if not finite and not self.scaler and self._plan.nonfinite == "raise":
+            refuse(norm)
+        skip = not finite and (self.scaler is not None or self._plan.nonfinite == "skip")
+        limit = self.clip if self.clip is not None else self._plan.clip_norm
+        factor = 1.0
+        if limit is not None:
+            factor = min(1.0, limit / math.sqrt(self._shares) / (norm + CLIP_EPSILON))
+        self.clip = None
+        if self.scaler:
+            self.scaler.update(overflow=not finite)
+        return Verdict(norm, scale, skip, factor / scale)
+
+
+def _scaler(plan: Plan) -> LossScaler | None:
+    if not plan.scales_loss:
+        return None
+    if isinstance(plan.loss_scale, (int, float)):
+        return LossScaler(float(plan.loss_scale), dynamic=False)
+    return LossScaler(
+        plan.loss_scale_initial,
+        growth=plan.loss_scale_growth,
+        backoff=plan.loss_scale_backoff,
+        window=plan.loss_scale_window,
+        hysteresis=plan.loss_scale_hysteresis,
+        floor=plan.loss_scale_floor,
+    )

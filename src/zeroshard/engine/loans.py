@@ -1,0 +1,159 @@
+"""Loans: weights that several stages use, on the side of the owner and on that of the borrower."""
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import Purpose
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.stage import Stage
+from zeroshard.engine.wires import Wires
+from zeroshard.pipeline.borrowed import Borrowed
+from zeroshard.schedule import Action, Kind, Loan
+
+Key = tuple[int, int]  # chunk, microbatch
+
+
+class Loans:
+    """Carries out the actions of one rank on weights that it lends or borrows."""
+
+    def __init__(self, stage: Stage, assembly: Assembly, wires: Wires) -> None:
+        self._stage, self._arena, self._wires = stage, assembly.arena, wires
+        self._layout = stage.pipeline.layout
+        self._lent = {
+            loan: _Lent(stage.loans[loan], assembly)
+            for loan in stage.loans
+            if self._stage_of(loan.owner) == stage.number
+        }
+        self._debts = {loan: _Debt(loan, borrowed) for loan, borrowed in assembly.borrowed.items()}
+
+    def begin(self, key: Key) -> None:
+        """A forward begins: it takes in the versions that came for it, and keeps what it uses for its backward."""
+        for debt in self._of_chunk(key[0]):
+            while debt.coming and (debt.coming[0][0] is None or debt.coming[0][0] <= key[1]):
+                self._take(debt)
+            debt.borrowed.begin(key)
+
+    def again(self, key: Key) -> None:
+        """The forward is computed again."""
+        for debt in self._of_chunk(key[0]):
+            debt.borrowed.again(key)
+
+    def end(self, key: Key) -> None:
+        """The backward is done."""
+        for debt in self._of_chunk(key[0]):
+            debt.borrowed.end(key)
+
+    def settle(self) -> None:
+        """Take in all versions that are on their way."""
+        for debt in self._debts.values():
+            while debt.coming:
+                self._take(debt)
+
+    def lend_again(self) -> None:
+        """Bring what is lent to the borrowers as it is now; a collective call."""
+        for loan in self._stage.loans:
+            if loan in self._lent:
+                self.lend(Action(Kind.LEND, loan.owner, peer=self._layout.rank_of(loan.borrower, self._stage.lane)))
+            elif loan in self._debts:
+                self.borrow(Action(Kind.BORROW, loan.borrower, peer=self._layout.rank_of(loan.owner, self._stage.lane)))
+        self.settle()
+        self._wires.finish()
+
+    def repay(self, action: Action) -> None:
+        """Send the gradients of what a chunk borrows."""
+        debt = self._debt(action)
+        sent = debt.borrowed.repay(self._arena)
+        self._wires.send(f"repayment {debt.loan}", sent, _peer(action), Purpose.REPAY_GRADIENTS, scratch=True)
+
+    def collect(self, action: Action) -> None:
+        """Add the borrower's gradients to the owner's."""
+        loan = self._loan_to(action)
+        lent, name = self._lent[loan], f"repayment {loan}"
+        shape = ((lent.numel,), torch.promote_types(lent.dtype, torch.float32))
+        self._wires.post(name, shape, _peer(action), Purpose.REPAY_GRADIENTS)
+        buffer = self._wires.take(name)
+        lent.add(buffer)
+        self._wires.release(buffer)
+
+    def lend(self, action: Action) -> None:
+        """Send the latest version."""
+        loan = self._loan_to(action)
+        packed = self._arena.take(self._lent[loan].numel, self._lent[loan].dtype, "lent weights")
+        self._lent[loan].pack(packed)
+        name = f"{loan}, version {action.version}"
+        self._wires.send(name, packed, _peer(action), Purpose.LEND_WEIGHTS, scratch=True)
+
+    def borrow(self, action: Action) -> None:
+        """Have a buffer ready for a version."""
+        debt = self._debt(action)
+        name = f"{debt.loan}, version {action.version}"
+        room = debt.borrowed.room()
+        self._wires.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
+        debt.coming.append((action.microbatch, name))
+
+    def _take(self, debt: "_Debt") -> None:
+        self._wires.take(debt.coming.pop(0)[1])
+        debt.borrowed.take()
+
+    def _of_chunk(self, chunk: int) -> "list[_Debt]":
+        """What a chunk uses of the borrowed: a stage borrows once, for the first of its chunks that needs it."""
+        return [debt for loan, debt in self._debts.items() if loan.borrower == chunk]
+
+    def _debt(self, action: Action) -> "_Debt":
+        owner = self._layout.stage_of(_peer(action))
+        return next(
+            debt
+            for loan, debt in self._debts.items()
+            if loan.borrower == action.chunk and self._stage_of(loan.owner) == owner
+        )
+
+    def _loan_to(self, action: Action) -> Loan:
+        borrower = self._layout.stage_of(_peer(action))
+        return next(
+            loan for loan in self._lent if loan.owner == action.chunk and self._stage_of(loan.borrower) == borrower
+        )
+
+    def _stage_of(self, chunk: int) -> int:
+        return chunk % self._layout.stages
+
+
+class _Debt:
+    """What one chunk borrows from one owner, and the versions on their way: for which microbatch, and their names."""
+
+    def __init__(self, loan: Loan, borrowed: Borrowed) -> None:
+        self.loan, self.borrowed = loan, borrowed
+        self.coming: list[tuple[int | None, str]] = []
+
+
+class _Lent:
+    """The weights of one loan on the side of their owner."""
+
+    def __init__(self, names: list[str], assembly: Assembly) -> None:
+        self._places: list[tuple[Shard, int]] = []
+        for name in names:
+            for shard in assembly.all_shards:
+                here = [entry.name for entry in shard.flat.index.entries]
+                if name in here:
+                    self._places.append((shard, here.index(name)))
+        self.numel = sum(shard.flat.index.entries[n].numel for shard, n in self._places)
+        self.dtype = self._places[0][0].flat.dtype
+
+    def add(self, gradients: Tensor) -> None:
+        """Add the borrower's gradients to the owner's."""
+        for part, (shard, number) in self._split(gradients):
+            if shard.gradients is not None:
+                shard.gradients.receive(number, part.view(shard.flat.index.entries[number].shape))
+
+    def pack(self, into: Tensor) -> None:
+        """Copy the latest weights."""
+        for part, (shard, number) in self._split(into):
+            part.copy_(shard.flat.view(shard.parameters.full, number).flatten())
+
+    def _split(self, buffer: Tensor) -> list[tuple[Tensor, tuple[Shard, int]]]:
+        sizes = [shard.flat.index.entries[n].numel for shard, n in self._places]
+        return list(zip(buffer.split(sizes), self._places, strict=True))
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer

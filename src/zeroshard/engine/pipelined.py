@@ -1,0 +1,156 @@
+"""Steps and evaluations of a model that is cut into stages."""
+
+import math
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zeroshard.comm import Purpose
+from zeroshard.engine.assembly import Assembly
+from zeroshard.engine.backward import Backward
+from zeroshard.engine.batch import uneven_microbatches
+from zeroshard.engine.executor import Executor, Part
+from zeroshard.engine.judge import Judge, Verdict
+from zeroshard.engine.stage import Run, Stage
+from zeroshard.engine.update import Update
+from zeroshard.plan import Plan
+
+WORD = struct.Struct("<dd")  # a rank's squared norm and its share of the loss
+
+
+class Pipelined:
+    """One rank's part in steps over all stages.
+
+    Attributes:
+        executor: what carries the actions out.
+        verdict: on the last update.
+        fed: steps since the start or the last flush of a schedule that never flushes by itself.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        assembly: Assembly,
+        backward: Backward,
+        update: Update,
+        judge: Judge,
+        plan: Plan,
+        run: Run,
+    ) -> None:
+        self.stage, self._plan, self._judge, self._update = stage, plan, judge, update
+        scale: Callable[[], float] = lambda: judge.scale  # noqa: E731
+        decide = self._decide_alone if plan.streams else self._decide_together
+        self.executor = Executor(stage, assembly, backward, update, run, scale, decide, plan.recomputes)
+        self.verdict: Verdict | None = None
+        self.fed = 0
+        self._updates = 0
+        self._loss: Tensor | None = None
+
+    def step(self, batch: Any) -> Tensor | None:
+        """One step on this lane's batch; the mean loss, where it is known."""
+        plan, stage, executor = self._plan, self.stage, self.executor
+        pipeline, rank = stage.pipeline, stage.rank
+        parts = uneven_microbatches(batch, plan.microbatches)
+        base = self.fed * plan.microbatches if plan.streams else 0
+        own = stage.number  # the first of this rank's chunks
+        numbered = {stage.lane + stage.lanes * (base + k): part for k, part in enumerate(parts)}
+        each = plan.microbatches_per_update == 1 and plan.streams
+        executor.feed(
+            {
+                j: Part(part, 1.0 if each else weight)
+                for j, (part, weight) in numbered.items()
+                if pipeline.layout.rank_of(own, j) == rank
+            }
+        )
+        self._loss = None
+        executor.run(pipeline.step(rank, self.fed))
+        if plan.streams:
+            self.fed += 1
+            self._loss = self._losses() if stage.is_last else None
+            if self._loss is not None and each:
+                self._loss = self._loss / (plan.microbatches // (stage.mesh.ranks if pipeline.layout.uneven else 1))
+        return self._loss
+
+    def flush(self) -> None:
+        """Finish what is in flight; all stages then have weights that saw the same microbatches."""
+        rest = self.stage.pipeline.rest(self.stage.rank, self.fed)
+        self.executor.run(rest)
+        self.executor.restart()
+        self.executor.wires.finish()
+        self.fed = 0
+
+    def evaluate(self, call: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the whole model returns for this lane's arguments, on every rank of the lane."""
+        self.flush()
+        stage = self.stage
+        batch = (args, kwargs)
+        actions = stage.pipeline.evaluation(stage.rank, stage.lane)
+        result = self.executor.evaluate(actions, batch, call) if actions else None
+        last = stage.pipeline.layout.rank_of(stage.pipeline.layout.all_chunks - 1, stage.lane)
+        if stage.rank != last:
+            past = len(stage.chain.layers)
+            with torch.no_grad():  # nothing of the model runs here, and what it returns has the right shapes
+                result = stage.chain.run(past, past + 1, partial(call, batch))
+        return self._spread(result, last)
+
+    def _spread(self, result: Any, source: int) -> Any:
+        stage, wires = self.stage, self.executor.wires
+        leaves, spec = tree_flatten(result)
+        layout = stage.pipeline.layout
+        lane = range(layout.ranks) if layout.uneven else [layout.rank_of(c, stage.lane) for c in range(layout.stages)]
+        for n, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            name = f"output {n}"
+            if stage.rank == source:
+                for peer in lane:
+                    if peer != source:
+                        wires.send(name, leaf, peer, Purpose.SEND_ACTIVATIONS)
+            else:
+                leaves[n] = buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=stage.mesh.device)
+                wires.post_into(name, buffer, leaf.shape, source, Purpose.SEND_ACTIVATIONS)
+                wires.take(name)
+        wires.finish()
+        return tree_unflatten(leaves, spec)
+
+    def _losses(self) -> Tensor:
+        """The sum of the weighted losses on this rank since the last call."""
+        losses = list(self.executor.losses.values())
+        self.executor.losses.clear()
+        total = torch.zeros((), device=self.stage.mesh.device)
+        for loss in losses:
+            total += loss
+        return total
+
+    def _decide_together(self) -> float | None:
+        """One verdict of all stages on the step."""
+        stage, layout = self.stage, self.stage.pipeline.layout
+        # Where stages have unlike numbers of replicas, a replica's mean is over its own part of the microbatches.
+        gain = stage.mesh.ranks if layout.uneven else 1
+        settled = self._update.settle(self._updates)
+        loss = float(self._losses()) if stage.is_last else 0.0
+        comm = self.executor.wires.comm
+        frames = comm.agree(WORD.pack((settled.norm * gain) ** 2, loss), f"agreement of all stages, {self._updates}")
+        words = [WORD.unpack(frame) for frame in frames]
+        squares = sum(words[layout.members(s)[0]][0] for s in range(layout.stages))
+        self._loss = torch.tensor(sum(loss for _, loss in words) / stage.lanes)
+        return self._conclude(math.sqrt(squares), gain)
+
+    def _decide_alone(self) -> float | None:
+        """This stage's verdict on one update: it waits for nobody but its replicas."""
+        return self._conclude(self._update.settle(self._updates).norm, 1)
+
+    def _conclude(self, norm: float, gain: int) -> float | None:
+        comm = None if self._plan.streams else self.executor.wires.comm
+        self._updates += 1
+        try:
+            self.verdict = self._judge.judge(norm, lambda found: self._update.refuse_nonfinite(found, comm))
+        except Exception:
+            self._update.consume()
+            raise
+        return None if self.verdict.skip else self.verdict.factor * gain

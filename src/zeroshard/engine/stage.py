@@ -1,0 +1,201 @@
+"""A pipeline stage: which layers this rank has, what it shares with other stages, and who its replicas are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from zeroshard.comm import Comm
+from zeroshard.errors import ModelError, PlanError
+from zeroshard.mesh import Mesh, part_of
+from zeroshard.pipeline.balance import balance
+from zeroshard.pipeline.chain import Chain, Layer
+from zeroshard.pipeline.deferred import Deferral
+from zeroshard.pipeline.measure import measure
+from zeroshard.plan import Plan
+from zeroshard.schedule import Loan, Pipeline, verify
+from zeroshard.units import Unit
+
+Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
+VERIFIED_STEPS = 3  # of a schedule that never flushes
+
+
+@dataclass(slots=True)
+class Stage:
+    """What this rank has of a model that is cut into stages.
+
+    Attributes:
+        world: all ranks of the pipeline; messages between stages go through it.
+        mesh: the replicas of this stage.
+        pipeline: the schedule, loans included.
+        chain: the model as layers.
+        firsts: the first layer of every chunk, and one past the last layer.
+        units: the layers of this rank, with the parameters that it owns.
+        chunk_of: the chunk of each unit.
+        loans: the names of the weights in each loan.
+        deferral: for schedules that split the backward.
+    """
+
+    world: Comm
+    mesh: Mesh
+    pipeline: Pipeline
+    chain: Chain
+    firsts: list[int]
+    units: list[Unit] = field(default_factory=list)
+    chunk_of: list[int] = field(default_factory=list)
+    loans: dict[Loan, list[str]] = field(default_factory=dict)
+    deferral: Deferral | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank in the whole pipeline."""
+        return self.world.mesh.rank
+
+    @property
+    def number(self) -> int:
+        """Which stage this is."""
+        return self.pipeline.layout.stage_of(self.rank)
+
+    @property
+    def lanes(self) -> int:
+        """How many batches a step takes: one per replica where all stages have equally many, else one in all."""
+        layout = self.pipeline.layout
+        return 1 if layout.uneven else layout.replicas[0]
+
+    @property
+    def lane(self) -> int:
+        """Whose batch this rank works on."""
+        return self.pipeline.layout.replica_of(self.rank) if self.lanes > 1 else 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss comes out here."""
+        return self.number == self.pipeline.layout.stages - 1
+
+    @property
+    def skipped_modules(self) -> set[nn.Module]:
+        """Modules whose own parameters are all elsewhere."""
+        here = {id(p) for layer in self.layers for p in layer.parameters.values()}
+        every = [module for layer in self.chain.layers for top in layer.modules for module in top.modules()]
+        elsewhere = set(every) - {module for layer in self.layers for top in layer.modules for module in top.modules()}
+        return {m for m in elsewhere if not any(id(p) in here for p in m.parameters(recurse=False))}
+
+    @property
+    def layers(self) -> list[Layer]:
+        """This rank's layers."""
+        chunks = self.pipeline.layout.chunks_of(self.number)
+        return [layer for c in chunks for layer in self.chain.layers[self.firsts[c] : self.firsts[c + 1]]]
+
+    def chunk_of_layer(self, layer: int) -> int:
+        """The chunk that a layer is in."""
+        return max(c for c, first in enumerate(self.firsts[:-1]) if first <= layer)
+
+
+def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run) -> Stage:
+    """Cut `model` for this rank; a collective call.
+
+    Args:
+        example: one microbatch, as `train_step` will cut them.
+        run: runs the model on a microbatch, down to the loss.
+
+    Raises:
+        ModelError: no chain, or too few blocks. PlanError: the ranks do not fit the stages.
+    """
+    pipeline = plan.pipeline(mesh.ranks)
+    if example is None:
+        raise PlanError("A pipeline is cut on an example: pass Engine(..., example=one microbatch).")
+    world = Comm(mesh)
+    where = _whereabouts(model)
+    if where.type != "meta":
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            world.broadcast(tensor.data, f"initial {name}")
+    deferral = Deferral(model) if plan.schedule == "zb-h1" else None
+    on_device = tree_map(partial(_to, device=mesh.device), example)
+    chain = Chain(model, lambda: run(tree_map(partial(_to, device=where), example)), plan.units)
+    firsts = _cut(model, plan, chain, world, lambda: run(on_device))
+    layout = pipeline.layout
+    replicas = part_of(mesh, [layout.members(s) for s in range(layout.stages)], "stage")
+    stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
+    _share_out(stage)
+    if stage.loans:
+        if pipeline.layout.uneven:
+            names = ", ".join(name for names in stage.loans.values() for name in names)
+            raise PlanError(
+                f"{names} is used on several stages, which with replicas={pipeline.layout.replicas} would meet other "
+                f"microbatches on each; use equally many replicas of every stage."
+            )
+        stage.pipeline = plan.pipeline(mesh.ranks, tuple(stage.loans))
+    verify(stage.pipeline.stretch(VERIFIED_STEPS))
+    return stage
+
+
+def _to(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _whereabouts(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len({device.type for device in devices}) != 1:
+        raise ModelError(
+            f"The model's parameters are on {', '.join(sorted(map(str, devices)))}; to be cut into stages it must be "
+            f"wholly on the meta device, or wholly real."
+        )
+    return devices.pop()
+
+
+def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Callable[[], Any]) -> list[int]:
+    """The first layer of every chunk, and one past the last layer; the same on all ranks."""
+    chunks = plan.stages * plan.chunks
+    if chunks > chain.blocks:
+        raise PlanError(
+            f"stages={plan.stages} times chunks={plan.chunks} makes {chunks} chunks and the model has {chain.blocks} "
+            f"blocks; each chunk needs one."
+        )
+    if plan.split:
+        firsts = [0, *(chain.number(name) for name in plan.split)]
+        if firsts != sorted(set(firsts)):
+            names = [layer.name for layer in chain.layers]
+            raise PlanError(f"split={plan.split} is not in the order of the layers, which is {', '.join(names)}.")
+    else:
+        weights: list[float] = []
+        if plan.balance == "parameters":
+            weights = [sum(p.numel() for p in layer.parameters.values()) for layer in chain.layers]
+        elif world.mesh.rank == 0:
+            costs = measure(model, chain, forward, world.mesh.device)
+            weights = [cost.forward_seconds + cost.backward_seconds for cost in costs]
+        weights = world.agree_on(weights, "times of the layers")[0]
+        blocks = weights[1:-1]
+        blocks[0] += weights[0]
+        blocks[-1] += weights[-1]
+        firsts = [0, *(block + 1 for block in balance(blocks, chunks)[1:])]
+    return [*firsts, len(chain.layers)]
+
+
+def _share_out(stage: Stage) -> None:
+    """Give every parameter to the first stage that uses it; later stages borrow it."""
+    d = stage.pipeline.layout.stages
+    owner_of: dict[nn.Parameter, int] = {}
+    given: set[nn.Parameter] = set()
+    for layer in stage.chain.layers:
+        chunk = stage.chunk_of_layer(layer.number)
+        borrowed: dict[Loan, list[str]] = {}
+        mine: dict[str, nn.Parameter] = {}
+        for name, parameter in layer.parameters.items():
+            owner = owner_of.setdefault(parameter, chunk)
+            if owner % d != chunk % d:
+                borrowed.setdefault(Loan(owner, chunk), []).append(name)
+            elif parameter not in given:
+                given.add(parameter)
+                mine[name] = parameter
+        for loan, names in borrowed.items():
+            same = (k for k in stage.loans if k.owner == loan.owner and k.borrower % d == loan.borrower % d)
+            lent = stage.loans.setdefault(next(same, loan), [])
+            lent.extend(name for name in names if name not in lent)
+        if chunk % d == stage.number and mine:
+            owners = [m for m in stage.chain.modules if set(m.parameters(recurse=False)) & set(mine.values())]
+            stage.units.append(Unit(len(stage.units), layer.name, owners[0], mine, owners))
+            stage.chunk_of.append(chunk)

@@ -1,0 +1,105 @@
+"""Wires: the messages of one pipeline rank, and the buffers they arrive in.
+
+Both ends work out the shape of a message from the microbatch, once per shape, and put it into the message's name. So
+ranks that were given other batches are told, and no shape is sent.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.comm import Comm, Pending, Purpose
+from zeroshard.engine.stage import Stage
+from zeroshard.errors import BatchError
+from zeroshard.ledger import Arena
+
+UNDER_WAY = 4  # messages on their way before the oldest is waited for; lists are verified to bear even none
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Wires:
+    """Sends and receives for one rank; nothing here waits but `take` and `finish`."""
+
+    def __init__(self, stage: Stage, arena: Arena) -> None:
+        self._stage, self._comm, self._arena = stage, stage.world, arena
+        self._shapes: dict[Any, dict[int, Shape]] = {}
+        self._posted: dict[str, tuple[Pending, Tensor]] = {}
+        self._sent: list[tuple[Pending, Tensor, bool]] = []
+
+    @property
+    def comm(self) -> Comm:
+        """The collectives of all ranks of the pipeline."""
+        return self._comm
+
+    def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Shape]:
+        """What goes between this rank's chunks and their neighbours, by the layer that it enters."""
+        key = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+            for leaf in tree_leaves(microbatch)
+        )
+        if key not in self._shapes:
+            stage, last = self._stage, len(self._stage.chain.layers)
+            chunks = stage.pipeline.layout.chunks_of(stage.number)
+            layers = {layer for c in chunks for layer in stage.firsts[c : c + 2]} - {0, last}
+            standins = {layer: stage.chain.boundary(layer, forward) for layer in sorted(layers)}
+            self._shapes[key] = {layer: (tuple(t.shape), t.dtype) for layer, t in standins.items()}
+        return self._shapes[key]
+
+    def check(self, output: Tensor, expected: Shape, layer: int) -> None:
+        """Refuse an output that is not what the next stage works out.
+
+        Raises:
+            BatchError: with both shapes.
+        """
+        if (tuple(output.shape), output.dtype) != expected:
+            names = self._stage.chain.layers
+            raise BatchError(
+                f"{names[layer - 1].name!r} hands on {list(output.shape)} {output.dtype}, and {names[layer].name!r} on "
+                f"the next stage expects {list(expected[0])} {expected[1]}; what a block returns must depend on the "
+                f"shapes of the microbatch alone."
+            )
+
+    def post(self, name: str, shape: Shape, peer: int, purpose: Purpose) -> None:
+        """Have a buffer ready for the message `name`."""
+        size, dtype = shape
+        buffer = self._arena.take(torch.Size(size).numel(), dtype, "messages")
+        self.post_into(name, buffer, size, peer, purpose)
+
+    def post_into(self, name: str, buffer: Tensor, size: Sequence[int], peer: int, purpose: Purpose) -> None:
+        """Let the message `name` arrive in `buffer`."""
+        self._posted[name] = (self._comm.receive(buffer, peer, purpose, _label(name, size)), buffer)
+
+    def take(self, name: str) -> Tensor:
+        """Wait for the message `name`; hand its buffer to `release` when it is no longer needed."""
+        pending, buffer = self._posted.pop(name)
+        pending.wait()
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        """The buffer of a message is free again."""
+        self._arena.give(buffer)
+
+    def send(self, name: str, tensor: Tensor, peer: int, purpose: Purpose, scratch: bool = False) -> None:
+        """Start to send; `scratch` says that the tensor is the arena's, and free once it is sent."""
+        tensor = tensor.contiguous()
+        self._sent.append((self._comm.send(tensor, peer, purpose, _label(name, tensor.shape)), tensor, scratch))
+        while len(self._sent) > UNDER_WAY:
+            self._drop(self._sent.pop(0))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        while self._sent:
+            self._drop(self._sent.pop(0))
+
+    def _drop(self, sent: tuple[Pending, Tensor, bool]) -> None:
+        pending, tensor, scratch = sent
+        pending.wait()
+        if scratch:
+            self._arena.give(tensor)
+
+
+def _label(name: str, size: Sequence[int]) -> str:
+    return f"{name} {list(size)}"

@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into a chain of layers, its profile, and the partition into stages."""

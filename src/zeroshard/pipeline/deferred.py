@@ -1,0 +1,95 @@
+"""Backward in two parts, for zero-bubble schedules: input gradients first, weight gradients of `nn.Linear` later.
+
+"Zero Bubble Pipeline Parallelism" (2401.10241, section 2). While a store is open, linear layers leave the product that
+makes their weight's gradient to the store; everything else of the backward (biases, norms, embeddings) is done at once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class WeightGradients:
+    """The products that one microbatch's backward left for later."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    def add(self, weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
+        """Leave gradientᵀ·x, with x [..., I] and gradient [..., O], for the gradient of weight [O, I]."""
+        self._left.append((weight, x, gradient))
+
+    def compute(self) -> None:
+        """Make all products, and hand each to autograd as the gradient of its weight."""
+        left, self._left = self._left, []
+        for weight, x, gradient in left:
+            product = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
+            weight.backward(product.to(weight.dtype))
+
+
+class Deferral:
+    """Lets the plain `nn.Linear` layers of a model use the store that is open."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._store: WeightGradients | None = None
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+                module.forward = _Linear(self, module, module.forward)  # type: ignore[method-assign,assignment]
+
+    @property
+    def store(self) -> WeightGradients | None:
+        """The store of the forward under way."""
+        return self._store
+
+    @contextmanager
+    def into(self, store: WeightGradients) -> Iterator[None]:
+        """Forwards inside leave their weight gradients to `store`."""
+        self._store = store
+        try:
+            yield
+        finally:
+            self._store = None
+
+
+class _Linear:
+    """The forward of one linear layer."""
+
+    def __init__(self, deferral: Deferral, module: nn.Linear, plain: Callable[..., Any]) -> None:
+        self._deferral, self._module, self._plain = deferral, module, plain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        store, weight = self._deferral.store, self._module.weight
+        if store is None or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_meta:
+            output: Tensor = self._plain(x)
+            return output
+        anchor = torch.zeros((), device=x.device, dtype=x.dtype, requires_grad=True)
+        product: Tensor = _Product.apply(x, anchor, weight.detach(), (weight,), store)  # type: ignore[no-untyped-call]
+        bias = self._module.bias
+        return product if bias is None else product + bias
+
+
+class _Product(torch.autograd.Function):
+    """x·Wᵀ, whose backward leaves the gradient of W to a store."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, value: Tensor, weight: tuple[nn.Parameter], store: WeightGradients
+    ) -> Tensor:
+        """[..., I] -> [..., O]; the anchor keeps the node in the graph where x needs no gradient.
+
+        The weight comes in a tuple, so that autograd does not take it for an input.
+        """
+        ctx.save_for_backward(x, value)
+        ctx.weight, ctx.store = weight[0], store
+        return F.linear(x, value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        """The gradient of x only."""
+        x, value = ctx.saved_tensors
+        ctx.store.add(ctx.weight, x, gradients[0])
+        return (gradients[0] @ value if ctx.needs_input_grad[0] else None), None, None, None, None

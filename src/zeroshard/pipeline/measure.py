@@ -1,0 +1,125 @@
+"""Measurement of a chain, layer by layer, with only one layer's weights in memory at a time."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.pipeline.chain import Chain, Layer
+from zeroshard.pipeline.profile import LayerCost
+
+REPEATS = 5
+
+
+def measure(
+    model: nn.Module, chain: Chain, forward: Callable[[], Any], device: torch.device, repeats: int = REPEATS
+) -> list[LayerCost]:
+    """What each layer costs on this machine: medians of `repeats` forwards and backwards after one to warm up.
+
+    Layers on the meta device are given random weights for the measurement.
+
+    Args:
+        forward: runs the model on a microbatch that is on `device`, down to the loss.
+    """
+    costs = []
+    with _real_buffers(model, device):
+        for layer in chain.layers:
+            hidden = chain.boundary(layer.number, forward) if layer.number else None
+            with _real_parameters(chain, layer, device) as parameters:
+                costs.append(_Measurement(chain, layer, forward, parameters, hidden).of(repeats))
+    return costs
+
+
+class _Measurement:
+    """The runs of one layer."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        layer: Layer,
+        forward: Callable[[], Any],
+        parameters: list[nn.Parameter],
+        hidden: Tensor | None,
+    ) -> None:
+        self._chain, self._layer, self._forward = chain, layer, forward
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._hidden = None if hidden is None else torch.randn(hidden.shape, device=hidden.device).to(hidden.dtype)
+        self._weights = {p.untyped_storage()._cdata for p in parameters}
+        self._saved: dict[int, int] = {}
+
+    def of(self, repeats: int) -> LayerCost:
+        layer = self._layer
+        with saved_tensors_hooks(self._count, lambda saved: saved):
+            output, _, _ = self._once()
+        runs = [self._once()[1:] for _ in range(repeats)]
+        nbytes = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        parameter_bytes = sum(p.numel() * p.element_size() for p in layer.parameters.values())
+        forward, backward = (statistics.median(times) for times in zip(*runs, strict=True))
+        return LayerCost(layer.name, forward, backward, nbytes, sum(self._saved.values()), parameter_bytes)
+
+    def _once(self) -> tuple[Any, float, float]:
+        """The output, and the seconds of one forward and one backward."""
+        number = self._layer.number
+        hidden = None if self._hidden is None else self._hidden.detach().requires_grad_()
+        _wait(self._hidden)
+        start = time.perf_counter()
+        output = self._chain.run(number, number + 1, self._forward, hidden)
+        _wait(output)
+        middle = time.perf_counter()
+        ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        wanted = [*self._parameters, *([] if hidden is None else [hidden])]
+        if ends and wanted:
+            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+        _wait(output)
+        return output, middle - start, time.perf_counter() - middle
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._weights:
+            self._saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+
+def _wait(value: Any) -> None:
+    """Let the device finish."""
+    if isinstance(value, Tensor) and value.device.type == "cuda":
+        torch.cuda.synchronize(value.device)
+
+
+@contextmanager
+def _real_parameters(chain: Chain, layer: Layer, device: torch.device) -> Iterator[list[nn.Parameter]]:
+    """Give a layer real weights on the device for a while."""
+    changed, real = [], []
+    for parameter in layer.parameters.values():
+        values = torch.randn(parameter.shape) * 0.02 if parameter.is_meta else parameter.detach()
+        copy = nn.Parameter(values.to(device, parameter.dtype), requires_grad=parameter.requires_grad)
+        real.append(copy)
+        for module, name in list(chain.sites(parameter)):
+            changed.append((module, name, parameter))
+            module._parameters[name] = copy
+    try:
+        yield real
+    finally:
+        for module, name, parameter in changed:
+            module._parameters[name] = parameter
+
+
+@contextmanager
+def _real_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give the buffers real values on the device for a while: ones, where they are on meta."""
+    changed = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            changed.append((module, name, buffer))
+            module._buffers[name] = torch.ones_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+    try:
+        yield
+    finally:
+        for module, name, buffer in changed:
+            module._buffers[name] = buffer

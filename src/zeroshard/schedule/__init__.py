@@ -1,0 +1,28 @@
+"""The schedule: one training step as a list of actions per rank (the second backbone).
+
+Read `actions` (the grammar), `layout` (who has what), `orders` (the schedules of the literature, compute only), `lower`
+(passes that add versions, updates and messages), `pipeline` (all of it put together), then what consumes the lists:
+`verify`, `simulate`, and the engine's executor.
+"""
+
+from zeroshard.schedule.actions import Action, Kind, Schedule
+from zeroshard.schedule.layout import Layout
+from zeroshard.schedule.lower import Loan, with_gathers, with_reductions, with_update
+from zeroshard.schedule.orders import SCHEDULES, STREAMING
+from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.verify import verify
+
+__all__ = [
+    "SCHEDULES",
+    "STREAMING",
+    "Action",
+    "Kind",
+    "Layout",
+    "Loan",
+    "Pipeline",
+    "Schedule",
+    "verify",
+    "with_gathers",
+    "with_reductions",
+    "with_update",
+]

@@ -1,0 +1,97 @@
+"""Actions: what one rank does, one after the other, in a grammar of one word each.
+
+An action is written `KIND chunk [. microbatch] @ version [> or < peer]`:
+
+    F3.2@0          forward of microbatch 2 through chunk 3 with weight version 0
+    B3.2@0          its backward; or in two parts, I3.2@0 (gradient of the input) and W3.2@0 (of the weights)
+    RECV_F3.2@0<2   have a buffer ready for the input of that forward, which comes from rank 2
+    SEND_F3.2@0>4   send its output to rank 4, where chunk 4 takes it in
+    RECV_B3.2@0<4   have a buffer ready for the gradient of its output; SEND_B3.2@0>2 sends that of its input
+    GATHER3@0       from here on, chunk 3's units are gathered as they are used (ZeRO 3); FREE3@0 ends that
+    REDUCE3.2@0     its gradients, up to those of microbatch 2, are reduced over the replicas
+    UPDATE3@0       version 0 of the weights makes version 1
+    DROP3@0         no forward and no backward uses version 0 any more
+    REPAY3.2@0>0    send the gradient of weights that chunk 3 borrows from a chunk on rank 0; COLLECT0.2@0<3 adds it there
+    LEND0@1>3       send version 1 of weights that are lent to rank 3
+    BORROW3.5@1<0   have a buffer ready for them, to be taken in before the forward of microbatch 5
+"""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from zeroshard.errors import PlanError
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+    GATHER = "GATHER"
+    FREE = "FREE"
+    REDUCE = "REDUCE"
+    UPDATE = "UPDATE"
+    DROP = "DROP"
+    REPAY = "REPAY"
+    COLLECT = "COLLECT"
+    LEND = "LEND"
+    BORROW = "BORROW"
+
+
+COMPUTE = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
+BACKWARDS = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))  # what needs the gradient of the output
+SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.REPAY, Kind.LEND))
+RECEIVES = frozenset((Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD, Kind.COLLECT, Kind.BORROW))
+
+
+class Action(NamedTuple):
+    """One action of one rank on one chunk of the model, with the weight version that it uses.
+
+    Attributes:
+        chunk: number of the chunk in the whole model, from the first layers to the last.
+        microbatch: number of the microbatch among those of all replicas; None where an action belongs to none.
+        version: of the chunk's weights, counted in updates since the start of the list.
+        peer: the rank at the other end of a message.
+    """
+
+    kind: Kind
+    chunk: int = 0
+    microbatch: int | None = None
+    version: int = 0
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else f".{self.microbatch}"
+        peer = "" if self.peer is None else f"{'>' if self.kind in SENDS else '<'}{self.peer}"
+        return f"{self.kind}{self.chunk}{microbatch}@{self.version}{peer}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action that prints as `text`.
+
+        Raises:
+            PlanError: the text is no action.
+        """
+        match = re.fullmatch(r"([A-Z]+(?:_[FB])?)(\d+)(?:\.(\d+))?@(\d+)(?:([<>])(\d+))?", text.strip())
+        kind = None if match is None or match[1] not in list(Kind) else Kind(match[1])
+        if match is None or kind is None or match[5] != _arrow(kind):
+            raise PlanError(
+                f"{text!r} is no action; write a kind ({', '.join(Kind)}), chunk, .microbatch, @version and, for a "
+                f"message, >peer or <peer: F0.2@0, SEND_F0.2@0>1."
+            )
+        microbatch, peer = (None if word is None else int(word) for word in (match[3], match[6]))
+        return cls(kind, int(match[2]), microbatch, int(match[4]), peer)
+
+
+Schedule = list[Action]
+
+
+def _arrow(kind: Kind) -> str | None:
+    return ">" if kind in SENDS else "<" if kind in RECEIVES else None

@@ -1,0 +1,86 @@
+"""Layout: which rank has which chunk of the model, and which microbatches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from zeroshard.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pipeline of `len(replicas)` stages, each on `replicas[s]` ranks, each with `chunks` chunks of the model.
+
+    Chunks are dealt round robin (PTD-P, 2104.04473, section 2.2): chunk c is on stage c mod stages. Microbatches too
+    (PipeDream, SOSP 2019, section 3.2): microbatch j goes to replica j mod replicas of every stage, for its forward and
+    its backward. With equally many replicas everywhere, replica q of all stages is a pipeline of its own. Ranks count
+    stage by stage.
+    """
+
+    replicas: tuple[int, ...]
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.replicas or min(self.replicas) < 1 or self.chunks < 1:
+            raise PlanError(
+                f"A pipeline of {len(self.replicas)} stages with {self.replicas} replicas and {self.chunks} chunks "
+                f"each cannot be; each number must be 1 or more."
+            )
+
+    @classmethod
+    def equal(cls, stages: int, chunks: int = 1, replicas: int = 1) -> "Layout":
+        """Equally many replicas of every stage."""
+        return cls((replicas,) * stages, chunks)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages d."""
+        return len(self.replicas)
+
+    @property
+    def all_chunks(self) -> int:
+        """Number of chunks of the whole model, d·v."""
+        return self.stages * self.chunks
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each stage."""
+        return (0, *accumulate(self.replicas))[:-1]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return sum(self.replicas)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether stages differ in their number of replicas, so that microbatches change lanes between them."""
+        return len(set(self.replicas)) > 1
+
+    def stage_of(self, rank: int) -> int:
+        """The stage of a rank."""
+        return max(s for s, first in enumerate(self.first_ranks) if first <= rank)
+
+    def replica_of(self, rank: int) -> int:
+        """Which replica of its stage a rank is."""
+        return rank - self.first_ranks[self.stage_of(rank)]
+
+    def members(self, stage: int) -> range:
+        """The ranks that are replicas of a stage."""
+        first = self.first_ranks[stage]
+        return range(first, first + self.replicas[stage])
+
+    def chunks_of(self, stage: int) -> range:
+        """The chunks of a stage, from first to last."""
+        return range(stage, self.all_chunks, self.stages)
+
+    def rank_of(self, chunk: int, microbatch: int) -> int:
+        """The rank on which a microbatch meets a chunk."""
+        stage = chunk % self.stages
+        return self.first_ranks[stage] + microbatch % self.replicas[stage]
+
+    def microbatches_of(self, rank: int, first: int, last: int) -> Iterator[int]:
+        """Those of the microbatches [first, last) that come to a rank."""
+        replicas, own = self.replicas[self.stage_of(rank)], self.replica_of(rank)
+        return iter(range(first + (own - first) % replicas, last, replicas))

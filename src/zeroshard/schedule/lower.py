@@ -1,0 +1,160 @@
+"""Lowering: pure passes that add to a rank's compute what memory and the wire need."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from zeroshard.schedule.actions import BACKWARDS, COMPUTE, Action, Kind, Schedule
+from zeroshard.schedule.layout import Layout
+
+VersionRule = Callable[[int], int]
+LOOKAHEAD = 2  # compute actions by which a receive buffer is ready before its use
+GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # what completes a microbatch's gradients
+
+
+class Loan(NamedTuple):
+    """Weights that two chunks share: the owner updates them, the borrower gets each version and repays gradients."""
+
+    owner: int
+    borrower: int
+
+
+def with_gathers(schedule: Schedule) -> Schedule:
+    """Gather a chunk for each forward and each backward, and free it afterwards (ZeRO 3)."""
+    lowered: Schedule = []
+    for action in schedule:
+        if action.kind in COMPUTE:
+            around = (Action(kind, action.chunk, None, action.version) for kind in (Kind.GATHER, Kind.FREE))
+            lowered += [next(around), action, next(around)]
+        else:
+            lowered.append(action)
+    return lowered
+
+
+def with_reductions(schedule: Schedule, each_microbatch: bool) -> Schedule:
+    """Reduce the gradients of each backward, or of the last backward of each chunk only."""
+    last = {action.chunk: n for n, action in enumerate(schedule) if action.kind in GRADIENTS}
+    lowered: Schedule = []
+    for n, action in enumerate(schedule):
+        lowered.append(action)
+        if action.kind in GRADIENTS and (each_microbatch or last[action.chunk] == n):
+            lowered.append(action._replace(kind=Kind.REDUCE))
+    return lowered
+
+
+def with_update(schedule: Schedule) -> Schedule:
+    """Update each chunk at the end."""
+    versions = {action.chunk: action.version for action in schedule}
+    return schedule + [Action(Kind.UPDATE, chunk, None, versions[chunk]) for chunk in sorted(versions)]
+
+
+def with_updates(schedule: Schedule, every: int, version_of: VersionRule) -> Schedule:
+    """Number the versions, update after every `every`-th backward, and drop versions after their last use.
+
+    For schedules that never flush. Microbatches are this rank's, counted from 0; `version_of` says which version a
+    microbatch uses, and never falls. A version is dropped before the update, which may then take its place.
+    """
+    lowered: Schedule = []
+    for action in schedule:
+        j = action.microbatch
+        assert j is not None
+        version = version_of(j)
+        lowered.append(action._replace(version=version))
+        if action.kind is Kind.BACKWARD and (j + 1) % every == 0:
+            latest = (j + 1) // every - 1
+            lowered.append(Action(Kind.REDUCE, action.chunk, j, version))
+            lowered += [Action(Kind.DROP, action.chunk, None, old) for old in range(version, version_of(j + 1))]
+            lowered.append(Action(Kind.UPDATE, action.chunk, None, latest))
+    return lowered
+
+
+def with_repayments(schedule: Schedule, chunk: int, every: int, owner: int) -> Schedule:
+    """Send the gradients of weights that `chunk` borrows to the owner's rank, after every `every`-th microbatch."""
+    lowered: Schedule = []
+    for action in schedule:
+        lowered.append(action)
+        j = action.microbatch
+        if action.chunk == chunk and action.kind in GRADIENTS and j is not None and (j + 1) % every == 0:
+            lowered.append(action._replace(kind=Kind.REPAY, peer=owner))
+    return lowered
+
+
+def with_borrowing(
+    schedule: Schedule, chunk: int, owner: int, version_of: VersionRule, have: int, made: int
+) -> Schedule:
+    """Take in new versions of what `chunk` borrows before the first forward that needs them, the rest at the end.
+
+    Args:
+        version_of: the lent version that a microbatch uses, which is the one that the owner uses for it.
+        have: the lent version that is here already.
+        made: the last version that the owner makes in its list.
+    """
+    needs: dict[int, Schedule] = {}
+    for n, action in enumerate(schedule):
+        if action.kind is Kind.FORWARD and action.chunk == chunk:
+            assert action.microbatch is not None
+            wanted = version_of(action.microbatch)
+            j = action.microbatch
+            needs[n] = [Action(Kind.BORROW, chunk, j, version, owner) for version in range(have + 1, wanted + 1)]
+            have = max(have, wanted)
+    rest = [Action(Kind.BORROW, chunk, None, version, owner) for version in range(have + 1, made + 1)]
+    return _ahead(schedule, needs) + rest
+
+
+def with_lending(schedule: Schedule, chunk: int, borrower: int) -> Schedule:
+    """Collect the borrower's gradients before the owner's are reduced, and send it every new version."""
+    lowered: Schedule = []
+    for action in schedule:
+        if action.chunk == chunk and action.kind is Kind.REDUCE:
+            lowered.append(action._replace(kind=Kind.COLLECT, peer=borrower))
+        lowered.append(action)
+        if action.chunk == chunk and action.kind is Kind.UPDATE:
+            lowered.append(Action(Kind.LEND, chunk, None, action.version + 1, borrower))
+    return lowered
+
+
+def with_messages(schedule: Schedule, layout: Layout, rank: int) -> Schedule:
+    """Send every output that another rank takes in right after it is made; be ready to receive one compute ahead."""
+    needs = {n: _receives(a, layout, rank) for n, a in enumerate(schedule) if a.kind in COMPUTE}
+    lowered: Schedule = []
+    for action in _ahead(schedule, needs):
+        lowered.append(action)
+        if action.kind in COMPUTE:
+            lowered += _sends(action, layout, rank)
+    return lowered
+
+
+def _ahead(schedule: Schedule, needs: Mapping[int, Schedule]) -> Schedule:
+    """Put what an action needs before the compute that comes `LOOKAHEAD` earlier."""
+    computes = [n for n, action in enumerate(schedule) if action.kind in COMPUTE]
+    early: dict[int, Schedule] = {}
+    for place, n in enumerate(computes):
+        early.setdefault(computes[max(0, place - LOOKAHEAD)], []).extend(needs.get(n, ()))
+    lowered: Schedule = []
+    for n, action in enumerate(schedule):
+        lowered += early.get(n, ())
+        lowered.append(action)
+    return lowered
+
+
+def _receives(action: Action, layout: Layout, rank: int) -> Schedule:
+    kind, chunk, j, version, _ = action
+    assert j is not None
+    if kind is Kind.FORWARD and chunk > 0:
+        peer, kind = layout.rank_of(chunk - 1, j), Kind.RECEIVE_FORWARD
+    elif kind in BACKWARDS and chunk < layout.all_chunks - 1:
+        peer, kind = layout.rank_of(chunk + 1, j), Kind.RECEIVE_BACKWARD
+    else:
+        return []
+    return [Action(kind, chunk, j, version, peer)] if peer != rank else []
+
+
+def _sends(action: Action, layout: Layout, rank: int) -> Schedule:
+    kind, chunk, j, version, _ = action
+    assert j is not None
+    if kind is Kind.FORWARD and chunk < layout.all_chunks - 1:
+        peer, kind = layout.rank_of(chunk + 1, j), Kind.SEND_FORWARD
+    elif kind in BACKWARDS and chunk > 0:
+        peer, kind = layout.rank_of(chunk - 1, j), Kind.SEND_BACKWARD
+    else:
+        return []
+    return [Action(kind, chunk, j, version, peer)] if peer != rank else []

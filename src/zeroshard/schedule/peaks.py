@@ -1,0 +1,67 @@
+"""Peaks: how much each rank holds at once under given lists, by counting alone."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from zeroshard.schedule.actions import BACKWARDS, COMPUTE, Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that one rank holds at once.
+
+    Attributes:
+        in_flight: microbatches whose activations are kept, from their forward to their backward or, where that is in two
+            parts, to the gradient of the weights; in units of one microbatch of the rank's whole share.
+        weight_versions: of any one chunk's weights. An update adds one, except in the place of one that was dropped.
+        buffers: messages between chunks for which room is kept: receives that no forward or backward has taken in.
+    """
+
+    in_flight: Fraction
+    weight_versions: int
+    buffers: int
+
+
+def peaks(lists: Sequence[Schedule], chunks: int) -> list[Peak]:
+    """The peaks of every rank; `chunks` is the number of chunks of each stage.
+
+    Lists in which no weights are used after an update are those of a flush, and update in place.
+    """
+    flushes = not any(a.kind is Kind.DROP or (a.kind in COMPUTE and a.version) for actions in lists for a in actions)
+    return [
+        Peak(
+            Fraction(max(accumulate(map(_flights, actions)), default=0), chunks),
+            1 if flushes else max(_versions(actions), default=1),
+            max(_buffers(actions), default=0),
+        )
+        for actions in lists
+    ]
+
+
+def _flights(action: Action) -> int:
+    """By how many chunks' activations of one microbatch an action changes what is kept."""
+    return (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT))
+
+
+def _versions(actions: Schedule) -> Iterator[int]:
+    """How many versions of its chunk there are after each update or drop."""
+    alive = Counter[int]()
+    for action in actions:
+        if action.kind is Kind.UPDATE or action.kind is Kind.DROP:
+            alive[action.chunk] += 1 if action.kind is Kind.UPDATE else -1
+            yield 1 + alive[action.chunk]
+
+
+def _buffers(actions: Schedule) -> Iterator[int]:
+    """How many receives are open after each."""
+    opened: set[tuple[bool, int, int | None]] = set()
+    for action in actions:
+        key = action.kind is Kind.FORWARD or action.kind is Kind.RECEIVE_FORWARD, action.chunk, action.microbatch
+        if action.kind is Kind.RECEIVE_FORWARD or action.kind is Kind.RECEIVE_BACKWARD:
+            opened.add(key)
+        elif action.kind is Kind.FORWARD or action.kind in BACKWARDS:
+            opened.discard(key)
+        yield len(opened)

@@ -1,0 +1,127 @@
+"""Pipeline: the lists of all ranks under one schedule, as pure functions of its description."""
+
+from dataclasses import dataclass, field
+
+from zeroshard.schedule import lower
+from zeroshard.schedule.actions import Action, Kind, Schedule
+from zeroshard.schedule.layout import Layout
+from zeroshard.schedule.lower import Loan
+from zeroshard.schedule.orders import FLUSHING, STREAMING, check, one_f_one_b_part, one_f_one_b_rest, warm_up
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule over a layout.
+
+    A schedule that flushes has the same list for every step. One that streams (PipeDream, 2BW) goes on from step to
+    step; `rest` is what remains to be done once nothing follows, after which it may start anew. Versions of weights
+    count the updates since that start; the microbatches of one step are numbered from 0, those of a stream on from
+    step to step.
+
+    Attributes:
+        name: one of `SCHEDULES`.
+        microbatches: per step, in each lane (an even layout has as many lanes as replicas, an uneven one a single
+            lane that all replicas share).
+        vertical_sync: PipeDream: every stage uses the version that the input stage had (SOSP 2019, section 3.3).
+        reduce_each: reduce gradients after every microbatch.
+        loans: weights that two chunks share.
+
+    Raises:
+        PlanError: what does not fit together.
+    """
+
+    name: str
+    layout: Layout
+    microbatches: int
+    vertical_sync: bool = False
+    reduce_each: bool = False
+    loans: tuple[Loan, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check(self.name, self.layout, self.microbatches)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the pipeline goes on without a flush from step to step."""
+        return self.name in STREAMING
+
+    @property
+    def update_every(self) -> int:
+        """Microbatches of one rank in one update of a stream; a schedule that flushes updates once a step."""
+        return 1 if self.name == "pipedream" else self.microbatches
+
+    def step(self, rank: int, number: int = 0) -> Schedule:
+        """What a rank does in step `number` since the start, or the last flush."""
+        stage = self.layout.stage_of(rank)
+        m = self._share(rank)
+        if not self.streams:
+            compute = FLUSHING[self.name](self.layout, stage, m)
+            actions = lower.with_update(lower.with_reductions(compute, self.reduce_each))
+            return self._with_wires(actions, rank, have=0, made=1, every=1 if self.reduce_each else m)
+        compute = one_f_one_b_part(self.layout, stage, number * m, (number + 1) * m)
+        return self._streamed(compute, rank, have=number * m - 1, made=0)
+
+    def rest(self, rank: int, steps: int) -> Schedule:
+        """What a rank of a stream has still to do after `steps` steps."""
+        if not self.streams or steps == 0:
+            return []
+        stage, fed = self.layout.stage_of(rank), steps * self._share(rank)
+        compute = one_f_one_b_rest(self.layout, stage, fed)
+        return self._streamed(compute, rank, have=fed - 1, made=fed // self.update_every)
+
+    def stretch(self, steps: int = 1) -> list[Schedule]:
+        """The lists of all ranks for `steps` steps from the start, to the end."""
+        ranks = range(self.layout.ranks)
+        if self.streams:
+            return [sum((self.step(r, n) for n in range(steps)), []) + self.rest(r, steps) for r in ranks]
+        return [self.step(rank) for rank in ranks]
+
+    def evaluation(self, rank: int, microbatch: int) -> Schedule:
+        """What a rank does to bring one microbatch forward through all chunks."""
+        layout = self.layout
+        chunks = layout.chunks_of(layout.stage_of(rank))
+        forwards = [Action(Kind.FORWARD, c, microbatch) for c in chunks if layout.rank_of(c, microbatch) == rank]
+        return lower.with_messages(forwards, layout, rank)
+
+    def version_of(self, stage: int, microbatch: int) -> int:
+        """The version of a stream's weights that a rank's `microbatch`-th microbatch uses."""
+        if self.name == "2bw":
+            return max(0, microbatch // self.microbatches - 1)  # 2006.09503, section 3.1
+        return max(0, microbatch - warm_up(self.layout, 0 if self.vertical_sync else stage))
+
+    def _share(self, rank: int) -> int:
+        """Microbatches per step that come to a rank."""
+        uneven = self.layout.uneven
+        return self.microbatches // self.layout.replicas[self.layout.stage_of(rank)] if uneven else self.microbatches
+
+    def _streamed(self, compute: Schedule, rank: int, have: int, made: int) -> Schedule:
+        stage = self.layout.stage_of(rank)
+        actions = lower.with_updates(compute, self.update_every, lambda j: self.version_of(stage, j))
+        return self._with_wires(actions, rank, self.version_of(0, max(0, have)), made, self.update_every)
+
+    def _with_wires(self, actions: Schedule, rank: int, have: int, made: int, every: int) -> Schedule:
+        """Add what goes to and comes from other ranks, and number the microbatches among those of all lanes."""
+        layout = self.layout
+        stage, lane = layout.stage_of(rank), layout.replica_of(rank)
+        for owner, borrower in self.loans:
+            if owner % layout.stages == borrower % layout.stages:
+                continue  # both are here, and share the tensor itself
+            if borrower % layout.stages == stage:
+                peer = layout.rank_of(owner, lane)
+                actions = lower.with_repayments(actions, borrower, every, peer)
+                wanted = (lambda j: self.version_of(owner % layout.stages, j)) if self.streams else (lambda j: 0)
+                actions = lower.with_borrowing(actions, borrower, peer, wanted, have, made)
+            elif owner % layout.stages == stage:
+                actions = lower.with_lending(actions, owner, layout.rank_of(borrower, lane))
+        return lower.with_messages(self._numbered(actions, rank), layout, rank)
+
+    def _numbered(self, actions: Schedule, rank: int) -> Schedule:
+        replicas, own = self.layout.replicas[self.layout.stage_of(rank)], self.layout.replica_of(rank)
+        if replicas == 1:
+            return actions
+
+        def number(action: Action) -> Action:
+            j = action.microbatch
+            return action if j is None else action._replace(microbatch=own + replicas * j)
+
+        return [number(action) for action in actions]

@@ -1,0 +1,290 @@
+"""Verification: lists that break a rule are refused before anything runs.
+
+First the list of each rank is followed by itself (`rules`), then what ranks must agree on is compared (`_Together`),
+and last all lists are walked at once under sends that block (`_Walk`). All of it is linear in the number of actions.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from zeroshard.errors import PlanError
+from zeroshard.schedule.actions import COMPUTE, Action, Kind, Schedule
+from zeroshard.schedule.rules import ANSWER, QUESTION, RankState, names, refusal
+
+
+def verify(lists: Sequence[Schedule]) -> None:
+    """Check that the lists of all ranks are whole: each does its part, they fit together, and all come to their end.
+
+    A list is one step of a schedule that flushes, or a stream from its start to its end; versions count from 0. SEND_F
+    and SEND_B are taken to block until the peer has posted the receive, so that lists that pass need no other buffers;
+    REPAY and LEND send a copy that the sender keeps.
+
+    Raises:
+        PlanError: the first action that breaks a rule, its rank and place, and the rule; or what every rank waits for,
+            where none can go on.
+    """
+    last = max((action.chunk for schedule in lists for action in schedule), default=-1)
+    ranks = [RankState.of(schedule, rank, len(lists), last) for rank, schedule in enumerate(lists)]
+    together = _Together(lists, ranks)
+    together.check_microbatches(last)
+    together.check_collectives()
+    together.match_messages()
+    _Walk(together).run()
+
+
+class _Place(NamedTuple):
+    rank: int
+    number: int
+
+
+class _Holder(NamedTuple):
+    rank: int
+    chunk: int
+
+
+_Content = tuple[int | None, int | None]
+
+
+def _content(action: Action) -> _Content:
+    """What a message is, in the receiver's words."""
+    kind, chunk, j, version, _ = action
+    match kind:
+        case Kind.SEND_FORWARD:
+            return chunk + 1, j
+        case Kind.SEND_BACKWARD:
+            return chunk - 1, j
+        case Kind.LEND | Kind.BORROW:
+            return None, version
+        case Kind.REPAY | Kind.COLLECT:
+            return None, j
+    return chunk, j
+
+
+class _Together:
+    """What ranks must agree on."""
+
+    def __init__(self, lists: Sequence[Schedule], ranks: Sequence[RankState]) -> None:
+        self.lists = lists
+        self.ranks = ranks
+        self.members: dict[int, list[int]] = defaultdict(list)  # ranks by chunk
+        for rank, state in enumerate(ranks):
+            for number, chunk in state.chunks.items():
+                if chunk.forwards:
+                    self.members[number].append(rank)
+        self.messages: list[tuple[_Place, _Place]] = []  # a send, and the receive that takes it in
+        self.loans: dict[_Holder, set[_Holder]] = {}  # by borrower: owners
+
+    def check_microbatches(self, last: int) -> None:
+        """Every microbatch passes every chunk, each on one rank.
+
+        Raises:
+            PlanError: the first that does not.
+        """
+        homes: list[dict[int | None, int]] = []
+        for number in range(last + 1):
+            home: dict[int | None, int] = {}
+            for rank in self.members[number]:
+                for j in self.ranks[rank].chunks[number].forwards:
+                    if home.setdefault(j, rank) != rank:
+                        raise PlanError(f"Microbatch {j} passes chunk {number} on rank {home[j]} and on rank {rank}.")
+            homes.append(home)
+        for number, home in enumerate(homes):
+            missing = homes[0].keys() ^ home.keys()
+            if missing:
+                raise PlanError(f"Chunks 0 and {number}: only one is passed by microbatches {names(missing)}.")
+
+    def check_collectives(self) -> None:
+        """Ranks that hold the same chunk gather, reduce and update equally often and in the same order.
+
+        Raises:
+            PlanError: the first action that another rank does not do.
+        """
+        for members in self.members.values():
+            first = self.ranks[members[0]].collectives
+            for rank in members[1:]:
+                own = self.ranks[rank].collectives
+                for (place, mine), (other, theirs) in zip_longest(own, first, fillvalue=(-1, "nothing more")):
+                    if mine != theirs:
+                        at, number, what = (rank, place, theirs) if place >= 0 else (members[0], other, mine)
+                        peer = members[0] if place >= 0 else rank
+                        raise self.refusal(_Place(at, number), f"is where rank {peer} does {what}")
+
+    def match_messages(self) -> None:
+        """Every send has its receive and the other way round, in the same order on every channel.
+
+        Raises:
+            PlanError: the first message that has lost its other end, or is overtaken.
+        """
+        channels: dict[tuple[int, int | None, Kind], tuple[list[_Place], list[_Place]]] = defaultdict(lambda: ([], []))
+        for rank, schedule in enumerate(self.lists):
+            for number, action in enumerate(schedule):
+                if action.kind in ANSWER:
+                    channels[rank, action.peer, action.kind][0].append(_Place(rank, number))
+                elif action.kind in QUESTION and action.peer is not None:
+                    channels[action.peer, rank, QUESTION[action.kind]][1].append(_Place(rank, number))
+        for sends, receives in channels.values():
+            out, into = ([_content(self.action(place)) for place in places] for places in (sends, receives))
+            if out != into:
+                raise self._mismatch(sends, receives, out, into)
+            for send, receive in zip(sends, receives, strict=True):
+                if self.action(send).kind is Kind.LEND:
+                    self.loans.setdefault(self.holder(receive), set()).add(self.holder(send))
+                self.messages.append((send, receive))
+        self._check_repayments()
+
+    def _check_repayments(self) -> None:
+        unpaid = {(borrower, owner) for borrower, owners in self.loans.items() for owner in owners}
+        for send, receive in self.messages:
+            if self.action(send).kind is Kind.REPAY:
+                borrower, owner = self.holder(send), self.holder(receive)
+                if owner not in self.loans.get(borrower, ()):
+                    rule = f"is collected as {self.action(receive)}, from which chunk {borrower.chunk} borrows nothing"
+                    raise self.refusal(send, rule)
+                unpaid.discard((borrower, owner))
+        for borrower, owner in unpaid:
+            raise PlanError(
+                f"Rank {borrower.rank}: chunk {borrower.chunk} borrows from chunk {owner.chunk} of rank {owner.rank} "
+                f"and repays it no gradients."
+            )
+
+    def _mismatch(
+        self, sends: list[_Place], receives: list[_Place], out: list[_Content], into: list[_Content]
+    ) -> PlanError:
+        lost, awaited = Counter(out) - Counter(into), Counter(into) - Counter(out)
+        for place, content in [*zip(sends, out, strict=True), *zip(receives, into, strict=True)]:
+            action = self.action(place)
+            if content in (lost if action.kind in ANSWER else awaited):
+                other = ANSWER.get(action.kind) or QUESTION[action.kind]
+                return self.refusal(place, f"has no {other} that belongs to it on rank {action.peer}")
+        first = next(n for n, content in enumerate(out) if content != into[n])
+        rule = f"comes where rank {receives[first].rank} takes in {self.action(receives[first])} first"
+        return self.refusal(sends[first], rule)
+
+    def refusal(self, place: _Place, rule: str) -> PlanError:
+        """What to raise about an action."""
+        return refusal(*place, self.action(place), rule)
+
+    def action(self, place: _Place) -> Action:
+        """The action that stands there."""
+        return self.lists[place.rank][place.number]
+
+    def holder(self, place: _Place) -> _Holder:
+        """The rank and chunk that it belongs to."""
+        return _Holder(place.rank, self.action(place).chunk)
+
+
+class _Step(NamedTuple):
+    """What an action needs and gives, as numbers of events that count down to zero."""
+
+    arrives: int | None  # counts down when the rank comes to the action
+    needs: tuple[int, ...]  # all zero before the rank goes on
+    leaves: int | None  # counts down when it does
+
+
+class _Walk:
+    """All lists, walked at once: events count down to zero, and a rank waits for the first that it lacks."""
+
+    def __init__(self, together: _Together) -> None:
+        self._together = together
+        self._lists = together.lists
+        self._counts = [1] * (2 * len(together.messages))  # message n is posted in event 2n and sent in event 2n + 1
+        self._reductions: dict[tuple[int, int], int] = {}  # chunk and how many came before: the event
+        self._ends: list[dict[int, int]] = [{} for _ in self._lists]  # place of a send or receive: message
+        for message, places in enumerate(together.messages):
+            for place in places:
+                self._ends[place.rank][place.number] = message
+        self._steps = [self._plan(rank) for rank in range(len(self._lists))]
+        self._at = [0] * len(self._lists)
+
+    def _plan(self, rank: int) -> list[_Step]:
+        steps, reduced, ends = [], Counter[int](), self._ends[rank]
+        coming: dict[tuple[int, int | None], list[int]] = defaultdict(list)  # by chunk and microbatch: messages
+        borrowed: dict[tuple[int, _Holder], int] = {}  # by chunk and owner: the message with the present weights
+        for number, action in enumerate(self._lists[rank]):
+            kind, chunk = action.kind, action.chunk
+            if kind in COMPUTE:
+                for message in coming.pop((chunk, action.microbatch), ()) if kind is Kind.FORWARD else ():
+                    borrowed[chunk, self._together.holder(self._together.messages[message][0])] = message
+                steps.append(_Step(None, self._inputs(_Place(rank, number), borrowed), None))
+            elif kind is Kind.SEND_FORWARD or kind is Kind.SEND_BACKWARD:
+                steps.append(_Step(None, (2 * ends[number],), 2 * ends[number] + 1))
+            elif kind in ANSWER:
+                steps.append(_Step(2 * ends[number] + 1, (), None))
+            elif kind in QUESTION:
+                if kind is Kind.BORROW:
+                    coming[chunk, action.microbatch].append(ends[number])
+                needs = (2 * ends[number] + 1,) if kind is Kind.COLLECT else ()
+                steps.append(_Step(2 * ends[number], needs, None))
+            elif kind is Kind.REDUCE:
+                event = self._reductions.setdefault((chunk, reduced[chunk]), len(self._counts))
+                if event == len(self._counts):
+                    self._counts.append(len(self._together.members[chunk]))
+                reduced[chunk] += 1
+                steps.append(_Step(event, (event,), None))
+            else:
+                steps.append(_Step(None, (), None))
+        return steps
+
+    def _inputs(self, place: _Place, borrowed: Mapping[tuple[int, _Holder], int]) -> tuple[int, ...]:
+        """The events that a compute waits for: its input is sent, and the weights that it borrows."""
+        action, ranks = self._lists[place.rank][place.number], self._together.ranks
+        post = ranks[place.rank].inputs.get(place.number)
+        needs = [] if post is None else [2 * self._ends[place.rank][post] + 1]
+        if action.kind is Kind.FORWARD:
+            for owner in self._together.loans.get(_Holder(place.rank, action.chunk), ()):
+                message = borrowed.get((action.chunk, owner))
+                have = 0 if message is None else self._together.action(self._together.messages[message][0]).version
+                wanted = ranks[owner.rank].chunks[owner.chunk].forwards.get(action.microbatch)
+                if have != wanted:
+                    rule = f"uses version {have} of what chunk {owner.chunk} lends it, which itself uses {wanted} there"
+                    raise self._together.refusal(place, rule)
+                needs += [] if message is None else [2 * message + 1]
+        return tuple(needs)
+
+    def run(self) -> None:
+        """Walk to the end.
+
+        Raises:
+            PlanError: what every rank waits for, where none can go on.
+        """
+        counts, at = self._counts, self._at
+        arrived = [False] * len(at)  # whether the arrival at the present action has been counted
+        waiting: dict[int, list[int]] = defaultdict(list)
+        ready = list(range(len(at)))
+        while ready:
+            rank = ready.pop()
+            steps = self._steps[rank]
+            while at[rank] < len(steps):
+                arrives, needs, leaves = steps[at[rank]]
+                if arrives is not None and not arrived[rank]:
+                    counts[arrives] -= 1
+                    ready += waiting.pop(arrives, ()) if not counts[arrives] else ()
+                arrived[rank] = True
+                lacks = next((event for event in needs if counts[event]), None)
+                if lacks is not None:
+                    waiting[lacks].append(rank)
+                    break
+                if leaves is not None:
+                    counts[leaves] -= 1
+                    ready += waiting.pop(leaves, ())
+                at[rank] += 1
+                arrived[rank] = False
+        if waiting:
+            raise PlanError(self._deadlock(waiting))
+
+    def _deadlock(self, waiting: Mapping[int, Sequence[int]]) -> str:
+        blocked = sorted((rank, event) for event, ranks in waiting.items() for rank in ranks)
+        places = [(rank, self._at[rank], event) for rank, event in blocked]
+        lines = [
+            f"rank {r} at action {n}, {self._lists[r][n]}, waits for {self._what(event)}" for r, n, event in places
+        ]
+        return f"No rank can go on: {'; '.join(lines)}. Let receives come earlier, or change the order."
+
+    def _what(self, event: int) -> str:
+        if event < 2 * len(self._together.messages):
+            rank, number = self._together.messages[event // 2][1 - event % 2]
+            return f"{self._lists[rank][number]} on rank {rank}, action {number}"
+        chunk, before = next(key for key, number in self._reductions.items() if number == event)
+        return f"reduction {before} of chunk {chunk} on ranks {names(self._together.members[chunk])}"
