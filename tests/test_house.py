@@ -22,10 +22,14 @@ FLOORS = {
     "engine": 4,
     "": 5.5,  # zeroshard itself, the public names; for the main job and the command line only
     "train": 6,
+    "partition_command": 7,
+    "simulate_command": 7,
     **dict.fromkeys(("report", "launch", "cli", "__main__"), 7),
 }
 SAME_FLOOR = {  # besides `errors`, which all may import
     *(("comm", "mesh"), ("cli", "report"), ("cli", "launch"), ("launch", "report"), ("__main__", "cli")),
+    ("cli", "partition_command"),
+    *(("cli", "simulate_command"), ("simulate_command", "report")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "__main__"}
 EXCEPTIONS: dict[str, str] = {}

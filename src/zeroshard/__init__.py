@@ -1,9 +1,32 @@
 """zeroshard trains PyTorch models that do not fit: on many devices or on one."""
 
-from zeroshard.engine import Engine, StepResult
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from zeroshard.errors import ZeroshardError
-from zeroshard.mesh import Mesh, init_mesh
-from zeroshard.plan import Plan
 from zeroshard.version import __version__
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine, StepResult
+    from zeroshard.mesh import Mesh, init_mesh
+    from zeroshard.plan import Plan
+else:
+    # what needs torch is loaded when it is first used, so that commands without it start at once (PEP 562)
+    _HOMES = {"Engine": "engine", "StepResult": "engine", "Mesh": "mesh", "init_mesh": "mesh", "Plan": "plan"}
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            home = import_module(f"{__name__}.{_HOMES.get(name, name)}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        return globals().setdefault(name, getattr(home, name)) if name in _HOMES else home
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = ["Engine", "Mesh", "Plan", "StepResult", "ZeroshardError", "__version__", "init_mesh"]

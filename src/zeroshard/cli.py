@@ -1,4 +1,4 @@
-"""The command line: `zeroshard train | plan | report`."""
+"""The command line: `zeroshard train | plan | report | simulate`."""
 
 import contextlib
 import json
@@ -18,9 +18,11 @@ from zeroshard.version import __version__
 
 USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or on one.
 
-  zeroshard train   train a language model (the main job); --ranks N starts N processes on this machine
-  zeroshard plan    bytes of model states per rank, by the formulas of the ZeRO paper
-  zeroshard report  draw the report of a run folder again
+  zeroshard train      train a language model (the main job); --ranks N starts N processes on this machine
+  zeroshard plan       bytes of model states per rank, by the formulas of the ZeRO paper
+  zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
+  zeroshard report     draw the report of a run folder again
+  zeroshard partition  split a profiled model into stages and replicas for a cluster
 
 zeroshard COMMAND --help lists the options of a command; zeroshard --version says the version."""
 
@@ -54,7 +56,7 @@ class ReportOptions:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, with 2 for wrong options or data, with 1 for what failed on the way."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": _train, "plan": _plan, "report": _report}
+    commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "partition": _partition}
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if words else 2)
@@ -123,11 +125,23 @@ def _plan(argv: list[str]) -> None:
     Console().print(table)
 
 
+def _simulate(argv: list[str]) -> None:
+    from zeroshard.simulate_command import run
+
+    run(argv)
+
+
 def _report(argv: list[str]) -> None:
     from zeroshard.report import write_report
     from zeroshard.train.toml_config import parse
 
     print(write_report(parse(ReportOptions, argv, "zeroshard report").run))
+
+
+def _partition(argv: list[str]) -> None:
+    from zeroshard.partition_command import run_partition
+
+    run_partition(argv)
 
 
 def _fail(error: ZeroshardError) -> NoReturn:

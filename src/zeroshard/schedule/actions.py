@@ -11,7 +11,8 @@ An action is written `KIND chunk [. microbatch] @ version [> or < peer]`:
     REDUCE3.2@0     its gradients, up to those of microbatch 2, are reduced over the replicas
     UPDATE3@0       version 0 of the weights makes version 1
     DROP3@0         no forward and no backward uses version 0 any more
-    REPAY3.2@0>0    send the gradient of weights that chunk 3 borrows from a chunk on rank 0; COLLECT0.2@0<3 adds it there
+    REPAY3.2@0>0    send the gradient of weights that chunk 3 borrows from a chunk on rank 0
+    COLLECT0.2@0<3  wait for that gradient, and add it to chunk 0's
     LEND0@1>3       send version 1 of weights that are lent to rank 3
     BORROW3.5@1<0   have a buffer ready for them, to be taken in before the forward of microbatch 5
 """

@@ -7,7 +7,8 @@ from zeroshard.schedule.actions import BACKWARDS, COMPUTE, Action, Kind, Schedul
 from zeroshard.schedule.layout import Layout
 
 VersionRule = Callable[[int], int]
-LOOKAHEAD = 2  # compute actions by which a receive buffer is ready before its use
+LOOKAHEAD = 2  # enough for every order that takes what it receives in soon, even if sends block
+LOANS_UNDER_WAY = 2  # messages of one loan and direction that need no receive before the sender goes on
 GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # what completes a microbatch's gradients
 
 
@@ -79,25 +80,27 @@ def with_repayments(schedule: Schedule, chunk: int, every: int, owner: int) -> S
 
 
 def with_borrowing(
-    schedule: Schedule, chunk: int, owner: int, version_of: VersionRule, have: int, made: int
+    schedule: Schedule, chunk: int, owner: int, version_of: VersionRule | None, posted: int, made: int
 ) -> Schedule:
-    """Take in new versions of what `chunk` borrows before the first forward that needs them, the rest at the end.
+    """Have room for the next version of what `chunk` borrows as soon as the last one was taken in.
 
     Args:
-        version_of: the lent version that a microbatch uses, which is the one that the owner uses for it.
-        have: the lent version that is here already.
-        made: the last version that the owner makes in its list.
+        version_of: the lent version that a microbatch uses, which is the one that the owner uses for it; None where
+            all use the same, and the next version comes at the end.
+        posted: the last version that there is room for before the list begins.
+        made: the last version that the owner makes by the end of the list.
     """
-    needs: dict[int, Schedule] = {}
-    for n, action in enumerate(schedule):
-        if action.kind is Kind.FORWARD and action.chunk == chunk:
-            assert action.microbatch is not None
-            wanted = version_of(action.microbatch)
-            j = action.microbatch
-            needs[n] = [Action(Kind.BORROW, chunk, j, version, owner) for version in range(have + 1, wanted + 1)]
-            have = max(have, wanted)
-    rest = [Action(Kind.BORROW, chunk, None, version, owner) for version in range(have + 1, made + 1)]
-    return _ahead(schedule, needs) + rest
+    lowered: Schedule = []
+    for action in schedule:
+        lowered.append(action)
+        if version_of and action.kind is Kind.FORWARD and action.chunk == chunk and action.microbatch is not None:
+            while posted <= version_of(action.microbatch):
+                posted += 1
+                first = action.microbatch + 1
+                while version_of(first) < posted:
+                    first += 1
+                lowered.append(Action(Kind.BORROW, chunk, first, posted, owner))
+    return lowered + [Action(Kind.BORROW, chunk, None, version, owner) for version in range(posted + 1, made + 1)]
 
 
 def with_lending(schedule: Schedule, chunk: int, borrower: int) -> Schedule:
@@ -112,23 +115,27 @@ def with_lending(schedule: Schedule, chunk: int, borrower: int) -> Schedule:
     return lowered
 
 
-def with_messages(schedule: Schedule, layout: Layout, rank: int) -> Schedule:
-    """Send every output that another rank takes in right after it is made; be ready to receive one compute ahead."""
+def with_messages(schedule: Schedule, layout: Layout, rank: int, lookahead: int = LOOKAHEAD) -> Schedule:
+    """Send every output that another rank takes in right after it is made; be ready to receive it ahead of its use.
+
+    Args:
+        lookahead: compute actions by which a receive buffer is ready before its use.
+    """
     needs = {n: _receives(a, layout, rank) for n, a in enumerate(schedule) if a.kind in COMPUTE}
     lowered: Schedule = []
-    for action in _ahead(schedule, needs):
+    for action in _ahead(schedule, needs, lookahead):
         lowered.append(action)
         if action.kind in COMPUTE:
             lowered += _sends(action, layout, rank)
     return lowered
 
 
-def _ahead(schedule: Schedule, needs: Mapping[int, Schedule]) -> Schedule:
-    """Put what an action needs before the compute that comes `LOOKAHEAD` earlier."""
+def _ahead(schedule: Schedule, needs: Mapping[int, Schedule], lookahead: int) -> Schedule:
+    """Put what an action needs before the compute that comes `lookahead` earlier."""
     computes = [n for n, action in enumerate(schedule) if action.kind in COMPUTE]
     early: dict[int, Schedule] = {}
     for place, n in enumerate(computes):
-        early.setdefault(computes[max(0, place - LOOKAHEAD)], []).extend(needs.get(n, ()))
+        early.setdefault(computes[max(0, place - lookahead)], []).extend(needs.get(n, ()))
     lowered: Schedule = []
     for n, action in enumerate(schedule):
         lowered += early.get(n, ())

@@ -14,7 +14,7 @@ class Peak:
     """The most that one rank holds at once.
 
     Attributes:
-        in_flight: microbatches whose activations are kept, from their forward to their backward or, where that is in two
+        in_flight: microbatches whose activations are kept, from the forward to the backward or, where that is in two
             parts, to the gradient of the weights; in units of one microbatch of the rank's whole share.
         weight_versions: of any one chunk's weights. An update adds one, except in the place of one that was dropped.
         buffers: messages between chunks for which room is kept: receives that no forward or backward has taken in.

@@ -1,6 +1,8 @@
 """Pipeline: the lists of all ranks under one schedule, as pure functions of its description."""
 
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 from zeroshard.schedule import lower
 from zeroshard.schedule.actions import Action, Kind, Schedule
@@ -57,9 +59,9 @@ class Pipeline:
         if not self.streams:
             compute = FLUSHING[self.name](self.layout, stage, m)
             actions = lower.with_update(lower.with_reductions(compute, self.reduce_each))
-            return self._with_wires(actions, rank, have=0, made=1, every=1 if self.reduce_each else m)
+            return self._with_wires(actions, rank, 0, made=1)
         compute = one_f_one_b_part(self.layout, stage, number * m, (number + 1) * m)
-        return self._streamed(compute, rank, have=number * m - 1, made=0)
+        return self._streamed(compute, rank, number * m, made=0)
 
     def rest(self, rank: int, steps: int) -> Schedule:
         """What a rank of a stream has still to do after `steps` steps."""
@@ -67,13 +69,14 @@ class Pipeline:
             return []
         stage, fed = self.layout.stage_of(rank), steps * self._share(rank)
         compute = one_f_one_b_rest(self.layout, stage, fed)
-        return self._streamed(compute, rank, have=fed - 1, made=fed // self.update_every)
+        return self._streamed(compute, rank, fed, made=fed // self.update_every)
 
     def stretch(self, steps: int = 1) -> list[Schedule]:
         """The lists of all ranks for `steps` steps from the start, to the end."""
         ranks = range(self.layout.ranks)
         if self.streams:
-            return [sum((self.step(r, n) for n in range(steps)), []) + self.rest(r, steps) for r in ranks]
+            parts = ([*(self.step(r, n) for n in range(steps)), self.rest(r, steps)] for r in ranks)
+            return [list(chain.from_iterable(part)) for part in parts]
         return [self.step(rank) for rank in ranks]
 
     def evaluation(self, rank: int, microbatch: int) -> Schedule:
@@ -84,7 +87,9 @@ class Pipeline:
         return lower.with_messages(forwards, layout, rank)
 
     def version_of(self, stage: int, microbatch: int) -> int:
-        """The version of a stream's weights that a rank's `microbatch`-th microbatch uses."""
+        """The version of a stage's weights that a rank's `microbatch`-th microbatch uses; 0 where steps flush."""
+        if not self.streams:
+            return 0
         if self.name == "2bw":
             return max(0, microbatch // self.microbatches - 1)  # 2006.09503, section 3.1
         return max(0, microbatch - warm_up(self.layout, 0 if self.vertical_sync else stage))
@@ -94,26 +99,35 @@ class Pipeline:
         uneven = self.layout.uneven
         return self.microbatches // self.layout.replicas[self.layout.stage_of(rank)] if uneven else self.microbatches
 
-    def _streamed(self, compute: Schedule, rank: int, have: int, made: int) -> Schedule:
+    def _streamed(self, compute: Schedule, rank: int, first: int, made: int) -> Schedule:
         stage = self.layout.stage_of(rank)
         actions = lower.with_updates(compute, self.update_every, lambda j: self.version_of(stage, j))
-        return self._with_wires(actions, rank, self.version_of(0, max(0, have)), made, self.update_every)
+        return self._with_wires(actions, rank, first, made)
 
-    def _with_wires(self, actions: Schedule, rank: int, have: int, made: int, every: int) -> Schedule:
-        """Add what goes to and comes from other ranks, and number the microbatches among those of all lanes."""
+    def _with_wires(self, actions: Schedule, rank: int, first: int, made: int) -> Schedule:
+        """Add what goes to and comes from other ranks, and number the microbatches among those of all lanes.
+
+        `first` is this rank's first microbatch, `made` the last version that owners make for their borrowers.
+        """
         layout = self.layout
         stage, lane = layout.stage_of(rank), layout.replica_of(rank)
+        every = 1 if self.reduce_each else self.update_every
         for owner, borrower in self.loans:
-            if owner % layout.stages == borrower % layout.stages:
+            lender = owner % layout.stages
+            if lender == borrower % layout.stages:
                 continue  # both are here, and share the tensor itself
             if borrower % layout.stages == stage:
                 peer = layout.rank_of(owner, lane)
                 actions = lower.with_repayments(actions, borrower, every, peer)
-                wanted = (lambda j: self.version_of(owner % layout.stages, j)) if self.streams else (lambda j: 0)
-                actions = lower.with_borrowing(actions, borrower, peer, wanted, have, made)
-            elif owner % layout.stages == stage:
+                wanted = partial(self.version_of, lender) if self.streams else None
+                posted = self.version_of(lender, first - 1) + 1 if first else 0
+                actions = lower.with_borrowing(actions, borrower, peer, wanted, posted, made)
+            elif lender == stage:
                 actions = lower.with_lending(actions, owner, layout.rank_of(borrower, lane))
-        return lower.with_messages(self._numbered(actions, rank), layout, rank)
+        # Breadth first, a rank has all its microbatches in one chunk before it takes in the first for the next.
+        breadth_first = self.name == "gpipe" and layout.chunks > 1
+        lookahead = self.microbatches if breadth_first else lower.LOOKAHEAD
+        return lower.with_messages(self._numbered(actions, rank), layout, rank, max(lookahead, lower.LOOKAHEAD))
 
     def _numbered(self, actions: Schedule, rank: int) -> Schedule:
         replicas, own = self.layout.replicas[self.layout.stage_of(rank)], self.layout.replica_of(rank)

@@ -16,6 +16,7 @@ ANSWER = {  # the receive that a send needs at its peer
     Kind.LEND: Kind.BORROW,
 }
 QUESTION = {receive: send for send, receive in ANSWER.items()}
+EXPECTED = (Kind.GATHER, Kind.REPAY, Kind.COLLECT, Kind.LEND, Kind.BORROW)  # what binds others before it comes
 NUMBERED = COMPUTE | {Kind.REDUCE} | (SENDS | RECEIVES) - {Kind.LEND, Kind.BORROW}  # what names a microbatch
 
 
@@ -35,7 +36,7 @@ class Loans:
     coming: set[int | None] = field(default_factory=set)  # microbatches whose forward is to take in a new version
 
     def expect(self, action: Action) -> None:
-        """Learn that an action will come."""
+        """Learn that a message of a loan will come."""
         match action.kind:
             case Kind.REPAY:
                 self.repaid[action.peer] = None
@@ -76,6 +77,11 @@ class ChunkState:
     newest: int | None = None  # the last microbatch whose gradients are complete
     reductions: list[int] = field(default_factory=list)  # since the last update, of how many microbatches each was
     users: Counter[int] = field(default_factory=Counter)  # version: microbatches between their forward and reduction
+
+    def expect(self, action: Action) -> None:
+        """Learn that an action will come."""
+        self.gathers |= action.kind is Kind.GATHER
+        self.loans.expect(action)
 
     def follow(self, action: Action) -> Rule:
         """Take one action."""
@@ -175,9 +181,6 @@ class ChunkState:
             return f"follows the backward of microbatch {self.newest}"
         if action.version != self.unreduced[self.newest]:
             return f"is about gradients that were made with another version (@{self.unreduced[self.newest]})"
-        late = [peer for peer, microbatch in self.loans.collected.items() if microbatch != self.newest]
-        if late:
-            return f"comes before the gradients of rank {late[0]}, which borrows these weights, are collected"
         self.reductions.append(len(self.unreduced))
         self.users.subtract(self.unreduced.values())
         self.unreduced.clear()
@@ -194,6 +197,8 @@ class ChunkState:
             return "changes weights that are gathered"
         if any(microbatch != self.newest for microbatch in self.loans.repaid.values()):
             return "comes before the gradients of borrowed weights are repaid"
+        if any(microbatch != self.newest for microbatch in self.loans.collected.values()):
+            return "comes before the gradients of those who borrow these weights are collected"
         if any(version != self.latest for version in self.loans.lent.values()):
             return f"comes before version {self.latest} is lent"
         self.latest += 1
@@ -228,6 +233,9 @@ class ChunkState:
             return "has gradients that came after its last update"
         if self.latest not in self.alive:
             return f"has dropped its latest version, {self.latest}"
+        newest = max((j for j in self.forwards if j is not None), default=-1)
+        # What comes for later microbatches is taken in by the flush.
+        self.loans.coming = {j for j in self.loans.coming if j is not None and j < newest}
         return self.loans.end(self.latest)
 
 
@@ -252,8 +260,8 @@ class RankState:
         """Follow a rank's list from its start to its end; `last` is the model's last chunk."""
         state = cls(last)
         for action in schedule:
-            state.chunks[action.chunk].loans.expect(action)
-            state.chunks[action.chunk].gathers |= action.kind is Kind.GATHER
+            if action.kind in EXPECTED:
+                state.chunks[action.chunk].expect(action)
         for place, action in enumerate(schedule):
             rule = _form(action, rank, ranks) or state._follow(place, action, schedule)
             if rule:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from zeroshard.errors import PlanError
 from zeroshard.schedule.actions import COMPUTE, Action, Kind, Schedule
+from zeroshard.schedule.lower import LOANS_UNDER_WAY
 from zeroshard.schedule.rules import ANSWER, QUESTION, RankState, names, refusal
 
 
@@ -175,12 +176,10 @@ class _Together:
         return _Holder(place.rank, self.action(place).chunk)
 
 
-class _Step(NamedTuple):
-    """What an action needs and gives, as numbers of events that count down to zero."""
-
-    arrives: int | None  # counts down when the rank comes to the action
-    needs: tuple[int, ...]  # all zero before the rank goes on
-    leaves: int | None  # counts down when it does
+# What an action does in the walk: an event that counts down when a rank comes to it, those that must be down to zero
+# before the rank goes on, and one that counts down when it does.
+_Step = tuple[int | None, tuple[int, ...], int | None]
+_NOTHING: _Step = (None, (), None)
 
 
 class _Walk:
@@ -199,32 +198,37 @@ class _Walk:
         self._at = [0] * len(self._lists)
 
     def _plan(self, rank: int) -> list[_Step]:
-        steps, reduced, ends = [], Counter[int](), self._ends[rank]
+        reduced, ends = Counter[int](), self._ends[rank]
+        steps: list[_Step] = []
         coming: dict[tuple[int, int | None], list[int]] = defaultdict(list)  # by chunk and microbatch: messages
+        loaned: dict[tuple[Kind, int, int | None], list[int]] = defaultdict(list)  # the messages of each loan
         borrowed: dict[tuple[int, _Holder], int] = {}  # by chunk and owner: the message with the present weights
         for number, action in enumerate(self._lists[rank]):
             kind, chunk = action.kind, action.chunk
             if kind in COMPUTE:
                 for message in coming.pop((chunk, action.microbatch), ()) if kind is Kind.FORWARD else ():
                     borrowed[chunk, self._together.holder(self._together.messages[message][0])] = message
-                steps.append(_Step(None, self._inputs(_Place(rank, number), borrowed), None))
+                steps.append((None, self._inputs(_Place(rank, number), borrowed), None))
             elif kind is Kind.SEND_FORWARD or kind is Kind.SEND_BACKWARD:
-                steps.append(_Step(None, (2 * ends[number],), 2 * ends[number] + 1))
-            elif kind in ANSWER:
-                steps.append(_Step(2 * ends[number] + 1, (), None))
+                steps.append((None, (2 * ends[number],), 2 * ends[number] + 1))
+            elif kind in ANSWER:  # of a loan: some are on their way at once
+                earlier = loaned[kind, chunk, action.peer]
+                waits = (2 * earlier[-LOANS_UNDER_WAY],) if len(earlier) >= LOANS_UNDER_WAY else ()
+                steps.append((None, waits, 2 * ends[number] + 1))
+                earlier.append(ends[number])
             elif kind in QUESTION:
                 if kind is Kind.BORROW:
                     coming[chunk, action.microbatch].append(ends[number])
                 needs = (2 * ends[number] + 1,) if kind is Kind.COLLECT else ()
-                steps.append(_Step(2 * ends[number], needs, None))
+                steps.append((2 * ends[number], needs, None))
             elif kind is Kind.REDUCE:
                 event = self._reductions.setdefault((chunk, reduced[chunk]), len(self._counts))
                 if event == len(self._counts):
                     self._counts.append(len(self._together.members[chunk]))
                 reduced[chunk] += 1
-                steps.append(_Step(event, (event,), None))
+                steps.append((event, (event,), None))
             else:
-                steps.append(_Step(None, (), None))
+                steps.append(_NOTHING)
         return steps
 
     def _inputs(self, place: _Place, borrowed: Mapping[tuple[int, _Holder], int]) -> tuple[int, ...]:

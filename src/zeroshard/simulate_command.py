@@ -1,0 +1,425 @@
+"""The command `zeroshard simulate`: what a schedule takes in time and memory, and how it looks."""
+
+import contextlib
+import gc
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from zeroshard.errors import ConfigError
+from zeroshard.pipeline.balance import balance
+from zeroshard.pipeline.profile import Profile
+from zeroshard.report.timeline_figure import time_unit, timeline_svg
+from zeroshard.report.timeline_trace import timeline_trace
+from zeroshard.report.wording import format_bytes
+from zeroshard.schedule.layout import Layout
+from zeroshard.schedule.orders import SCHEDULES, STREAMING
+from zeroshard.schedule.peaks import Peak, peaks
+from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.simulate import Costs, Simulation, Timeline, simulate
+from zeroshard.train.toml_config import parse
+
+STAGES, FORWARD_MS, BACKWARD_MS = 4, 1.0, 2.0
+EACH = tuple(name for name in SCHEDULES if name != "pipedream-flush")  # which is 1f1b
+STEPS, STEPS_BESIDE_OTHERS = 4, 3  # of a stream, so that its steady state shows
+FILE_COLUMNS = 120  # of the table where it is not shown on a terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """Simulate a pipeline schedule: its time, bubble and memory per rank, and its timeline as a picture and a trace.
+
+    Times are those of one microbatch through the whole share of a stage; with several chunks, each takes its part.
+    """
+
+    schedule: str = "1f1b"
+    """naive, gpipe, 1f1b (or pipedream-flush), interleaved, zb-h1, pipedream or 2bw."""
+    stages: int | None = None
+    """Number of stages; 4, or as many as replicas names."""
+    chunks: int = 1
+    """Chunks of the model on each stage."""
+    microbatches: int = 8
+    """Microbatches per step."""
+    replicas: str = "1"
+    """Ranks per stage: one number for all stages, or one for each, such as 2,1."""
+    vertical_sync: bool = False
+    """pipedream: every stage uses the weights of the version that the first stage had."""
+    steps: int | None = None
+    """Steps that pipedream and 2bw go on without a flush (default 4; 3 with all)."""
+    profile: Path | None = None
+    """Costs of a model's layers, from `zeroshard profile`; they are cut into stages of equal time."""
+    forward_ms: float | None = None
+    """Forward (default 1)."""
+    backward_ms: float | None = None
+    """Whole backward (default 2, or its two parts)."""
+    input_gradient_ms: float | None = None
+    """First part of a backward in two, as in zb-h1 (default half, or what the second leaves)."""
+    weight_gradient_ms: float | None = None
+    """Second part of a backward in two (default half, or what the first leaves)."""
+    link_gbps: float | None = None
+    """Gigabits per second from rank to rank (default: messages take no time)."""
+    latency_us: float = 0.0
+    """Latency of every message."""
+    boundary_mb: float | None = None
+    """Megabytes (10^6) that one microbatch sends from a chunk to the next."""
+    recompute: bool = False
+    """Keep the inputs of chunks only, and run their forwards again before the backwards."""
+    svg: Path | None = None
+    """Write the timeline to this file; without svg, png and trace, an SVG and a trace go to out."""
+    png: Path | None = None
+    """Write the timeline to this file."""
+    trace: Path | None = None
+    """Write the trace to this file, for ui.perfetto.dev or chrome://tracing."""
+    out: Path = Path()
+    """Folder of the files that svg, png and trace do not name."""
+    json: bool = False
+    """Print JSON instead of tables."""
+    all: bool = False
+    """Every schedule in one picture; interleaved with 2 chunks, or as many as given."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One schedule, simulated.
+
+    Attributes:
+        steps: that its lists go through; 1 if it flushes.
+        first_layers: of each chunk, where a profile was cut.
+    """
+
+    pipeline: Pipeline
+    steps: int
+    costs: Costs
+    first_layers: tuple[int, ...]
+    simulation: Simulation
+    peaks: list[Peak]
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a step; of a stream, in its steady state, if the stretch is long enough to have one."""
+        steady = self.simulation.steady
+        return (
+            steady.microbatch_seconds * self.pipeline.microbatches if steady else self.simulation.makespan / self.steps
+        )
+
+    @property
+    def name(self) -> str:
+        """The schedule, and what belongs to it alone."""
+        name = "1f1b (PipeDream-flush)" if self.pipeline.name == "1f1b" else self.pipeline.name
+        chunks = self.pipeline.layout.chunks
+        extra = f", {chunks} chunks per stage" if chunks > 1 else ""
+        return name + extra + (", vertical sync" if self.pipeline.vertical_sync else "")
+
+    @property
+    def shape(self) -> str:
+        """Stages, microbatches and replicas in words."""
+        layout, m = self.pipeline.layout, self.pipeline.microbatches
+        replicas = ",".join(map(str, layout.replicas)) if layout.uneven else str(layout.replicas[0])
+        extra = "" if replicas == "1" else f", replicas {replicas}"
+        return f"{layout.stages} stage{'s' * (layout.stages > 1)}, {m} microbatch{'es' * (m > 1)}{extra}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The figures that stand beside the picture."""
+        run, most = self.simulation, max(peak.in_flight for peak in self.peaks)
+        versions = max(peak.weight_versions for peak in self.peaks)
+        notes = [f"step {_time(self.step_seconds)}", f"bubble {run.bubble_fraction:.1%}"]
+        if run.steady:
+            notes[1] += f", steady {run.steady.bubble_fraction:.1%}"
+        notes.append(f"{float(most):g} in flight at most")
+        return (*notes, f"{versions} weight versions") if versions > 1 else tuple(notes)
+
+    def ranks(self) -> dict[str, list[Any]]:
+        """What there is to say of each rank; activations and weights where a profile has their bytes.
+
+        The activations in flight are taken to be spread evenly over a rank's chunks.
+        """
+        run, layout, costs = self.simulation, self.pipeline.layout, self.costs
+        stages = [layout.stage_of(rank) for rank in range(layout.ranks)]
+        facts: dict[str, list[Any]] = {
+            "stage": stages,
+            "busy_seconds": [float(seconds) for seconds in run.busy],
+            "idle_seconds": [float(seconds) for seconds in run.idle],
+            "window_idle_seconds": [float(seconds) for seconds in run.window_idle],
+            "peak_in_flight": [_plain(peak.in_flight) for peak in self.peaks],
+            "weight_versions": [peak.weight_versions for peak in self.peaks],
+            "receive_buffers": [peak.buffers for peak in self.peaks],
+        }
+        if self.first_layers:
+            kept = (0, *costs.boundary_bytes) if costs.recompute else costs.saved_bytes
+            held = [layout.chunks_of(stage) for stage in stages]
+            facts["activation_bytes"] = [
+                round(peak.in_flight * sum(kept[c] for c in chunks))
+                + (max(costs.saved_bytes[c] for c in chunks) if costs.recompute else 0)
+                for peak, chunks in zip(self.peaks, held, strict=True)
+            ]
+            facts["weight_bytes"] = [
+                peak.weight_versions * sum(costs.parameter_bytes[c] for c in chunks)
+                for peak, chunks in zip(self.peaks, held, strict=True)
+            ]
+        return facts
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON has it."""
+        run, layout = self.simulation, self.pipeline.layout
+        facts: dict[str, Any] = {
+            "schedule": self.pipeline.name,
+            "stages": layout.stages,
+            "chunks": layout.chunks,
+            "microbatches": self.pipeline.microbatches,
+            "replicas": list(layout.replicas),
+            "steps": self.steps,
+            "step_seconds": float(self.step_seconds),
+            "makespan_seconds": float(run.makespan),
+            "bubble_fraction": float(run.bubble_fraction),
+            "bubble_over_ideal": float(run.bubble_over_ideal),
+        }
+        if run.steady:
+            facts["steady_microbatch_seconds"] = float(run.steady.microbatch_seconds)
+            facts["steady_bubble_fraction"] = float(run.steady.bubble_fraction)
+        if self.first_layers:
+            facts["first_layers"] = list(self.first_layers)
+        return facts | self.ranks()
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ZeroshardError: options that do not fit, or a profile or file that cannot be read or written.
+    """
+    options = parse(SimulateOptions, argv, "zeroshard simulate")
+    _check(options)
+    with _no_collection():
+        outcomes = [_simulated(options, name) for name in (EACH if options.all else (options.schedule,))]
+        files = _write(options, outcomes)
+    if options.json:
+        facts = {"schedules": [o.to_json() for o in outcomes]} if options.all else outcomes[0].to_json()
+        print(json.dumps(facts | {"files": {kind: str(path) for kind, path in files.items()}}))
+        return
+    console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
+    console.print(_overview(outcomes) if options.all else _ranks_table(outcomes[0]))
+    if not options.all:
+        print(_summary(outcomes[0]))
+    opened = {"trace": " (open it in ui.perfetto.dev)"}
+    print("\n".join(f"Wrote {path}{opened.get(kind, '')}" for kind, path in files.items()))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection, which would look again and again at hundreds of thousands of actions, all in use."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _check(options: SimulateOptions) -> None:
+    """Refuse options that do not go together."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise ConfigError(f"{option.name} is {value}; it must be 0 or more, and finite.")
+    if options.link_gbps == 0:
+        raise ConfigError("link_gbps is 0, and nothing would ever arrive; leave it out for messages that take no time.")
+    by_hand = ("forward_ms", "backward_ms", "input_gradient_ms", "weight_gradient_ms", "boundary_mb")
+    given = [name for name in by_hand if getattr(options, name) is not None]
+    if options.profile and given:
+        raise ConfigError(f"{given[0]} and profile both say what a stage costs; leave out one of the two.")
+    if options.all or options.schedule not in SCHEDULES:
+        return
+    if options.steps is not None and options.schedule not in STREAMING:
+        raise ConfigError(
+            f"schedule={options.schedule!r} flushes after every step, and each step is like the first; leave out "
+            f"steps, which are for {' and '.join(STREAMING)}."
+        )
+    if options.vertical_sync and options.schedule != "pipedream":
+        raise ConfigError(f"schedule={options.schedule!r} has no vertical sync, which is for pipedream; leave it out.")
+
+
+def _simulated(options: SimulateOptions, name: str) -> Outcome:
+    chunks = options.chunks
+    if options.all:
+        chunks = max(2, chunks) if name == "interleaved" else 1
+    layout = _layout(options, chunks)
+    sync = options.vertical_sync and name == "pipedream"
+    pipeline = Pipeline(name, layout, options.microbatches, vertical_sync=sync)
+    costs, first_layers = _costs(options, layout)
+    steps = 1
+    if pipeline.streams:
+        steps = (STEPS_BESIDE_OTHERS if options.all else STEPS) if options.steps is None else options.steps
+    if steps < 1:
+        raise ConfigError(f"steps is {steps}; it must be 1 or more.")
+    lists = pipeline.stretch(steps)
+    return Outcome(pipeline, steps, costs, first_layers, simulate(lists, layout, costs), peaks(lists, chunks))
+
+
+def _layout(options: SimulateOptions, chunks: int) -> Layout:
+    try:
+        replicas = tuple(int(word) for word in options.replicas.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"replicas is {options.replicas!r}; give one number for all stages, or one for each, such as 2,1."
+        ) from error
+    if len(replicas) == 1:
+        return Layout.equal(STAGES if options.stages is None else options.stages, chunks, replicas[0])
+    if options.stages not in (None, len(replicas)):
+        raise ConfigError(
+            f"replicas={options.replicas} is for {len(replicas)} stages and stages is {options.stages}; leave out one "
+            f"of the two, or give one number per stage."
+        )
+    return Layout(replicas, chunks)
+
+
+def _costs(options: SimulateOptions, layout: Layout) -> tuple[Costs, tuple[int, ...]]:
+    """The costs, and the first layers of the chunks where a profile was cut."""
+    rate = math.inf if options.link_gbps is None else options.link_gbps * 1e9 / 8
+    rest: dict[str, Any] = {
+        "bytes_per_second": rate,
+        "latency_seconds": options.latency_us / 1e6,
+        "recompute": options.recompute,
+    }
+    if options.profile is not None:
+        layers = Profile.load(options.profile).layers
+        first_layers = balance([layer.forward_seconds + layer.backward_seconds for layer in layers], layout.all_chunks)
+        chunks = [layers[first:end] for first, end in pairwise([*first_layers, len(layers)])]
+        costs = Costs(
+            forward=tuple(sum(layer.forward_seconds for layer in chunk) for chunk in chunks),
+            backward=tuple(sum(layer.backward_seconds for layer in chunk) for chunk in chunks),
+            boundary_bytes=tuple(chunk[-1].activation_bytes for chunk in chunks),
+            saved_bytes=tuple(sum(layer.saved_bytes for layer in chunk) for chunk in chunks),
+            parameter_bytes=tuple(sum(layer.parameter_bytes for layer in chunk) for chunk in chunks),
+            **rest,
+        )
+        return costs, tuple(first_layers)
+    forward = FORWARD_MS if options.forward_ms is None else options.forward_ms
+    whole, first, second = _backward(options)
+    sent = (round((options.boundary_mb or 0) * 1e6),) * layout.all_chunks
+    parts = (milliseconds / 1e3 for milliseconds in (forward, whole, first, second))
+    return Costs.uniform(layout, *parts, boundary_bytes=sent, **rest), ()
+
+
+def _backward(options: SimulateOptions) -> tuple[float, float, float]:
+    """Milliseconds of the whole backward, its first and its second part."""
+    whole, first, second = options.backward_ms, options.input_gradient_ms, options.weight_gradient_ms
+    if whole is None:
+        whole = BACKWARD_MS if first is None or second is None else first + second
+    if first is None:
+        first = whole / 2 if second is None else whole - second
+    second = whole - first if second is None else second
+    if min(first, second) < 0 or not math.isclose(first + second, whole):
+        raise ConfigError(
+            f"The parts of a backward take {first:g} and {second:g} ms and the whole {whole:g} ms; give two of "
+            f"backward_ms, input_gradient_ms and weight_gradient_ms, and the parts no longer than the whole."
+        )
+    return whole, first, second
+
+
+def _write(options: SimulateOptions, outcomes: Sequence[Outcome]) -> dict[str, Path]:
+    """Write the pictures and the trace that were asked for; returns where."""
+    files = {"svg": options.svg, "png": options.png, "trace": options.trace}
+    if not any(files.values()):
+        stem = options.out / f"timeline-{'all' if options.all else options.schedule}"
+        files = {"svg": stem.with_suffix(".svg"), "trace": stem.with_suffix(".json")}
+    if options.all:
+        title = f"All schedules, {outcomes[0].shape}"
+        timelines = [Timeline(o.name, o.simulation.spans, o.notes) for o in outcomes]
+    else:
+        title = ""
+        timelines = [Timeline(f"{o.name}: {o.shape}", o.simulation.spans, o.notes) for o in outcomes]
+    written = {kind: path for kind, path in files.items() if path is not None}
+    for kind, path in written.items():
+        content = _drawn(kind, timelines, title)
+        try:
+            if path.parent == options.out:
+                options.out.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror}); name a file that can.") from error
+    return written
+
+
+def _drawn(kind: str, timelines: Sequence[Timeline], title: str) -> bytes:
+    if kind == "svg":
+        return timeline_svg(timelines, title).encode()
+    if kind == "trace":
+        return timeline_trace(timelines).encode()
+    from zeroshard.report.timeline_png import timeline_png
+
+    return timeline_png(timelines, title)
+
+
+def _overview(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(title=f"All schedules, {outcomes[0].shape}")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("step", "bubble", "of ideal", "steady bubble", "in flight", "versions"):
+        table.add_column(column, justify="right")
+    for o in outcomes:
+        run, steady = o.simulation, o.simulation.steady
+        table.add_row(
+            o.pipeline.name + (f", v = {o.pipeline.layout.chunks}" if o.pipeline.layout.chunks > 1 else ""),
+            _time(o.step_seconds),
+            f"{run.bubble_fraction:.2%}",
+            f"{run.bubble_over_ideal:.2%}",
+            f"{steady.bubble_fraction:.2%}" if steady else "",
+            f"{float(max(peak.in_flight for peak in o.peaks)):g}",
+            str(max(peak.weight_versions for peak in o.peaks)),
+        )
+    return table
+
+
+def _ranks_table(outcome: Outcome) -> Table:
+    facts = outcome.ranks()
+
+    def time(seconds: float) -> str:
+        return _time(seconds, outcome.simulation.makespan)
+
+    formats: dict[str, Callable[[float], str]] = dict.fromkeys(
+        ("busy_seconds", "idle_seconds", "window_idle_seconds"), time
+    )
+    formats |= dict.fromkeys(("activation_bytes", "weight_bytes"), format_bytes)
+    table = Table(title=f"{outcome.name}: {outcome.shape}")
+    table.add_column("rank", justify="right")
+    for name in facts:
+        table.add_column(name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " "), justify="right")
+    for rank, row in enumerate(zip(*facts.values(), strict=True)):
+        table.add_row(str(rank), *(formats.get(name, str)(cell) for name, cell in zip(facts, row, strict=True)))
+    return table
+
+
+def _summary(outcome: Outcome) -> str:
+    run = outcome.simulation
+    lines = [
+        f"step time          {_time(outcome.step_seconds)}",
+        f"bubble fraction    {run.bubble_fraction:.2%}",
+        f"bubble over ideal  {run.bubble_over_ideal:.2%}",
+    ]
+    if run.steady:
+        lines[0] += f" in steady state, where {run.steady.bubble_fraction:.2%} is bubble"
+        lines.insert(1, f"whole stretch      {_time(run.makespan)} for {outcome.steps} steps, with fill and drain")
+    if outcome.first_layers:
+        lines.append(f"chunks begin at    layers {', '.join(map(str, outcome.first_layers))} of the profile")
+    return "\n".join(lines)
+
+
+def _time(seconds: float, largest: float | None = None) -> str:
+    """Seconds in the unit in which the largest of them reads well."""
+    unit, factor = time_unit(seconds if largest is None else largest)
+    return f"{round(float(seconds) * factor, 6):.4g} {unit}"
+
+
+def _plain(number: Fraction) -> float:
+    """A whole number as such."""
+    return int(number) if number.denominator == 1 else float(number)
