@@ -1,0 +1,247 @@
+"""`zeroshard partition`: the split of a profiled model over a cluster, beside what one would do without it."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zeroshard.errors import ConfigError, PlanError
+from zeroshard.pipeline.cluster import Cluster, format_size, parse_size
+from zeroshard.pipeline.partition import Partition, Shape, Stage, partition
+from zeroshard.pipeline.profile import LayerCost, Profile
+
+RIVALS: dict[str, Shape] = {"data parallel": "data parallel", "straight pipeline": "straight", "one device": "any"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionOptions:
+    """Split a profiled model into stages and replicas (PipeDream's dynamic program, SOSP 2019, section 3.1)."""
+
+    profile: Path
+    """What `zeroshard profile` wrote."""
+    cluster: Path | None = None
+    """TOML file of the cluster: memory, and from the innermost outwards a [[level]] each with count and gbps."""
+    devices: int | None = None
+    """Without a file: number of devices, all linked alike."""
+    link_gbps: float | None = None
+    """Without a file: gigabits per second between any two devices."""
+    memory: str | None = None
+    """Limit on the memory of one device, such as 16GiB; goes before the file's."""
+    state_copies: float = 3
+    """Copies of its parameters that a device keeps besides the versions of the weights: gradients and optimizer states;
+    3 is AdamW, 2 SGD with momentum, 0 the paper's own count."""
+    objective: Literal["paper", "released"] = "paper"
+    """What to make as small as can be: the time as the paper defines it, or as the authors' program does."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def __post_init__(self) -> None:
+        if (self.cluster is None) == (self.devices is None):
+            raise ConfigError("say once which cluster: --cluster FILE, or --devices 4 --link-gbps 10.")
+        if self.cluster is not None and self.link_gbps is not None:
+            raise ConfigError("the cluster file has the links; leave out --link-gbps, or use --devices.")
+        if self.devices is not None and self.devices < 1:
+            raise ConfigError(f"devices is {self.devices}; it must be 1 or more.")
+        if self.devices is not None and self.devices > 1 and self.link_gbps is None:
+            raise ConfigError(f"{self.devices} devices need a link; add --link-gbps, such as --link-gbps 10.")
+        if self.link_gbps is not None and not 0 < self.link_gbps < math.inf:
+            raise ConfigError(f"link_gbps is {self.link_gbps}; it must be more than 0 and finite.")
+        if not 0 <= self.state_copies < math.inf:
+            raise ConfigError(f"state_copies is {self.state_copies}; it must be 0 or more and finite.")
+        if self.memory is not None:
+            parse_size(self.memory)
+
+    def described_cluster(self) -> Cluster:
+        """The cluster that the options mean."""
+        memory = None if self.memory is None else parse_size(self.memory)
+        if self.cluster is None:
+            return Cluster.flat(self.devices or 1, (self.link_gbps or math.inf) * 1e9 / 8, memory)
+        cluster = Cluster.load(self.cluster)
+        return cluster if memory is None else replace(cluster, memory_bytes=memory)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another way to use the cluster; no partition says why there is none."""
+
+    name: str
+    partition: Partition | None
+    fits: bool
+    reason: str = ""
+
+
+def run_partition(argv: Sequence[str]) -> None:
+    """Print the split that the options ask for.
+
+    Raises:
+        ConfigError: options or a cluster that cannot be.
+        DataError: no profile.
+        PlanError: nothing fits.
+    """
+    from zeroshard.train.toml_config import parse
+
+    options = parse(PartitionOptions, argv, "zeroshard partition")
+    profile, cluster = Profile.load(options.profile), options.described_cluster()
+    chosen = partition(profile.layers, cluster, options.objective, state_copies=options.state_copies)
+    rivals = [_rival(name, profile.layers, cluster, options) for name in RIVALS]
+    if options.json:
+        print(json.dumps(_as_json(profile, cluster, chosen, rivals), indent=1, allow_nan=False))
+    else:
+        _print(profile, cluster, chosen, rivals)
+
+
+def train_options(layers: Sequence[LayerCost], chosen: Partition) -> list[str]:
+    """The options of `zeroshard train` and `zeroshard simulate` that mean this split."""
+    words = ["--stages", str(len(chosen.stages))]
+    if len(chosen.stages) > 1:
+        words += ["--split", ",".join(layers[stage.first].name for stage in chosen.stages[1:])]
+    return [*words, "--replicas", ",".join(map(str, chosen.replicas))]
+
+
+def _rival(name: str, layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions) -> Rival:
+    """The best of its kind that fits, or else the fastest, whatever it needs."""
+    where = Cluster.flat(1, math.inf, cluster.memory_bytes) if name == "one device" else cluster
+    reason = ""
+    for limited in (where, replace(where, memory_bytes=None)):
+        try:
+            found = partition(layers, limited, options.objective, state_copies=options.state_copies, shape=RIVALS[name])
+            return Rival(name, found, limited is where)
+        except PlanError as error:
+            reason = str(error)
+    return Rival(name, None, False, reason)
+
+
+def _as_json(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequence[Rival]) -> dict[str, Any]:
+    return {
+        "model": profile.model,
+        "machine": profile.machine,
+        "microbatch_rows": profile.microbatch_rows,
+        "cluster": {
+            "levels": [{"count": y.count, "bytes_per_second": _finite(y.bandwidth)} for y in cluster.levels],
+            "memory_bytes": cluster.memory_bytes,
+        },
+        "objective": chosen.objective,
+        **_split_json(profile.layers, chosen),
+        "alternatives": [
+            {"name": rival.name, "fits": rival.fits}
+            | ({"reason": rival.reason} if rival.partition is None else _split_json(profile.layers, rival.partition))
+            for rival in rivals
+        ],
+        "options": train_options(profile.layers, chosen),
+    }
+
+
+def _split_json(layers: Sequence[LayerCost], split: Partition) -> dict[str, Any]:
+    return {
+        "seconds_per_microbatch": split.seconds,
+        "microbatches_per_second": _finite(split.throughput),
+        "memory_bytes": split.memory_bytes,
+        "stages": [
+            asdict(stage) | {"first_layer": layers[stage.first].name, "last_layer": layers[stage.last].name}
+            for stage in split.stages
+        ],
+    }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity."""
+    return number if math.isfinite(number) else None
+
+
+def _print(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequence[Rival]) -> None:
+    console = Console(highlight=False)
+    console.print(f"{profile.model}, {profile.microbatch_rows} rows per microbatch, as measured on {profile.machine},")
+    console.print(f"over {cluster}; objective: {chosen.objective}")
+    console.print(_stage_table(profile.layers, chosen))
+    console.print(_rival_table(chosen, rivals))
+    for rival in rivals:
+        if rival.partition is None:
+            console.print(f"No {rival.name}: {rival.reason}")
+        elif rival.fits and rival.partition.seconds < chosen.seconds:
+            console.print(f"The chosen split uses all {cluster.devices} devices; {rival.name} is faster.")
+    console.print("\nAs options of [b]zeroshard train[/b] and [b]zeroshard simulate[/b]:")
+    console.print("  " + " ".join(train_options(profile.layers, chosen)), soft_wrap=True, markup=False)
+
+
+def _table(title: str, caption: str = "") -> Table:
+    return Table(
+        title=f"\n{title}",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),  # with the edges and rich's own padding, names of layers break in 80 columns
+    )
+
+
+def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
+    table = _table(
+        "The chosen split, times in ms per microbatch",
+        "exchange: gradients, between replicas; send: to the next stage and back; versions: of the weights, and as "
+        "many microbatches in flight, under schedule pipedream. Bold is the slowest.",
+    )
+    table.add_column("", justify="right")
+    table.add_column("layers", overflow="fold")
+    for column in ("replicas", "compute", "exchange", "send", "versions", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for number, stage in enumerate(chosen.stages):
+        slow = chosen.seconds * (1 - 1e-9)
+        spent = (stage.compute_seconds, stage.sync_seconds)
+        slowest = max(spent) if chosen.objective == "paper" else 0.0
+        bold = [stage.seconds >= slow and time >= slowest for time in spent] + [stage.send_seconds >= slow]
+        table.add_row(
+            str(number),
+            escape(_span(layers, stage)),
+            str(stage.replicas),
+            *(_milliseconds(t, b) for t, b in zip((*spent, stage.send_seconds), bold, strict=True)),
+            str(stage.versions),
+            format_size(stage.memory_bytes),
+        )
+    return table
+
+
+def _span(layers: Sequence[LayerCost], stage: Stage) -> str:
+    first, last = layers[stage.first].name, layers[stage.last].name
+    return first if stage.first == stage.last else f"{first} … {last} ({stage.last - stage.first + 1})"
+
+
+def _rival_table(chosen: Partition, rivals: Sequence[Rival]) -> Table:
+    table = _table("Against alternatives")
+    table.add_column("", no_wrap=True)
+    table.add_column("replicas", overflow="fold")
+    for column in ("ms/microbatch", "microbatches/s", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, split, fits in (("chosen", chosen, True), *((r.name, r.partition, r.fits) for r in rivals)):
+        if split is None:
+            table.add_row(name, "none")
+            continue
+        table.add_row(
+            name,
+            _shape(split.replicas),
+            _milliseconds(split.seconds),
+            f"{split.throughput:,.3f}",
+            format_size(split.memory_bytes) + ("" if fits else ", over"),
+            style="bold" if split is chosen else "",
+        )
+    return table
+
+
+def _shape(replicas: tuple[int, ...]) -> str:
+    if len(replicas) > 4 and len(set(replicas)) == 1:
+        return f"{replicas[0]}-…-{replicas[0]} ({len(replicas)})"
+    return "-".join(map(str, replicas))
+
+
+def _milliseconds(seconds: float, bold: bool = False) -> str:
+    if seconds == 0:
+        return "–"
+    text = f"{1e3 * seconds:,.{3 if seconds < 0.01 else 1}f}"
+    return f"[b]{text}[/b]" if bold else text
