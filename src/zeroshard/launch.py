@@ -28,8 +28,9 @@ def run_rank(config: TrainConfig) -> None:
     mesh: Mesh | None = None
     try:
         mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
-        summary, folder = run(config, mesh)
-        if mesh.rank == 0:
+        done = run(config, mesh)
+        if done is not None:
+            summary, folder = done
             report = write_report(folder)
             _print_summary(summary, Console(highlight=False))
             print(f"run folder {folder}\nreport     {report}")

@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.comm import Count, Purpose
 from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.stage import Stage
 from zeroshard.ledger import Category, Ledger
 from zeroshard.plan import Plan
 from zeroshard.zero import StateBytes, state_bytes, wire_elements
@@ -97,17 +98,22 @@ class TrafficTable(_Table[TrafficRow]):
         return next(row for row in self.rows if row.purpose == purpose)
 
 
-def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger) -> MemoryTable:
+def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, stage: Stage | None) -> MemoryTable:
     """The formula and the ledger, category by category."""
+    versions = stage.versions if stage else 1
     zero = StateBytes(*[Fraction(0)] * 4)
     planned, padding = zero, zero
     for shard in assembly.all_shards:
         each, index = _costs(shard, assembly, plan, ranks), shard.flat.index
         frozen = not shard.flat.trainable
-        planned += _with_sums(state_bytes(index.numel, ranks, plan.zero, each, frozen), index.numel, shard, plan, ranks)
-        padding += _with_sums(
-            state_bytes(index.padding, ranks, plan.zero, each, frozen), index.padding, shard, plan, ranks
-        )
+        for numel, is_padding in ((index.numel, False), (index.padding, True)):
+            states = _with_sums(state_bytes(numel, ranks, plan.zero, each, frozen), numel, shard, plan, ranks)
+            older = 0 if frozen else numel * each.parameter * (versions - 1)
+            states += StateBytes(Fraction(older), Fraction(0), Fraction(0), Fraction(0))
+            planned, padding = (planned, padding + states) if is_padding else (planned + states, padding)
+    for borrowed in assembly.borrowed.values():
+        copies = (stage.borrowed_versions if stage else 1) * borrowed.numel * borrowed.dtype.itemsize
+        planned += StateBytes(Fraction(copies), Fraction(borrowed.gradient.nbytes), Fraction(0), Fraction(0))
     rows = []
     for category in Category:
         account = ledger.account(category)
@@ -117,11 +123,19 @@ def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger) -> 
     return MemoryTable(rows)
 
 
-def traffic_table(assembly: Assembly, plan: Plan, ranks: int, counts: Mapping[Purpose, Count]) -> TrafficTable:
-    """The formula and comm's counts of the last step, purpose by purpose."""
+def traffic_table(
+    assembly: Assembly, plan: Plan, ranks: int, counts: Mapping[Purpose, Count], messages: Mapping[str, int]
+) -> TrafficTable:
+    """The formula and comm's counts of the last step, purpose by purpose.
+
+    Args:
+        messages: planned elements of what goes between pipeline stages.
+    """
     trainable = sum(s.flat.index.numel for s in assembly.all_shards if s.flat.trainable)
     frozen = sum(s.flat.index.numel for s in assembly.all_shards if not s.flat.trainable)
-    planned = wire_elements(trainable, ranks, plan.zero, plan.microbatches, plan.reductions)
+    updates = plan.microbatches // plan.microbatches_per_update
+    each = wire_elements(trainable, ranks, plan.zero, plan.microbatches_per_update, plan.reductions)
+    planned = {purpose: elements * updates for purpose, elements in each.items()} | dict(messages)
     if plan.zero == 3 and ranks > 1:
         planned["gather parameters"] += 2 * plan.microbatches * frozen
     rows = []
@@ -137,7 +151,7 @@ def traffic_table(assembly: Assembly, plan: Plan, ranks: int, counts: Mapping[Pu
 def _costs(shard: Shard, assembly: Assembly, plan: Plan, ranks: int) -> BytesPerParameter:
     size = shard.flat.dtype.itemsize
     gradient = size
-    if plan.microbatches > 1 and (not plan.reduces_each_microbatch or ranks == 1 or plan.zero >= 2):
+    if plan.microbatches_per_update > 1 and (not plan.reduces_each_microbatch or ranks == 1 or plan.zero >= 2):
         gradient = torch.promote_types(shard.flat.dtype, torch.float32).itemsize if shard.flat.trainable else size
     states = assembly.layout.bytes_per_element * max(size, 4) // 4
     return BytesPerParameter(size, gradient, 4 if shard.master else 0, states)
@@ -145,7 +159,7 @@ def _costs(shard: Shard, assembly: Assembly, plan: Plan, ranks: int) -> BytesPer
 
 def _with_sums(states: StateBytes, numel: int, shard: Shard, plan: Plan, ranks: int) -> StateBytes:
     """Under accumulation, stages 0 and 1 keep the sum of the reduced slices beside the whole gradients."""
-    separate = plan.microbatches > 1 and plan.reduces_each_microbatch and plan.zero <= 1 and ranks > 1
+    separate = plan.microbatches_per_update > 1 and plan.reduces_each_microbatch and plan.zero <= 1 and ranks > 1
     if not separate or not shard.flat.trainable:
         return states
     each = torch.promote_types(shard.flat.dtype, torch.float32).itemsize

@@ -20,6 +20,7 @@ from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, t
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import call_with, loss_in, microbatches
+from zeroshard.engine.executor import Span
 from zeroshard.engine.forward import Forward
 from zeroshard.engine.judge import Judge, Verdict
 from zeroshard.engine.pipelined import Pipelined
@@ -154,8 +155,15 @@ class Engine:
 
     @property
     def knows_loss(self) -> bool:
-        """Whether `train_step` returns the loss here: everywhere, but with schedules that never flush the last stage."""
+        """Whether `train_step` returns the loss here: everywhere, but on the last stage if nothing flushes."""
         return self._stage is None or not self.plan.streams or self._stage.is_last
+
+    @property
+    def reports(self) -> bool:
+        """Whether this is the one rank that is to speak for all: it knows the loss."""
+        if self._stage is None or not self.plan.streams:
+            return self.mesh.rank == 0
+        return self._stage.is_last and self._stage.mesh.rank == 0
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -299,11 +307,12 @@ class Engine:
 
         Optimizer states appear with the first step, in which torch makes them.
         """
-        return memory_table(self._assembly, self.plan, self.comm.mesh.ranks, self.ledger)
+        return memory_table(self._assembly, self.plan, self.comm.mesh.ranks, self.ledger, self._stage)
 
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
-        return traffic_table(self._assembly, self.plan, self.comm.mesh.ranks, self._counts)
+        messages = self._pipelined.planned_messages() if self._pipelined else {}
+        return traffic_table(self._assembly, self.plan, self.comm.mesh.ranks, self._counts, messages)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint folder: weights, optimizer states, random numbers, step; a collective call.
@@ -357,6 +366,18 @@ class Engine:
             yield events
         finally:
             events.extend(self.ledger.stop())
+
+    def trace(self) -> None:
+        """Keep from now on when every forward, backward and update of a pipeline ran, until `trace_end`."""
+        if self._pipelined is None:
+            raise PlanError("engine.trace() is for pipelines; set stages to 2 or more, or use torch.profiler.")
+        self._pipelined.executor.spans, self._pipelined.executor.tracing = [], True
+
+    def trace_end(self) -> list[Span]:
+        """(action, start, end) of each, in seconds of the machine's monotonic clock."""
+        assert self._pipelined is not None
+        self._pipelined.executor.tracing = False
+        return self._pipelined.executor.spans
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -126,7 +126,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
-        """Run the forwards of `actions` on one microbatch, with nothing kept; what the model returns, on the last stage."""
+        """Run the forwards of `actions` on one microbatch, with nothing kept; what the model returns, if here."""
         (number,) = {action.microbatch for action in actions}
         assert number is not None
         kept, self._parts, self._run = (self._parts, self._run), {number: Part(batch, 1.0)}, run

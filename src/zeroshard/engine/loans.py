@@ -86,10 +86,19 @@ class Loans:
     def borrow(self, action: Action) -> None:
         """Have a buffer ready for a version."""
         debt = self._debt(action)
+        idle = action.microbatch is None
+        while idle and debt.coming:
+            self._take(debt)
         name = f"{debt.loan}, version {action.version}"
-        room = debt.borrowed.room()
+        room = debt.borrowed.room(idle)
         self._wires.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
         debt.coming.append((action.microbatch, name))
+
+    def elements(self, action: Action) -> int:
+        """How much a LEND or a REPAY sends."""
+        return (
+            self._lent[self._loan_to(action)].numel if action.kind is Kind.LEND else self._debt(action).borrowed.numel
+        )
 
     def _take(self, debt: "_Debt") -> None:
         self._wires.take(debt.coming.pop(0)[1])

@@ -19,7 +19,14 @@ from zeroshard.engine.judge import Judge, Verdict
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
 from zeroshard.plan import Plan
+from zeroshard.schedule import Kind
 
+PURPOSES = {
+    Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS,
+    Kind.SEND_BACKWARD: Purpose.SEND_GRADIENTS,
+    Kind.LEND: Purpose.LEND_WEIGHTS,
+    Kind.REPAY: Purpose.REPAY_GRADIENTS,
+}
 WORD = struct.Struct("<dd")  # a rank's squared norm and its share of the loss
 
 
@@ -117,6 +124,21 @@ class Pipelined:
                 wires.take(name)
         wires.finish()
         return tree_unflatten(leaves, spec)
+
+    def planned_messages(self) -> dict[str, int]:
+        """Elements that this rank sends in a step of a full pipeline, by the list and the shapes of the last step."""
+        stage, wires, loans = self.stage, self.executor.wires, self.executor.loans
+        planned: dict[Purpose, int] = {}
+        for action in stage.pipeline.step(stage.rank, stage.pipeline.layout.stages if self._plan.streams else 0):
+            purpose = PURPOSES.get(action.kind)
+            if purpose is None:
+                continue
+            if action.kind in (Kind.LEND, Kind.REPAY):
+                elements = loans.elements(action)
+            else:
+                elements = wires.elements(stage.firsts[action.chunk + (action.kind is Kind.SEND_FORWARD)])
+            planned[purpose] = planned.get(purpose, 0) + elements
+        return {str(purpose): elements for purpose, elements in planned.items()}
 
     def _losses(self) -> Tensor:
         """The sum of the weighted losses on this rank since the last call."""

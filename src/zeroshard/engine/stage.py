@@ -18,6 +18,7 @@ from zeroshard.pipeline.deferred import Deferral
 from zeroshard.pipeline.measure import measure
 from zeroshard.plan import Plan
 from zeroshard.schedule import Loan, Pipeline, verify
+from zeroshard.schedule.orders import warm_up
 from zeroshard.units import Unit
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
@@ -75,6 +76,20 @@ class Stage:
     def is_last(self) -> bool:
         """Whether the loss comes out here."""
         return self.number == self.pipeline.layout.stages - 1
+
+    @property
+    def versions(self) -> int:
+        """Versions of this stage's weights that are kept once the pipeline is full (2006.09503, section 3.1)."""
+        pipeline = self.pipeline
+        if pipeline.name == "pipedream":
+            return 1 + warm_up(pipeline.layout, 0 if pipeline.vertical_sync else self.number)
+        return 2 if pipeline.name == "2bw" else 1
+
+    @property
+    def borrowed_versions(self) -> int:
+        """Versions of borrowed weights: those in use, and where nothing flushes one on its way."""
+        in_flight = warm_up(self.pipeline.layout, self.number) + 1
+        return 1 if not self.pipeline.streams else 1 + (in_flight if self.pipeline.name == "pipedream" else 1)
 
     @property
     def skipped_modules(self) -> set[nn.Module]:

@@ -4,6 +4,7 @@ Both ends work out the shape of a message from the microbatch, once per shape, a
 ranks that were given other batches are told, and no shape is sent.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from zeroshard.comm import Comm, Pending, Purpose
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import BatchError
 from zeroshard.ledger import Arena
+from zeroshard.schedule.lower import LOANS_UNDER_WAY
 
 UNDER_WAY = 4  # messages on their way before the oldest is waited for; lists are verified to bear even none
+LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -27,7 +30,7 @@ class Wires:
         self._stage, self._comm, self._arena = stage, stage.world, arena
         self._shapes: dict[Any, dict[int, Shape]] = {}
         self._posted: dict[str, tuple[Pending, Tensor]] = {}
-        self._sent: list[tuple[Pending, Tensor, bool]] = []
+        self._sent: dict[tuple[Purpose, int], list[tuple[Pending, Tensor, bool]]] = defaultdict(list)
 
     @property
     def comm(self) -> Comm:
@@ -47,6 +50,11 @@ class Wires:
             standins = {layer: stage.chain.boundary(layer, forward) for layer in sorted(layers)}
             self._shapes[key] = {layer: (tuple(t.shape), t.dtype) for layer, t in standins.items()}
         return self._shapes[key]
+
+    def elements(self, layer: int) -> int:
+        """Size of what entered a layer when the last new shape came."""
+        latest = list(self._shapes.values())[-1:]
+        return torch.Size(latest[0][layer][0]).numel() if latest else 0
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
         """Refuse an output that is not what the next stage works out.
@@ -85,14 +93,16 @@ class Wires:
     def send(self, name: str, tensor: Tensor, peer: int, purpose: Purpose, scratch: bool = False) -> None:
         """Start to send; `scratch` says that the tensor is the arena's, and free once it is sent."""
         tensor = tensor.contiguous()
-        self._sent.append((self._comm.send(tensor, peer, purpose, _label(name, tensor.shape)), tensor, scratch))
-        while len(self._sent) > UNDER_WAY:
-            self._drop(self._sent.pop(0))
+        sent = self._sent[purpose, peer]
+        sent.append((self._comm.send(tensor, peer, purpose, _label(name, tensor.shape)), tensor, scratch))
+        while len(sent) > (LOANS_UNDER_WAY if purpose in LOANS else UNDER_WAY):
+            self._drop(sent.pop(0))
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        while self._sent:
-            self._drop(self._sent.pop(0))
+        for sent in self._sent.values():
+            while sent:
+                self._drop(sent.pop(0))
 
     def _drop(self, sent: tuple[Pending, Tensor, bool]) -> None:
         pending, tensor, scratch = sent

@@ -54,6 +54,8 @@ class TrainConfig:
     """Checkpoint folder to go on from."""
     checkpoint: bool = True
     """Save a checkpoint at the end."""
+    trace: bool = False
+    """Keep the timeline of one step of a pipeline, measured beside simulated, in the run folder and its report."""
     tensorboard: bool = False
     """Write TensorBoard events too (extra: tensorboard)."""
     ranks: int | None = None
@@ -73,6 +75,8 @@ class TrainConfig:
         for name in ("final_learning_rate", "dropout", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
+        if self.trace and not self.plan.pipelined:
+            raise ConfigError("trace draws the stages of a pipeline; set stages to 2 or more, or leave trace out.")
         if self.batch % self.plan.microbatches:
             raise ConfigError(
                 f"batch is {self.batch} rows per rank and microbatches is {self.plan.microbatches}, which does not "

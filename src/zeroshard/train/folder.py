@@ -15,7 +15,7 @@ from zeroshard.train.toml_config import dump_toml
 
 
 class RunFolder:
-    """Writes a run's files; only rank 0 does, the others know the path."""
+    """Writes a run's files; only one rank does, the others know the path."""
 
     def __init__(self, path: Path, writes: bool, tensorboard: bool = False) -> None:
         self.path = path
@@ -23,8 +23,8 @@ class RunFolder:
         self._board = _board(path) if writes and tensorboard else None
 
     @classmethod
-    def create(cls, config: TrainConfig, comm: Comm) -> "RunFolder":
-        """A new folder below `config.out`, named by the date, the same on all ranks.
+    def create(cls, config: TrainConfig, comm: Comm, writes: bool) -> "RunFolder":
+        """A new folder below `config.out`, named by the date, the same on all ranks; one of them `writes` into it.
 
         Raises:
             ConfigError: it cannot be made.
@@ -45,7 +45,7 @@ class RunFolder:
         answers = comm.agree_on([str(path), problem], "run folder")
         if answers[0][1]:
             raise ConfigError(answers[0][1])
-        return cls(Path(answers[0][0]), comm.mesh.rank == 0, config.tensorboard)
+        return cls(Path(answers[0][0]), writes, config.tensorboard)
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line."""

@@ -24,9 +24,11 @@ from zeroshard.train.gpt import generate
 from zeroshard.train.model import BuiltModel, build_model
 from zeroshard.train.progress import Progress
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
+from zeroshard.train.trace import write_timeline
 from zeroshard.version import __version__
 
 RECORDED_STEP = 3  # buffers have settled by then
+TRACED_STEPS = {True: 3, False: 1}  # of a schedule that never flushes, some; else one
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +94,15 @@ class Run:
             config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout
         )
         self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
-        self.engine = Engine(self.built.module, self._optimizer(), config.plan, mesh=mesh)
+        self.engine = Engine(self.built.module, self._optimizer(), config.plan, mesh=mesh, example=self._example())
+        self.reports = self.engine.reports
         torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
-        self.folder = RunFolder.create(config, self.engine.comm)
-        self.progress = Progress(config.steps, shown=mesh.rank == 0)
+        self.folder = RunFolder.create(config, self.engine.world, self.reports)
+        self.progress = Progress(config.steps, shown=self.reports)
         self._started = time.perf_counter()
 
     def train(self) -> dict[str, Any]:
-        """Train to the last step; returns the summary that the run folder keeps.
+        """Train to the last step; returns the summary that the run folder keeps on the rank that reports.
 
         Raises:
             NonFiniteError: the loss is NaN or infinite on some rank.
@@ -108,7 +111,9 @@ class Run:
         losses: list[float] = []
         with self.progress:
             for step in range(first, self.config.steps):
-                losses.append(self._step(step))
+                loss = self._traced_step(step, first)
+                if loss is not None:
+                    losses.append(loss)
                 if (
                     self.config.validate_every
                     and (step + 1) % self.config.validate_every == 0
@@ -130,14 +135,31 @@ class Run:
             )
         return int(extra["step"])
 
-    def _step(self, step: int) -> float:
-        """One step; returns the mean loss over all ranks in nats per token."""
+    def _traced_step(self, step: int, first: int) -> float | None:
+        """One step, with the timeline kept of the first that are all steady."""
+        engine, config = self.engine, self.config
+        count = TRACED_STEPS[config.plan.streams]
+        begin = min(first + 2 * RECORDED_STEP, config.steps - count)
+        if not config.trace or step < begin or step >= begin + count:
+            return self._step(step)
+        if step == begin:
+            engine.flush()
+            engine.world.agree(b"", "start of the timeline")
+            engine.trace()
+        loss = self._step(step)
+        if step == begin + count - 1:
+            engine.flush()
+            write_timeline(self.folder.path, engine, engine.trace_end(), count, self.reports)
+        return loss
+
+    def _step(self, step: int) -> float | None:
+        """One step; returns the mean loss over all lanes in nats per token, where it is known."""
         config, engine, mesh = self.config, self.engine, self.mesh
         began = time.perf_counter()
         rate = learning_rate(config, step)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        rows = self.batches.batch(step, config.batch, mesh.rank, mesh.ranks)
+        rows = self.batches.batch(step, config.batch, engine.lane, engine.lanes)
         batch = self.built.batch(rows.to(mesh.device))
         if step == RECORDED_STEP:
             with engine.recording() as events:
@@ -145,8 +167,10 @@ class Run:
             self.folder.write_memory(events, mesh.rank)
         else:
             result = engine.train_step(batch)
-        assert result.loss is not None
-        loss = _mean(engine.comm, float(result.loss), f"loss of step {step + 1}")
+        if result.loss is None:
+            return None
+        who = engine.comm if config.plan.streams else engine.world
+        loss = _mean(who, float(result.loss), f"loss of step {step + 1}")
         if not math.isfinite(loss) and config.plan.nonfinite == "raise":
             raise NonFiniteError(
                 f"The loss of step {step + 1} is {loss}. Lower learning_rate, set clip_norm, or look at the data."
@@ -157,7 +181,7 @@ class Run:
             "loss": loss,
             "bits_per_byte": self.text.bits_per_byte(loss),
             "grad_norm": result.grad_norm,
-            "tokens_per_s": config.batch * config.sequence * mesh.ranks / elapsed,
+            "tokens_per_s": config.batch * config.sequence * engine.lanes / elapsed,
             "learning_rate": rate,
             "loss_scale": result.loss_scale if config.plan.scales_loss else None,
             "skipped": result.skipped,
@@ -170,17 +194,17 @@ class Run:
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""
-        mesh, config = self.mesh, self.config
+        mesh, config, engine = self.mesh, self.config, self.engine
         total, count = 0.0, 0
         self.built.module.eval()
         with torch.no_grad():
             for tokens in validation_windows(
-                self.text.validation, config.sequence, 2 * config.batch, mesh.rank, mesh.ranks, rows
+                self.text.validation, config.sequence, 2 * config.batch, engine.lane, engine.lanes, rows
             ):
                 total += float(self.built.loss(self.engine, tokens.to(mesh.device))) * len(tokens)
                 count += len(tokens)
         self.built.module.train()
-        loss = _mean(self.engine.comm, total / count, f"validation after step {step}")
+        loss = _mean(engine.world, total / count, f"validation after step {step}")
         bits = self.text.bits_per_byte(loss)
         seconds = time.perf_counter() - self._started
         self.folder.write_metrics(
@@ -208,6 +232,7 @@ class Run:
             "seconds": seconds,
             "zeroshard": __version__,
             "torch": str(torch.__version__),
+            "layers": engine.world.agree_on(engine.layers, "layers of every rank"),
             "corpus": {
                 "name": corpus.name,
                 "files": corpus.files,
@@ -221,6 +246,14 @@ class Run:
         }
         self.folder.write_summary(summary)
         return summary
+
+    def _example(self) -> Any:
+        """One microbatch, on which a pipeline is cut."""
+        config = self.config
+        if not config.plan.pipelined:
+            return None
+        rows = self.batches.batch(0, config.batch, 0, 1)[: config.batch // config.plan.microbatches]
+        return self.built.batch(rows)
 
     def _sample(self) -> str:
         config, tokenizer = self.config, self.text.tokenizer
@@ -252,10 +285,11 @@ class Run:
                 return torch.optim.Adagrad(groups, lr=config.learning_rate)
 
 
-def run(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], Path]:
-    """Carry out the main job; returns its summary and its folder."""
+def run(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], Path] | None:
+    """Carry out the main job; returns its summary and its folder, on the one rank that reports."""
     job = Run(config, mesh)
-    return job.train(), job.folder.path
+    summary = job.train()
+    return (summary, job.folder.path) if job.reports else None
 
 
 def _mean(comm: Comm, value: float, label: str) -> float:

@@ -1,0 +1,75 @@
+"""The timeline of a few steps as they ran, beside what the simulator makes of the same times."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zeroshard.engine import Engine
+from zeroshard.schedule import Action, Kind, Pipeline
+from zeroshard.schedule.simulate import Costs, simulate
+
+TIMELINE = "timeline.json"
+Span = tuple[Action, float, float]
+TIMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input_gradient",
+    Kind.WEIGHT_GRADIENT: "weight_gradient",
+    Kind.UPDATE: "update",
+}
+
+
+def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, writes: bool) -> None:
+    """Put all ranks' spans together, simulate the same steps from them, and keep both; a collective call.
+
+    Args:
+        spans: (action, start, end) of this rank, in seconds of a clock that the ranks share.
+        steps: how many steps they cover, from the start of the schedule.
+        writes: whether this rank writes the file.
+    """
+    pipeline = engine.pipeline
+    assert pipeline is not None
+    mine = [[str(action), start, end] for action, start, end in spans]
+    everyone = engine.world.agree_on(mine, "timeline")
+    if not writes:
+        return
+    begin = min(start for rank in everyone for _, start, _ in rank)
+    measured = [[(Action.parse(text), start - begin, end - begin) for text, start, end in rank] for rank in everyone]
+    lists = pipeline.stretch(steps)
+    simulation = simulate(lists, pipeline.layout, costs_of(measured, pipeline))
+    took = max(end for rank in measured for _, _, end in rank)
+    name = f"{pipeline.name}, {pipeline.layout.stages} stages, {pipeline.microbatches} microbatches"
+    notes = [f"{took * 1e3:.1f} ms", f"bubble {_bubble(measured, took):.3f}"]
+    forecast = [f"{simulation.makespan * 1e3:.1f} ms", f"bubble {simulation.bubble_fraction:.3f}"]
+    forecast.append(f"{(simulation.makespan / took - 1) * 100:+.1f} % against the measured time")
+    timelines = [
+        {"name": f"{name}: measured", "notes": notes, "spans": _plain(measured)},
+        {"name": f"{name}: simulated from the measured times", "notes": forecast, "spans": _plain(simulation.spans)},
+    ]
+    content = {"measured_seconds": took, "simulated_seconds": simulation.makespan, "timelines": timelines}
+    (folder / TIMELINE).write_text(json.dumps(content))
+
+
+def costs_of(spans: list[list[Span]], pipeline: Pipeline) -> Costs:
+    """What each chunk cost: the median time of each kind of action. Messages cost nothing."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for rank in spans:
+        for action, start, end in rank:
+            times[action.kind, action.chunk].append(end - start)
+    given: dict[str, Any] = {}
+    for kind, name in TIMES.items():
+        values = tuple(median(times.get((kind, c), [0.0])) for c in range(pipeline.layout.all_chunks))
+        if any(values) or name in ("forward", "backward"):
+            given[name] = values
+    return Costs(**given)
+
+
+def _bubble(spans: list[list[Span]], took: float) -> float:
+    busy = sum(end - start for rank in spans for _, start, end in rank)
+    return 1 - busy / (took * len(spans))
+
+
+def _plain(spans: Any) -> list[list[list[Any]]]:
+    return [[[str(action), float(start), float(end)] for action, start, end in rank] for rank in spans]
