@@ -14,6 +14,7 @@ from pool import Pool
 
 torch.set_num_threads(1)
 _POOL = Pool()
+_WIDE = Pool(8, (6, 8))
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +22,13 @@ def pool() -> Iterator[Pool]:
     """The one pool of worker processes."""
     yield _POOL
     _POOL.stop()
+
+
+@pytest.fixture(scope="module")
+def wide_pool() -> Iterator[Pool]:
+    """Eight workers, for the few tests that need more than four ranks."""
+    yield _WIDE
+    _WIDE.stop()
 
 
 @pytest.fixture(autouse=True)

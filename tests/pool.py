@@ -29,9 +29,10 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    """The workers, started on first use."""
+    """The workers, started on first use: `world` of them, which work together in groups of `sizes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = WORLD, sizes: tuple[int, ...] = SIZES) -> None:
+        self._world, self._sizes = world, sizes
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._calls = 0
@@ -76,9 +77,10 @@ class Pool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        for rank in range(WORLD):
+        for rank in range(self._world):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, port, there, [str(Path(__file__).parent)]), daemon=True)
+            place = (rank, self._world, self._sizes, port)
+            process = context.Process(target=_work, args=(place, there, [str(Path(__file__).parent)]), daemon=True)
             process.start()
             there.close()
             self._processes.append(process)
@@ -99,7 +101,8 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
         names[object()] = f"filler {len(names)}"
 
 
-def _work(rank: int, port: int, pipe: Any, path: list[str]) -> None:
+def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[str]) -> None:
+    rank, world, sizes, port = place
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:0] = path
     import torch
@@ -109,9 +112,9 @@ def _work(rank: int, port: int, pipe: Any, path: list[str]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(1000 + rank)  # tests that need equal random numbers on all ranks must ask for them
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     meshes = {1: Mesh(timeout=TIMEOUT)}
-    for size in SIZES:
+    for size in sizes:
         meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
     kept = set(dist.distributed_c10d._world.pg_names)
     while True:

@@ -123,12 +123,14 @@ class Comm:
     Attributes:
         counts: by purpose, since the last `reset`.
         digests: by group, a checksum of the names of all its collectives so far; ranks that did the same have the same.
+        session: a number on which the ranks agreed, that keeps their messages apart from those of earlier engines.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.counts: dict[Purpose, Count] = defaultdict(Count)
         self.digests = {"gather": 0, "reduce": 0}
+        self.session = 0
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
         self._watch: _Watch | None = None
@@ -169,14 +171,14 @@ class Comm:
         count.sent_nbytes += tensor.nbytes
         count.calls += 1
         with self._naming(place):
-            work = dist.isend(tensor, group=group, group_dst=peer, tag=_tag(label))
+            work = dist.isend(tensor, group=group, group_dst=peer, tag=_tag(label, self.session))
         return Pending(self, work, place, count)
 
     def receive(self, into: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
         """Start to fill `into` with what rank `peer` sends under the same label."""
         place, count, group = self._channel(peer, self.mesh.rank, purpose, label)
         with self._naming(place):
-            work = dist.irecv(into, group=group, group_src=peer, tag=_tag(label))
+            work = dist.irecv(into, group=group, group_src=peer, tag=_tag(label, self.session))
         return Pending(self, work, place, count)
 
     def agree(self, words: bytes, label: str) -> list[bytes]:
@@ -258,7 +260,7 @@ class Comm:
         other = (self.mesh.rank + 1) % self.mesh.ranks
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(0)
-            work = dist.irecv(nothing, group=group, group_src=other, tag=_tag("never"))
+            work = dist.irecv(nothing, group=group, group_src=other, tag=_tag("never", self.session))
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 
@@ -410,9 +412,9 @@ def _in(rank: int, group: str) -> bool:
     return len(ends) == 1 or str(rank) in ends
 
 
-def _tag(label: str) -> int:
+def _tag(label: str, session: int) -> int:
     """Messages meet by their labels, so that ranks which disagree wait (and are told) instead of mixing them up."""
-    return zlib.crc32(label.encode()) & 0x3FFFFFFF
+    return zlib.crc32(label.encode(), session) & 0x3FFFFFFF
 
 
 def _disagreement(rank: int, label: str, other: int, theirs: str) -> str:

@@ -146,6 +146,66 @@ class Tiny(nn.Module):
         return ((tokens.float() / 13 * self.scale + self.shift.sum()) ** 2).mean()
 
 
+class Five(Plain):
+    """Five blocks, for up to five pipeline stages."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+
+class TiedFive(Five):
+    """The same, and the output head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Deep(Plain):
+    """Twelve blocks, for four stages of three chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(12)
+        torch.nn.init.normal_(self.embed.weight, std=0.1)  # so calm that rounding does not grow in twenty steps
+
+
+class DeepTied(Deep):
+    """The same, and the output head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Dropped(Five):
+    """Dropout before, between and after blocks."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = F.dropout(block(F.dropout(x, 0.3)), 0.1)
+        return x
+
+
+class Spiked(Five):
+    """Where a row begins with token 12, infinity goes back into the embedding, and nowhere else."""
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x = _Spike.apply(self.embed(tokens[:, :-1]), bool((tokens[:, 0] == 12).any()))
+        x = self.body(x, step)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class _Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spiked: bool) -> Tensor:
+        ctx.spiked = spiked
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return (gradients[0] * float("inf") if ctx.spiked else gradients[0]), None
+
+
 MODELS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
@@ -162,12 +222,15 @@ MODELS: dict[str, Any] = {
         Tiny,
     )
 }
+LONGER: dict[str, Any] = {
+    kind.__name__: kind for kind in (Five, TiedFive, Deep, DeepTied, Dropped, Spiked)
+}  # for pipelines
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model with the same weights every time."""
     torch.manual_seed(seed)
-    model: nn.Module = MODELS[name]()
+    model: nn.Module = {**MODELS, **LONGER}[name]()
     return model
 
 

@@ -1,5 +1,6 @@
 """A pipeline stage: which layers this rank has, what it shares with other stages, and who its replicas are."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,6 +125,7 @@ def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run)
     if example is None:
         raise PlanError("A pipeline is cut on an example: pass Engine(..., example=one microbatch).")
     world = Comm(mesh)
+    world.session = world.agree_on(time.time_ns(), "start of a pipeline")[0] & 0xFFFFFFFF
     where = _whereabouts(model)
     if where.type != "meta":
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,0 +1,137 @@
+"""Checkpoints of pipelines, across layouts too; and their tables of memory and traffic."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.models import OPTIMIZERS, build
+from engine.pipelines import data
+from pool import Pool
+
+import zeroshard as zs
+
+ROWS = 8
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "accumulating": {"microbatches": 4},
+    "1f1b": {"stages": 2, "microbatches": 4},
+    "interleaved": {"stages": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
+    "three": {"stages": 3, "schedule": "zb-h1", "microbatches": 4},
+    "replicas": {"stages": 2, "microbatches": 2, "zero": 1},
+    "pipedream": {"stages": 2, "schedule": "pipedream", "microbatches": 4},
+    "2bw": {"stages": 3, "schedule": "2bw", "microbatches": 4},
+}
+RANKS = {"one": 1, "accumulating": 1, "three": 3, "replicas": 4, "2bw": 3}
+
+
+def make(mesh: zs.Mesh, plan: dict[str, Any], name: str = "TiedFive") -> zs.Engine:
+    pipelined = plan.get("stages", 1) > 1
+    example = (data(0, 0, 1, 2), 0) if pipelined else None
+    return zs.Engine(
+        build(name), OPTIMIZERS["adamw"], zs.Plan(balance="parameters", **plan), mesh=mesh, example=example
+    )
+
+
+def steps(engine: zs.Engine, first: int, last: int) -> None:
+    for step in range(first, last):
+        engine.train_step((data(step, engine.lane, engine.lanes, ROWS), step))
+
+
+def save(mesh: zs.Mesh, plan: dict[str, Any], path: str) -> Any:
+    """Three steps, a checkpoint, and two more steps."""
+    engine = make(mesh, plan)
+    steps(engine, 0, 3)
+    engine.save(path, {"seen": 3})
+    before = engine.state_dict()
+    steps(engine, 3, 5)
+    return before, engine.state_dict()
+
+
+def load(mesh: zs.Mesh, plan: dict[str, Any], path: str) -> Any:
+    """The checkpoint under some plan, and two more steps."""
+    engine = make(mesh, plan)
+    assert engine.load(path) == {"seen": 3}
+    before = engine.state_dict()
+    steps(engine, 3, 5)
+    return before, engine.state_dict(), engine.steps
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("one", "accumulating")])
+def test_a_pipeline_goes_on_where_it_stopped(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Bit for bit under the same plan; a schedule that never flushes does so to save."""
+    plan, ranks = PLANS[name], RANKS.get(name, 2)
+    first = pool.run(save, ranks, plan, str(tmp_path / "a"))[0]
+    for before, after, count in pool.run(load, ranks, plan, str(tmp_path / "a")):
+        assert count == 5
+        for mine, theirs in ((before, first[0]), (after, first[1])):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        ("1f1b", "one"),
+        ("one", "three"),
+        ("three", "replicas"),
+        ("replicas", "interleaved"),
+        ("interleaved", "accumulating"),
+        ("pipedream", "1f1b"),
+    ],
+)
+def test_any_layout_loads_what_any_other_saved(pool: Pool, tmp_path: Path, source: str, target: str) -> None:
+    saved = pool.run(save, RANKS.get(source, 2), PLANS[source], str(tmp_path / "a"))[0]
+    for before, after, _ in pool.run(load, RANKS.get(target, 2), PLANS[target], str(tmp_path / "a")):
+        assert all(torch.equal(before[key], saved[0][key]) for key in before)
+        if source != "pipedream":  # which goes on with an update per microbatch
+            for key, value in after.items():
+                torch.testing.assert_close(value, saved[1][key], rtol=1e-5, atol=1e-5)
+
+
+def tables(mesh: zs.Mesh, plan: dict[str, Any], name: str) -> Any:
+    engine = make(mesh, plan, name)
+    steps(engine, 0, 6)
+    memory = {row.category: (row.planned_bytes, row.padding_bytes, row.measured_bytes) for row in engine.memory()}
+    traffic = {row.purpose: (row.planned_elements, row.measured_elements) for row in engine.traffic()}
+    return memory, traffic, engine.ledger.account(zs.ledger.Category.BUFFERS).current
+
+
+@pytest.mark.parametrize("model", ["Five", "TiedFive"])
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("one", "accumulating")])
+def test_the_tables_agree_with_the_ledger_and_the_wire(pool: Pool, name: str, model: str) -> None:
+    for memory, traffic, _ in pool.run(tables, RANKS.get(name, 2), PLANS[name], model):
+        for category in ("parameters", "gradients", "master weights", "optimizer states"):
+            planned, padding, measured = memory[category]
+            assert planned + padding == measured, category
+        for purpose, (planned, measured) in traffic.items():
+            if purpose != "agreement":
+                assert planned == measured, purpose
+
+
+def test_shares_of_the_model_states(pool: Pool) -> None:
+    """Over all ranks, every parameter, gradient and state is there once, and the borrowed weight once more."""
+    psi = sum(p.numel() for p in build("TiedFive").parameters())
+    lent = build("TiedFive").embed.weight.numel()
+    runs = [memory for memory, _, _ in pool.run(tables, 3, PLANS["three"], "TiedFive")]
+    totals = {key: sum(memory[key][2] for memory in runs) for key in runs[0]}
+    assert totals["parameters"] == totals["gradients"] == 4 * (psi + lent)
+    assert totals["optimizer states"] == 8 * psi
+
+
+def buffers(mesh: zs.Mesh, microbatches: int) -> list[int]:
+    """Bytes of scratch after every step."""
+    engine = make(mesh, {"stages": 2, "microbatches": microbatches})
+    seen = []
+    for step in range(8):
+        steps(engine, step, step + 1)
+        seen.append(engine.ledger.account(zs.ledger.Category.BUFFERS).current)
+    return seen
+
+
+def test_message_buffers_are_made_once_and_do_not_grow_with_the_microbatches(pool: Pool) -> None:
+    few, many = (pool.run(buffers, 2, m) for m in (4, 8))
+    for run in (*few, *many):
+        assert run[-1] == run[-2] == run[-3]
+    for run, other in zip(few, many, strict=True):
+        assert other[-1] <= run[-1]  # twice as many microbatches of half the size

@@ -1,0 +1,293 @@
+"""Schedules that flush give the losses, norms and weights of a plain loop, and bitwise those of one stage."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from engine.models import OPTIMIZERS, batch, build
+from engine.pipelines import data
+from pool import Pool
+from torch import Tensor
+
+import zeroshard as zs
+
+STEPS = 20
+FLUSHING = ("naive", "gpipe", "1f1b", "zb-h1")
+CASES = [
+    *((schedule, d, 1, m) for schedule in FLUSHING for d in (2, 3, 4) for m in (d, 4 * d)),
+    *((schedule, 3, 1, 5) for schedule in FLUSHING),
+    ("pipedream-flush", 3, 1, 4),
+    *(("interleaved", d, v, m) for d, v in ((2, 1), (2, 2), (2, 3), (3, 2), (4, 3)) for m in (d, 4 * d)),
+    *((schedule, d, v, 3) for schedule in ("gpipe", "naive") for d, v in ((2, 3), (4, 2))),
+]
+
+
+@functools.cache
+def plain(name: str, optimizer: str, rows: tuple[int, ...], clip: float | None = None) -> Any:
+    """Losses, gradient norms and final weights of a plain loop; `rows` of the batch of every step."""
+    model = build(name)
+    opt = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    losses, norms = [], []
+    for step, count in enumerate(rows):
+        opt.zero_grad()
+        loss = model(batch(step, 0, 1, count), step)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
+        opt.step()
+        losses.append(loss.item())
+    return losses, norms, {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+
+def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...], optimizer: str = "sgd") -> Any:
+    """Losses, norms and final weights of one step per number of rows; an evaluation now and then."""
+    model = build(name, seed=mesh.rank)
+    plan = {"balance": "parameters", **plan}
+    make = OPTIMIZERS[optimizer]
+    example = (data(0, 0, 1, 2), 0)
+    engine = zs.Engine(
+        model, lambda ps: make([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=mesh, example=example
+    )
+    losses, norms = [], []
+    for step, count in enumerate(rows):
+        result = engine.train_step((data(step, engine.lane, engine.lanes, count), step))
+        assert result.loss is not None
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm)
+        if step % 7 == 3:
+            with torch.no_grad():
+                engine(data(step, engine.lane, engine.lanes, count), step)
+    return losses, norms, engine.state_dict()
+
+
+def close(run: list[Any], expected: Any) -> None:
+    """Every rank knows the losses and norms of the whole, and takes out the whole model."""
+    losses, norms, weights = expected
+    for mine in run:
+        torch.testing.assert_close(torch.tensor(mine[0]), torch.tensor(losses), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(mine[1]), torch.tensor(norms), rtol=1e-4, atol=0)
+        assert mine[2].keys() == weights.keys()
+        for key, value in mine[2].items():
+            torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_follows_a_plain_loop(pool: Pool, case: tuple[str, int, int, int]) -> None:
+    schedule, d, v, m = case
+    plan = {"stages": d, "schedule": schedule, "chunks": v, "microbatches": m}
+    rows = (m,) * STEPS
+    close(pool.run(train, d, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
+def test_with_data_parallel_replicas_of_two_stages(pool: Pool, schedule: str, zero: int) -> None:
+    plan = {"stages": 2, "schedule": schedule, "microbatches": 4, "zero": zero, "clip_norm": 0.5}
+    plan |= {"chunks": 2} if schedule == "interleaved" else {}
+    rows = (8,) * STEPS
+    close(pool.run(train, 4, "DeepTied", plan, rows, "adamw"), plain("DeepTied", "adamw", rows, 0.5))
+
+
+@pytest.mark.parametrize("case", [("1f1b", 3, 1), ("zb-h1", 4, 1), ("interleaved", 4, 2)], ids=str)
+def test_with_data_parallel_replicas_of_more_stages(wide_pool: Pool, case: tuple[str, int, int]) -> None:
+    schedule, d, v = case
+    plan = {"stages": d, "schedule": schedule, "chunks": v, "microbatches": d, "zero": 1}
+    rows = (2 * d,) * STEPS
+    close(wide_pool.run(train, 2 * d, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (1, 2, 1)], ids=str)
+def test_with_uneven_replicas(pool: Pool, replicas: tuple[int, ...]) -> None:
+    plan = {"stages": len(replicas), "replicas": replicas, "microbatches": 4, "clip_norm": 0.5}
+    rows = (8,) * STEPS
+    close(pool.run(train, sum(replicas), "Deep", plan, rows), plain("Deep", "sgd", rows, 0.5))
+
+
+def test_reducing_every_microbatch(pool: Pool) -> None:
+    plan = {"stages": 2, "microbatches": 2, "zero": 2, "reduce_every": "microbatch"}
+    rows = (8,) * STEPS
+    close(pool.run(train, 4, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_the_same_bits_as_one_stage(pool: Pool, schedule: str, precision: str) -> None:
+    """One stage adds up the same microbatches in the same order."""
+    plan = {"schedule": schedule, "microbatches": 4, "precision": precision, "recompute": "off", "zero": 0}
+    rows = (8,) * 6
+    whole = pool.run(train, 1, "Deep", {**plan, "schedule": "1f1b", "recompute": "auto"}, rows, "adamw")[0]
+    for losses, _, weights in pool.run(train, 2, "Deep", {**plan, "stages": 2}, rows, "adamw"):
+        assert losses == pytest.approx(whole[0], rel=1e-6)  # the sum of the shares is made in another order
+        for key, value in weights.items():
+            assert torch.equal(value, whole[2][key]), key
+
+
+@pytest.mark.parametrize("name", ["Frozen", "Sometimes", "TwoDtypes", "Nested", "Dropped"])
+def test_awkward_models(pool: Pool, name: str) -> None:
+    """Frozen parts; an order that changes is an error; two dtypes; lists of lists; dropout under recomputation."""
+    rows = (8,) * 6
+    if name == "Sometimes":
+        with pytest.raises(AssertionError, match=r"ran after|ended before"):
+            pool.run(train, 2, name, {"stages": 2, "microbatches": 2}, rows)
+        return
+    if name == "Dropped":
+        runs = [
+            pool.run(
+                train, 2, name, {"stages": 2, "schedule": "gpipe", "microbatches": 4, "recompute": recompute}, rows
+            )
+            for recompute in ("chunk", "off")
+        ]
+        for (losses, _, weights), (others, _, other_weights) in zip(*runs, strict=True):
+            assert losses == others
+            assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
+        assert runs[0][0][0] != plain(name, "sgd", rows)[0]  # so there was dropout
+        return
+    close(pool.run(train, 2, name, {"stages": 2, "microbatches": 4}, rows), plain(name, "sgd", rows))
+
+
+@pytest.mark.parametrize("recompute", ["chunk", "off"])
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
+def test_recomputation_changes_nothing(pool: Pool, schedule: str, recompute: str) -> None:
+    plan = {"stages": 2, "schedule": schedule, "microbatches": 4, "recompute": recompute}
+    plan |= {"chunks": 2} if schedule == "interleaved" else {}
+    rows = (8,) * 6
+    close(pool.run(train, 2, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
+def test_batches_of_other_sizes_and_microbatches_of_unlike_sizes(pool: Pool, schedule: str) -> None:
+    plan = {"stages": 2, "schedule": schedule, "microbatches": 4}
+    rows = (8, 8, 7, 8, 5, 4, 9, 8)
+    close(pool.run(train, 2, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+
+
+def evaluate(mesh: zs.Mesh, plan: dict[str, Any]) -> list[Tensor]:
+    """What the model returns on every rank, before and after a step."""
+    model = build("DeepTied")
+    engine = zs.Engine(
+        model, OPTIMIZERS["sgd"], zs.Plan(balance="parameters", **plan), mesh=mesh, example=(data(0, 0, 1, 2), 0)
+    )
+    seen = []
+    for step in range(2):
+        with torch.no_grad():
+            seen.append(engine(data(9, engine.lane, engine.lanes, 6)))
+        engine.train_step((data(step, engine.lane, engine.lanes, 4), step))
+    return seen
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "pipedream", "2bw"])
+def test_evaluation_gives_every_rank_the_output(pool: Pool, schedule: str) -> None:
+    model = build("DeepTied")
+    with torch.no_grad():
+        expected = model(data(9, 0, 1, 6))
+    plan = {"stages": 2, "schedule": schedule, "microbatches": 2, "chunks": 2 if schedule == "interleaved" else 1}
+    runs = pool.run(evaluate, 2, plan)
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert all(torch.equal(run[0], expected) and not torch.equal(run[1], expected) for run in runs)
+
+
+def overflow(mesh: zs.Mesh, stage: int) -> list[tuple[bool, float]]:
+    """fp16 steps, the first with a gradient that overflows on one stage alone."""
+    model = build("Deep")
+    engine = zs.Engine(
+        model,
+        OPTIMIZERS["adamw"],
+        zs.Plan(stages=2, microbatches=2, precision="fp16", balance="parameters", loss_scale_initial=256.0),
+        mesh=mesh,
+        example=(data(0, 0, 1, 2), 0),
+    )
+    seen = []
+    for step in range(3):
+        if step == 0 and mesh.rank == stage:
+            block = next(m for m in model.blocks if not next(m.parameters()).is_meta)
+            handle = block.down.weight.register_hook(lambda gradient: gradient * float("inf"))
+        result = engine.train_step((data(step, 0, 1, 4), step))
+        if step == 0 and mesh.rank == stage:
+            handle.remove()
+        seen.append((result.skipped, result.loss_scale))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_all_stages_decide_on_the_loss_scale(pool: Pool, stage: int) -> None:
+    runs = pool.run(overflow, 2, stage)
+    assert runs[0] == runs[1] == [(True, 256.0), (False, 128.0), (False, 128.0)]
+
+
+def not_finite(mesh: zs.Mesh, nonfinite: str) -> Any:
+    """A step with a NaN in a gradient on the first stage."""
+    model = build("Deep")
+    engine = zs.Engine(
+        model,
+        OPTIMIZERS["adamw"],
+        zs.Plan(stages=2, microbatches=2, balance="parameters", nonfinite=nonfinite),  # type: ignore[arg-type]
+        mesh=mesh,
+        example=(data(0, 0, 1, 2), 0),
+    )
+    if mesh.rank == 0:
+        model.blocks[0].down.weight.register_hook(lambda gradient: gradient * float("nan"))
+    before = engine.state_dict()
+    try:
+        skipped = engine.train_step((data(0, 0, 1, 4), 0)).skipped
+    except zs.errors.NonFiniteError as error:
+        return str(error)
+    after = engine.state_dict()
+    return skipped and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_gradients_that_are_not_finite(pool: Pool) -> None:
+    for words in pool.run(not_finite, 2, "raise"):
+        assert "blocks.0.down.weight" in words
+    assert pool.run(not_finite, 2, "skip") == [True, True]
+
+
+def gpt(mesh: zs.Mesh, stages: int) -> Any:
+    """The built-in model from meta: its initial weights, and the losses of two steps."""
+    from zeroshard.train.gpt import GPT, GPTConfig
+
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocabulary=17, context=8, width=8, heads=2, layers=4))
+    tokens = torch.randint(17, (4, 9), generator=torch.Generator().manual_seed(1))
+    inputs = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    plan = zs.Plan(stages=stages, microbatches=2, zero=0, seed=3)
+    example = {key: value[:2] for key, value in inputs.items()} if stages > 1 else None
+    engine = zs.Engine(model, OPTIMIZERS["adamw"], plan, mesh=mesh, example=example)
+    weights = engine.state_dict()
+    return weights, [engine.train_step(inputs).loss.item() for _ in range(2)], engine.layers
+
+
+def test_a_model_on_meta_starts_from_the_same_weights(pool: Pool) -> None:
+    """Also the split by measured time, in which every layer is on exactly one rank."""
+    ((weights, losses, _),) = pool.run(gpt, 1, 1)
+    runs = pool.run(gpt, 3, 3)
+    for others, other_losses, _ in runs:
+        assert others.keys() == weights.keys()
+        assert all(torch.equal(others[key], weights[key]) for key in weights)
+        assert other_losses == pytest.approx(losses, rel=1e-5)
+    assert sum((layers for _, _, layers in runs), []) == ["prefix", *(f"blocks.{n}" for n in range(4)), "suffix"]
+
+
+def hugging_face(mesh: zs.Mesh, stages: int) -> list[float]:
+    """Three steps of an unmodified transformers model."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=8, n_layer=4, n_head=2, resid_pdrop=0.0)
+    config.embd_pdrop = config.attn_pdrop = 0.0
+    config.use_cache = False
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(31, (4, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    example = {key: value[:2] for key, value in batch.items()} if stages > 1 else None
+    plan = zs.Plan(stages=stages, microbatches=2, zero=0, balance="parameters")
+    engine = zs.Engine(model, OPTIMIZERS["adamw"], plan, mesh=mesh, example=example)
+    losses = [engine.train_step(batch).loss.item() for _ in range(3)]
+    with torch.no_grad():
+        logits = engine(input_ids=tokens).logits
+    return [*losses, logits.sum().item()]
+
+
+def test_an_unmodified_transformers_model_with_tied_weights(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    (whole,) = pool.run(hugging_face, 1, 1)
+    for run in pool.run(hugging_face, 2, 2):
+        assert run == pytest.approx(whole, rel=1e-4)
