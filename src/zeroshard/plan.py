@@ -195,15 +195,20 @@ class Plan:
 
     def _check_pipeline(self) -> None:
         if self.replicas is not None:
-            good = isinstance(self.replicas, Iterable) and all(isinstance(r, int) and r >= 1 for r in self.replicas)
-            if not good or len(tuple(self.replicas)) != self.stages:
+            several = isinstance(self.replicas, (tuple, list))
+            if (
+                not several
+                or not all(isinstance(r, int) and r >= 1 for r in self.replicas)
+                or len(tuple(self.replicas)) != self.stages
+            ):
                 raise PlanError(
-                    f"replicas is {self.replicas!r}; it must give a whole number of 1 or more for each of the "
-                    f"{self.stages} stages."
+                    f"replicas is {self.replicas!r}; it must be a tuple with a whole number of 1 or more for each of "
+                    f"the {self.stages} stages."
                 )
             object.__setattr__(self, "replicas", tuple(self.replicas))
         if not self.pipelined:
-            for name, value in (("chunks", 1), ("split", ()), ("vertical_sync", False), ("recompute", "auto")):
+            alone = {"chunks": 1, "replicas": None, "split": (), "vertical_sync": False, "recompute": "auto"}
+            for name, value in alone.items():
                 if getattr(self, name) != value:
                     raise PlanError(f"{name}={getattr(self, name)!r} is for pipelines; set stages to 2 or more.")
             if self.schedule in STREAMING:
