@@ -3,8 +3,8 @@
     python benchmarks/pipelines.py [--rounds 5] [--steps 12] [--stages 2] [--microbatches 8] [--json FILE]
 
 One gloo process with one thread per stage on this machine; the same untied GPT, split after the same blocks, the same
-microbatches, fused AdamW on each stage, nothing recomputed. torch's runtime stops at the gradients, so its step ends with
-the optimizer's and zero_grad. For ours the timeline of the last step is compared with the simulator, fed with the
+microbatches, fused AdamW on each stage, nothing recomputed. torch leaves the update to its caller, so its step ends
+with the optimizer's and zero_grad. For ours the timeline of some steps is compared with the simulator, fed with the
 median times of its own actions. Ratios are of medians over rounds. Both must reach the same loss.
 """
 

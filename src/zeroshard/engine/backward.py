@@ -23,13 +23,19 @@ GRACE = 0.2  # seconds that it is waited for before going on without it
 class Backward:
     """Listens to autograd on behalf of one model.
 
+    Args:
+        explicit: reductions are started by `start_units` alone, so nothing need be done in the midst of a backward.
+
     Attributes:
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         count: backwards since the last update.
     """
 
-    def __init__(self, assembly: Assembly, gatherer: Gatherer | None, comm: Comm, needs_scale: bool) -> None:
+    def __init__(
+        self, assembly: Assembly, gatherer: Gatherer | None, comm: Comm, needs_scale: bool, explicit: bool = False
+    ) -> None:
+        self._explicit = explicit
         self._assembly, self._gatherer, self._comm, self._needs_scale = assembly, gatherer, comm, needs_scale
         root = len(assembly.units) - 1
         self._order = [*reversed(range(root)), root]
@@ -110,6 +116,7 @@ class Backward:
         """Start to reduce these units' gradients, in the fixed order; `settle` waits for the result."""
         for unit in (u for u in self._order if u in units):
             for gradients in self._gradients[unit]:
+                gradients.mark_written()
                 gradients.start_reduce()
 
     def reduce_units(self, units: list[int]) -> None:
@@ -153,6 +160,9 @@ class Backward:
 
     def listen(self, gradients: GradientShards, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take in the gradients of these parameters, which stand for those of the flat."""
+        if self._explicit and gradients.open_to_autograd:
+            gradients.open(parameters)
+            return
         for number, parameter in enumerate(parameters):
             parameter.register_hook(_Arrival(self, parameter))
             parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))

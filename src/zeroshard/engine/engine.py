@@ -103,7 +103,9 @@ class Engine:
         sliced = self.plan.zero == 3 and self.comm.mesh.ranks > 1
         parameters = [[shard.parameters for shard in shards] for shards in self._assembly.shards]
         self._gatherer = Gatherer(self._assembly.units, parameters, self.comm) if sliced else None
-        self._backward = Backward(self._assembly, self._gatherer, self.comm, self.plan.scales_loss)
+        self._backward = Backward(
+            self._assembly, self._gatherer, self.comm, self.plan.scales_loss, explicit=self._stage is not None
+        )
         self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
         self._update = Update(self._assembly, self._backward, self.comm)
         self._state = State(model, self._assembly, self.comm, self._stage)

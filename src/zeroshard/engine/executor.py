@@ -20,7 +20,7 @@ from zeroshard.engine.backward import Backward
 from zeroshard.engine.loans import Loans
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
-from zeroshard.engine.wires import Wires
+from zeroshard.engine.wires import Shape, Wires
 from zeroshard.pipeline.deferred import WeightGradients
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
@@ -31,10 +31,11 @@ Span = tuple[Action, float, float]
 
 @dataclass(slots=True)
 class Part:
-    """One microbatch: what the model takes, and the share of its loss in the update's."""
+    """One microbatch: what the model takes, the share of its loss in the update's, and its shapes between layers."""
 
     batch: Any
     weight: float
+    shapes: dict[int, Shape] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -225,6 +226,7 @@ class Executor:
         finally:
             self._backward.under_scale = False
             self._backward.forget_interrupted()
+        self._backward.count += 1
         self._note(action, start)
         if chunk > 0:
             assert flight.hidden is not None
@@ -277,9 +279,11 @@ class Executor:
             if shard.versions is not None:
                 shard.versions.use(action.version)
 
-    def _shape(self, layer: int, j: int) -> tuple[tuple[int, ...], torch.dtype]:
-        batch = self._parts[j].batch
-        return self.wires.shapes(batch, partial(self._run, batch))[layer]
+    def _shape(self, layer: int, j: int) -> Shape:
+        part = self._parts[j]
+        if not part.shapes:
+            part.shapes = self.wires.shapes(part.batch, partial(self._run, part.batch))
+        return part.shapes[layer]
 
     def _is_last(self, chunk: int) -> bool:
         return chunk == self._stage.pipeline.layout.all_chunks - 1

@@ -118,8 +118,9 @@ class Update:
         for shard in self._shards:
             assert shard.gradients is not None
             shard.gradients.consume()
-            for parameter in shard.flat.parameters:
-                parameter.grad = None
+            if not shard.gradients.opened:
+                for parameter in shard.flat.parameters:
+                    parameter.grad = None
         self._backward.count = 0
         self._settled = None
 

@@ -9,6 +9,7 @@ divides by N, and adds the mean to `total`. The update consumes `total`.
 16-bit: the paper's 2Ψ bytes. From the second backward of a step on, sums are kept in fp32 (`accumulate_in_fp32`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,12 +69,43 @@ class GradientShards:
         self._exchange: tuple[Pending, torch.Tensor, torch.Tensor] | None = None
         self._reduced = False
         self._wide: torch.Tensor | None = None
+        self._touched: set[torch.nn.Parameter] = set()
+        self._number_of: dict[torch.nn.Parameter, int] = {}
         self.written = bytearray(len(flat.parameters))
         self.written_in_step = bytearray(len(flat.parameters))
         if self._keeps_landing:
             self._landing = self._persistent_landing()
         if not self._keeps_landing or (accumulation.reduced and self._ranks > 1):
             self._total = self._new_total(sums if accumulation.reduced or accumulation.local else flat.dtype)
+
+    @property
+    def open_to_autograd(self) -> bool:
+        """Whether autograd can add up gradients in `landing` itself: it is kept, and of the parameters' dtype."""
+        return self._keeps_landing and self._landing_dtype == self.flat.dtype
+
+    @property
+    def opened(self) -> bool:
+        """Whether autograd adds up in `landing` itself."""
+        return bool(self._number_of)
+
+    def open(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Let autograd add the gradients of these parameters, which stand for those of the flat, into `landing`.
+
+        Nothing else is called then but `mark_written` before a reduction.
+        """
+        assert self.open_to_autograd and self._landing is not None
+        self._landing.zero_()
+        for number, parameter in enumerate(parameters):
+            parameter.grad = self.flat.view(self._landing, number)
+            self._number_of[parameter] = number
+            parameter.register_post_accumulate_grad_hook(self._touched.add)
+
+    def mark_written(self) -> None:
+        """Note which parameters autograd has added to since the last call."""
+        for parameter in self._touched:
+            number = self._number_of[parameter]
+            self.written[number] = self.written_in_step[number] = 1
+        self._touched.clear()
 
     def receive(self, number: int, gradient: torch.Tensor) -> None:
         """Take in the gradient of parameter `number`, adding to what came since the last reduction.
@@ -95,7 +127,7 @@ class GradientShards:
         if self._reduced and self._total is None:
             self._separate_total()
         view = self.flat.view(self._landing, number)
-        if self.written[number]:
+        if self.written[number] or self.opened:
             view.add_(gradient)
         else:
             view.copy_(gradient)
@@ -224,6 +256,9 @@ class GradientShards:
         if self._landing is not None and not self._keeps_landing:
             self._arena.give(self._landing)
             self._landing = None
+        if self.opened and self._landing is not None:
+            self._landing.zero_()
+        self._touched.clear()
         self._reduced = False
         self.written = bytearray(len(self.written))
         self.written_in_step = bytearray(len(self.written))
