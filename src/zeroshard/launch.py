@@ -20,6 +20,7 @@ from zeroshard.report import format_bytes, write_report
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.run import run
 
+MOST_LAYERS = 8  # of a rank that are all named
 WRONG_INPUT = (ConfigError, DataError, ModelError, OptimizerError, PlanError)
 
 
@@ -68,26 +69,31 @@ def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
 
 
 def _print_summary(summary: dict[str, Any], console: Console) -> None:
+    plan = summary["plan"]
+    stages = f"{plan['stages']} stages ({plan['schedule']}), " if plan["stages"] > 1 else ""
     console.print(
-        f"\n[bold]{summary['title']}[/]: {summary['parameters']:,} parameters, zero {summary['plan']['zero']}, "
+        f"\n[bold]{summary['title']}[/]: {summary['parameters']:,} parameters, zero {plan['zero']}, {stages}"
         f"{summary['world_size']} ranks, "
         f"{summary['steps']} steps in {summary['seconds']:.0f} s",
         soft_wrap=True,
     )
     console.print(f"train      {summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)")
     console.print(f"validation {summary['validation_bits_per_byte']:.3f} bits per byte on held-out text")
+    for rank, layers in enumerate(summary["layers"] if stages else ()):
+        shown = layers if len(layers) <= MOST_LAYERS else [*layers[:3], "...", layers[-1]]
+        console.print(f"rank {rank:<5} {', '.join(shown)}", soft_wrap=True)
     if summary["skipped"]:
         console.print(f"skipped    {summary['skipped']} steps")
     if summary["sample"]:
         console.rule("sample")
         console.print(summary["sample"], markup=False)
         console.rule()
-    console.print(_memory_table(summary["memory"]))
+    console.print(_memory_table(summary["memory"], summary["rank"]))
     console.print(_traffic_table(summary["traffic"]))
 
 
-def _memory_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="bytes per rank (rank 0)", title_justify="left")
+def _memory_table(rows: list[dict[str, Any]], rank: int) -> Table:
+    table = Table(title=f"bytes per rank (rank {rank})", title_justify="left")
     for column in ("category", "planned by the formula", "padding", "measured by the ledger", "peak"):
         table.add_column(column, justify="left" if column == "category" else "right")
     for row in rows:

@@ -193,3 +193,53 @@ def test_plan_prints_the_paper_s_row(tmp_path: Path) -> None:
     assert [figure in table for figure in ("120.00", "31.41", "16.64", "1.88")] == [True] * 4
     zeroshard("plan", "--params", "7.5e9", "--ranks", "0", cwd=tmp_path, ranks=None, code=2)
     assert "no command 'tain'" in zeroshard("tain", cwd=tmp_path, ranks=None, code=2)
+
+
+def test_a_run_in_stages_leaves_its_timeline(text: Path, tmp_path: Path) -> None:
+    """Two stages and ZeRO 1 over two replicas of each; measured beside simulated."""
+    words = ["--stages", "2", "--schedule", "1f1b", "--microbatches", "2", "--zero", "1", "--steps", "9", "--trace"]
+    output = train(text, tmp_path, *words, ranks=4)
+    (run,) = (tmp_path / "runs").iterdir()
+    content = json.loads((run / "timeline.json").read_text())
+    measured, simulated = content["timelines"]
+    assert content["measured_seconds"] > 0 and content["simulated_seconds"] > 0
+    assert [len(rank) for rank in measured["spans"]] == [5, 5, 5, 5]  # two forwards, two backwards, an update
+    order = [[action for action, _, _ in rank] for rank in measured["spans"]]
+    assert order[0] == ["F0.0@0", "F0.2@0", "B0.0@0", "B0.2@0", "UPDATE0@0"]
+    assert order[3] == ["F1.1@0", "B1.1@0", "F1.3@0", "B1.3@0", "UPDATE1@0"]
+    assert [[action for action, _, _ in rank if "UPDATE" not in action] for rank in simulated["spans"]] == [
+        [action for action in rank if "UPDATE" not in action] for rank in order
+    ]
+    assert {path.name for path in run.iterdir()} >= {"timeline.svg", "report.html"}
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["layers"][0] == summary["layers"][1] and summary["layers"][0][0] == "prefix"
+    assert "2 stages (1f1b)" in output and "rank 3" in output
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_a_run_that_never_flushes_reports_from_the_last_stage(text: Path, tmp_path: Path, schedule: str) -> None:
+    words = ["--stages", "2", "--schedule", schedule, "--microbatches", "2", "--steps", "9", "--trace"]
+    output = train(text, tmp_path, *words)
+    (run,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["rank"] == 1 and "(rank 1)" in output
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    (measured, _) = json.loads((run / "timeline.json").read_text())["timelines"]
+    versions = [action.split("@")[1] for action, _, _ in measured["spans"][1] if action.startswith("F")]
+    assert versions == (["0", "1", "2", "3", "4", "5"] if schedule == "pipedream" else ["0", "0", "0", "0", "1", "1"])
+
+
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        (["--stages", "2", "--chunks", "3", "--schedule", "interleaved"], "5 blocks"),
+        (["--trace"], "set stages to 2 or more"),
+        (["--stages", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "1"], "multiple of 2"),
+    ],
+)
+def test_stages_that_cannot_be(text: Path, tmp_path: Path, words: list[str], complaint: str) -> None:
+    words = [*words, "--batch", "2"] if "1" in words else [*words, "--batch", "4", "--microbatches", "2"]
+    assert complaint in train(text, tmp_path, *words, code=2)

@@ -46,7 +46,7 @@ class _Flight:
     hidden: Tensor | None = None
     edge: GradientEdge | None = None
     loss: Tensor | None = None
-    random: Tensor | None = None
+    random: list[Tensor] = field(default_factory=list)
     recomputes: bool = False
     store: WeightGradients = field(default_factory=WeightGradients)
 
@@ -151,7 +151,7 @@ class Executor:
         flight.recomputes = self._recomputes and (chunk, j) not in self._at_once
         start = time.monotonic()
         if flight.recomputes:
-            flight.random = torch.get_rng_state()
+            flight.random = self._random_state()
             with torch.no_grad():
                 output = self._compute(action, flight)
         else:
@@ -251,10 +251,18 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         self.loans.again((chunk, j))
         self._use(action)
-        assert flight.random is not None
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.set_rng_state(flight.random)
+        devices = [self._stage.mesh.device] if len(flight.random) > 1 else []
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.set_rng_state(flight.random[0])
+            for device in devices:
+                torch.cuda.set_rng_state(flight.random[1], device)
             self._keep(action, flight, self._compute(action, flight))
+
+    def _random_state(self) -> list[Tensor]:
+        """The state of the random numbers, and on CUDA of the device's."""
+        device = self._stage.mesh.device
+        own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *own]
 
     def _weight_gradients(self, action: Action) -> None:
         start = time.monotonic()

@@ -182,7 +182,8 @@ def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Calla
         if plan.balance == "parameters":
             weights = [sum(p.numel() for p in layer.parameters.values()) for layer in chain.layers]
         elif world.mesh.rank == 0:
-            costs = measure(model, chain, forward, world.mesh.device)
+            with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing here
+                costs = measure(model, chain, forward, world.mesh.device)
             weights = [cost.forward_seconds + cost.backward_seconds for cost in costs]
         weights = world.agree_on(weights, "times of the layers")[0]
         blocks = weights[1:-1]

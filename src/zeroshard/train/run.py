@@ -226,6 +226,7 @@ class Run:
             "validation_bits_per_byte": text.bits_per_byte(validation),
             "sample": self._sample(),
             "world_size": self.mesh.ranks,
+            "rank": self.mesh.rank,
             "parameters": self.built.parameters,
             "steps": config.steps - first,
             "skipped": engine.skipped,
