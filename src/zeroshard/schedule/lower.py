@@ -103,11 +103,12 @@ def with_borrowing(
     return lowered + [Action(Kind.BORROW, chunk, None, version, owner) for version in range(posted + 1, made + 1)]
 
 
-def with_lending(schedule: Schedule, chunk: int, borrower: int) -> Schedule:
-    """Collect the borrower's gradients before the owner's are reduced, and send it every new version."""
+def with_lending(schedule: Schedule, chunk: int, borrower: int, every: int = 1) -> Schedule:
+    """Collect the borrower's gradients before the last reduction of an update, and send it every new version."""
     lowered: Schedule = []
     for action in schedule:
-        if action.chunk == chunk and action.kind is Kind.REDUCE:
+        j = action.microbatch
+        if action.chunk == chunk and action.kind is Kind.REDUCE and j is not None and (j + 1) % every == 0:
             lowered.append(action._replace(kind=Kind.COLLECT, peer=borrower))
         lowered.append(action)
         if action.chunk == chunk and action.kind is Kind.UPDATE:

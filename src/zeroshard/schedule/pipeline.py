@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 
+from zeroshard.errors import PlanError
 from zeroshard.schedule import lower
 from zeroshard.schedule.actions import Action, Kind, Schedule
 from zeroshard.schedule.layout import Layout
@@ -41,6 +42,18 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check(self.name, self.layout, self.microbatches)
+        if self.vertical_sync and (self.name != "pipedream" or self.layout.uneven):
+            raise PlanError(
+                f"vertical_sync=True is for schedule='pipedream' with equally many replicas of every stage, so that "
+                f"all count versions alike; the schedule is {self.name!r} and replicas is {self.layout.replicas}."
+            )
+        for owner, borrower in self.loans:
+            if not 0 <= owner < borrower < self.layout.all_chunks or self.layout.uneven:
+                raise PlanError(
+                    f"Chunk {borrower} cannot borrow weights from chunk {owner}: there are {self.layout.all_chunks} "
+                    f"chunks, the owner must come before the borrower, and every stage must have equally many "
+                    f"replicas; replicas is {self.layout.replicas}."
+                )
 
     @property
     def streams(self) -> bool:
@@ -99,6 +112,21 @@ class Pipeline:
         uneven = self.layout.uneven
         return self.microbatches // self.layout.replicas[self.layout.stage_of(rank)] if uneven else self.microbatches
 
+    @property
+    def _lookahead(self) -> int:
+        """Computes by which receives go ahead, so that no send waits for a send.
+
+        Breadth-first, a rank is busy with one chunk while m/d rounds of outputs come to it for the next. Where one rank
+        of a stream faces r replicas, which reduce together, it is a round of r forwards and r backwards.
+        """
+        lookahead = lower.LOOKAHEAD
+        if self.name == "gpipe" and self.layout.chunks > 1:
+            lookahead = max(lookahead, self.microbatches // self.layout.stages)
+        if self.streams:
+            for a, b in pairwise(self.layout.replicas if self.layout.uneven else ()):
+                lookahead = max(lookahead, 2 * -(-max(a, b) // min(a, b)) + 1)
+        return lookahead
+
     def _streamed(self, compute: Schedule, rank: int, first: int, made: int) -> Schedule:
         stage = self.layout.stage_of(rank)
         actions = lower.with_updates(compute, self.update_every, lambda j: self.version_of(stage, j))
@@ -111,23 +139,19 @@ class Pipeline:
         """
         layout = self.layout
         stage, lane = layout.stage_of(rank), layout.replica_of(rank)
-        every = 1 if self.reduce_each else self.update_every
         for owner, borrower in self.loans:
             lender = owner % layout.stages
             if lender == borrower % layout.stages:
                 continue  # both are here, and share the tensor itself
             if borrower % layout.stages == stage:
                 peer = layout.rank_of(owner, lane)
-                actions = lower.with_repayments(actions, borrower, every, peer)
+                actions = lower.with_repayments(actions, borrower, self.update_every, peer)
                 wanted = partial(self.version_of, lender) if self.streams else None
                 posted = self.version_of(lender, first - 1) + 1 if first else 0
                 actions = lower.with_borrowing(actions, borrower, peer, wanted, posted, made)
             elif lender == stage:
-                actions = lower.with_lending(actions, owner, layout.rank_of(borrower, lane))
-        # Breadth first, a rank has all its microbatches in one chunk before it takes in the first for the next.
-        breadth_first = self.name == "gpipe" and layout.chunks > 1
-        lookahead = self.microbatches if breadth_first else lower.LOOKAHEAD
-        return lower.with_messages(self._numbered(actions, rank), layout, rank, max(lookahead, lower.LOOKAHEAD))
+                actions = lower.with_lending(actions, owner, layout.rank_of(borrower, lane), self.update_every)
+        return lower.with_messages(self._numbered(actions, rank), layout, rank, self._lookahead)
 
     def _numbered(self, actions: Schedule, rank: int) -> Schedule:
         replicas, own = self.layout.replicas[self.layout.stage_of(rank)], self.layout.replica_of(rank)

@@ -47,10 +47,11 @@ class Loans:
             case Kind.BORROW:
                 self.lenders.add(action.peer)
 
-    def end(self, latest: int) -> Rule:
-        """The rule that the whole breaks, if it does."""
-        if self.coming:
-            return f"borrows a version for microbatches that have no forward here: {names(self.coming)}"
+    def end(self, latest: int, fed: int) -> Rule:
+        """The rule that the whole breaks, if it does; after microbatch `fed` the stream is cut off."""
+        passed_by = [j for j in self.coming if j is not None and j < fed]
+        if passed_by:
+            return f"borrows a version for microbatches that have no forward here: {names(passed_by)}"
         if any(version != latest for version in self.lent.values()):
             return f"has not lent its latest version, {latest}"
         if self.lent.keys() != self.collected.keys():
@@ -231,12 +232,8 @@ class ChunkState:
             return "has not been updated"
         if self.unreduced or self.reductions:
             return "has gradients that came after its last update"
-        if self.latest not in self.alive:
-            return f"has dropped its latest version, {self.latest}"
-        newest = max((j for j in self.forwards if j is not None), default=-1)
-        # What comes for later microbatches is taken in by the flush.
-        self.loans.coming = {j for j in self.loans.coming if j is not None and j < newest}
-        return self.loans.end(self.latest)
+        fed = max((j for j in self.forwards if j is not None), default=-1)
+        return self.loans.end(self.latest, fed)
 
 
 def names(numbers: Iterable[object]) -> str:

@@ -20,7 +20,7 @@ def verify(lists: Sequence[Schedule]) -> None:
 
     A list is one step of a schedule that flushes, or a stream from its start to its end; versions count from 0. SEND_F
     and SEND_B are taken to block until the peer has posted the receive, so that lists that pass need no other buffers;
-    REPAY and LEND send a copy that the sender keeps.
+    REPAY and LEND send a copy, of which the sender keeps up to `LOANS_UNDER_WAY` per loan and direction.
 
     Raises:
         PlanError: the first action that breaks a rule, its rank and place, and the rule; or what every rank waits for,
