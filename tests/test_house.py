@@ -17,18 +17,20 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     **dict.fromkeys(("errors", "ledger", "comm", "mesh", "version"), 0),
     **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
-    **dict.fromkeys(("zero", "optim", "precision"), 2),  # the techniques, which never import each other
+    **dict.fromkeys(("zero", "optim", "precision", "pipeline"), 2),  # the techniques, which never import each other
     "plan": 3,
     "engine": 4,
     "": 5.5,  # zeroshard itself, the public names; for the main job and the command line only
     "train": 6,
     "partition_command": 7,
+    "profile_command": 7,
     "simulate_command": 7,
     **dict.fromkeys(("report", "launch", "cli", "__main__"), 7),
 }
 SAME_FLOOR = {  # besides `errors`, which all may import
     *(("comm", "mesh"), ("cli", "report"), ("cli", "launch"), ("launch", "report"), ("__main__", "cli")),
     ("cli", "partition_command"),
+    ("cli", "profile_command"),
     *(("cli", "simulate_command"), ("simulate_command", "report")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "__main__"}

@@ -1,4 +1,4 @@
-"""The command line: `zeroshard train | plan | report | simulate`."""
+"""The command line: `zeroshard train | plan | simulate | report | profile | partition`."""
 
 import contextlib
 import json
@@ -22,6 +22,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard plan       bytes of model states per rank, by the formulas of the ZeRO paper
   zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
   zeroshard report     draw the report of a run folder again
+  zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
   zeroshard partition  split a profiled model into stages and replicas for a cluster
 
 zeroshard COMMAND --help lists the options of a command; zeroshard --version says the version."""
@@ -56,7 +57,8 @@ class ReportOptions:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, with 2 for wrong options or data, with 1 for what failed on the way."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "partition": _partition}
+    commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
+    commands |= {"partition": _partition}
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if words else 2)
@@ -136,6 +138,12 @@ def _report(argv: list[str]) -> None:
     from zeroshard.train.toml_config import parse
 
     print(write_report(parse(ReportOptions, argv, "zeroshard report").run))
+
+
+def _profile(argv: list[str]) -> None:
+    from zeroshard.profile_command import run_profile
+
+    run_profile(argv, threads=None if "OMP_NUM_THREADS" in os.environ else 1)
 
 
 def _partition(argv: list[str]) -> None:

@@ -155,7 +155,7 @@ class Comm:
         return Pending(self, work, place, count)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Overwrite `tensor` with that of rank `source`; for set-up and for taking the model out, not for every step."""
+        """Overwrite `tensor` with that of rank `source`; for set-up and to take the model out, not for every step."""
         if self.mesh.ranks == 1:
             return
         place, count = self._enter("gather", tensor, Purpose.SETUP, label, 0)

@@ -152,7 +152,7 @@ class Assembler:
             for module, attribute in list(chain.sites(parameter)):
                 absent = torch.empty(parameter.shape, dtype=names[name], device="meta")
                 if module in chain.frames:  # its forward runs here, and must find a tensor
-                    absent = torch.zeros((), dtype=names[name], device=device).expand(parameter.shape)
+                    absent = torch.full((), float("nan"), dtype=names[name], device=device).expand(parameter.shape)
                 module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
         chain.standins.forget()
         return borrowed

@@ -60,15 +60,20 @@ class Borrowed:
         if slot is not self._current and not self._uses[id(slot[0])]:
             self._free.append(slot)
 
-    def room(self) -> torch.Tensor:
-        """A buffer [numel] for a version to come; they are taken in the order in which room was made."""
-        self._coming.append(self._free.pop() if self._free else self._new())
-        return self._coming[-1][0]
+    def room(self, idle: bool) -> torch.Tensor:
+        """A buffer [numel] for a version to come; they are taken in the order in which room was made.
+
+        Args:
+            idle: no forward and no backward comes before it is taken; it may then take the place of the current one.
+        """
+        slot = self._current if idle and not self._slot_at else self._free.pop() if self._free else self._new()
+        self._coming.append(slot)
+        return slot[0]
 
     def take(self) -> None:
         """The next version has arrived in its buffer."""
         before, self._current = self._current, self._coming.pop(0)
-        if not self._uses.get(id(before[0])):
+        if before is not self._current and not self._uses.get(id(before[0])):
             self._free.append(before)
         self.latest += 1
         self._install(self._current[1])

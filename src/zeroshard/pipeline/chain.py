@@ -6,12 +6,14 @@ the activation that comes from elsewhere takes the place of what enters layer `f
 as something is about to enter layer `last`. Masks, positions and the like, which the model makes from the microbatch,
 are so made on every stage, and no parameter changes its name.
 
-[Note: stand-ins] A module that is passed over answers with a stand-in: one zero, seen in every element of the right
+[Note: stand-ins] A module that is passed over answers with a stand-in: one NaN, seen in every element of the right
 shape. The shape comes from the module's own forward on the meta device, where only shapes exist, once per input shape.
+A module between or around the blocks whose output is made without any parameter, such as a table of rotary angles, is
+never passed over: every stage needs its values.
 
 [Note: what a chain is] Each layer may use what earlier layers made only through the one activation that enters it.
 This is checked on the autograd graph of one forward: walking back from what leaves a layer to what entered it must
-meet no other parameters than the layer's own.
+meet no other parameters than the layer's own. What goes another way unseen by autograd shows as NaN from a stand-in.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zeroshard.errors import ModelError
-from zeroshard.pipeline.standins import Standins, is_standin
+from zeroshard.pipeline.standins import Standins
 from zeroshard.units import find_units
 
 PREFIX, SUFFIX = "prefix", "suffix"
@@ -63,11 +65,13 @@ class Chain:
 
     def __init__(self, model: nn.Module, forward: Callable[[], Any], blocks: Sequence[str] | None = None) -> None:
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
+        _refuse_mixture(model)
         found = _blocks(model, blocks)
         self._window: tuple[int, int] | None = None
         self._hidden: Tensor | None = None
         self._phase = 0
         self._probe: _Probe | None = None
+        self._overwritten: set[int] = set()
         inside = {module for block in found for module in block.modules()}
         frames = {module for module in model.modules() if module not in inside and inside & set(module.modules())}
         self._number_of: dict[nn.Module, int] = dict.fromkeys(found, -1)
@@ -96,6 +100,8 @@ class Chain:
         Returns:
             What enters layer `last`, or what `forward` returns if `last` is past the suffix.
         """
+        if hidden is not None and first in self._overwritten:
+            hidden = hidden.clone()  # nobody may write into a leaf of autograd, nor into a message
         self._window, self._hidden, self._phase = (first, last), hidden, 0
         try:
             output = forward()
@@ -137,9 +143,8 @@ class Chain:
         first, last = self._window
         number = self._number_of.get(gate.module)
         if number is None:
-            passed_over = not first <= self._phase < last
-            if passed_over and (gate.owns or any(is_standin(leaf) for leaf in tree_leaves((args, kwargs)))):
-                return self.standins.of(gate.module, gate.original, args, kwargs)
+            if gate.learned and not first <= self._phase < last:
+                return self.standins.of(gate.module, gate.original, args, kwargs, gate.overwritten)
             return gate.original(*args, **kwargs)
         if number != self._phase + 1:
             raise ModelError(
@@ -148,19 +153,19 @@ class Chain:
             )
         self._phase = number
         if number == last:
-            raise _Left(_first_tensor((args, kwargs), gate))
+            raise _Left(_activation((args, kwargs), gate.takes, gate))
         if number == first and self._hidden is not None:
-            args, kwargs = _with_first_tensor((args, kwargs), self._hidden)
+            args, kwargs = _with_activation((args, kwargs), gate.takes, self._hidden)
         if first <= number < last:
             output = gate.original(*args, **kwargs)
         else:
-            output = self.standins.of(gate.module, gate.original, args, kwargs)
+            output = self.standins.of(gate.module, gate.original, args, kwargs, gate.overwritten)
         if number == self.blocks:
             self._phase = number + 1
             if last == number + 1:
-                raise _Left(_first_tensor(output, gate))
+                raise _Left(_activation(output, gate.returns, gate))
             if first == number + 1 and self._hidden is not None:
-                output = _with_first_tensor(output, self._hidden)
+                output = _with_activation(output, gate.returns, self._hidden)
         return output
 
     def sites(self, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
@@ -177,7 +182,7 @@ class Chain:
     def _find_layers(self, model: nn.Module, frames: set[nn.Module], forward: Callable[[], Any]) -> list[Layer]:
         """Run the model once and see which module runs when, and that the layers are a chain."""
         probe = self._probe = _Probe(self, set(self._number_of))
-        with _all_trainable(model):
+        with _all_trainable(model), _unchanged(model):
             try:
                 output = forward()
             finally:
@@ -192,6 +197,9 @@ class Chain:
             layers.append(Layer(len(layers), SUFFIX))
             for number, block in enumerate(probe.order):
                 self._number_of[block] = number + 1
+            self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
+            for gate, returned, version in probe.returned.values():
+                gate.overwritten |= returned._version > version
             names = {parameter: name for name, parameter in model.named_parameters()}
             for gate in self._gates:
                 for number in sorted(probe.phases.get(gate.module, {0})) if gate.module not in probe.order else ():
@@ -215,12 +223,22 @@ class _Left(Exception):
 
 
 class _Gate:
-    """Stands in for a module's forward."""
+    """Stands in for a module's forward.
+
+    Attributes:
+        original: the module's own forward.
+        learned: whether what it returns is made with parameters, its own or those before it.
+        overwritten: whether a frame writes into what it returns.
+        takes: of a block, which leaf of its arguments is the activation.
+        returns: of the last block, which leaf of its output is the activation.
+    """
 
     def __init__(self, chain: Chain, module: nn.Module) -> None:
         self.chain, self.module = chain, module
         self.original: Callable[..., Any] = module.forward
-        self.owns = next(module.parameters(), None) is not None
+        self.learned = next(module.parameters(), None) is not None
+        self.overwritten = False
+        self.takes = self.returns = 0
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,23 +251,33 @@ class _Probe:
     Attributes:
         order: the blocks as they ran.
         phases: of every other gated module, after how many blocks it ran.
-        marks: the graph's nodes of what entered each block and the suffix; None where nothing needs a gradient.
+        entered: what entered each block and the suffix.
+        marks: the graph's nodes of these; None where nothing needs a gradient.
+        returned: by id, what modules returned, with the version that they or others among them left it in.
     """
 
     def __init__(self, chain: Chain, blocks: set[nn.Module]) -> None:
         self._chain, self._blocks = chain, blocks
         self.order: list[nn.Module] = []
         self.phases: dict[nn.Module, set[int]] = {}
+        self.entered: list[Tensor] = []
         self.marks: list[Any] = []
+        self.returned: dict[int, tuple[_Gate, Tensor, int]] = {}
         self._phase = 0
 
     def enter(self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module and note it."""
         if gate.module not in self._blocks:
             self.phases.setdefault(gate.module, set()).add(self._phase)
-            output = gate.original(*args, **kwargs)
-            self._chain.standins.record(gate.module, args, kwargs, output)
+            output = self._call(gate, args, kwargs)
+            gate.learned |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
             return output
+        if _unseen_by_autograd():
+            raise ModelError(
+                f"The block {self._chain.path(gate.module)!r} runs under torch.no_grad or torch.utils.checkpoint, "
+                f"which hide from a stage what its backward needs; switch that off in the model (recompute='chunk' "
+                f"recomputes whole chunks instead), name other blocks with units=(...), or use stages=1."
+            )
         if gate.module in self.order:
             raise ModelError(
                 f"The block {self._chain.path(gate.module)!r} runs twice in one forward, so the model is no chain of "
@@ -257,19 +285,37 @@ class _Probe:
             )
         self.order.append(gate.module)
         self._phase = len(self.order)
-        args, kwargs = self._mark((args, kwargs), gate)
-        output = gate.original(*args, **kwargs)
-        self._chain.standins.record(gate.module, args, kwargs, output)
+        gate.takes = _place((args, kwargs))
+        args, kwargs = self._mark((args, kwargs), gate.takes, gate)
+        output = self._call(gate, args, kwargs)
         if len(self.order) == len(self._blocks):
             self._phase += 1
-            output = self._mark(output, gate)
+            gate.returns = _place(output)
+            output = self._mark(output, gate.returns, gate)
         return output
 
-    def _mark(self, tree: Any, gate: _Gate) -> Any:
-        hidden = _first_tensor(tree, gate)
-        marked = hidden.view_as(hidden)
+    def _call(self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = gate.original(*args, **kwargs)
+        self._chain.standins.record(gate.module, args, kwargs, output)
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self.returned:
+                self.returned[id(leaf)] = (*self.returned[id(leaf)][:2], leaf._version)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self.returned[id(leaf)] = gate, leaf, leaf._version
+        return output
+
+    def _mark(self, tree: Any, place: int, gate: _Gate) -> Any:
+        marked = _activation(tree, place, gate).clone()  # a view would lose its mark when a block writes into it
+        self.entered.append(marked)
         self.marks.append(marked.grad_fn)
-        return _with_first_tensor(tree, marked)
+        return _with_activation(tree, place, marked)
+
+
+def _unseen_by_autograd() -> bool:
+    """Whether a block runs without a graph, or in one that will be made again in the backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 def _check_chain(
@@ -332,6 +378,33 @@ def _all_trainable(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward does to buffers and random numbers."""
+    owned = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    before = [(buffer, buffer.clone()) for _, _, buffer in owned if buffer is not None and not buffer.is_meta]
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, name, kept in owned:
+            module._buffers[name] = kept
+        with torch.no_grad():
+            for buffer, values in before:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
+def _refuse_mixture(model: nn.Module) -> None:
+    kinds = {parameter.is_meta: name for name, parameter in model.named_parameters()}
+    if len(kinds) > 1:
+        raise ModelError(
+            f"The parameter {kinds[True]!r} is on the meta device and {kinds[False]!r} is real; to be cut into layers, "
+            f"a model must be wholly on meta, or wholly real."
+        )
+
+
 def _blocks(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
     if wanted is None and isinstance(model, nn.Sequential):
         return list(dict.fromkeys(model.children()))
@@ -347,18 +420,30 @@ def _gated(module: nn.Module) -> bool:
     return bool(module._parameters) or not module._modules
 
 
-def _first_tensor(tree: Any, gate: _Gate) -> Tensor:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            return leaf
+def _place(tree: Any) -> int:
+    """Which leaf is the activation: the first that is made with parameters, else the first that could be one."""
+    leaves = tree_leaves(tree)
+    carriers = [n for n, leaf in enumerate(leaves) if _carries(leaf)]
+    return next((n for n in carriers if leaves[n].requires_grad), carriers[0] if carriers else len(leaves))
+
+
+def _activation(tree: Any, place: int, gate: _Gate) -> Tensor:
+    leaves = tree_leaves(tree)
+    if place < len(leaves) and _carries(leaves[place]):
+        hidden: Tensor = leaves[place]
+        return hidden
     raise ModelError(
         f"The block {gate.chain.path(gate.module)!r} takes or returns no floating-point tensor to hand on to the next "
         f"stage; name other blocks with units=(...)."
     )
 
 
-def _with_first_tensor(tree: Any, hidden: Tensor) -> Any:
+def _with_activation(tree: Any, place: int, hidden: Tensor) -> Any:
     leaves, spec = tree_flatten(tree)
-    place = next(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point())
     leaves[place] = hidden
     return tree_unflatten(leaves, spec)
+
+
+def _carries(leaf: Any) -> bool:
+    """Whether a value can be handed from stage to stage and a gradient back."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -27,7 +27,7 @@ class WeightGradients:
         """Make all products, and hand each to autograd as the gradient of its weight."""
         left, self._left = self._left, []
         for weight, x, gradient in left:
-            product = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
+            product = _rows(gradient).mT @ _rows(x)
             weight.backward(product.to(weight.dtype))
 
 
@@ -38,7 +38,7 @@ class Deferral:
         self._store: WeightGradients | None = None
         for module in model.modules():
             if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-                module.forward = _Linear(self, module, module.forward)  # type: ignore[method-assign,assignment]
+                module.forward = _Linear(self, module, module.forward)  # type: ignore[method-assign]
 
     @property
     def store(self) -> WeightGradients | None:
@@ -61,35 +61,50 @@ class _Linear:
     def __init__(self, deferral: Deferral, module: nn.Linear, plain: Callable[..., Any]) -> None:
         self._deferral, self._module, self._plain = deferral, module, plain
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
+        x = input
         store, weight = self._deferral.store, self._module.weight
         if store is None or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_meta:
             output: Tensor = self._plain(x)
             return output
         anchor = torch.zeros((), device=x.device, dtype=x.dtype, requires_grad=True)
-        product: Tensor = _Product.apply(x, anchor, weight.detach(), (weight,), store)  # type: ignore[no-untyped-call]
-        bias = self._module.bias
-        return product if bias is None else product + bias
+        deferred = (weight.detach(), (weight,), store)
+        product: Tensor = _Product.apply(x, self._module.bias, anchor, *deferred)  # type: ignore[no-untyped-call]
+        return product
 
 
 class _Product(torch.autograd.Function):
-    """x·Wᵀ, whose backward leaves the gradient of W to a store."""
+    """x·Wᵀ + b, whose backward leaves the gradient of W to a store."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, value: Tensor, weight: tuple[nn.Parameter], store: WeightGradients
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor,
+        value: Tensor,
+        weight: tuple[nn.Parameter],
+        store: WeightGradients,
     ) -> Tensor:
-        """[..., I] -> [..., O]; the anchor keeps the node in the graph where x needs no gradient.
+        """[..., I] -> [..., O]; the anchor keeps the node in the graph where x and b need no gradient.
 
         The weight comes in a tuple, so that autograd does not take it for an input.
         """
         ctx.save_for_backward(x, value)
         ctx.weight, ctx.store = weight[0], store
-        return F.linear(x, value)
+        return F.linear(x, value, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        """The gradient of x only."""
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        """The gradients of x and b only."""
         x, value = ctx.saved_tensors
-        ctx.store.add(ctx.weight, x, gradients[0])
-        return (gradients[0] @ value if ctx.needs_input_grad[0] else None), None, None, None, None
+        (gradient,) = gradients
+        ctx.store.add(ctx.weight, x, gradient)
+        of_x = gradient @ value if ctx.needs_input_grad[0] else None
+        of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[1] else None
+        return of_x, of_bias, None, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., N] -> [rows, N]."""
+    return x.reshape(-1, x.shape[-1])

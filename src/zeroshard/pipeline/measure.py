@@ -1,5 +1,6 @@
 """Measurement of a chain, layer by layer, with only one layer's weights in memory at a time."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +29,13 @@ def measure(
         forward: runs the model on a microbatch that is on `device`, down to the loss.
     """
     costs = []
-    with _real_buffers(model, device):
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), _real_buffers(model, device):
         for layer in chain.layers:
-            hidden = chain.boundary(layer.number, forward) if layer.number else None
-            with _real_parameters(chain, layer, device) as parameters:
-                costs.append(_Measurement(chain, layer, forward, parameters, hidden).of(repeats))
+            with _standing_in(chain, device):
+                hidden = chain.boundary(layer.number, forward) if layer.number else None
+            with _real_parameters(chain, layer, device) as parameters, _standing_in(chain, device):
+                costs.append(_Measurement(chain, layer, forward, parameters, hidden, device).of(repeats))
     return costs
 
 
@@ -46,8 +49,9 @@ class _Measurement:
         forward: Callable[[], Any],
         parameters: list[nn.Parameter],
         hidden: Tensor | None,
+        device: torch.device,
     ) -> None:
-        self._chain, self._layer, self._forward = chain, layer, forward
+        self._chain, self._layer, self._forward, self._device = chain, layer, forward, device
         self._parameters = [p for p in parameters if p.requires_grad]
         self._hidden = None if hidden is None else torch.randn(hidden.shape, device=hidden.device).to(hidden.dtype)
         self._weights = {p.untyped_storage()._cdata for p in parameters}
@@ -67,29 +71,28 @@ class _Measurement:
         """The output, and the seconds of one forward and one backward."""
         number = self._layer.number
         hidden = None if self._hidden is None else self._hidden.detach().requires_grad_()
-        _wait(self._hidden)
+        self._wait()
         start = time.perf_counter()
         output = self._chain.run(number, number + 1, self._forward, hidden)
-        _wait(output)
+        self._wait()
         middle = time.perf_counter()
         ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         wanted = [*self._parameters, *([] if hidden is None else [hidden])]
         if ends and wanted:
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
-        _wait(output)
+        self._wait()
         return output, middle - start, time.perf_counter() - middle
+
+    def _wait(self) -> None:
+        """Let the device finish."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._weights:
             self._saved[storage._cdata] = storage.nbytes()
         return tensor
-
-
-def _wait(value: Any) -> None:
-    """Let the device finish."""
-    if isinstance(value, Tensor) and value.device.type == "cuda":
-        torch.cuda.synchronize(value.device)
 
 
 @contextmanager
@@ -112,14 +115,33 @@ def _real_parameters(chain: Chain, layer: Layer, device: torch.device) -> Iterat
 
 @contextmanager
 def _real_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give the buffers real values on the device for a while: ones, where they are on meta."""
+    """Give the model copies of its buffers on the device for a while: ones, where they are on meta."""
     changed = []
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             changed.append((module, name, buffer))
-            module._buffers[name] = torch.ones_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            real = torch.ones_like(buffer, device=device) if buffer.is_meta else buffer.to(device, copy=True)
+            module._buffers[name] = real
     try:
         yield
     finally:
         for module, name, buffer in changed:
             module._buffers[name] = buffer
+
+
+@contextmanager
+def _standing_in(chain: Chain, device: torch.device) -> Iterator[None]:
+    """Give the frames, whose forwards run with every layer, NaN for those of their parameters that are elsewhere."""
+    changed = []
+    for frame in chain.frames:
+        for name, parameter in list(frame.named_parameters(recurse=False)):
+            if parameter.device.type == device.type:
+                continue
+            changed.append((frame, name, parameter))
+            absent = torch.full((), math.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+            frame._parameters[name] = nn.Parameter(absent, requires_grad=False)
+    try:
+        yield
+    finally:
+        for frame, name, parameter in changed:
+            frame._parameters[name] = parameter

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,17 @@ class Profile:
     layers: tuple[LayerCost, ...]
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        """Write it as JSON.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        try:
+            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"The profile {path} cannot be written ({error.strerror}); name a file that can."
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> "Profile":
@@ -50,12 +60,32 @@ class Profile:
             DataError: no such file, or no profile.
         """
         try:
-            content: dict[str, Any] = json.loads(path.read_text())
-            layers = tuple(LayerCost(**layer) for layer in content.pop("layers"))
-            return cls(layers=layers, **content)
+            content = _facts(cls, json.loads(path.read_text()))
+            layers = [_facts(LayerCost, layer) for layer in content.pop("layers")]
+            _check(layers)
+            return cls(layers=tuple(LayerCost(**layer) for layer in layers), **content)
         except OSError as error:
             raise DataError(
                 f"The profile {path} cannot be read ({error.strerror}); `zeroshard profile` makes one."
             ) from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError) as error:
             raise DataError(f"{path} is no profile ({error}); `zeroshard profile` makes one.") from error
+
+
+def _facts(kind: type, content: Any) -> dict[str, Any]:
+    """The fields of a dataclass, all of them and nothing else."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    if not isinstance(content, dict) or content.keys() != names:
+        found = ", ".join(sorted(content)) if isinstance(content, dict) else repr(content)
+        raise ValueError(f"{found or 'nothing'} stands where {', '.join(sorted(names))} should")
+    return content
+
+
+def _check(layers: list[dict[str, Any]]) -> None:
+    if not layers:
+        raise ValueError("it has no layers")
+    for layer in layers:
+        for name, value in layer.items():
+            number = type(value) in (int, float) and 0 <= value < math.inf
+            if name != "name" and not number:
+                raise ValueError(f"{name} of {layer['name']!r} is {value!r}; it must be 0 or more, and finite")

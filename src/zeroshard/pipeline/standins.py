@@ -1,6 +1,8 @@
 """Stand-ins: what a module would return, as shapes only, for modules whose parameters are on other ranks."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,33 +17,37 @@ class Standins:
     """Remembers, for each module and shape of its input, the shape of its output."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[list[Any], Any]] = {}
-        self._recorded: dict[Any, tuple[list[Any], Any]] = {}
+        self._known: dict[Any, _Flat] = {}
+        self._recorded: dict[Any, tuple[list[Any], _Flat]] = {}
 
     def record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Note what a real call returned; used where the module cannot run on the meta device."""
-        self._recorded[_key(module, args, kwargs)] = tree_flatten(tree_map(_shape_of, output))
+        shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
+        self._recorded[_key(module, args, kwargs)] = shapes, tree_flatten(tree_map(_shape_of, output))
 
     def forget(self) -> None:
         """Find all shapes anew: the dtypes of parameters have changed."""
         self._known.clear()
 
-    def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, writable: bool = False) -> Any:
         """A stand-in for `forward(*args, **kwargs)`.
 
+        Args:
+            writable: give every element its own memory, for models that write into what the module returns.
+
         Raises:
-            ModelError: the module cannot run on the meta device.
+            ModelError: the module cannot run on the meta device, and no real call says what it returns.
         """
         key = _key(module, args, kwargs)
         if key not in self._known:
             self._known[key] = self._shapes(module, forward, key, args, kwargs)
         leaves, spec = self._known[key]
         device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        return tree_unflatten([_standin(leaf, device) for leaf in leaves], spec)
+        return tree_unflatten([_standin(leaf, device, writable) for leaf in leaves], spec)
 
-    def _shapes(self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> Any:
+    def _shapes(self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> "_Flat":
         def to_meta(leaf: Any) -> Any:
-            return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+            return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         gate = module.forward
@@ -53,7 +59,13 @@ class Standins:
             return tree_flatten(tree_map(_shape_of, output))
         except Exception as error:
             if key in self._recorded:
-                return self._recorded[key]
+                return self._recorded[key][1]
+            shapes = tree_leaves(tree_map(_shape_of, (args, kwargs)))
+            for (one, *_, spec), (inputs, outputs) in self._recorded.items():
+                if one == id(module) and spec == key[-1]:
+                    alike = _alike(inputs, outputs[0], shapes)
+                    if alike is not None:
+                        return alike, outputs[1]
             raise ModelError(
                 f"The shape of what {type(module).__name__} returns cannot be found without computing it "
                 f"({error}); give every microbatch the shape of the example, or pad the last batch."
@@ -62,30 +74,38 @@ class Standins:
             module.forward = gate
 
 
+_Flat = tuple[list[Any], Any]  # leaves and TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
 class _Shape:
     """Shape and dtype of a tensor that is not there."""
 
-    __slots__ = ("dtype", "shape")
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+    shape: torch.Size
+    dtype: torch.dtype
 
 
-def is_standin(value: Any) -> bool:
-    """Whether a tensor is a stand-in (a view or a result of one is not)."""
-    return getattr(value, "_zeroshard_standin", False)
+def _alike(inputs: list[Any], outputs: list[Any], now: list[Any]) -> list[Any] | None:
+    """The outputs for the inputs `now`, where each tensor returned had shape and dtype of a tensor taken."""
+    found = []
+    for output in outputs:
+        same = {new for old, new in zip(inputs, now, strict=True) if isinstance(output, _Shape) and old == output}
+        if isinstance(output, _Shape) and len(same) != 1:
+            return None
+        found.append(same.pop() if same else output)
+    return found
 
 
 def _shape_of(leaf: Any) -> Any:
     return _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _standin(leaf: Any, device: torch.device | None) -> Any:
+def _standin(leaf: Any, device: torch.device | None, writable: bool) -> Any:
     if not isinstance(leaf, _Shape):
         return leaf
-    tensor = torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
-    tensor._zeroshard_standin = True  # type: ignore[attr-defined]
-    return tensor
+    value = math.nan if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
+    standin = torch.full((), value, device=device).to(leaf.dtype).expand(leaf.shape)
+    return standin.clone(memory_format=torch.contiguous_format) if writable else standin
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:

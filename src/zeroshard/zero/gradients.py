@@ -94,7 +94,8 @@ class GradientShards:
         Nothing else is called then but `mark_written` before a reduction.
         """
         assert self.open_to_autograd and self._landing is not None
-        self._landing.zero_()
+        if not self.opened:  # else there may be gradients, which the update under way is about to use
+            self._landing.zero_()
         for number, parameter in enumerate(parameters):
             parameter.grad = self.flat.view(self._landing, number)
             self._number_of[parameter] = number

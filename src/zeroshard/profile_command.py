@@ -1,0 +1,170 @@
+"""`zeroshard profile`: what each layer of a model costs on this machine, into a file."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zeroshard.errors import ConfigError
+from zeroshard.pipeline.chain import Chain
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.pipeline.measure import REPEATS, measure
+from zeroshard.pipeline.profile import LayerCost, Profile
+from zeroshard.train.model import build_model
+from zeroshard.train.tokenizer import load_tokenizer
+
+CPU_FACTS = Path("/proc/cpuinfo")
+STAGES = 4  # of what to do next, or as many as there are layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Measure the layers of a model on this machine: the time of each, its activations and its parameters."""
+
+    model: str = "tiny"
+    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), or a Hugging Face folder or config.json (extra: hf)."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a tokenizer.json (extra: hf); the text itself is random tokens."""
+    sequence: int = 256
+    """Tokens per row that the model predicts."""
+    rows: int = 4
+    """Rows of a microbatch."""
+    dropout: float = 0.0
+    """Dropout of a built-in model."""
+    repeats: int = REPEATS
+    """Runs of each layer after one to warm up; their median counts."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure; auto takes CUDA when there is a GPU."""
+    out: Path = Path("profile.json")
+    """File to write."""
+    json: bool = False
+    """Print the profile as JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "rows", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        if not 0 <= self.dropout <= 1:
+            raise ConfigError(f"dropout is {self.dropout}; it must be between 0 and 1.")
+        if self.out.is_dir() or not self.out.absolute().parent.is_dir():
+            raise ConfigError(f"{self.out} cannot be written; name a file in a folder that exists.")
+
+
+def run_profile(argv: Sequence[str], threads: int | None = None) -> None:
+    """Measure, write the profile, and print it.
+
+    Args:
+        threads: of CPU kernels; None for as many as torch has chosen.
+
+    Raises:
+        ConfigError: options that cannot be.
+        ModelError: no such model, or one that is no chain of layers.
+        DataError: no tokenizer, or the file cannot be written.
+    """
+    from zeroshard.train.toml_config import parse
+
+    options = parse(ProfileOptions, argv, "zeroshard profile")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    profile = measured(options, _device(options.device))
+    profile.save(options.out)
+    if options.json:
+        print(json.dumps(asdict(profile), indent=1, allow_nan=False))
+    else:
+        _print(profile, options.out)
+
+
+def measured(options: ProfileOptions, device: torch.device) -> Profile:
+    """The profile that the options ask for."""
+    vocabulary = load_tokenizer(options.tokenizer).vocabulary
+    torch.manual_seed(0)
+    built = build_model(options.model, vocabulary, options.sequence, options.dropout)
+    tokens = torch.randint(vocabulary, (options.rows, options.sequence + 1))
+    where = next(built.module.parameters()).device
+    chain = Chain(built.module, partial(built.loss, built.module, tokens.to(where)))
+    forward = partial(built.loss, built.module, tokens.to(device))
+    with Console(stderr=True).status(f"Measuring {len(chain.layers)} layers"):
+        layers = measure(built.module, chain, forward, device, options.repeats)
+    return Profile(f"{built.name} at {options.sequence} tokens", machine(device), options.rows, tuple(layers))
+
+
+def machine(device: torch.device) -> str:
+    """The processor, the threads of CPU kernels, and the version of torch."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    facts = CPU_FACTS.read_text().splitlines() if CPU_FACTS.exists() else []
+    names = [line.partition(":")[2].strip() for line in facts if line.startswith("model name")]
+    return next(filter(None, names), "") or platform.processor() or platform.machine()
+
+
+def _device(wanted: str) -> torch.device:
+    gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not gpu:
+        raise ConfigError("device is 'cuda' and no GPU is visible; use --device cpu.")
+    return torch.device("cuda" if gpu and wanted != "cpu" else "cpu")
+
+
+def _print(profile: Profile, out: Path) -> None:
+    console = Console(highlight=False)
+    head = f"{profile.model}, {profile.microbatch_rows} rows per microbatch, on {profile.machine}"
+    console.print(head, markup=False)
+    console.print(_table(profile.layers))
+    console.print(f"\nWrote {out}. What to do with it:", markup=False, soft_wrap=True)
+    for words in next_steps(profile, out):
+        console.print("  " + words, markup=False, soft_wrap=True)
+
+
+def next_steps(profile: Profile, out: Path) -> list[str]:
+    """Commands that use the file."""
+    n = min(STAGES, len(profile.layers))
+    return [
+        f"zeroshard simulate --profile {out} --stages {n}",
+        f"zeroshard partition --profile {out} --devices {n} --link-gbps 10",
+    ]
+
+
+def _table(layers: Sequence[LayerCost]) -> Table:
+    table = Table(
+        title="\nEach layer, for one microbatch",
+        title_justify="left",
+        caption="Activation is what goes to the next layer, saved what waits for the backward.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        show_footer=True,
+        padding=(0, 1, 0, 0),
+    )
+    costs = [(c.forward_seconds, c.backward_seconds, c.saved_bytes, c.parameter_bytes) for c in layers]
+    forward, backward, saved, parameters = (sum(column) for column in zip(*costs, strict=True))
+    table.add_column("layer", footer="all", overflow="fold")
+    table.add_column("forward ms", footer=_milliseconds(forward), justify="right", no_wrap=True)
+    table.add_column("backward ms", footer=_milliseconds(backward), justify="right", no_wrap=True)
+    table.add_column("activation", justify="right", no_wrap=True)
+    table.add_column("saved", footer=format_size(saved), justify="right", no_wrap=True)
+    table.add_column("parameters", footer=format_size(parameters), justify="right", no_wrap=True)
+    for cost in layers:
+        table.add_row(
+            escape(cost.name),
+            _milliseconds(cost.forward_seconds),
+            _milliseconds(cost.backward_seconds),
+            *(format_size(n) for n in (cost.activation_bytes, cost.saved_bytes, cost.parameter_bytes)),
+        )
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f}"
