@@ -6,8 +6,10 @@ RANKS  ?= 2
 ARGS   ?=
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DRAW    = $(BIN)/zeroshard simulate --stages 4 --microbatches 8
+DRAWN   = docs/pictures/timeline
 
-.PHONY: train test lint types check docs clean
+.PHONY: train test lint types check docs pictures clean
 
 train: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m zeroshard train $(ARGS)
@@ -27,6 +29,12 @@ check: test lint types
 docs: $(VENV)/.installed
 	$(PIP) --editable '.[docs]'
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build
+
+pictures: $(VENV)/.installed
+	$(DRAW) --all --svg $(DRAWN)-all.svg
+	for name in naive gpipe 1f1b zb-h1; do $(DRAW) --schedule $$name --svg $(DRAWN)-$$name.svg || exit 1; done
+	for name in pipedream 2bw; do $(DRAW) --schedule $$name --steps 3 --svg $(DRAWN)-$$name.svg || exit 1; done
+	$(DRAW) --schedule interleaved --chunks 2 --svg $(DRAWN)-interleaved.svg
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

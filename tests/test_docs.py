@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +14,11 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.cli import PlanOptions, ReportOptions
+from zeroshard.partition_command import PartitionOptions
+from zeroshard.pipeline.cluster import Cluster
+from zeroshard.profile_command import ProfileOptions
+from zeroshard.simulate_command import SimulateOptions
+from zeroshard.simulate_command import run as run_simulate
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.toml_config import load_toml, parse
 
@@ -23,7 +29,14 @@ PAGES = [
 ]
 FOLDERS = [ROOT, ROOT / "src" / "zeroshard", ROOT / "tests"]
 THE_READERS_OWN = {"train.py"}  # files that a page asks its reader to write
-COMMANDS: dict[str, Any] = {"train": TrainConfig, "plan": PlanOptions, "report": ReportOptions}
+COMMANDS: dict[str, Any] = {
+    "train": TrainConfig,
+    "plan": PlanOptions,
+    "report": ReportOptions,
+    "simulate": SimulateOptions,
+    "profile": ProfileOptions,
+    "partition": PartitionOptions,
+}
 FENCE = re.compile(r"^(?P<marks>`{3,})(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=marks)$", re.MULTILINE | re.DOTALL)
 RUN = "<!-- test: run -->\n"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -149,7 +162,7 @@ def test_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str])
 
 @each_page
 def test_options_in_prose_exist(page: Path) -> None:
-    kinds = (TrainConfig, zs.Plan, PlanOptions, ReportOptions)
+    kinds = (*COMMANDS.values(), zs.Plan)
     options = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)}
     known = {f"--{name}" for name in options} | {"--config", "--help", "--version"}
     for name in quoted(page):
@@ -189,6 +202,12 @@ def test_option_files_load(page: Path, tmp_path: Path) -> None:
         load_toml(file, TrainConfig)
 
 
+def test_the_cluster_file_loads(tmp_path: Path) -> None:
+    ((code, _),) = blocks(ROOT / "docs" / "cli.md", "ini")
+    (tmp_path / "cluster.toml").write_text(code)
+    assert Cluster.load(tmp_path / "cluster.toml").devices == 8
+
+
 @each_page
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -210,10 +229,14 @@ def test_lines_are_short_and_name_nobodys_machine(page: Path) -> None:
         )
 
 
-def test_every_option_has_its_row() -> None:
-    rows = set(re.findall(r"^\| `--([a-z0-9-]+)`", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE))
-    fields = {field.name for kind in (TrainConfig, zs.Plan) for field in dataclasses.fields(kind)} - {"plan"}
-    assert rows == {name.replace("_", "-") for name in fields}
+@pytest.mark.parametrize("command", ["train", "simulate", "profile", "partition"])
+def test_every_option_has_its_row(command: str) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    section = page.partition(f"\n## zeroshard {command}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `--([a-z0-9-]+)`", section, re.MULTILINE)
+    kinds = (TrainConfig, zs.Plan) if command == "train" else (COMMANDS[command],)
+    fields = {field.name for kind in kinds for field in dataclasses.fields(kind)} - {"plan"}
+    assert sorted(rows) == sorted(name.replace("_", "-") for name in fields)
 
 
 def test_every_error_has_its_row() -> None:
@@ -226,10 +249,56 @@ def test_every_error_has_its_row() -> None:
             assert f"| `{kind.__name__}` (`{kind.__bases__[1].__name__}`) |" in page
 
 
+PICTURES = ROOT / "docs" / "pictures"
+BY_HAND = {"ledger", "schedule", "units"}
+DRAWN = {  # by the program: see `make pictures`
+    "all": ("--all",),
+    "interleaved": ("--schedule", "interleaved", "--chunks", "2"),
+    **{name: ("--schedule", name) for name in ("naive", "gpipe", "1f1b", "zb-h1")},
+    **{name: ("--schedule", name, "--steps", "3") for name in ("pipedream", "2bw")},
+}
+FOUR_BY_EIGHT = ("--stages", "4", "--microbatches", "8")
+
+
 def test_pictures_stand_alone() -> None:
-    pictures = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
-    assert len(pictures) == 3
-    for picture in pictures:
-        text = picture.read_text()
-        assert not re.search(r"href|url\((?!#)|<script|<image|@import", text), f"{picture.name} loads something"
-        assert "<title" in text and "<desc" in text
+    pictures = {picture.stem: picture.read_text() for picture in PICTURES.glob("*.svg")}
+    assert set(pictures) == {*BY_HAND, *(f"timeline-{name}" for name in DRAWN), "timeline-measured"}
+    for name, text in pictures.items():
+        assert not re.search(r"href|url\((?!#)|<script|<image|@import", text), f"{name} loads something"
+        assert "<title" in text
+        assert "<desc" in text or name not in BY_HAND
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pictures_are_what_the_program_draws(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_simulate([*FOUR_BY_EIGHT, *DRAWN[name], "--svg", str(tmp_path / "drawn.svg")])
+    kept = (PICTURES / f"timeline-{name}.svg").read_text()
+    assert (tmp_path / "drawn.svg").read_text() == kept, "draw it again with make pictures"
+
+
+def test_the_figures_of_all_schedules_are_the_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_simulate([*FOUR_BY_EIGHT, "--all", "--chunks", "2", "--json", "--out", str(tmp_path)])
+    schedules = json.loads(capsys.readouterr().out)["schedules"]
+    page = (ROOT / "docs" / "schedules.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| `[\w-]+`.* ms ", line)]
+    assert rows == [schedule_row(facts) for facts in schedules]
+
+
+def schedule_row(facts: dict[str, Any]) -> str:
+    """The row of `docs/schedules.md` for what `zeroshard simulate --json` says of a schedule."""
+    steady = facts.get("steady_bubble_fraction")
+    extra = f", v = {facts['chunks']}" if facts["chunks"] > 1 else ""
+    cells = [
+        f"`{facts['schedule']}`" + (extra if steady is None else f", {facts['steps']} steps"),
+        f"{round(facts['step_seconds'] * 1e3, 6):g} ms",
+        percent(facts["bubble_fraction"]) + ("" if steady is None else f", steady {percent(steady)}"),
+        percent(facts["bubble_over_ideal"]),
+        ", ".join(f"{n:g}" for n in facts["peak_in_flight"]),
+        ", ".join(map(str, facts["weight_versions"])),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def percent(share: float) -> str:
+    """A share to a tenth of a percent."""
+    return f"{round(abs(share) * 100, 6):.1f} %"

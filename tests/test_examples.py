@@ -1,6 +1,7 @@
 """The examples run as their first lines say."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,16 @@ def test_own_loop() -> None:
     assert loss < 0.55  # the variance of the target is 0.5
     assert "planned bytes" in output
     assert "reduce gradients" in output
+
+
+def test_pipeline() -> None:
+    output = run("pipeline.py")
+    losses = re.findall(r"loss (\S+), and (\S+) on other rows", output)
+    assert max(map(float, *losses)) < 0.25  # the variance of the target is 0.5
+    stages = dict(re.findall(r"rank (\d) has (.*)", output))
+    layers = [*stages["0"].split(", "), *stages["1"].split(", ")]
+    assert layers == ["prefix", *(f"blocks.{number}" for number in range(6)), "suffix"]
+    assert " F0.0@0 SEND_F0.0@0>1 " in output
 
 
 def test_unmodified_hugging_face_gpt2() -> None:

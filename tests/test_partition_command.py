@@ -46,7 +46,7 @@ def test_json_holds_the_split_its_alternatives_and_the_options(
     content = read(capsys, "--profile", profile, "--devices", "4", "--link-gbps", "10")
     found = partition(LAYERS, Cluster.flat(4, 1.25e9), state_copies=3)
     assert found.replicas == (3, 1)
-    assert content["options"] == ["--stages", "2", "--split", "head", "--replicas", "3,1"]
+    assert content["options"] == ["--ranks", "4", "--stages", "2", "--split", "head", "--replicas", "3", "1"]
     assert content["cluster"] == {"levels": [{"count": 4, "bytes_per_second": 1.25e9}], "memory_bytes": None}
     assert content["objective"] == "paper"
     assert content["seconds_per_microbatch"] == found.seconds == pytest.approx(0.2)
@@ -76,7 +76,7 @@ def test_the_table_says_the_same(
     assert "one device 1 630.0 1.587 7.46 GiB" in rows
     assert "straight pipeline none" in rows
     assert "No straight pipeline: 3 layers cannot make 4 stages" in shown
-    assert "--stages 2 --split head --replicas 3,1" in shown
+    assert "--ranks 4 --stages 2 --split head --replicas 3 1" in shown
     assert "over 4 devices at 10 Gb/s; objective: paper" in shown
 
 
@@ -104,7 +104,7 @@ def test_a_cluster_file_and_a_limit_that_goes_before_its_own(
 
 def test_one_device_needs_no_link(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     content = read(capsys, "--profile", profile, "--devices", "1")
-    assert content["options"] == ["--stages", "1", "--replicas", "1"]
+    assert content["options"] == ["--ranks", "1"]
     assert content["cluster"]["levels"] == [{"count": 1, "bytes_per_second": None}]
     assert math.isclose(content["seconds_per_microbatch"], 0.63)
 

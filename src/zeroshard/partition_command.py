@@ -98,11 +98,13 @@ def run_partition(argv: Sequence[str]) -> None:
 
 
 def train_options(layers: Sequence[LayerCost], chosen: Partition) -> list[str]:
-    """The options of `zeroshard train` and `zeroshard simulate` that mean this split."""
-    words = ["--stages", str(len(chosen.stages))]
-    if len(chosen.stages) > 1:
-        words += ["--split", ",".join(layers[stage.first].name for stage in chosen.stages[1:])]
-    return [*words, "--replicas", ",".join(map(str, chosen.replicas))]
+    """The options of `zeroshard train` that mean this split; one stage is data parallel."""
+    ranks = ["--ranks", str(sum(chosen.replicas))]
+    if len(chosen.stages) == 1:
+        return ranks
+    firsts = [layers[stage.first].name for stage in chosen.stages[1:]]
+    replicas = [str(number) for number in chosen.replicas]
+    return [*ranks, "--stages", str(len(chosen.stages)), "--split", *firsts, "--replicas", *replicas]
 
 
 def _rival(name: str, layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions) -> Rival:

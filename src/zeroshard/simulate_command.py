@@ -417,7 +417,7 @@ def _summary(outcome: Outcome) -> str:
 def _time(seconds: float, largest: float | None = None) -> str:
     """Seconds in the unit in which the largest of them reads well."""
     unit, factor = time_unit(seconds if largest is None else largest)
-    return f"{round(float(seconds) * factor, 6):.4g} {unit}"
+    return f"{round(float(seconds) * factor, 6) + 0.0:.4g} {unit}"
 
 
 def _plain(number: Fraction) -> float:

@@ -1,5 +1,8 @@
 """Runs of pipelined engines on the pool's workers, and plain loops to compare with."""
 
+import functools
+import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,6 +10,8 @@ from engine.models import OPTIMIZERS, batch, build
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.train.corpus import Batches, standard_library_corpus
+from zeroshard.train.gpt import GPT, GPTConfig
 
 
 def data(step: int, lane: int, lanes: int, rows: int) -> Tensor:
@@ -25,3 +30,74 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], steps: int, rows: int,
         losses.append(None if result.loss is None else result.loss.item())
     engine.flush()
     return losses, engine.state_dict()
+
+
+def follow(mesh: zs.Mesh, name: str, plan: dict[str, Any], script: str, rows: int, optimizer: str) -> dict[str, Any]:
+    """What one rank saw of a run on global batches of `rows` rows, which is recorded action by action.
+
+    Args:
+        script: a letter for each event: s a step, f a flush, e an evaluation of the next step's batch.
+    """
+    model = build(name, seed=mesh.rank)
+    engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan(**plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
+    assert engine._pipelined is not None
+    executor = engine._pipelined.executor
+    executor.tracing = True
+    seen: dict[str, Any] = {"lane": engine.lane, "layers": engine.layers}
+    seen |= {"losses": [], "norms": [], "skipped": [], "evaluations": []}
+    for event in script:
+        batch = (data(engine.steps, engine.lane, engine.lanes, rows), engine.steps)
+        if event == "s":
+            result = engine.train_step(batch)
+            seen["losses"].append(None if result.loss is None else result.loss.item())
+            seen["norms"].append(result.grad_norm)
+            seen["skipped"].append(result.skipped)
+        elif event == "e":
+            with torch.no_grad():
+                seen["evaluations"].append(engine(*batch).item())
+        else:
+            engine.flush()
+    row = engine.memory()["parameters"]
+    seen["parameter bytes"] = (row.measured_bytes, row.planned_bytes)
+    seen["weights"] = engine.state_dict()
+    assert engine.pipeline is not None
+    timed = {action.kind for action, _, _ in executor.spans}
+    seen["promised"] = [str(a) for a in engine.pipeline.stretch(len(script))[mesh.rank] if a.kind in timed]
+    seen["actions"] = [str(action) for action, _, _ in executor.spans]
+    return seen
+
+
+@functools.cache
+def text() -> tuple[Tensor, Tensor]:
+    """The bytes of the built-in corpus, for training and for validation."""
+    corpus = standard_library_corpus()
+    train, validation = (
+        torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (corpus.train, corpus.validation)
+    )
+    return train, validation
+
+
+def train_gpt(mesh: zs.Mesh, plan: dict[str, Any], updates: int, rows: int, rate: float) -> float:
+    """Validation loss of a small GPT of four blocks after `updates` updates on the built-in corpus.
+
+    Args:
+        rows: of 32 tokens in one update, over all replicas.
+        rate: the largest learning rate, after a tenth of the updates; it falls to a twentieth.
+    """
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(vocabulary=256, context=32, width=32, heads=2, layers=4))
+    plan = {"split": ("blocks.2",), "stages": 2, **plan}
+    train, validation = (Batches(part, 32, seed=0) for part in text())
+    example = (train.batch(0, 1, 0, 1)[:, :-1],) * 2
+    engine = zs.Engine(model, partial(torch.optim.AdamW, lr=rate), zs.Plan(**plan), mesh=mesh, example=example)
+    each = engine.plan.microbatches // engine.plan.microbatches_per_update
+    for step in range(updates // each):
+        done = step * each / updates
+        factor = min(1.0, 10 * done + 0.05) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate * factor
+        tokens = train.batch(step, rows * each // engine.lanes, engine.lane, engine.lanes)
+        engine.train_step((tokens[:, :-1], tokens[:, 1:]))
+    with torch.no_grad():
+        tokens = validation.batch(0, 256, 0, 1)
+        return engine(tokens[:, :-1], tokens[:, 1:]).item()

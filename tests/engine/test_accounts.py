@@ -178,7 +178,12 @@ def test_model_states_follow_the_paper_to_the_byte(pool: Pool, case: tuple[str, 
     for ranks in (2, 4) if name == "Plain" and microbatches == 1 and maker == "adamw" else (2,):
         for answer in pool.run(measure, ranks, name, plan, maker, 2):
             formula = partial(
-                expected_states, ranks=ranks, zero=zero, precision=precision, state=BYTES[maker], microbatches=microbatches
+                expected_states,
+                ranks=ranks,
+                zero=zero,
+                precision=precision,
+                state=BYTES[maker],
+                microbatches=microbatches,
             )
             padding = sum(pad for _, pad, _, trainable in answer["flats"] if trainable)
             frozen = sum(numel + pad for numel, pad, _, trainable in answer["flats"] if not trainable)

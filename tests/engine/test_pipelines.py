@@ -264,7 +264,11 @@ def test_a_model_on_meta_starts_from_the_same_weights(pool: Pool) -> None:
         assert others.keys() == weights.keys()
         assert all(torch.equal(others[key], weights[key]) for key in weights)
         assert other_losses == pytest.approx(losses, rel=1e-5)
-    assert sum((layers for _, _, layers in runs), []) == ["prefix", *(f"blocks.{n}" for n in range(4)), "suffix"]
+    assert [layer for _, _, layers in runs for layer in layers] == [
+        "prefix",
+        *(f"blocks.{n}" for n in range(4)),
+        "suffix",
+    ]
 
 
 def hugging_face(mesh: zs.Mesh, stages: int) -> list[float]:

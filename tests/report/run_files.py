@@ -59,12 +59,26 @@ def memory(events: Sequence[tuple[float, str, tuple[int, ...]]]) -> dict[str, An
     return {"rank": 0, "categories": CATEGORIES, "events": rows}
 
 
+def timelines(version: int = 0, **fields: Any) -> dict[str, Any]:
+    """One microbatch through two stages: measured in 5 ms, simulated in 4."""
+    drawn = []
+    for name, gap in (("as measured", 1e-3), ("as simulated", 0.0)):
+        first = [[f"F0.0@{version}", 0.0, 1e-3], [f"B0.0@{version}", gap + 3e-3, gap + 4e-3]]
+        last = [[f"F1.0@{version}", gap + 1e-3, gap + 2e-3], [f"B1.0@{version}", gap + 2e-3, gap + 3e-3]]
+        drawn.append({"name": name, "notes": ["a note"], "spans": [first, last]})
+    return {"measured_seconds": 5e-3, "simulated_seconds": 4e-3, "timelines": drawn, **fields}
+
+
 def write_run(
-    folder: Path, metrics: list[str], summary: dict[str, Any] | None = None, memory: dict[str, Any] | None = None
+    folder: Path,
+    metrics: list[str],
+    summary: dict[str, Any] | None = None,
+    memory: dict[str, Any] | None = None,
+    timeline: dict[str, Any] | None = None,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in metrics), encoding="utf-8")
-    for name, values in (("summary.json", summary), ("memory.json", memory)):
+    for name, values in (("summary.json", summary), ("memory.json", memory), ("timeline.json", timeline)):
         if values is not None:
             (folder / name).write_text(json.dumps(values), encoding="utf-8")
     return folder

@@ -1,6 +1,7 @@
 import json
 import math
 import re
+import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from zeroshard.errors import ReportError
 from zeroshard.report import write_report
 
-from .run_files import memory, memory_row, summary, training_line, validation_line, write_run
+from .run_files import memory, memory_row, summary, timelines, training_line, validation_line, write_run
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 EVENTS = [(i / 1000, f"event {i}", (2048, 100 * i, 5000 - 50 * i)) for i in range(50)]
@@ -161,3 +162,79 @@ def test_a_hundred_thousand_steps_stay_below_one_megabyte(tmp_path: Path) -> Non
 def test_a_missing_folder_is_one_clear_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="give the folder"):
         write_report(tmp_path / "nowhere")
+
+
+PIPELINE = {"zero": 1, "stages": 2, "schedule": "1f1b", "chunks": 1}
+
+
+def _pipelined(folder: Path, **fields: object) -> Path:
+    run = _complete(folder, plan=PIPELINE)
+    (run / "timeline.json").write_text(json.dumps(timelines(**fields)), encoding="utf-8")  # type: ignore[arg-type]
+    return run
+
+
+def test_a_timeline_has_its_section_with_both_times_and_the_deviation(tmp_path: Path) -> None:
+    html, page = _page(_pipelined(tmp_path))
+    assert page.open == []
+    assert page.texts["h2"][1] == "Timeline of one step: measured and simulated"
+    caption = next(text for text in page.texts["figcaption"] if text.startswith("Measured"))
+    assert "Measured 5.0 ms" in caption
+    assert "4.0 ms: a deviation of −20.0 %" in caption
+    (drawing,) = re.findall(r'<div class="scroll timeline".*?(<svg.*?</svg>)', html, re.DOTALL)
+    assert "as measured" in drawing and "as simulated" in drawing
+    assert "http" not in html
+    assert "url(" not in html
+
+
+def test_a_timeline_is_written_beside_the_page(tmp_path: Path) -> None:
+    run = _pipelined(tmp_path)
+    write_report(run)
+    assert ET.parse(run / "timeline.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((run / "timeline-trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"F0.0@0", "B0.0@0", "F1.0@0", "B1.0@0"}
+
+
+def test_a_run_without_a_timeline_has_no_drawings_of_it(tmp_path: Path) -> None:
+    _, page = _page(_complete(tmp_path))
+    assert not any("Timeline" in heading for heading in page.texts["h2"])
+    assert not list(tmp_path.glob("timeline*"))
+
+
+def test_the_timeline_of_a_schedule_that_never_flushes_is_of_a_few_steps(tmp_path: Path) -> None:
+    _, page = _page(_pipelined(tmp_path, version=1))
+    assert page.texts["h2"][1] == "Timeline of a few steps: measured and simulated"
+
+
+def test_names_in_a_timeline_are_escaped(tmp_path: Path) -> None:
+    evil = "</style></svg><script>alert(1)</script>"
+    spans = timelines()["timelines"][0]["spans"]
+    html, page = _page(_pipelined(tmp_path, timelines=[{"name": evil, "notes": [evil], "spans": spans}]))
+    assert page.open == []
+    assert "<script>alert" not in html
+    assert "".join(page.texts["text"]).count(evil) == 2
+
+
+def test_a_cut_timeline_is_said_on_the_page(tmp_path: Path) -> None:
+    run = _pipelined(tmp_path)
+    (run / "timeline.json").write_text('{"measured_seconds": 1', encoding="utf-8")
+    _, page = _page(run)
+    assert sum(text.startswith("timeline.json cannot be read") for text in page.texts["p"]) == 1
+    assert not any("Timeline" in heading for heading in page.texts["h2"])
+
+
+@pytest.mark.parametrize(
+    "plan, words",
+    [
+        (PIPELINE, "2 stages, 1f1b"),
+        ({"stages": 4, "schedule": "interleaved", "chunks": 2}, "4 stages × 2 chunks, interleaved"),
+        ({"stages": 3}, "3 stages"),
+        ({"stages": 1, "schedule": "1f1b"}, None),
+        ({"stages": "many"}, None),
+        ({}, None),
+    ],
+)
+def test_the_facts_say_stages_and_schedule(tmp_path: Path, plan: dict[str, object], words: str | None) -> None:
+    _, page = _page(_complete(tmp_path, plan=plan))
+    facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
+    assert facts.get("Pipeline") == words

@@ -1,12 +1,15 @@
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zeroshard.errors import ReportError
 from zeroshard.report.run_folder import read_run
+from zeroshard.schedule.actions import Action, Kind
 
-from .run_files import memory, summary, training_line, validation_line, write_run
+from .run_files import memory, summary, timelines, training_line, validation_line, write_run
 
 
 def test_a_complete_run_is_read_without_notes(tmp_path: Path) -> None:
@@ -76,6 +79,70 @@ def test_memory_events_come_in_order_of_time_and_missing_categories_hold_nothing
     assert [event.label for event in step.events] == ["sooner", "later", "odd"]
     assert step.categories == ("parameters", "gradients", "activations", "extra")
     assert step.events[2].nbytes == (0, 7, 0, 8)
+
+
+def _with_timeline(folder: Path, text: str) -> Path:
+    run = write_run(folder, [training_line(1, 3.0)], summary(), memory([(0.0, "begin", (1, 1, 1))]))
+    (run / "timeline.json").write_text(text, encoding="utf-8")
+    return run
+
+
+def test_timelines_are_read_as_actions(tmp_path: Path) -> None:
+    run = read_run(_with_timeline(tmp_path, json.dumps(timelines())))
+    assert run.notes == ()
+    assert run.timelines is not None
+    assert (run.timelines.measured_seconds, run.timelines.simulated_seconds) == (5e-3, 4e-3)
+    measured, simulated = run.timelines.drawn
+    assert (measured.name, measured.notes) == ("as measured", ("a note",))
+    assert measured.spans[1] == [
+        (Action(Kind.FORWARD, 1, 0), 2e-3, 3e-3),
+        (Action(Kind.BACKWARD, 1, 0), 3e-3, 4e-3),
+    ]
+    assert len(simulated.spans) == 2
+
+
+def test_a_run_without_a_timeline_has_no_note_of_it(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [training_line(1, 3.0)], summary(), memory([(0.0, "begin", (1, 1, 1))])))
+    assert run.timelines is None
+    assert run.notes == ()
+
+
+def test_a_timeline_that_was_cut_off_is_a_note(tmp_path: Path) -> None:
+    run = read_run(_with_timeline(tmp_path, json.dumps(timelines())[:-40]))
+    assert run.timelines is None
+    (note,) = run.notes
+    assert note.startswith("timeline.json cannot be read (")
+
+
+@pytest.mark.parametrize(
+    "fields, why",
+    [
+        ({"measured_seconds": None}, "no times"),
+        ({"simulated_seconds": math.nan}, "no times"),
+        ({"measured_seconds": 0}, "no times"),
+        ({"timelines": 3}, "no actions"),
+        ({"timelines": []}, "no actions"),
+        ({"timelines": [{"name": "empty", "notes": [], "spans": [[], []]}]}, "no actions"),
+        ({"timelines": [{"name": "bare"}]}, "no spans"),
+        ({"timelines": [{"name": "", "notes": [], "spans": [[["X0.0@0", 0, 1]]]}]}, "is no action"),
+        ({"timelines": [{"name": "", "notes": [], "spans": [[["F0.0@0", 0]]]}]}, "missing"),
+        ({"timelines": [{"name": "", "notes": [], "spans": [[["F0.0@0", 2, 1]]]}]}, "runs from 2 to 1"),
+        ({"timelines": [{"name": "", "notes": [], "spans": [[["F0.0@0", 0, math.inf]]]}]}, "to inf"),
+        ({"timelines": [{"name": "", "notes": [], "spans": [[["F0.0@0", "0", 1]]]}]}, "not supported"),
+    ],
+)
+def test_a_damaged_timeline_is_a_note(tmp_path: Path, fields: dict[str, Any], why: str) -> None:
+    run = read_run(_with_timeline(tmp_path, json.dumps(timelines(**fields))))
+    assert run.timelines is None
+    (note,) = run.notes
+    assert note.startswith("timeline.json is damaged (") and why in note
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", "7"])
+def test_a_file_that_holds_something_else_is_a_damaged_timeline(tmp_path: Path, text: str) -> None:
+    run = read_run(_with_timeline(tmp_path, text))
+    assert run.timelines is None
+    assert [note.split(" (")[0] for note in run.notes] == ["timeline.json is damaged"]
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

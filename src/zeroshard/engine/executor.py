@@ -108,6 +108,10 @@ class Executor:
         """Microbatches, by number, that actions to come will use."""
         self._parts.update(parts)
 
+    def shapes(self, batch: Any) -> dict[int, Shape]:
+        """What a microbatch is between this rank's chunks and their neighbours, by the layer that it enters."""
+        return self.wires.shapes(batch, partial(self._run, batch))
+
     def run(self, actions: Schedule) -> None:
         """Carry out actions in order."""
         self._at_once = _followed_by_their_backward(actions) if self._recomputes else set()
@@ -213,6 +217,8 @@ class Executor:
         flight = self._flights[chunk, j]
         gradient = self._gradient_of_output(chunk, j, flight)
         start = time.monotonic()
+        self.loans.again((chunk, j))  # whatever the model itself computes again needs the weights that it had
+        self._use(action)
         if flight.recomputes:
             self._recompute(action, flight)
         self._backward.forget_interrupted()
@@ -247,10 +253,7 @@ class Executor:
         return flight.buffers[-1].view(self._shape(self._stage.firsts[chunk + 1], j)[0])
 
     def _recompute(self, action: Action, flight: _Flight) -> None:
-        """The forward again, with the weights and the random numbers that it had."""
-        chunk, j = action.chunk, _number(action)
-        self.loans.again((chunk, j))
-        self._use(action)
+        """The forward again, with the random numbers that it had."""
         devices = [self._stage.mesh.device] if len(flight.random) > 1 else []
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             torch.set_rng_state(flight.random[0])
@@ -290,7 +293,7 @@ class Executor:
     def _shape(self, layer: int, j: int) -> Shape:
         part = self._parts[j]
         if not part.shapes:
-            part.shapes = self.wires.shapes(part.batch, partial(self._run, part.batch))
+            part.shapes = self.shapes(part.batch)
         return part.shapes[layer]
 
     def _is_last(self, chunk: int) -> bool:

@@ -18,6 +18,7 @@ from zeroshard.engine.executor import Executor, Part
 from zeroshard.engine.judge import Judge, Verdict
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
+from zeroshard.engine.wires import Shape
 from zeroshard.plan import Plan
 from zeroshard.schedule import Kind
 
@@ -57,6 +58,7 @@ class Pipelined:
         self.fed = 0
         self._updates = 0
         self._loss: Tensor | None = None
+        self._shapes: dict[int, Shape] = {}
 
     def step(self, batch: Any) -> Tensor | None:
         """One step on this lane's batch; the mean loss, where it is known."""
@@ -75,6 +77,7 @@ class Pipelined:
             }
         )
         self._loss = None
+        self._shapes = executor.shapes(parts[0][0])
         executor.run(pipeline.step(rank, self.fed))
         if plan.streams:
             self.fed += 1
@@ -126,8 +129,11 @@ class Pipelined:
         return tree_unflatten(leaves, spec)
 
     def planned_messages(self) -> dict[str, int]:
-        """Elements that this rank sends in a step of a full pipeline, by the list and the shapes of the last step."""
-        stage, wires, loans = self.stage, self.executor.wires, self.executor.loans
+        """Elements that this rank sends in a step of a full pipeline, by the list and the last step's shapes.
+
+        Exact where the microbatches of a step are alike.
+        """
+        stage, loans = self.stage, self.executor.loans
         planned: dict[Purpose, int] = {}
         for action in stage.pipeline.step(stage.rank, stage.pipeline.layout.stages if self._plan.streams else 0):
             purpose = PURPOSES.get(action.kind)
@@ -136,7 +142,8 @@ class Pipelined:
             if action.kind in (Kind.LEND, Kind.REPAY):
                 elements = loans.elements(action)
             else:
-                elements = wires.elements(stage.firsts[action.chunk + (action.kind is Kind.SEND_FORWARD)])
+                layer = stage.firsts[action.chunk + (action.kind is Kind.SEND_FORWARD)]
+                elements = torch.Size(self._shapes[layer][0]).numel() if self._shapes else 0
             planned[purpose] = planned.get(purpose, 0) + elements
         return {str(purpose): elements for purpose, elements in planned.items()}
 

@@ -51,11 +51,6 @@ class Wires:
             self._shapes[key] = {layer: (tuple(t.shape), t.dtype) for layer, t in standins.items()}
         return self._shapes[key]
 
-    def elements(self, layer: int) -> int:
-        """Size of what entered a layer when the last new shape came."""
-        latest = list(self._shapes.values())[-1:]
-        return torch.Size(latest[0][layer][0]).numel() if latest else 0
-
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
         """Refuse an output that is not what the next stage works out.
 

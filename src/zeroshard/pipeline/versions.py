@@ -77,10 +77,11 @@ class Versions:
         return buffer
 
     def restart(self) -> None:
-        """Call the latest version 0; nothing may be in flight."""
+        """Call the latest version 0, and put it into the modules; nothing may be in flight."""
         self._slot_of = {0: self._slot_of[self.latest]}
         self.latest = 0
         self._expendable = False
+        self.use(0)
 
     def _free_slot(self) -> int:
         taken = set(self._slot_of.values())

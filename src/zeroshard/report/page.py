@@ -12,6 +12,7 @@ from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.run_folder import Run, Summary, read_run
 from zeroshard.report.tables import fields_table, memory_table, traffic_table
+from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
 from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
 
@@ -22,19 +23,21 @@ _VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not 
 
 
 def write_report(run: Path) -> Path:
-    """Write ``report.html`` into a run folder and return its path.
+    """Write ``report.html``, and the drawings of a pipeline's timeline, into a run folder; returns the page's path.
 
     Raises ReportError when the folder, its metrics or a first training line is missing; all else that is missing
     is said on the page.
     """
-    page = _page(read_run(run))
+    content = read_run(run)
+    timeline = write_timelines(run, content.timelines) if content.timelines else None
+    page = _page(content, timeline)
     target = run / REPORT
     # lone surrogates can come out of JSON escapes and have no UTF-8 form
     target.write_bytes(page.encode("utf-8", errors="replace"))
     return target
 
 
-def _page(run: Run) -> str:
+def _page(run: Run, timeline: TimelineSection | None) -> str:
     summary = run.summary
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -48,6 +51,7 @@ def _page(run: Run) -> str:
         facts=_facts(run),
         course=_course(run),
         loss=loss_figure(run),
+        timeline=timeline,
         memory=memory_figure(run.memory) if run.memory else None,
         memory_table=memory_table(summary.memory, _styles(run)),
         traffic=traffic_figure(summary.traffic),
@@ -76,6 +80,7 @@ def _facts(run: Run) -> Facts:
     facts = (
         ("Parameters", format_count(summary.parameters)),
         ("Plan", _stage(summary.plan)),
+        ("Pipeline", _pipeline(summary.plan)),
         ("Ranks", format_exact(summary.world_size)),
         ("Validation bits/byte", format_decimal(validation)),
         ("Training bits/byte", format_decimal(summary.train_bits_per_byte)),
@@ -92,6 +97,14 @@ def _versions(summary: Summary) -> str:
 def _stage(plan: dict[str, object]) -> str:
     stage = plan.get("zero", plan.get("stage"))
     return DASH if stage is None else f"ZeRO-{stage}"
+
+
+def _pipeline(plan: dict[str, object]) -> str:
+    stages, chunks, schedule = (plan.get(name) for name in ("stages", "chunks", "schedule"))
+    if not isinstance(stages, int) or stages < 2:
+        return DASH
+    each = f" × {chunks} chunks" if isinstance(chunks, int) and chunks > 1 else ""
+    return f"{stages} stages{each}, {schedule}" if schedule else f"{stages} stages{each}"
 
 
 def _course(run: Run) -> Facts:

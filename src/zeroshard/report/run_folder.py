@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.errors import ReportError
+from zeroshard.errors import PlanError, ReportError
+from zeroshard.schedule.actions import Action
+from zeroshard.schedule.simulate import Span, Timeline
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 MEMORY = "memory.json"
+TIMELINE = "timeline.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,15 @@ class MemoryStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Timelines:
+    """What the ranks of a pipeline did when, as measured and as simulated, and how long the whole took in each."""
+
+    measured_seconds: float
+    simulated_seconds: float
+    drawn: tuple[Timeline, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What the run said of itself at its end; all unknown when it died before."""
 
@@ -111,6 +123,7 @@ class Run:
     validation: tuple[ValidationPoint, ...]
     summary: Summary
     memory: MemoryStep | None
+    timelines: Timelines | None
     notes: tuple[str, ...]
 
 
@@ -164,8 +177,9 @@ def read_run(run: Path) -> Run:
     last = max(training)
     summary = _summary(_json_file(run / SUMMARY, f"the run ended before it was complete, at step {last}", notes))
     memory = _memory(_json_file(run / MEMORY, "no memory over a step was recorded", notes))
+    timelines = _timelines(run / TIMELINE, notes)
     ordered = tuple(training[step] for step in sorted(training))
-    return Run(run, ordered, _validation(lines), summary, memory, tuple(notes))
+    return Run(run, ordered, _validation(lines), summary, memory, timelines, tuple(notes))
 
 
 def _metrics_file(run: Path) -> Path:
@@ -276,3 +290,36 @@ def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
     # a category that an event does not name holds nothing at that moment
     nbytes = (held.number(name) for name in categories)
     return MemoryEvent(row.number("t"), row.text("label"), tuple(n if math.isfinite(n) else 0.0 for n in nbytes))
+
+
+def _timelines(path: Path, notes: list[str]) -> Timelines | None:
+    """The timelines, where the run kept some; most runs keep none."""
+    if not path.is_file():
+        return None
+    before = len(notes)
+    record = _json_file(path, "", notes)
+    if len(notes) > before:
+        return None
+    try:
+        drawn = tuple(_timeline(row) for row in record.records("timelines"))
+        seconds = record.number("measured_seconds"), record.number("simulated_seconds")
+        if not all(0 < s < math.inf for s in seconds) or not any(spans for line in drawn for spans in line.spans):
+            raise ValueError("it holds no actions, or no times")
+    except (ValueError, TypeError, PlanError) as error:
+        notes.append(f"{path.name} is damaged ({error}). What comes from it is left out.")
+        return None
+    return Timelines(*seconds, drawn)
+
+
+def _timeline(row: Record) -> Timeline:
+    """Raises ValueError, TypeError or PlanError for what is no timeline."""
+    ranks, notes = row.fields.get("spans"), row.fields.get("notes")
+    if not isinstance(ranks, list) or not isinstance(notes, list):
+        raise TypeError("a timeline has no spans or no notes")
+    return Timeline(row.text("name"), [[_span(*span) for span in rank] for rank in ranks], tuple(map(str, notes)))
+
+
+def _span(action: str, start: float, end: float) -> Span:
+    if not -math.inf < start <= end < math.inf:
+        raise ValueError(f"{action} runs from {start} to {end}")
+    return Action.parse(action), start, end
