@@ -305,13 +305,6 @@ UNLIKE: dict[str, tuple[str, dict[str, Any], Deed, Deed, list[str]]] = {
         lambda engine: evaluate(engine, rows_of(1)),
         ["input of F1.0 [2, 5, 10]", "input of F1.0 [8, 5, 10]"],
     ),
-    "one-stops": (
-        "Plain",
-        {"microbatches": 4},
-        lambda engine: engine.train_step(rows_of(1)),
-        lambda engine: engine.state_dict(),
-        ["where the weights are", "gradient for B0."],
-    ),
 }
 
 
