@@ -432,7 +432,7 @@ def dying(rank: int, port: int, pipe: Any, plan: dict[str, Any], victim: int) ->
 
 
 @pytest.mark.parametrize(
-    "plan, victim", [({"schedule": "1f1b"}, 0), ({"schedule": "1f1b"}, 2), ({"schedule": "pipedream"}, 1)], ids=str
+    "plan, victim", [({"schedule": "1f1b"}, 0), ({"schedule": "pipedream"}, 2)], ids=["first-1f1b", "last-pipedream"]
 )
 def test_a_stage_that_dies_ends_the_others(plan: dict[str, Any], victim: int) -> None:
     """Long before the 90 s that a message may take."""
@@ -469,21 +469,35 @@ from engine.models import Plain
 from engine.pipelines import data
 import zeroshard as zs
 
-engine = zs.Engine(Plain(), torch.optim.AdamW, zs.Plan(stages=2, microbatches=4, balance="parameters"),
-                   example=(data(0, 0, 1, 2), 0))
-if engine.lane == 0 and "suffix" in engine.layers:
-    def fail(*_):
-        raise RuntimeError("the disk of the last stage is on fire")
-    engine.model.head.register_forward_hook(fail)
-engine.train_step((data(0, 0, 1, 8), 0))
+plan = zs.Plan(stages=2, microbatches=4, balance="parameters")
+engine = zs.Engine(Plain(), torch.optim.AdamW, plan, example=(data(0, 0, 1, 2), 0))
+batch = (data(0, 0, 1, 8), 0)
+engine.train_step(batch)
+if "suffix" in engine.layers:
+    {last}
+engine.train_step(batch)
 """
+LAST: dict[str, tuple[str, list[str]]] = {
+    "raises": (
+        "raise RuntimeError('the disk of the last stage is on fire')",
+        ["[rank1]: RuntimeError: the disk of the last stage is on fire"],
+    ),
+    "stops": (
+        "engine.state_dict()",
+        ["CommError: The ranks disagree", "'where the weights are'", "'gradient for B0.0 [2, 5, 10]'"],
+    ),
+}
 
 
-def test_an_exception_on_one_stage_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+@pytest.mark.parametrize("name", LAST)
+def test_a_job_whose_last_stage_goes_its_own_way_ends_with_the_reason(tmp_path: Path, name: str) -> None:
+    """Under the launcher, which ends the other stage when one has ended."""
+    last, said = LAST[name]
+    (tmp_path / "script.py").write_text(SCRIPT.format(last=last))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert "RuntimeError: the disk of the last stage is on fire" in done.stderr
+    for word in said:
+        assert word in done.stderr
