@@ -186,6 +186,19 @@ class Dropped(Five):
         return x
 
 
+class Thrifty(Five):
+    """The same, and each block recomputes its own middle in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = partial(self._thrifty, block)
+
+    @staticmethod
+    def _thrifty(block: Block, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda x: block.down(torch.tanh(block.up(block.norm(x)))), x, use_reentrant=False)
+
+
 class Spiked(Five):
     """Where a row begins with token 12, infinity goes back into the embedding, and nowhere else."""
 
@@ -223,7 +236,7 @@ MODELS: dict[str, Any] = {
     )
 }
 LONGER: dict[str, Any] = {
-    kind.__name__: kind for kind in (Five, TiedFive, Deep, DeepTied, Dropped, Spiked)
+    kind.__name__: kind for kind in (Five, TiedFive, Deep, DeepTied, Dropped, Thrifty, Spiked)
 }  # for pipelines
 
 

@@ -189,6 +189,13 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
     "skip": (2, "Skip", TWO, "ModelError", ["'suffix' uses something made with 'blocks.0.", "no chain", "stages=1"]),
     "tap": (2, "Tap", TWO, "ModelError", ["made with 'blocks.0.up.weight'", "no chain", "units=(...)"]),
     "twice": (2, "Twice", TWO, "ModelError", ["'blocks.0' runs twice", "units=(...)", "stages=1"]),
+    "checkpointed": (
+        2,
+        "Checkpointed",
+        TWO,
+        "ModelError",
+        ["'blocks.0' runs under torch.no_grad or torch.utils.checkpoint", "recompute='chunk'", "stages=1"],
+    ),
     "idle": (2, "Idle", TWO, "ModelError", ["'blocks.1' did not run", "units=(...)"]),
     "no-blocks": (2, "Tiny", TWO, "ModelError", ["no repeated blocks", "units=(...)", "stages=1"]),
     "half-meta": (2, "HalfMeta", TWO, "ModelError", ["cpu, meta", "wholly on the meta device, or wholly real"]),
