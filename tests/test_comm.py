@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import socket
 from dataclasses import replace
+from functools import partial
 from datetime import timedelta
 from typing import Any
 
@@ -42,10 +43,13 @@ def moved(mesh: zs.Mesh) -> Any:
     comm = Comm(mesh)
     n = mesh.ranks
     own = torch.full((3,), float(mesh.rank))
-    full, into = torch.empty(3 * n), torch.empty(3 * n, dtype=torch.bfloat16)
+    full, sent = torch.empty(3 * n), (torch.arange(3 * n) + 100 * mesh.rank).bfloat16()
     first = comm.gather(full, own, Purpose.GATHER_PARAMETERS, "a", padding=1)
-    second = comm.exchange(into, (torch.arange(3 * n) + 100 * mesh.rank).bfloat16(), "a", padding=2)
+    second = comm.exchange(sent, partial(torch.empty, dtype=torch.bfloat16), "a", padding=2)
     second.wait()
+    into = torch.cat(second.copies)
+    second.done()
+    second.wait_until_read()
     first.wait()
     first.wait()  # once more is nothing
     for tensor, label in ((full, "inside"),):
@@ -105,7 +109,7 @@ def apart(mesh: zs.Mesh, case: str) -> str | None:
             if mesh.rank == 0:
                 comm.gather(full, own, Purpose.GATHER_PARAMETERS, "left").wait()
             else:
-                comm.exchange(full, torch.zeros(2), "right").wait()
+                comm.exchange(torch.zeros(2), torch.empty, "right").wait()
         elif case == "words":
             comm.agree(bytes(8 + 16 * mesh.rank), f"word {mesh.rank}")
         elif case == "silent":

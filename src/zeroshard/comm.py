@@ -4,7 +4,7 @@ Counts follow the ZeRO paper (1910.02054, section 7): an all-gather or a reduce-
 one rank really sends is (N-1)/N of that, counted beside it in bytes.
 
 [Note: fixed-order sums] gloo's reduce-scatter is an all-reduce and a slice (twice the bytes), and no backend promises
-an order. So gradients go by all-to-all to the rank that owns the slice, which adds them in rank order, in fp32.
+an order. So each rank's gradients go to the rank that owns the slice, which adds them in rank order, in fp32.
 
 [Note: no silent disagreement] A rank that waits longer than `PATIENCE` writes into the store which operation it waits
 for and how many it has started in each group. Two ranks that each wait for what the other has not started can never
@@ -13,9 +13,7 @@ go on, so both stop with both names instead of hanging. Ranks that are merely sl
 
 import contextlib
 import json
-import threading
 import time
-import weakref
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
@@ -29,8 +27,10 @@ import torch.distributed as dist
 
 from zeroshard.errors import CommError
 from zeroshard.mesh import Mesh
+from zeroshard.shared import Signal, share
+from zeroshard.transport import Arrival, Network, Scratch, Shared
+from zeroshard.watch import PATIENCE, Watch
 
-PATIENCE = 2.0  # seconds of waiting before a rank says where it is
 REMEMBERED = 32  # messages per channel whose names a rank can still tell
 LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
 
@@ -99,7 +99,7 @@ class Pending:
         if self._work is not None and not self._work.is_completed() and self._comm.mesh.device.type == "cpu":
             try:
                 self._work.wait(timedelta(seconds=seconds))
-            except RuntimeError:
+            except (RuntimeError, TimeoutError):
                 return self._work.is_completed()  # a timeout, or an error that `wait` will report
         return True
 
@@ -117,10 +117,47 @@ class Pending:
         self._work = None
 
 
+class Exchange(Pending):
+    """Every rank's copy of this rank's slice, on the way.
+
+    Attributes:
+        scratch: what holds the copies, to be handed back to its arena after `done`; None if they are read in place.
+    """
+
+    def __init__(self, comm: "Comm", work: dist.Work, place: Place, count: Count, arrival: Arrival) -> None:
+        super().__init__(comm, work, place, count)
+        self._arrival = arrival
+        self.scratch = arrival.scratch
+        self._read: Pending | None = None
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """After `wait`: [S] each, in rank order."""
+        return self._arrival.copies
+
+    def done(self) -> None:
+        """The copies are not needed any more; exchanges must come here in the order in which they were started."""
+        shared = self._comm.shared
+        if shared is not None:
+            shared.memory.post(Signal.READ)
+            self._read = Pending(self._comm, shared.memory.work(Signal.READ), self._place, self._count)
+
+    def wait_until_read(self) -> None:
+        """Wait until all ranks have read this rank's own buffer, which may be written again after it.
+
+        Raises:
+            CommError: as `wait`.
+        """
+        if self._read is not None:
+            self._read.wait()
+            self._read = None
+
+
 class Comm:
     """The collectives of one rank.
 
     Attributes:
+        shared: the memory that the ranks share instead of sending; None where they do not.
         counts: by purpose, since the last `reset`.
         digests: by group, a checksum of the names of all its collectives so far; ranks that did the same have the same.
         session: a number on which the ranks agreed, that keeps their messages apart from those of earlier engines.
@@ -131,34 +168,71 @@ class Comm:
         self.counts: dict[Purpose, Count] = defaultdict(Count)
         self.digests = {"gather": 0, "reduce": 0}
         self.session = 0
+        self.shared: Shared | None = None
+        self._network = Network(mesh.rank, mesh.ranks, mesh.device)
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
-        self._watch: _Watch | None = None
+        self._watch: Watch | None = None
         self._said: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def reset(self) -> None:
         """Start counting again from zero."""
         self.counts.clear()
 
+    def share(self, nbytes: int) -> str | None:
+        """Let parameters and gradients live in memory that all ranks map; a collective call.
+
+        Args:
+            nbytes: how much of it will be needed.
+
+        Returns:
+            why it cannot be, or None.
+        """
+        found = share(self.mesh.rank, self.mesh.ranks, self.agree_on, nbytes)
+        if isinstance(found, str):
+            return found
+        self.shared = Shared(found)
+        return None
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed 1-D buffer of this rank, which the others can read if they share memory."""
+        if self.shared is not None:
+            return self.shared.memory.mine(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
+
     def gather(self, full: torch.Tensor, own: torch.Tensor, purpose: Purpose, label: str, padding: int = 0) -> Pending:
         """Start to fill `full` [N*S] with the slices [S] of all ranks; `own` may be this rank's part of `full`."""
-        place, count = self._enter("gather", full, purpose, label, padding)
+        place, count = self._enter("gather", purpose, label)
         with self._naming(place):
-            work = dist.all_gather_single(full, own, group=self._groups["gather"], async_op=True)
+            if self.shared is None:
+                work = self._network.gather(full, own, self._groups["gather"])
+            else:
+                work = self.shared.gather(full, own, place.label)
+        if self.shared is None or not self.shared.memory.is_common(full):
+            self._add(count, full, padding, sent=self.shared is None)
         return Pending(self, work, place, count)
 
-    def exchange(self, into: torch.Tensor, full: torch.Tensor, label: str, padding: int = 0) -> Pending:
-        """Start an all-to-all: `into` [N*S] receives from each rank its copy of this rank's slice of `full` [N*S]."""
-        place, count = self._enter("reduce", full, Purpose.REDUCE_GRADIENTS, label, padding)
+    def exchange(self, full: torch.Tensor, scratch: Scratch, label: str, padding: int = 0) -> Exchange:
+        """Start to bring each rank's slice of `full` [N*S] to its owner, who gets all ranks' copies.
+
+        Args:
+            scratch: makes a buffer of so many elements of the dtype of `full`, if one is needed.
+        """
+        place, count = self._enter("reduce", Purpose.REDUCE_GRADIENTS, label)
         with self._naming(place):
-            work = dist.all_to_all_single(into, full, group=self._groups["reduce"], async_op=True)
-        return Pending(self, work, place, count)
+            if self.shared is None:
+                work, arrival = self._network.exchange(full, self._groups["reduce"], scratch)
+            else:
+                work, arrival = self.shared.exchange(full, place.label)
+        self._add(count, full, padding, sent=self.shared is None)
+        return Exchange(self, work, place, count, arrival)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`; for set-up and to take the model out, not for every step."""
         if self.mesh.ranks == 1:
             return
-        place, count = self._enter("gather", tensor, Purpose.SETUP, label, 0)
+        place, count = self._enter("gather", Purpose.SETUP, label)
+        self._add(count, tensor, 0, sent=True)
         with self._naming(place):
             work = dist.broadcast(tensor, group=self._groups["gather"], group_src=source, async_op=True)
         Pending(self, work, place, count).wait()
@@ -212,7 +286,7 @@ class Comm:
         everyone = torch.empty(self.mesh.ranks * len(frame), dtype=torch.uint8)
         place = self._place("control", label)
         count = self.counts[Purpose.CONTROL]
-        self._add(count, everyone, 0)
+        self._add(count, everyone, 0, sent=True)
         with self._naming(place):
             work = dist.all_gather_single(everyone, mine, group=self._groups["control"], async_op=True)
         Pending(self, work, place, count).wait()
@@ -269,7 +343,7 @@ class Comm:
         timeout; a thread of its own looks for the reason when it takes long, and breaks the group when it finds one.
         """
         if self._watch is None:
-            self._watch = _Watch(self)
+            self._watch = Watch(self)
         self._watch.since, self._watch.place = time.monotonic(), place
         try:
             with self._naming(place):
@@ -281,12 +355,10 @@ class Comm:
         finally:
             self._watch.place = None
 
-    def _enter(self, group: str, full: torch.Tensor, purpose: Purpose, label: str, padding: int) -> tuple[Place, Count]:
+    def _enter(self, group: str, purpose: Purpose, label: str) -> tuple[Place, Count]:
         place = self._place(group, f"{purpose} of {label}")
         self.digests[group] = zlib.crc32(place.label.encode(), self.digests[group])
-        count = self.counts[purpose]
-        self._add(count, full, padding)
-        return place, count
+        return place, self.counts[purpose]
 
     def _channel(
         self, source: int, destination: int, purpose: Purpose, label: str
@@ -300,12 +372,12 @@ class Comm:
         self._started[group] += 1
         return Place(group, self._started[group], label)
 
-    def _add(self, count: Count, full: torch.Tensor, padding: int) -> None:
+    def _add(self, count: Count, full: torch.Tensor, padding: int, sent: bool) -> None:
         ranks = self.mesh.ranks
         count.elements += full.numel() - padding
         count.padding += padding
         count.nbytes += full.nbytes
-        count.sent_nbytes += full.nbytes * (ranks - 1) // ranks
+        count.sent_nbytes += full.nbytes * (ranks - 1) // ranks if sent else 0
         count.calls += 1
 
     def _naming(self, place: Place) -> "_Naming":
@@ -353,47 +425,6 @@ class Comm:
             return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
         except dist.DistError:
             return None
-
-
-class _Watch(threading.Thread):
-    """Looks after a wait for a message that takes long.
-
-    Attributes:
-        place: what is waited for; None between waits.
-        since: when the wait began.
-        found: why it can never end.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        super().__init__(name="zeroshard watch", daemon=True)
-        self._comm = weakref.ref(comm)
-        self.place: Place | None = None
-        self.since = 0.0
-        self.found: CommError | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Look in twice a second for as long as there is something to look after."""
-        published = False
-        while True:
-            time.sleep(PATIENCE / 4)
-            comm, place = self._comm(), self.place
-            if comm is None or self.found is not None:
-                return
-            waited = time.monotonic() - self.since
-            try:
-                if place is not None and waited > PATIENCE:
-                    published = True
-                    comm.explain(place, expired=waited > comm.mesh.timeout)
-                elif published:
-                    published = False
-                    comm.withdraw()
-            except CommError as error:
-                self.found = error
-                comm.break_messages(place)
-            except dist.DistError:
-                return  # the store is gone with rank 0, and so will be the wait
-            del comm
 
 
 def merged(counts: Iterable[Mapping[Purpose, Count]]) -> dict[Purpose, Count]:

@@ -7,7 +7,7 @@ A byte that is not taken here is a byte that no table shows, so all buffers of t
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -168,14 +168,17 @@ class Ledger:
 class Arena:
     """Scratch buffers that are made once and used again: gradients on their way, staging for the wire.
 
+    Args:
+        allocate: makes a buffer of so many elements.
+
     A buffer that is asked for is the smallest free one that is large enough; only when there is none is a new
     one made, so that after the first steps nothing is allocated here (ZeRO-R's constant buffers, 1910.02054, section
     6.2).
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
+    def __init__(self, ledger: Ledger, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._ledger = ledger
-        self._device = device
+        self._allocate = allocate
         self._free: list[torch.Tensor] = []
         self._lent: dict[int, torch.Tensor] = {}
 
@@ -188,7 +191,7 @@ class Arena:
             self._free = [other for other in self._free if other is not block]
         else:
             self._ledger.take(Category.BUFFERS, nbytes, f"scratch for {label}")
-            block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            block = self._allocate(nbytes, torch.uint8)
         tensor = block[:nbytes].view(dtype)
         self._lent[id(tensor)] = block
         return tensor

@@ -34,6 +34,9 @@ class Plan:
     """Dtype of computation. fp32 leaves the model's dtypes alone; 16-bit parameters always have fp32 master weights."""
     fp32_modules: tuple[str, ...] = ()
     """Classes or paths of modules that compute in fp32 under bf16 or fp16."""
+    transport: Literal["auto", "shared", "network"] = "auto"
+    """How slices get from rank to rank: through memory that they share ("shared": all ranks are processes of one
+    machine and compute on its CPUs), or torch.distributed ("network"); "auto" shares where that is possible."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of gradients on the wire; by default their own, which loses nothing. Sums are always made in fp32."""
     loss_scale: float | Literal["auto", "dynamic", "off"] = "auto"
@@ -172,6 +175,7 @@ class Plan:
         choices = {
             "zero": (0, 1, 2, 3),
             "precision": ("fp32", "bf16", "fp16"),
+            "transport": ("auto", "shared", "network"),
             "reduce_dtype": (None, "fp32", "bf16", "fp16"),
             "reduce_every": ("auto", "microbatch", "step"),
             "nonfinite": ("raise", "skip", "ignore"),
@@ -214,6 +218,11 @@ class Plan:
             if self.schedule in STREAMING:
                 raise PlanError(f"schedule={self.schedule!r} is for pipelines; set stages to 2 or more.")
             return
+        if self.transport == "shared":
+            raise PlanError(
+                "transport='shared' and stages do not combine: pipelines keep older weights of their own. Leave "
+                "transport='auto', which sends them through torch.distributed."
+            )
         check(self.schedule, Layout(self.replicas or (1,) * self.stages, self.chunks), self.microbatches)
         if self.zero == 3:
             raise PlanError(

@@ -1,7 +1,7 @@
 """What the plan's formulas say beside what the ledger and comm counted: `engine.memory()` and `engine.traffic()`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
@@ -99,7 +99,7 @@ class TrafficTable(_Table[TrafficRow]):
 
 
 def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, stage: Stage | None) -> MemoryTable:
-    """The formula and the ledger, category by category."""
+    """The formula and the ledger, category by category; what ranks share counts in equal parts."""
     versions = stage.versions if stage else 1
     zero = StateBytes(*[Fraction(0)] * 4)
     planned, padding = zero, zero
@@ -108,6 +108,8 @@ def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, sta
         frozen = not shard.flat.trainable
         for numel, is_padding in ((index.numel, False), (index.padding, True)):
             states = _with_sums(state_bytes(numel, ranks, plan.zero, each, frozen), numel, shard, plan, ranks)
+            if shard.parameters.common:
+                states = replace(states, parameters=Fraction(numel * each.parameter, ranks))
             older = 0 if frozen else numel * each.parameter * (versions - 1)
             states += StateBytes(Fraction(older), Fraction(0), Fraction(0), Fraction(0))
             planned, padding = (planned, padding + states) if is_padding else (planned + states, padding)
@@ -136,7 +138,9 @@ def traffic_table(
     updates = plan.microbatches // plan.microbatches_per_update
     each = wire_elements(trainable, ranks, plan.zero, plan.microbatches_per_update, plan.reductions)
     planned = {purpose: elements * updates for purpose, elements in each.items()} | dict(messages)
-    if plan.zero == 3 and ranks > 1:
+    if any(shard.parameters.common for shard in assembly.all_shards):
+        planned["gather parameters"] = 0  # they are there once for all ranks
+    elif plan.zero == 3 and ranks > 1:
         planned["gather parameters"] += 2 * plan.microbatches * frozen
     rows = []
     for purpose in Purpose:

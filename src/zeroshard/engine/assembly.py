@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroshard.comm import Comm
 from zeroshard.engine.stage import Stage
-from zeroshard.errors import OptimizerError
+from zeroshard.errors import OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
 from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
@@ -18,7 +18,7 @@ from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.schedule import Loan
-from zeroshard.units import Flat, Unit, find_units
+from zeroshard.units import Flat, Unit, find_units, is_small
 from zeroshard.zero import Accumulation, GradientShards, ParameterShards, Residency
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -33,6 +33,7 @@ class Shard:
         start: the place of `owned` in the flat.
         spans: the number of the flat's spans in the optimizer; -1 when frozen.
         versions: older weights that a pipeline still needs; None where there is one version.
+        edits: how often the user has written into the parameters where it was taken over.
     """
 
     flat: Flat
@@ -43,6 +44,7 @@ class Shard:
     start: int
     spans: int = -1
     versions: Versions | None = None
+    edits: int = 0
 
     @property
     def target(self) -> torch.Tensor:
@@ -52,9 +54,11 @@ class Shard:
 
     def keep_what_was_written(self) -> None:
         """Take over what the user wrote into the gathered parameters: into this rank's slice and master weights."""
+        self.parameters.end_edit()
         if self.parameters.sliced:
             start, stop = self.flat.index.interval(self.parameters.rank)
             self.parameters.own.copy_(self.parameters.full[start:stop])
+        self.edits = self.flat.edits
         if self.master:
             written = self.target != self.owned.to(self.target.dtype)
             self.owned[written] = self.target[written].to(self.owned.dtype)
@@ -86,7 +90,7 @@ class Assembler:
         self._model, self._plan, self._comm, self._ledger = model, plan, comm, ledger
         self._residency = Residency.of_stage(plan.zero)
         self._precision = Precision.named(plan.precision)
-        self._arena = Arena(ledger, comm.mesh.device)
+        self._arena = Arena(ledger, comm.buffer)
 
     def assemble(self, optimizer: OptimizerLike, initialise: Initialiser | None) -> Assembly:
         """Cut the model into flats, give them values, and point the optimizer at what this rank updates.
@@ -105,6 +109,7 @@ class Assembler:
         units = stage.units if stage else find_units(self._model, self._plan.units)
         skip = stage.skipped_modules if stage else ()
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
+        self._share_memory(units)
         spans = SpanOptimizer(torch_optimizer, self._ledger)
         shards: list[list[Shard]] = []
         for unit in units:
@@ -124,11 +129,26 @@ class Assembler:
             materialiser.materialise(module)  # buffers of modules without parameters
         borrowed = self._keep_stage(stage, units, materialiser, kept) if stage else {}
         self._place_buffers()
+        self._comm.agree(b"", "weights are in place")
         spans.adopt()
         states = sum(_state_nbytes(shard, layout) for unit in shards for shard in unit)
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         return Assembly(units, shards, spans, layout, self._precision, self._arena, borrowed)
+
+    def _share_memory(self, units: list[Unit]) -> None:
+        """Where the plan lets them and the machine can, let the ranks share memory."""
+        plan, mesh = self._plan, self._comm.mesh
+        if plan.transport == "network" or plan.pipelined or mesh.ranks == 1:
+            return
+        sizes = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
+        whole, gradients = sum(sizes), sum(sizes) if plan.zero <= 1 else 4 * max(sizes)
+        nbytes = 4 * ((whole if plan.zero else 0) + mesh.ranks * gradients)
+        reason: str | None = "the ranks do not compute on CPUs"
+        if mesh.device.type == "cpu":
+            reason = self._comm.share(nbytes)
+        if reason is not None and plan.transport == "shared":
+            raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 
     def _keep_stage(
         self, stage: Stage, units: list[Unit], materialiser: Materialiser, kept: set[nn.Parameter]
@@ -160,9 +180,9 @@ class Assembler:
     def _kinds(
         self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
     ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
-        """A unit's parameters by (dtype, trainable), those of one optimizer group side by side."""
+        """A unit's parameters by (dtype, trainable), small ones last, those of one optimizer group side by side."""
         kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-        by_group = sorted(unit.parameters.items(), key=lambda item: groups.get(item[1], -1))
+        by_group = sorted(unit.parameters.items(), key=lambda item: (is_small(item[1]), groups.get(item[1], -1)))
         for name, parameter in by_group:
             key = (
                 self._precision.dtype_of(parameter, parameter in kept),
@@ -195,7 +215,7 @@ class Assembler:
             gradients = GradientShards(
                 flat, self._residency, self._comm, self._ledger, self._arena, self._accumulation()
             )
-        return Shard(flat, parameters, gradients, owned, has_master, start)
+        return Shard(flat, parameters, gradients, owned, has_master, start, edits=flat.edits)
 
     def _accumulation(self) -> Accumulation:
         several, each = self._plan.microbatches_per_update > 1, self._plan.reduces_each_microbatch

@@ -44,12 +44,12 @@ class Backward:
         ]
         self._expected = [[b"\1" * len(g.written) for g in gradients] for gradients in self._gradients]
         self._past: list[list[bytes]] | None = None
-        self._arrived: list[list[bytearray]] = []
         self._only_trainable = [all(shard.flat.trainable for shard in shards) for shards in assembly.shards]
-        self._place_of = {id(g): (u, n) for u, gradients in enumerate(self._gradients) for n, g in enumerate(gradients)}
+        self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
         self._active = False
         self._launched = 0
-        self._in_flight: list[int] = []
+        self._in_flight: list[int] = []  # units whose reductions were started and not finished
+        self._unread: list[int] = []  # and those finished here, that other ranks may still read
         self.reduces = True
         self.under_scale = False
         self.count = 0
@@ -91,7 +91,8 @@ class Backward:
             )
         self._active = True
         self._launched = 0
-        self._arrived = [[bytearray(len(g.written)) for g in gradients] for gradients in self._gradients]
+        for gradients in self.gradients:
+            gradients.arrived = bytearray(len(gradients.written))
         self.count += 1
         if self.count > 1:
             for gradients in self.gradients:
@@ -109,6 +110,8 @@ class Backward:
         """Clear up after a backward that ended in an exception."""
         if self._active and torch._C._current_graph_task_id() == -1:
             self._active = False
+            self._in_flight.clear()
+            self._unread.clear()
             if self._gatherer is not None:
                 self._gatherer.abandon()
 
@@ -116,7 +119,6 @@ class Backward:
         """Start to reduce these units' gradients, in the fixed order; `settle` waits for the result."""
         for unit in (u for u in self._order if u in units):
             for gradients in self._gradients[unit]:
-                gradients.mark_written()
                 gradients.start_reduce()
 
     def reduce_units(self, units: list[int]) -> None:
@@ -128,6 +130,8 @@ class Backward:
 
     def unreduced(self) -> list[int]:
         """The units that hold gradients of this rank which were not reduced yet."""
+        for gradients in self.gradients:
+            gradients.collect()
         if self._comm.mesh.ranks == 1:
             return []
         return [u for u in range(len(self._order)) if any(any(g.written) for g in self._gradients[u])]
@@ -163,29 +167,41 @@ class Backward:
         if self._explicit and gradients.open_to_autograd:
             gradients.open(parameters)
             return
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(parameters[: gradients.flat.first_small]):
+            absent = shard_placeholder(parameter)
             parameter.register_hook(_Arrival(self, parameter))
-            parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))
+            parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number, absent))
+        gradients.open_small(parameters)
 
-    def receive(self, gradients: GradientShards, number: int, parameter: torch.Tensor) -> None:
+    def receive(self, gradients: GradientShards, number: int, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""
-        assert parameter.grad is not None
-        gradients.receive(number, parameter.grad.detach())
-        parameter.grad = shard_placeholder(parameter)
-        unit, flat = self._place_of[id(gradients)]
-        if self._arrived[unit][flat][number]:  # a second round: re-entrant recomputation used the unit once more
-            self._arrived[unit] = [bytearray(len(arrived)) for arrived in self._arrived[unit]]
-        self._arrived[unit][flat][number] = 1
-        if self._gatherer is not None and self._only_trainable[unit] and all(map(all, self._arrived[unit])):
+        unit = self._unit_of[id(gradients)]
+        if gradients.arrived[number]:  # a second round: re-entrant recomputation used the unit once more
+            for each in self._gradients[unit]:
+                each.arrived = bytearray(len(each.arrived))
+        if gradients.in_flight:
+            self._finish(len(self._in_flight))
+        gradients.receive(number, gradient)
+        if self._gatherer is not None and self._only_trainable[unit] and self._everything_came(unit):
             self._gatherer.done(unit)
-        if self.reduces and self._complete(unit):
+        if self.reduces:
             self._launch_complete()
 
+    def _everything_came(self, unit: int) -> bool:
+        return self._came(unit, [b"\1" * len(gradients.arrived) for gradients in self._gradients[unit]])
+
     def _complete(self, unit: int) -> bool:
-        pairs = zip(self._expected[unit], self._arrived[unit], strict=True)
-        return all(
-            here or not wanted for expected, arrived in pairs for wanted, here in zip(expected, arrived, strict=True)
-        )
+        """Whether every gradient of a unit that ever came has come."""
+        return self._came(unit, self._expected[unit])
+
+    def _came(self, unit: int, wanted: Sequence[bytes]) -> bool:
+        pairs = list(zip(self._gradients[unit], wanted, strict=True))
+        big = [(g.arrived[: g.flat.first_small], flags[: g.flat.first_small]) for g, flags in pairs]
+        if not all(_covers(arrived, flags) for arrived, flags in big):
+            return False  # without looking at the small ones
+        for gradients, _ in pairs:
+            gradients.collect()
+        return all(_covers(gradients.arrived, flags) for gradients, flags in pairs)
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._order) and self._complete(self._order[self._launched]):
@@ -197,8 +213,27 @@ class Backward:
         self._launched += 1
         self._in_flight.append(unit)
         if len(self._in_flight) > IN_FLIGHT:
-            for gradients in self._gradients[self._in_flight.pop(0)]:
-                gradients.try_finish_reduce(GRACE)
+            self._finish(1, GRACE)
+
+    def _finish(self, count: int, patience: float | None = None) -> None:
+        """Finish the oldest reductions; with `patience` in seconds, only if the other ranks do not take longer."""
+        for unit in self._in_flight[:count]:
+            for gradients in self._gradients[unit]:
+                if patience is None:
+                    gradients.finish_reduce()
+                elif not gradients.try_finish_reduce(patience):
+                    return
+            self._in_flight.remove(unit)
+            self._unread.append(unit)
+        while len(self._unread) > IN_FLIGHT:
+            self._release(1)
+
+    def _release(self, count: int) -> None:
+        """Hand back the buffers of the oldest finished reductions, once all ranks have read them."""
+        for unit in self._unread[:count]:
+            for gradients in self._gradients[unit]:
+                gradients.release()
+        del self._unread[:count]
 
     def _end(self) -> None:
         """The backward is over: reduce what is left, free what is gathered."""
@@ -209,11 +244,13 @@ class Backward:
                 self._launch(self._order[self._launched])
         if self._gatherer is not None:
             self._gatherer.end()
-        if self.reduces:
-            for gradients in self.gradients:
-                gradients.finish_reduce()
-        self._in_flight.clear()
+        self._finish(len(self._in_flight))
+        self._release(len(self._unread))
         self._active = False
+
+
+def _covers(arrived: bytearray, expected: bytes) -> bool:
+    return not int.from_bytes(expected) & ~int.from_bytes(arrived)
 
 
 def _either(a: bytes, b: bytes) -> bytes:
@@ -244,10 +281,12 @@ class _Arrival:
 class _Receipt:
     """Hands a parameter's gradient on to its flat buffer."""
 
-    __slots__ = ("backward", "gradients", "number")
+    __slots__ = ("absent", "backward", "gradients", "number")
 
-    def __init__(self, backward: Backward, gradients: GradientShards, number: int) -> None:
-        self.backward, self.gradients, self.number = backward, gradients, number
+    def __init__(self, backward: Backward, gradients: GradientShards, number: int, absent: torch.Tensor) -> None:
+        self.backward, self.gradients, self.number, self.absent = backward, gradients, number, absent
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self.backward.receive(self.gradients, self.number, parameter)
+        gradient, parameter.grad = parameter.grad, self.absent
+        assert gradient is not None
+        self.backward.receive(self.gradients, self.number, gradient.detach())

@@ -30,7 +30,7 @@ from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Event, Ledger
-from zeroshard.mesh import Mesh, init_mesh
+from zeroshard.mesh import Mesh, init_mesh, keep_freed_memory
 from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
 from zeroshard.schedule import Kind, Layout, Pipeline, Schedule, verify, with_gathers
@@ -92,6 +92,8 @@ class Engine:
         self.model = model
         self.plan = plan or Plan()
         self.mesh = mesh or init_mesh(self.plan.timeout)
+        if self.mesh.device.type == "cpu":
+            keep_freed_memory()
         budget = self.plan.device_budget
         self.ledger = Ledger({} if budget is None else {"device": budget})
         self._loss = loss or (lambda output, batch: loss_in(output))
@@ -100,7 +102,7 @@ class Engine:
         self.comm = Comm(self._stage.mesh) if self._stage else self.world
         assembler = Assembler(model, self.plan, self.comm, self.ledger, self._stage)
         self._assembly = assembler.assemble(optimizer, initialise)
-        sliced = self.plan.zero == 3 and self.comm.mesh.ranks > 1
+        sliced = any(shard.parameters.sliced for shard in self._assembly.all_shards)
         parameters = [[shard.parameters for shard in shards] for shards in self._assembly.shards]
         self._gatherer = Gatherer(self._assembly.units, parameters, self.comm) if sliced else None
         self._backward = Backward(
@@ -289,9 +291,14 @@ class Engine:
         """
         self._refuse_pipeline("gathered")
         with self._whole():
-            yield
             for shard in self._assembly.all_shards:
-                shard.keep_what_was_written()
+                shard.parameters.begin_edit()
+            try:
+                yield
+            finally:
+                for shard in self._assembly.all_shards:
+                    shard.keep_what_was_written()
+        self.comm.agree(b"", "edited weights are in place")
 
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""

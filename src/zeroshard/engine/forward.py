@@ -59,8 +59,8 @@ class Forward:
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
         begins = False
+        self._refuse_writes()
         if self._gatherer is not None:
-            self._refuse_writes()
             if not self._gatherer.inside(PassKind.BACKWARD):  # else: the whole model is being recomputed
                 self._gatherer.begin(PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION)
                 begins = True
@@ -114,12 +114,20 @@ class Forward:
             self._ledger.give(Category.ACTIVATIONS, storage.nbytes(), "saved activation")
 
     def _refuse_writes(self) -> None:
+        """Refuse to go on with what was written where it is lost, or done once per rank to what all ranks share.
+
+        Raises:
+            PlanError: with the way out.
+        """
         for shard in self._assembly.all_shards:
-            if shard.parameters.sliced and shard.flat.written_while_absent():
+            parameters = shard.parameters
+            lost = "its values were on other ranks" if parameters.sliced and shard.flat.written_while_absent() else None
+            if (shard.master or parameters.common) and shard.versions is None and shard.flat.edits != shard.edits:
+                lost = "all ranks share it" if parameters.common else "its fp32 master weights stayed as they were"
+            if lost:
                 raise PlanError(
-                    f"A parameter of {shard.flat.label} was written while its values were on other ranks. Change "
-                    f"sliced "
-                    "parameters inside `with engine.gathered():`, on every rank alike."
+                    f"A parameter of {shard.flat.label} was written while {lost}. Change parameters inside "
+                    f"`with engine.gathered():`, on every rank alike."
                 )
 
 

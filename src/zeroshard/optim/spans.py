@@ -113,12 +113,20 @@ class SpanOptimizer:
 
     def step(self, number: int, gradient_of: Callable[[Span], torch.Tensor | None]) -> None:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
-        for span in self._spans[number]:
+        spans, groups = self._spans[number], self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        for span in spans:
             span.tensor.grad = gradient_of(span)
+        for place, group in enumerate(groups):  # or the optimizer would look through all others for gradients
+            group["params"] = [span.tensor for span in spans if span.group == place]
         self._stepping = True
-        self.optimizer.step()
-        self._stepping = False
-        for span in self._spans[number]:
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+            for group, tensors in zip(groups, everything, strict=True):
+                group["params"] = tensors
+        for span in spans:
             span.tensor.grad = None
 
     def account(self) -> None:

@@ -1,7 +1,7 @@
 """Units: a model cut into pieces whose parameters live in flat buffers (the first backbone)."""
 
 from zeroshard.units.find import Unit, find_units
-from zeroshard.units.flat import Flat
+from zeroshard.units.flat import Flat, is_small
 from zeroshard.units.index import Entry, Index
 
-__all__ = ["Entry", "Flat", "Index", "Unit", "find_units"]
+__all__ = ["Entry", "Flat", "Index", "Unit", "find_units", "is_small"]

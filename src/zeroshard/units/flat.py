@@ -6,6 +6,13 @@ from torch import nn
 from zeroshard.units.find import Unit
 from zeroshard.units.index import Index
 
+SMALL = 2**14  # elements; below it, what Python does for a tensor takes longer than copying it
+
+
+def is_small(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is like a bias: it costs less to handle many such at once."""
+    return parameter.numel() <= SMALL
+
 
 class Flat:
     """The parameters of one unit that share dtype and trainability, one behind the other in one buffer.
@@ -19,6 +26,7 @@ class Flat:
         dtype: of the parameters as the model computes with them.
         trainable: whether they get gradients and an update.
         parameters: the user's `nn.Parameter` objects, in the order of the index.
+        first_small: the number from which on all parameters are small; at least one is not.
     """
 
     def __init__(
@@ -29,6 +37,8 @@ class Flat:
         self.dtype = dtype
         self.trainable = trainable
         self.parameters = list(parameters.values())
+        big = [number for number, parameter in enumerate(self.parameters) if not is_small(parameter)]
+        self.first_small = max([0, *big]) + 1
         self._views: list[torch.Tensor] = []
         self._absent = torch.empty(())
 
@@ -59,6 +69,11 @@ class Flat:
         """Take the buffer away from the parameters: one NaN, seen in every element of the true shape."""
         for parameter in self.parameters:
             parameter.data = self._absent.expand(parameter.shape)
+
+    @property
+    def edits(self) -> int:
+        """How often somebody has written into the parameters in place, so far."""
+        return sum(parameter._version for parameter in self.parameters)
 
     def written_while_absent(self) -> bool:
         """Whether somebody wrote into a parameter whose values were elsewhere (`fill_` cannot be refused)."""

@@ -2,8 +2,12 @@
 
 [Note: life of a gradient] Autograd hands over each parameter's gradient once per backward. It is copied (or, from
 the second backward without a reduction on, added) into `landing`, laid out like the parameters, so that what goes on
-the wire is contiguous. A reduction sends each slice to its owner, who adds the ranks' copies in rank order in fp32,
+the wire is contiguous. A reduction brings each slice to its owner, who adds the ranks' copies in rank order in fp32,
 divides by N, and adds the mean to `total`. The update consumes `total`.
+
+[Note: small parameters] Biases and norms lie behind one another at the end of a flat. Autograd adds their gradients up
+in a small buffer itself, and one copy takes them all into `landing`, so what Python does does not grow with their
+number. Big gradients are copied one by one, while they are in the cache: cheaper than zeros and an addition.
 
 [Note: fp32 accumulation] While a step has a single backward, nothing is accumulated over time and 16-bit gradients stay
 16-bit: the paper's 2Ψ bytes. From the second backward of a step on, sums are kept in fp32 (`accumulate_in_fp32`).
@@ -14,11 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.comm import Comm, Pending, Purpose
+from zeroshard.comm import Comm, Exchange, Purpose
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Arena, Category, Ledger
 from zeroshard.units import Flat
 from zeroshard.zero.residency import Residency
+
+CHUNK = 2**16  # elements that are added over the ranks at a time, so that sums stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class GradientShards:
 
     Attributes:
         interval: first and one past the last element of the slice that this rank owns.
+        arrived: per parameter, whether its gradient came in the backward under way.
         written: per parameter, whether it got a gradient since the last reduction.
         written_in_step: per parameter, whether it got a gradient since the last update.
     """
@@ -66,11 +73,15 @@ class GradientShards:
         self._landing_dtype = sums if adds_locally else flat.dtype
         self._landing: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
-        self._exchange: tuple[Pending, torch.Tensor, torch.Tensor] | None = None
+        self._exchange: tuple[Exchange, torch.Tensor] | None = None
+        self._unread: tuple[Exchange, torch.Tensor] | None = None
         self._reduced = False
         self._wide: torch.Tensor | None = None
-        self._touched: set[torch.nn.Parameter] = set()
-        self._number_of: dict[torch.nn.Parameter, int] = {}
+        self._small: torch.Tensor | None = None
+        self._fresh: set[torch.nn.Parameter] = set()
+        self._direct: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        self.opened = False
+        self.arrived = bytearray(len(flat.parameters))
         self.written = bytearray(len(flat.parameters))
         self.written_in_step = bytearray(len(flat.parameters))
         if self._keeps_landing:
@@ -83,30 +94,62 @@ class GradientShards:
         """Whether autograd can add up gradients in `landing` itself: it is kept, and of the parameters' dtype."""
         return self._keeps_landing and self._landing_dtype == self.flat.dtype
 
-    @property
-    def opened(self) -> bool:
-        """Whether autograd adds up in `landing` itself."""
-        return bool(self._number_of)
-
     def open(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Let autograd add the gradients of these parameters, which stand for those of the flat, into `landing`.
 
-        Nothing else is called then but `mark_written` before a reduction.
+        Nothing else is called then but `collect` before a reduction.
         """
         assert self.open_to_autograd and self._landing is not None
         if not self.opened:  # else there may be gradients, which the update under way is about to use
             self._landing.zero_()
+        self.opened = True
         for number, parameter in enumerate(parameters):
-            parameter.grad = self.flat.view(self._landing, number)
-            self._number_of[parameter] = number
-            parameter.register_post_accumulate_grad_hook(self._touched.add)
+            self._let_in(parameter, number, self.flat.view(self._landing, number))
 
-    def mark_written(self) -> None:
-        """Note which parameters autograd has added to since the last call."""
-        for parameter in self._touched:
-            number = self._number_of[parameter]
-            self.written[number] = self.written_in_step[number] = 1
-        self._touched.clear()
+    def open_small(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Let autograd add up the gradients of the small ones among these parameters ([Note: small parameters])."""
+        index, first = self.flat.index, self.flat.first_small
+        if first == len(parameters):
+            return
+        offset = index.entries[first].offset
+        if self._small is None:
+            label, device = f"small gradients {self.flat.label}", self._comm.mesh.device
+            self._small = self._ledger.empty(index.numel - offset, self.flat.dtype, device, Category.BUFFERS, label)
+        for number in range(first, len(parameters)):
+            entry = index.entries[number]
+            view = self._small[entry.offset - offset : entry.stop - offset].view(entry.shape)
+            self._let_in(parameters[number], number, view)
+
+    def _let_in(self, parameter: torch.nn.Parameter, number: int, view: torch.Tensor) -> None:
+        parameter.grad = view
+        self._direct[parameter] = (number, view)
+        parameter.register_post_accumulate_grad_hook(self._fresh.add)
+
+    @property
+    def holds_new(self) -> bool:
+        """Whether autograd has added up gradients that were not collected yet."""
+        return bool(self._fresh)
+
+    def collect(self) -> None:
+        """Take over what autograd has added up itself since the last call."""
+        if not self._fresh:
+            return
+        numbers = []
+        for parameter in self._fresh:
+            number, view = self._direct[parameter]
+            if parameter.grad is not view:  # the user has taken it away, or autograd has put another in its place
+                if parameter.grad is not None:
+                    view.add_(parameter.grad.detach())
+                parameter.grad = view
+            numbers.append(number)
+        self._fresh.clear()
+        if self._small is not None:
+            landing, index, first = self._ready_landing(), self.flat.index, self.flat.first_small
+            region = landing[index.entries[first].offset : index.numel]
+            region.add_(self._small) if any(self.written[first:]) else region.copy_(self._small)
+            self._small.zero_()
+        for number in numbers:
+            self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
 
     def receive(self, number: int, gradient: torch.Tensor) -> None:
         """Take in the gradient of parameter `number`, adding to what came since the last reduction.
@@ -119,20 +162,12 @@ class GradientShards:
             raise PlanError(
                 f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
             )
-        if self._exchange is not None:
-            self.finish_reduce()  # a gradient that comes after its unit was sent waits for the next reduction
-        if self._landing is None:
-            self._landing = self._arena.take(
-                self.flat.index.padded_numel, self._landing_dtype, f"gradients {self.flat.label}"
-            )
-        if self._reduced and self._total is None:
-            self._separate_total()
-        view = self.flat.view(self._landing, number)
+        view = self.flat.view(self._ready_landing(), number)
         if self.written[number] or self.opened:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self.written[number] = self.written_in_step[number] = 1
+        self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
 
     def accumulate_in_fp32(self) -> None:
         """Keep sums over several backwards in fp32 from now on ([Note: fp32 accumulation])."""
@@ -164,59 +199,90 @@ class GradientShards:
             else:
                 self._widen_landing()
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction was started and not finished."""
+        return self._exchange is not None
+
     def start_reduce(self) -> None:
-        """Send every slice of what was received to its owner; parameters without a gradient count as zeros."""
+        """Bring every slice of what was received to its owner; parameters without a gradient count as zeros."""
         if self._ranks == 1:
             return
-        index = self.flat.index
-        if self._exchange is not None:
-            self.finish_reduce()
-        if self._landing is None:
-            self._landing = self._arena.take(index.padded_numel, self._landing_dtype, f"gradients {self.flat.label}")
-        if self._reduced and self._total is None:
-            self._separate_total()
-        self._zero_unwritten(self._landing)
-        wire = self._landing
+        self.collect()
+        landing, index, arena = self._ready_landing(), self.flat.index, self._arena
+        self._zero_unwritten(landing)
+        wire = landing
         if self._wire_dtype is not None and self._wire_dtype != wire.dtype:
-            wire = self._arena.take(index.padded_numel, self._wire_dtype, f"wire {self.flat.label}")
-            wire.copy_(self._landing)
-        into = self._arena.take(index.padded_numel, wire.dtype, f"reduce {self.flat.label}")
-        pending = self._comm.exchange(into, wire, self.flat.label, index.padding)
-        self._exchange = (pending, wire, into)
+            wire = arena.take(index.padded_numel, self._wire_dtype, f"wire {self.flat.label}")
+            wire.copy_(landing)
+        dtype = wire.dtype
+
+        def scratch(numel: int) -> torch.Tensor:
+            return arena.take(numel, dtype, f"reduce {self.flat.label}")
+
+        self._exchange = (self._comm.exchange(wire, scratch, self.flat.label, index.padding), wire)
         self.written = bytearray(len(self.written))
 
-    def try_finish_reduce(self, seconds: float) -> None:
-        """As `finish_reduce`, unless the other ranks take longer than `seconds`.
+    def try_finish_reduce(self, seconds: float) -> bool:
+        """As `finish_reduce`, unless the other ranks take longer than `seconds`; whether it is finished.
 
         A rank that blocked here could wait for one that waits for this rank's next gather.
         """
-        if self._exchange is not None and self._exchange[0].arrives_within(seconds):
-            self.finish_reduce()
+        if self._exchange is not None and not self._exchange[0].arrives_within(seconds):
+            return False
+        self.finish_reduce()
+        return True
 
     def finish_reduce(self) -> None:
-        """Wait for the other ranks' copies of this rank's slice and add their mean to the total."""
+        """Wait for the other ranks' copies of this rank's slice and add their mean to the total.
+
+        Reductions of several flats must be finished in the order in which they were started.
+        """
         if self._exchange is None:
             return
-        pending, wire, into = self._exchange
+        exchange, wire = self._exchange
         self._exchange = None
-        pending.wait()
+        exchange.wait()
+        self._add_mean(exchange.copies)
+        self._reduced = True
+        exchange.done()
+        if exchange.scratch is not None:
+            self._arena.give(exchange.scratch)
+        self._unread = (exchange, wire)
+        if self._comm.shared is None:
+            self.release()
+
+    def release(self) -> None:
+        """Hand back what the other ranks have read by now, waiting for them if need be."""
+        if self._unread is None:
+            return
+        exchange, wire = self._unread
+        self._unread = None
+        exchange.wait_until_read()
         if wire is not self._landing:
             self._arena.give(wire)
-        if not self._keeps_landing:
-            assert self._landing is not None
-            self._arena.give(self._landing)
-            self._landing = None
-        copies = into.view(self._ranks, -1)
-        mean = self._arena.take(copies.shape[1], torch.promote_types(into.dtype, torch.float32), "sum over ranks")
-        torch.add(copies[0], copies[1], out=mean) if mean.dtype == into.dtype else mean.copy_(copies[0]).add_(copies[1])
-        for rank in range(2, self._ranks):
-            mean.add_(copies[rank])
-        mean.mul_(1.0 / self._ranks)
-        total = self.total
-        total.add_(mean) if self._reduced else total.copy_(mean)
-        self._reduced = True
-        self._arena.give(mean)
-        self._arena.give(into)
+        self._drop_landing()
+
+    def _add_mean(self, copies: list[torch.Tensor]) -> None:
+        """Add the mean of the ranks' copies [S] to the total, or begin it with that."""
+        total, ranks = self.total, self._ranks
+        sums = torch.promote_types(copies[0].dtype, torch.float32)
+        # In place, unless the total lies where a copy does that is needed later.
+        at_once = not self._reduced and total.dtype == sums and (self._total is not None or ranks == 2)
+        scratch = None if at_once else self._arena.take(min(CHUNK, total.numel()), sums, "sum over ranks")
+        for into, *parts in zip(total.split(CHUNK), *(copy.split(CHUNK) for copy in copies), strict=True):
+            mean = into if scratch is None else scratch[: into.numel()]
+            if parts[0].dtype == sums:
+                torch.add(parts[0], parts[1], out=mean)
+            else:
+                mean.copy_(parts[0]).add_(parts[1])
+            for part in parts[2:]:
+                mean.add_(part)
+            mean.mul_(1.0 / ranks)
+            if scratch is not None:
+                into.add_(mean) if self._reduced else into.copy_(mean)
+        if scratch is not None:
+            self._arena.give(scratch)
 
     @property
     def total(self) -> torch.Tensor:
@@ -229,6 +295,7 @@ class GradientShards:
     def settle(self) -> torch.Tensor:
         """The total of the step [S], zero where nothing was written; call it when nothing is left to reduce."""
         self.finish_reduce()
+        self.release()
         if self._ranks == 1 and self._landing is not None:
             self._zero_unwritten(self._landing)
         elif not self._reduced:
@@ -243,7 +310,10 @@ class GradientShards:
         total, index, whole = self.total, self.flat.index, self._landing
         if total.dtype != whole.dtype:
             whole = self._wide = self._arena.take(index.padded_numel, total.dtype, f"sums {self.flat.label}")
-        self._comm.gather(whole, total, Purpose.GATHER_GRADIENTS, self.flat.label, index.padding).wait()
+        own = whole[self.interval[0] : self.interval[1]]
+        if own.data_ptr() != total.data_ptr():
+            own.copy_(total)
+        self._comm.gather(whole, own, Purpose.GATHER_GRADIENTS, self.flat.label, index.padding).wait()
         return whole
 
     def updated(self) -> None:
@@ -254,28 +324,49 @@ class GradientShards:
 
     def consume(self) -> None:
         """Forget the step's gradients: they were used, or the step was skipped."""
-        if self._landing is not None and not self._keeps_landing:
-            self._arena.give(self._landing)
-            self._landing = None
+        self.release()
+        self._drop_landing()
         if self.opened and self._landing is not None:
             self._landing.zero_()
-        self._touched.clear()
+        if self._small is not None and self._fresh:
+            self._small.zero_()
+        self._fresh.clear()
         self._reduced = False
         self.written = bytearray(len(self.written))
         self.written_in_step = bytearray(len(self.written))
 
+    def _ready_landing(self) -> torch.Tensor:
+        """`landing`, free to be written."""
+        self.finish_reduce()  # of several flats, whoever launches sees to the order
+        self.release()
+        if self._landing is None:
+            label = f"gradients {self.flat.label}"
+            self._landing = self._arena.take(self.flat.index.padded_numel, self._landing_dtype, label)
+        if self._reduced and self._total is None:
+            self._separate_total()
+        return self._landing
+
+    def _drop_landing(self) -> None:
+        if self._landing is not None and not self._keeps_landing:
+            self._arena.give(self._landing)
+            self._landing = None
+
     def _zero_unwritten(self, landing: torch.Tensor) -> None:
-        for number, entry in enumerate(self.flat.index.entries):
-            if not self.written[number]:
-                landing[entry.offset : entry.stop].zero_()
+        if not all(self.written):
+            first, collected = (
+                self.flat.first_small,
+                self._small is not None and any(self.written[self.flat.first_small :]),
+            )
+            for number, entry in enumerate(self.flat.index.entries):
+                if not self.written[number] and not (collected and number >= first):
+                    landing[entry.offset : entry.stop].zero_()
         landing[self.flat.index.numel :].zero_()
 
     def _persistent_landing(self) -> torch.Tensor:
-        index, label = self.flat.index, f"gradients {self.flat.label}"
-        device = self._comm.mesh.device
-        return self._ledger.empty(
-            index.padded_numel, self._landing_dtype, device, Category.GRADIENTS, label, index.padding
-        )
+        index, dtype = self.flat.index, self._landing_dtype
+        nbytes, padding = (n * dtype.itemsize for n in (index.padded_numel, index.padding))
+        self._ledger.take(Category.GRADIENTS, nbytes, f"gradients {self.flat.label}", padding)
+        return self._comm.buffer(index.padded_numel, dtype)
 
     def _new_total(self, dtype: torch.dtype) -> torch.Tensor:
         index, label = self.flat.index, f"gradient slice {self.flat.label}"

@@ -21,6 +21,9 @@ class Residence(Enum):
 class ParameterShards:
     """The parameter buffer of a flat under a residency.
 
+    Where ranks share memory and own slices, the whole buffer is there once for all of them, at every stage from 1 up;
+    each enters its own slice in its ledger.
+
     [Note: freed storage] The gathered buffer is one storage for life, resized to zero bytes and back. Views of it that
     autograd saved stay valid once it is refilled, and pin nothing while it is empty.
 
@@ -34,15 +37,22 @@ class ParameterShards:
         mesh, index = comm.mesh, flat.index
         self.flat = flat
         self.rank = mesh.rank
-        self.sliced = residency.slice_parameters and mesh.ranks > 1
-        self._spread = residency.spread_after_update and mesh.ranks > 1 and flat.trainable
+        self.common = residency.slice_states and comm.shared is not None
+        self.sliced = residency.slice_parameters and mesh.ranks > 1 and not self.common
+        self._spread = (self.common or residency.spread_after_update) and mesh.ranks > 1 and flat.trainable
         self._comm = comm
         self._ledger = ledger
         self._pending: Pending | None = None
+        self._edited: torch.Tensor | None = None
         start, stop = index.interval(self.rank)
         category, label = Category.PARAMETERS, f"parameters {flat.label}"
-        if self.sliced:
-            padding = index.padding_in(start, stop)
+        padding = index.padding_in(start, stop)
+        if comm.shared is not None and self.common:
+            size = flat.dtype.itemsize
+            ledger.take(category, index.slice_numel * size, label, padding * size)
+            self.full = comm.shared.memory.common(index.padded_numel, flat.dtype)
+            self.own = self.full[start:stop]
+        elif self.sliced:
             self.own = ledger.empty(index.slice_numel, flat.dtype, mesh.device, category, label, padding)
             self.full = torch.empty(index.padded_numel, dtype=flat.dtype, device=mesh.device)
         else:
@@ -56,7 +66,10 @@ class ParameterShards:
     def load(self, values: torch.Tensor) -> None:
         """Set the parameters from `values` [padded], of any dtype, and let the user's parameters view them."""
         start, stop = self.flat.index.interval(self.rank)
-        if self.sliced:
+        if self.common:
+            self.own.copy_(values[start:stop])
+            self.flat.attach()
+        elif self.sliced:
             self.own.copy_(values[start:stop])
             self.flat.detach()
         else:
@@ -67,6 +80,24 @@ class ParameterShards:
         """Let `buffer` [padded] be the whole buffer from now on."""
         start, stop = self.flat.index.interval(self.rank)
         self.full, self.own = buffer, buffer[start:stop]
+
+    def begin_edit(self) -> None:
+        """Let the parameters view a copy of this rank's own, so that what every rank writes is not written N times."""
+        if self.common:
+            self._ledger.take(Category.BUFFERS, self._nbytes, f"edit {self.flat.label}")
+            self._edited = self.full.clone()
+            self.flat.bind(self._edited)
+            self.flat.attach()
+
+    def end_edit(self) -> None:
+        """Take this rank's slice out of the copy, and let the parameters view what is common again."""
+        if self._edited is not None:
+            start, stop = self.flat.index.interval(self.rank)
+            self.own.copy_(self._edited[start:stop])
+            self._edited = None
+            self.flat.bind(self.full)
+            self.flat.attach()
+            self._ledger.give(Category.BUFFERS, self._nbytes, f"edit {self.flat.label}")
 
     def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
         """Start to fetch the other ranks' slices."""

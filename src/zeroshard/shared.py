@@ -1,0 +1,298 @@
+"""Memory that the ranks of one machine share: buffers which all of them map, and semaphores that say what is ready.
+
+[Note: nothing stays behind] The memory is a file without a name in /dev/shm, which the other ranks open through /proc;
+the kernel frees it with the last process, however that ends.
+
+[Note: room is taken early] The mapping is far larger than what is used. Pages are reserved when a buffer is made, so a
+full /dev/shm is an error with a message then, and not a bus error in the middle of a step.
+"""
+
+import ctypes
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.errors import PlanError
+
+PLACE = "/dev/shm"  # where POSIX keeps shared memory
+REGION = 2**38  # bytes of address space for what is common, and for each rank
+PAGE = 4096
+ALIGNMENT = 64
+SEMAPHORE = 32  # bytes of a sem_t
+BOXES = 2**14  # buffers whose places the ranks can tell each other
+LOOK = 0.5  # seconds between looks at whether the others still live
+
+
+class Signal(IntEnum):
+    """What one rank tells all others; each kind is counted apart."""
+
+    GATHER = 0  # my slice is ready
+    COPIED = 1  # I have copied yours
+    REDUCE = 2  # my gradients are ready
+    READ = 3  # I have read yours
+
+
+class SharedMemory:
+    """The mapped file and the semaphores in it. All ranks of a group make it together.
+
+    Args:
+        rank: this rank's number in the group.
+        processes: process ids of the group, by rank.
+        descriptor: the open file.
+    """
+
+    def __init__(self, rank: int, processes: list[int], descriptor: int) -> None:
+        self.rank, self.ranks = rank, len(processes)
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, _size(self.ranks))
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._base = self._bytes.data_ptr()
+        self._used = [0] * (self.ranks + 1)  # bytes of what is common and of each rank's own region; only ours counts
+        self._boxes: dict[str, int] = {}
+        self._posted = dict.fromkeys(Signal, 0)
+        self._taken = {(other, signal): 0 for other in range(self.ranks) for signal in Signal}
+        self.others = [other for other in range(self.ranks) if other != rank]
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._lives = {other: os.pidfd_open(processes[other]) for other in self.others}
+        self._look = select.poll()
+        for descriptor in self._lives.values():
+            self._look.register(descriptor, select.POLLIN)
+
+    def close(self) -> None:
+        """Close what is open; buffers that are still held stay valid."""
+        for descriptor in [*self._lives.values(), self._descriptor]:
+            os.close(descriptor)
+        self._lives.clear()
+
+    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed 1-D buffer that is the same memory on all ranks; all must ask for the same ones in the same order.
+
+        Raises:
+            PlanError: no room.
+        """
+        return self._allocate(0, numel, dtype)
+
+    def mine(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed 1-D buffer of this rank, which the others can read.
+
+        Raises:
+            PlanError: no room.
+        """
+        return self._allocate(1 + self.rank, numel, dtype)
+
+    def is_common(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in what is common."""
+        return 0 <= tensor.data_ptr() - self._base - _region(0, self.ranks) < REGION
+
+    def publish(self, label: str, tensor: torch.Tensor) -> None:
+        """Say where this rank's buffer of that name is now; the names come up in the same order on all ranks."""
+        box = self._boxes.setdefault(label, len(self._boxes))
+        self._box(self.rank, box).fill_(tensor.data_ptr() - self._base)
+
+    def theirs(self, rank: int, label: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements [start, start + numel) of what `rank` published under a name."""
+        place = int(self._box(rank, self._boxes[label])) + start * dtype.itemsize
+        return self._bytes[place : place + numel * dtype.itemsize].view(dtype)
+
+    def post(self, signal: Signal) -> None:
+        """Tell every other rank; all that was written before is seen by who waits for it."""
+        self._posted[signal] += 1
+        for other in self.others:
+            self._libc.sem_post(self._semaphore(self.rank, other, signal))
+
+    def work(self, signal: Signal) -> "Signals":
+        """What ends when every other rank has posted as often as this one has so far."""
+        return Signals(self, signal, self._posted[signal])
+
+    def reach(self, source: int, signal: Signal, number: int, deadline: float) -> bool:
+        """Wait until `source` has posted `number` times; False when it has not by `deadline` (of `time.time()`).
+
+        Raises:
+            DistNetworkError: a rank's process is gone.
+        """
+        semaphore = self._semaphore(source, self.rank, signal)
+        while self._taken[source, signal] < number:
+            if self._libc.sem_trywait(semaphore):
+                until = min(deadline, time.time() + LOOK)
+                if self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec.at(until))):
+                    if time.time() >= deadline:
+                        return False
+                    self._refuse_dead()
+                    continue
+            self._taken[source, signal] += 1
+        return True
+
+    def _refuse_dead(self) -> None:
+        gone = {descriptor for descriptor, _ in self._look.poll(0)}
+        names = [str(rank) for rank, descriptor in self._lives.items() if descriptor in gone]
+        if names:
+            raise dist.DistNetworkError(f"the process of rank {', '.join(names)} is gone")
+
+    def _allocate(self, region: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        start = _region(region, self.ranks) + self._used[region]
+        if nbytes:
+            try:
+                os.posix_fallocate(self._descriptor, start, nbytes)
+            except OSError as error:
+                raise PlanError(no_room(nbytes, str(error.strerror))) from None
+        self._used[region] += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return self._bytes[start : start + nbytes].view(dtype)
+
+    def _semaphore(self, source: int, destination: int, signal: Signal) -> ctypes.c_void_p:
+        return _semaphore(self._base, self.ranks, source, destination, signal)
+
+    def _box(self, rank: int, number: int) -> torch.Tensor:
+        start = _head(self.ranks) + (rank * BOXES + number) * 8
+        return self._bytes[start : start + 8].view(torch.int64)
+
+
+class Signals(dist.Work):
+    """Posts of all other ranks, waited for like any work of torch.distributed."""
+
+    def __init__(self, memory: SharedMemory, signal: Signal, number: int) -> None:
+        super().__init__()
+        self._memory, self._signal, self._number = memory, signal, number
+
+    def is_completed(self) -> bool:
+        """Whether all have posted."""
+        return self._reach(0.0)
+
+    def wait(self, timeout: timedelta = timedelta(seconds=300)) -> bool:
+        """Wait until all have posted.
+
+        Raises:
+            TimeoutError: one has not in time.
+            DistNetworkError: a process is gone.
+        """
+        if not self._reach(time.time() + timeout.total_seconds()):
+            raise TimeoutError
+        return True
+
+    def _reach(self, deadline: float) -> bool:
+        memory = self._memory
+        return all(memory.reach(rank, self._signal, self._number, deadline) for rank in memory.others)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+    @classmethod
+    def at(cls, when: float) -> "_Timespec":
+        return cls(int(when), int(when % 1 * 1e9))
+
+
+def share(rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int) -> "SharedMemory | str":
+    """Memory that all ranks share, or why there can be none; a collective call.
+
+    Args:
+        agree_on: gives every rank's value, in rank order.
+        nbytes: how much will be needed.
+    """
+    machines = agree_on([machine(), os.getpid()], "which machine")
+    if any(there != machines[0][0] or not there for there, _ in machines):
+        return "the ranks are on different machines"
+    descriptor, offered = -1, {}
+    if rank == 0:
+        try:
+            if room() < nbytes:
+                offered["error"] = no_room(nbytes, "too little")
+            else:
+                descriptor, offered = offer(ranks)
+        except OSError as error:
+            offered["error"] = f"{PLACE} cannot be used ({error})"
+    offered = agree_on(offered, "shared memory")[0]
+    if "error" in offered:
+        return str(offered["error"])
+    problem = ""
+    try:
+        descriptor = descriptor if rank == 0 else accept(machines[0][1], offered)
+        memory = SharedMemory(rank, [process for _, process in machines], descriptor)
+    except OSError as error:
+        problem = f"rank {rank} cannot map the memory of rank 0 ({error})"
+    problems = [found for found in agree_on(problem, "mapped") if found]
+    return problems[0] if problems else memory
+
+
+def offer(ranks: int) -> tuple[int, dict[str, Any]]:
+    """Make the memory: the open file, and what the other ranks must know to map it.
+
+    Raises:
+        OSError: the machine has no /dev/shm that can do this.
+    """
+    descriptor = os.open(PLACE, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.ftruncate(descriptor, _size(ranks))
+    os.posix_fallocate(descriptor, 0, _region(0, ranks))
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(descriptor, _region(0, ranks)) as head:
+        base = ctypes.c_char.from_buffer(head)
+        for source in range(ranks):
+            for destination in range(ranks):
+                for signal in Signal:
+                    libc.sem_init(_semaphore(ctypes.addressof(base), ranks, source, destination, signal), 1, 0)
+        del base
+    facts = os.fstat(descriptor)
+    return descriptor, {"descriptor": descriptor, "file": [facts.st_dev, facts.st_ino]}
+
+
+def accept(process: int, offered: dict[str, Any]) -> int:
+    """Open what rank 0, which runs as `process` on this machine, offers.
+
+    Raises:
+        OSError: it cannot be reached, or is something else.
+    """
+    path = f"/proc/{process}/fd/{offered['descriptor']}"
+    facts = os.stat(path)
+    if [facts.st_dev, facts.st_ino] != offered["file"]:
+        raise OSError(f"{path} is another file")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def machine() -> list[str]:
+    """What two processes have in common that can share memory: the running kernel, and its numbering of processes."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return [file.read().strip(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return []
+
+
+def room() -> int:
+    """Free bytes in /dev/shm."""
+    facts = os.statvfs(PLACE)
+    return facts.f_bavail * facts.f_frsize
+
+
+def no_room(nbytes: int, found: str) -> str:
+    """Why shared memory cannot be had, and the way out."""
+    return (
+        f"Ranks that share memory need {nbytes:,} more bytes in {PLACE}, which has {room():,} free ({found}). "
+        f"Enlarge it (in a container: --shm-size; else: mount -o remount,size=... {PLACE}), or set transport='network'."
+    )
+
+
+def _head(ranks: int) -> int:
+    """Bytes of all semaphores."""
+    return ranks * ranks * len(Signal) * SEMAPHORE
+
+
+def _region(number: int, ranks: int) -> int:
+    """Where region `number` begins: 0 is common, 1 + r is rank r's."""
+    first = -(-(_head(ranks) + ranks * BOXES * 8) // PAGE) * PAGE
+    return first + number * REGION
+
+
+def _size(ranks: int) -> int:
+    return _region(ranks + 1, ranks)
+
+
+def _semaphore(base: int, ranks: int, source: int, destination: int, signal: Signal) -> ctypes.c_void_p:
+    return ctypes.c_void_p(base + ((source * ranks + destination) * len(Signal) + signal) * SEMAPHORE)
