@@ -42,6 +42,7 @@ class Purpose(StrEnum):
     GATHER_TO_EVALUATE = "gather to evaluate"
     REDUCE_GRADIENTS = "reduce gradients"
     GATHER_GRADIENTS = "gather gradients"
+    AVERAGE_REPLICAS = "average replicas"
     SEND_ACTIVATIONS = "send activations"
     SEND_GRADIENTS = "send their gradients"
     LEND_WEIGHTS = "lend weights"
@@ -212,13 +213,20 @@ class Comm:
             self._add(count, full, padding, sent=self.shared is None)
         return Pending(self, work, place, count)
 
-    def exchange(self, full: torch.Tensor, scratch: Scratch, label: str, padding: int = 0) -> Exchange:
+    def exchange(
+        self,
+        full: torch.Tensor,
+        scratch: Scratch,
+        label: str,
+        padding: int = 0,
+        purpose: Purpose = Purpose.REDUCE_GRADIENTS,
+    ) -> Exchange:
         """Start to bring each rank's slice of `full` [N*S] to its owner, who gets all ranks' copies.
 
         Args:
             scratch: makes a buffer of so many elements of the dtype of `full`, if one is needed.
         """
-        place, count = self._enter("reduce", Purpose.REDUCE_GRADIENTS, label)
+        place, count = self._enter("reduce", purpose, label)
         with self._naming(place):
             if self.shared is None:
                 work, arrival = self._network.exchange(full, self._groups["reduce"], scratch)

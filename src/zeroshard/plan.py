@@ -15,8 +15,9 @@ UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 
 
 POSITIVE = (
     *(f"loss_scale_{part}" for part in ("initial", "growth", "backoff", "window", "hysteresis", "floor")),
-    *("microbatches", "stages", "chunks", "timeout", "clip_norm", "loss_scale"),
+    *("microbatches", "stages", "chunks", "shard_ranks", "timeout", "clip_norm", "loss_scale"),
 )
+WHOLE = ("microbatches", "stages", "chunks", "shard_ranks", "loss_scale_window", "loss_scale_hysteresis", "seed")
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
 
@@ -30,6 +31,9 @@ class Plan:
 
     zero: Literal[0, 1, 2, 3] = 2
     """ZeRO stage: 0 keeps everything on every rank, 1 slices optimizer states, 2 gradients too, 3 parameters too."""
+    shard_ranks: int | None = None
+    """Ranks that slice among themselves, neighbours by number; each such group holds a copy of the others' slices. All
+    ranks by default."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of computation. fp32 leaves the model's dtypes alone; 16-bit parameters always have fp32 master weights."""
     fp32_modules: tuple[str, ...] = ()
@@ -98,6 +102,8 @@ class Plan:
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
                 "precision='bf16', or nonfinite='skip' to say that you mean it."
             )
+        if self.zero == 0 and self.shard_ranks is not None:
+            raise PlanError("shard_ranks is for slices, and zero=0 has none. Set zero to 1, 2 or 3, or leave it out.")
         if self.microbatches == 1 and not self.pipelined and self.reduce_every == "step" and self.zero >= 2:
             raise PlanError(
                 f"reduce_every='step' with microbatches=1 has no effect at zero={self.zero}; set microbatches to 2 or "
@@ -223,6 +229,10 @@ class Plan:
                 "transport='shared' and stages do not combine: pipelines keep older weights of their own. Leave "
                 "transport='auto', which sends them through torch.distributed."
             )
+        if self.shard_ranks is not None:
+            raise PlanError(
+                "shard_ranks and stages do not combine: the replicas of a stage slice among themselves. Leave it out."
+            )
         check(self.schedule, Layout(self.replicas or (1,) * self.stages, self.chunks), self.microbatches)
         if self.zero == 3:
             raise PlanError(
@@ -249,12 +259,25 @@ class Plan:
     def _check_ranges(self) -> None:
         for name in POSITIVE:
             value = getattr(self, name)
-            if (name == "clip_norm" and value is None) or (name == "loss_scale" and isinstance(value, str)):
+            if (name in ("clip_norm", "shard_ranks") and value is None) or (
+                name == "loss_scale" and isinstance(value, str)
+            ):
                 continue
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise PlanError(f"{name} is {value!r}; it must be a number that is more than 0 and finite.")
-        for name in ("microbatches", "stages", "chunks", "loss_scale_window", "loss_scale_hysteresis", "seed"):
+        whole = (
+            "microbatches",
+            "stages",
+            "chunks",
+            "shard_ranks",
+            "loss_scale_window",
+            "loss_scale_hysteresis",
+            "seed",
+        )
+        for name in whole:
             value = getattr(self, name)
+            if name == "shard_ranks" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise PlanError(f"{name} is {value!r}; it must be a whole number.")
         if self.loss_scale_growth < 1 or self.loss_scale_backoff > 1:

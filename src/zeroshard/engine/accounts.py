@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.comm import Count, Purpose
 from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
 from zeroshard.ledger import Category, Ledger
 from zeroshard.plan import Plan
@@ -126,7 +127,7 @@ def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, sta
 
 
 def traffic_table(
-    assembly: Assembly, plan: Plan, ranks: int, counts: Mapping[Purpose, Count], messages: Mapping[str, int]
+    assembly: Assembly, plan: Plan, groups: Groups, counts: Mapping[Purpose, Count], messages: Mapping[str, int]
 ) -> TrafficTable:
     """The formula and comm's counts of the last step, purpose by purpose.
 
@@ -135,6 +136,7 @@ def traffic_table(
     """
     trainable = sum(s.flat.index.numel for s in assembly.all_shards if s.flat.trainable)
     frozen = sum(s.flat.index.numel for s in assembly.all_shards if not s.flat.trainable)
+    ranks = groups.slices.mesh.ranks
     updates = plan.microbatches // plan.microbatches_per_update
     each = wire_elements(trainable, ranks, plan.zero, plan.microbatches_per_update, plan.reductions)
     planned = {purpose: elements * updates for purpose, elements in each.items()} | dict(messages)
@@ -142,6 +144,8 @@ def traffic_table(
         planned["gather parameters"] = 0  # they are there once for all ranks
     elif plan.zero == 3 and ranks > 1:
         planned["gather parameters"] += 2 * plan.microbatches * frozen
+    if groups.replicas is not None:  # a slice there and back
+        planned["average replicas"] = 2 * sum(s.owned.numel() for s in assembly.all_shards if s.gradients is not None)
     rows = []
     for purpose in Purpose:
         count = counts.get(purpose, Count())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Comm
+from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
@@ -85,8 +86,9 @@ class Assembly:
 class Assembler:
     """Builds an `Assembly`: materialises unit by unit, and keeps of each unit what the plan says."""
 
-    def __init__(self, model: nn.Module, plan: Plan, comm: Comm, ledger: Ledger, stage: Stage | None = None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, groups: Groups, ledger: Ledger, stage: Stage | None) -> None:
         self._stage = stage
+        self._groups, comm = groups, groups.slices
         self._model, self._plan, self._comm, self._ledger = model, plan, comm, ledger
         self._residency = Residency.of_stage(plan.zero)
         self._precision = Precision.named(plan.precision)
@@ -193,29 +195,42 @@ class Assembler:
 
     def _shard(self, flat: Flat, keyed: bool) -> Shard:
         """Give a flat its buffers and values; values that are not keyed by name are rank 0's."""
-        index, mesh = flat.index, self._comm.mesh
-        values = _values(flat, mesh.device)
-        if not keyed:
-            self._comm.broadcast(values, f"initial weights {flat.label}")
+        index, rank = flat.index, self._comm.mesh.rank
         parameters = ParameterShards(flat, self._residency, self._comm, self._ledger)
-        start, stop = index.interval(mesh.rank) if self._residency.slice_states else (0, index.padded_numel)
+        start, stop = index.interval(rank) if self._residency.slice_states else (0, index.padded_numel)
         has_master = flat.trainable and flat.dtype.itemsize < 4
+        if has_master or parameters.sliced or _precise(flat) != flat.dtype:
+            values = torch.zeros(index.padded_numel, dtype=_precise(flat), device=self._comm.mesh.device)
+            self._fill(values, flat, keyed, self._source)
+            parameters.load(values)
+        else:
+            values = parameters.full
+            if not parameters.common or rank == 0:
+                self._fill(values, flat, keyed, self._groups.replicas if parameters.common else self._source)
+            flat.attach()
+        owned = parameters.own if self._residency.slice_states else parameters.full
         if has_master:
             padding = index.padding_in(start, stop)
-            label = f"master weights {flat.label}"
-            owned = self._ledger.empty(
-                stop - start, torch.float32, mesh.device, Category.MASTER_WEIGHTS, label, padding
-            )
+            label, device = f"master weights {flat.label}", self._comm.mesh.device
+            owned = self._ledger.empty(stop - start, torch.float32, device, Category.MASTER_WEIGHTS, label, padding)
             owned.copy_(values[start:stop])
-        parameters.load(values)
-        if not has_master:
-            owned = parameters.own if self._residency.slice_states else parameters.full
         gradients = None
         if flat.trainable:
-            gradients = GradientShards(
-                flat, self._residency, self._comm, self._ledger, self._arena, self._accumulation()
-            )
+            parts = (self._residency, self._comm, self._ledger, self._arena, self._accumulation())
+            gradients = GradientShards(flat, *parts, self._groups.replicas)
         return Shard(flat, parameters, gradients, owned, has_master, start, edits=flat.edits)
+
+    @property
+    def _source(self) -> Comm:
+        """Whose rank 0 has the initial values: of the world, or of this stage's replicas."""
+        return self._comm if self._stage else self._groups.world
+
+    def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, comm: Comm | None) -> None:
+        """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of `comm`."""
+        for number, parameter in enumerate(flat.parameters):
+            flat.view(values, number).copy_(parameter.detach())
+        if not keyed and comm is not None:
+            comm.broadcast(values, f"initial weights {flat.label}")
 
     def _accumulation(self) -> Accumulation:
         several, each = self._plan.microbatches_per_update > 1, self._plan.reduces_each_microbatch
@@ -228,7 +243,7 @@ class Assembler:
                 if buffer.is_meta:
                     continue  # of a layer on another stage
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
-                self._comm.broadcast(placed, f"buffer {name}")
+                self._source.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
 
 
@@ -239,15 +254,12 @@ def _state_nbytes(shard: Shard, layout: StateLayout) -> int:
     return shard.owned.numel() * layout.bytes_per_element * shard.owned.itemsize // 4
 
 
-def _values(flat: Flat, device: torch.device) -> torch.Tensor:
-    """The initial values of a flat [padded], as precise as the user's model holds them."""
+def _precise(flat: Flat) -> torch.dtype:
+    """The widest dtype of a flat and of the user's parameters in it."""
     dtype = flat.dtype
     for parameter in flat.parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
-    values = torch.zeros(flat.index.padded_numel, dtype=dtype, device=device)
-    for number, parameter in enumerate(flat.parameters):
-        flat.view(values, number).copy_(parameter.detach())
-    return values
+    return dtype
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm import Comm, Count, Purpose, merged
+from zeroshard.comm import Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import call_with, loss_in, microbatches
 from zeroshard.engine.executor import Span
 from zeroshard.engine.forward import Forward
+from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, Verdict
 from zeroshard.engine.pipelined import Pipelined
 from zeroshard.engine.stage import Stage, make_stage
@@ -98,9 +99,9 @@ class Engine:
         self.ledger = Ledger({} if budget is None else {"device": budget})
         self._loss = loss or (lambda output, batch: loss_in(output))
         self._stage = self._cut(example)
-        self.world = self._stage.world if self._stage else Comm(self.mesh)
-        self.comm = Comm(self._stage.mesh) if self._stage else self.world
-        assembler = Assembler(model, self.plan, self.comm, self.ledger, self._stage)
+        self._groups = Groups.of(self.plan, self.mesh, self._stage)
+        self.world, self.comm = self._groups.world, self._groups.slices
+        assembler = Assembler(model, self.plan, self._groups, self.ledger, self._stage)
         self._assembly = assembler.assemble(optimizer, initialise)
         sliced = any(shard.parameters.sliced for shard in self._assembly.all_shards)
         parameters = [[shard.parameters for shard in shards] for shards in self._assembly.shards]
@@ -109,8 +110,8 @@ class Engine:
             self._assembly, self._gatherer, self.comm, self.plan.scales_loss, explicit=self._stage is not None
         )
         self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
-        self._update = Update(self._assembly, self._backward, self.comm)
-        self._state = State(model, self._assembly, self.comm, self._stage)
+        self._update = Update(self._assembly, self._backward, self._groups)
+        self._state = State(model, self._assembly, self._groups, self._stage)
         self._judge = Judge(self.plan)
         self._pipelined = self._make_pipelined() if self._stage else None
         self._counts: Mapping[Purpose, Count] = {}
@@ -321,7 +322,7 @@ class Engine:
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
         messages = self._pipelined.planned_messages() if self._pipelined else {}
-        return traffic_table(self._assembly, self.plan, self.comm.mesh.ranks, self._counts, messages)
+        return traffic_table(self._assembly, self.plan, self._groups, self._counts, messages)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint folder: weights, optimizer states, random numbers, step; a collective call.
@@ -438,15 +439,14 @@ class Engine:
         """Count a step and what it sent."""
         self.steps += 1
         self.skipped += verdict.skip if verdict else False
-        comms = [self.comm] if self.world is self.comm else [self.comm, self.world]
-        self._counts = merged(comm.counts for comm in comms)
+        self._counts = merged(comm.counts for comm in self._groups.all)
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
         return StepResult(self.steps, norm, scale, verdict.skip if verdict else False, loss)
 
     def _reset_counts(self) -> None:
-        self.comm.reset()
-        self.world.reset()
+        for comm in self._groups.all:
+            comm.reset()
 
     def _never_written(self) -> list[str] | None:
         mine = self._backward.never_written

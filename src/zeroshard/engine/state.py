@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Piece, Reader, write
-from zeroshard.comm import Comm
 from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import CheckpointError
 from zeroshard.optim import Span
@@ -21,9 +21,10 @@ RNG, DEVICE_RNG = "rng:torch", "rng:cuda"
 class State:
     """Saves and restores weights, optimizer states and random numbers of one rank."""
 
-    def __init__(self, model: nn.Module, assembly: Assembly, comm: Comm, stage: Stage | None = None) -> None:
-        self._model, self._assembly, self._comm, self._stage = model, assembly, comm, stage
-        self._world = stage.world if stage else comm
+    def __init__(self, model: nn.Module, assembly: Assembly, groups: Groups, stage: Stage | None = None) -> None:
+        self._model, self._assembly, self._comm, self._stage = model, assembly, groups.slices, stage
+        self._world = groups.world
+        self._writes_slices = groups.replicas is None or groups.replicas.mesh.rank == 0
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         """Write everything that the next step depends on; a collective call.
@@ -92,7 +93,7 @@ class State:
     def _pieces(self) -> Iterator[Piece]:
         """This rank's slice of every tensor, whatever the stage."""
         rank = self._comm.mesh.rank
-        for shard in self._assembly.all_shards:
+        for shard in self._assembly.all_shards if self._writes_slices else []:
             index, start = shard.flat.index, shard.start
             for number, low, high in index.overlaps(*index.interval(rank)):
                 entry = index.entries[number]
@@ -198,7 +199,7 @@ class State:
         """Which of the saved copies of a buffer was this rank's: those of a layer are its stage's alone."""
         stage = self._stage
         if stage is None:
-            return self._comm.mesh.rank
+            return self._world.mesh.rank
         module = self._model.get_submodule(name.rpartition(".")[0])
         inside = any(module in top.modules() for layer in stage.layers for top in layer.modules)
         return (stage.mesh if inside else stage.world.mesh).rank

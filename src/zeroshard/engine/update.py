@@ -17,6 +17,7 @@ import torch
 from zeroshard.comm import Comm
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward
+from zeroshard.engine.groups import Groups
 from zeroshard.errors import CommError, NonFiniteError
 from zeroshard.optim import Span
 
@@ -35,8 +36,9 @@ class Settled:
 class Update:
     """Takes steps with the gradients of one model."""
 
-    def __init__(self, assembly: Assembly, backward: Backward, comm: Comm) -> None:
-        self._assembly, self._backward, self._comm = assembly, backward, comm
+    def __init__(self, assembly: Assembly, backward: Backward, groups: Groups) -> None:
+        self._assembly, self._backward, self._groups = assembly, backward, groups
+        self._comm = groups.slices if groups.replicas is None else groups.world
         self._shards = [shard for shard in assembly.all_shards if shard.gradients is not None]
         self._settled: tuple[int, Settled] | None = None
 
@@ -52,8 +54,13 @@ class Update:
         left = sorted({unit for word in words for unit in word.unreduced})
         if left:
             self._backward.reduce_units(left)
+        if self._groups.replicas is not None:
+            for shard in self._shards:
+                assert shard.gradients is not None
+                shard.gradients.average_replicas()
+        if left or self._groups.replicas is not None:
             words = self._agree(step)
-        norm = math.sqrt(sum(word.squares for word in words))
+        norm = math.sqrt(sum(word.squares for word in words[: self._groups.slices.mesh.ranks]))  # of one group
         settled = Settled(norm, [any(flags) for flags in zip(*(word.written for word in words), strict=True)])
         self._settled = (self._backward.count, settled)
         self._spread_written(settled)
@@ -153,7 +160,7 @@ class Update:
     def _agree(self, step: int) -> "list[_Word]":
         unreduced = self._backward.unreduced()
         squares = 0.0 if unreduced else self._squares()
-        digests = self._comm.digests
+        digests = self._groups.slices.digests
         mine = HEAD.pack(step, digests["gather"], digests["reduce"], squares)
         mine += bytes(unit in unreduced for unit in range(len(self._assembly.units)))
         mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)

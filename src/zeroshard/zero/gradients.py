@@ -15,6 +15,7 @@ number. Big gradients are copied one by one, while they are in the cache: cheape
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -45,6 +46,9 @@ class Accumulation:
 class GradientShards:
     """The gradients of a trainable flat under a residency.
 
+    Args:
+        replicas: the ranks of other groups that hold the same slice (hybrid sharding).
+
     Attributes:
         interval: first and one past the last element of the slice that this rank owns.
         arrived: per parameter, whether its gradient came in the backward under way.
@@ -60,9 +64,10 @@ class GradientShards:
         ledger: Ledger,
         arena: Arena,
         accumulation: Accumulation = Accumulation(),
+        replicas: Comm | None = None,
     ) -> None:
         self.flat = flat
-        self._comm, self._ledger, self._arena = comm, ledger, arena
+        self._comm, self._ledger, self._arena, self._replicas = comm, ledger, arena, replicas
         self._wire_dtype = accumulation.wire_dtype
         self._ranks = comm.mesh.ranks
         self.interval = flat.index.interval(comm.mesh.rank)
@@ -301,6 +306,36 @@ class GradientShards:
         elif not self._reduced:
             self.total.zero_()
         return self.total
+
+    def average_replicas(self) -> None:
+        """Let the total be the mean over all groups of ranks; a collective call, before the update."""
+        total, comm, arena = self.settle(), self._replicas, self._arena
+        if comm is None:
+            return
+        ranks, label = comm.mesh.ranks, f"replicas of {self.flat.label}"
+        size = -(-total.numel() // ranks)
+        padded = arena.take(size * ranks, total.dtype, label)
+        padded[: total.numel()].copy_(total)
+        padded[total.numel() :].zero_()
+        purpose, padding = Purpose.AVERAGE_REPLICAS, padded.numel() - total.numel()
+        scratch = partial(arena.take, dtype=total.dtype, label=label)
+        exchange = comm.exchange(padded, scratch, label, padding, purpose)
+        exchange.wait()
+        own = padded[comm.mesh.rank * size : (comm.mesh.rank + 1) * size]
+        sums = arena.take(size, torch.promote_types(total.dtype, torch.float32), label)
+        sums.copy_(exchange.copies[0])
+        for copy in exchange.copies[1:]:
+            sums.add_(copy)
+        own.copy_(sums.mul_(1.0 / ranks))
+        exchange.done()
+        comm.gather(padded, own, purpose, label, padding).wait()
+        total.copy_(padded[: total.numel()])
+        self._reduced = True
+        if self._ranks == 1:
+            self.written = bytearray(b"\1" * len(self.written))  # what another group wrote is here now
+        for used in (sums, padded, exchange.scratch):
+            assert used is not None
+            arena.give(used)
 
     def for_update(self) -> torch.Tensor:
         """The gradient over what this rank updates: its slice [S], or at stage 0 everything [N*S], gathered."""

@@ -1,0 +1,54 @@
+"""Which ranks speak with which: all of them, those that slice among themselves, and those that hold the same slice.
+
+Hybrid sharding (MiCS, 2205.00119; hpZ of ZeRO++, 2306.10209): slices inside groups of neighbours, whose links are fast,
+and copies of them from group to group. Gradients are summed inside a group as often as the plan says, and over the
+groups once per step, a slice each.
+"""
+
+from dataclasses import dataclass
+
+from zeroshard.comm import Comm
+from zeroshard.engine.stage import Stage
+from zeroshard.errors import PlanError
+from zeroshard.mesh import Mesh, part_of
+from zeroshard.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups of one rank.
+
+    Attributes:
+        world: all ranks that train.
+        slices: those among which each flat buffer is sliced.
+        replicas: those that hold the same slice as this rank, one in each group; None where there is one group.
+    """
+
+    world: Comm
+    slices: Comm
+    replicas: Comm | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, mesh: Mesh, stage: Stage | None) -> "Groups":
+        """The groups that a plan asks for; a collective call.
+
+        Raises:
+            PlanError: the ranks do not divide into groups.
+        """
+        if stage is not None:
+            return cls(stage.world, Comm(stage.mesh))
+        world, size = Comm(mesh), plan.shard_ranks or mesh.ranks
+        if mesh.ranks % size:
+            raise PlanError(
+                f"{mesh.ranks} ranks do not divide into groups of shard_ranks={size}; start a multiple of {size} ranks."
+            )
+        if size == mesh.ranks:
+            return cls(world, world)
+        blocks = [range(first, first + size) for first in range(0, mesh.ranks, size)]
+        strides = [range(place, mesh.ranks, size) for place in range(size)]
+        return cls(world, Comm(part_of(mesh, blocks, "slices")), Comm(part_of(mesh, strides, "replicas")))
+
+    @property
+    def all(self) -> list[Comm]:
+        """Each group once."""
+        return list(dict.fromkeys(comm for comm in (self.slices, self.world, self.replicas) if comm is not None))
