@@ -19,6 +19,8 @@ WRONG: dict[str, list[Any]] = {
     "zero": [4, -1, True, "2", None, [1]],
     "precision": ["fp8", "FP32", None, 16],
     "fp32_modules": ["LayerNorm", 7, None, (7,)],
+    "transport": ["gloo", None],
+    "shard_ranks": [0, 1.5, True],
     "reduce_dtype": ["fp64", 32],
     "loss_scale": ["fixed", 0, -1.0, INF, NAN, None, True],
     "loss_scale_initial": [0, -1.0, INF, NAN, "big", None],

@@ -12,6 +12,7 @@ import mmap
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
@@ -63,14 +64,9 @@ class SharedMemory:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._lives = {other: os.pidfd_open(processes[other]) for other in self.others}
         self._look = select.poll()
-        for descriptor in self._lives.values():
-            self._look.register(descriptor, select.POLLIN)
-
-    def close(self) -> None:
-        """Close what is open; buffers that are still held stay valid."""
-        for descriptor in [*self._lives.values(), self._descriptor]:
-            os.close(descriptor)
-        self._lives.clear()
+        for life in self._lives.values():
+            self._look.register(life, select.POLLIN)
+        weakref.finalize(self, _close, [*self._lives.values(), descriptor])  # buffers that are still held stay valid
 
     def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D buffer that is the same memory on all ranks; all must ask for the same ones in the same order.
@@ -145,7 +141,10 @@ class SharedMemory:
             except OSError as error:
                 raise PlanError(no_room(nbytes, str(error.strerror))) from None
         self._used[region] += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return self._bytes[start : start + nbytes].view(dtype)
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        # A storage of its own, so that who saves or copies a parameter does not do so with all that is mapped.
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start).view(dtype)
 
     def _semaphore(self, source: int, destination: int, signal: Signal) -> ctypes.c_void_p:
         return _semaphore(self._base, self.ranks, source, destination, signal)
@@ -180,6 +179,11 @@ class Signals(dist.Work):
     def _reach(self, deadline: float) -> bool:
         memory = self._memory
         return all(memory.reach(rank, self._signal, self._number, deadline) for rank in memory.others)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 class _Timespec(ctypes.Structure):

@@ -38,10 +38,9 @@ class Several(dist.Work):
 
 
 class Arrival:
-    """The ranks' copies of this rank's slice, on their way.
+    """The ranks' copies of this rank's slice, there once the work is done.
 
     Attributes:
-        copies: [S] each, in rank order; valid once the work is done.
         scratch: the buffer that holds them, to be handed back after `read`; None where they are read in place.
     """
 
@@ -50,6 +49,7 @@ class Arrival:
 
     @property
     def copies(self) -> list[torch.Tensor]:
+        """The copies [S], in rank order."""
         return self._copies()
 
 

@@ -152,3 +152,8 @@ def by_engine(
 def _backward(engine: zs.Engine, script: Script, number: int, loss: Tensor) -> None:
     with engine.no_sync() if number in script.local else nullcontext():
         loss.backward() if script.plain else engine.backward(loss)  # type: ignore[no-untyped-call]
+
+
+def transport_of(zero: int) -> Any:
+    """What the engine's tests run over: stage 3 over the network, since shared memory needs no gathers."""
+    return "network" if zero == 3 else "auto"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.plain import MAKERS, branches, data
+from engine.plain import MAKERS, branches, data, transport_of
 from pool import TIMEOUT, Pool
 
 import zeroshard as zs
@@ -38,7 +38,9 @@ def play(mesh: zs.Mesh, zero: int, parts: tuple[str, str]) -> tuple[str, str] | 
         return None
     assert both.store is not None
     both = replace(both, store=dist.PrefixStore(f"disagreement/{zero}/{parts}", both.store))
-    engine = zs.Engine(branches(torch.float32), MAKERS["adamw"], zs.Plan(zero=zero), mesh=both)
+    engine = zs.Engine(
+        branches(torch.float32), MAKERS["adamw"], zs.Plan(zero=zero, transport=transport_of(zero)), mesh=both
+    )
     losses: list[Any] = []
     try:
         for word in f"Fa B S {parts[both.rank]}".split():

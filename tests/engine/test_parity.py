@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import MODELS, OPTIMIZERS, batch, build, reference
+from engine.plain import transport_of
 from pool import Pool
 from torch import Tensor
 
@@ -25,7 +26,7 @@ def train(mesh: zs.Mesh, zero: int, case: tuple[str, str, int, float | None], ev
     """Twenty steps by `train_step`; an evaluation pass between steps. Losses [steps] of this rank and final weights."""
     name, optimizer, microbatches, clip = case
     model = build(name, seed=mesh.rank)  # other ranks start elsewhere, so rank 0's weights must win
-    plan = zs.Plan(zero=zero, microbatches=microbatches, clip_norm=clip)
+    plan = zs.Plan(zero=zero, transport=transport_of(zero), microbatches=microbatches, clip_norm=clip)
     engine = zs.Engine(model, lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]), plan, mesh=mesh)
     losses = []
     for step in range(STEPS):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import OPTIMIZERS, batch, build
+from engine.plain import transport_of
 from pool import Pool, WorkerError
 from safetensors.torch import load_file
 
@@ -25,7 +26,10 @@ PLANS: dict[str, dict[str, Any]] = {
 def make(mesh: zs.Mesh, plan: dict[str, Any], name: str, optimizer: str = "adamw") -> zs.Engine:
     model = build(name, seed=mesh.rank)
     return zs.Engine(
-        model, lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=mesh
+        model,
+        lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]),
+        zs.Plan(**plan, transport=transport_of(plan.get("zero", 2))),
+        mesh=mesh,
     )
 
 

@@ -92,6 +92,7 @@ class Backward:
         self._active = True
         self._launched = 0
         for gradients in self.gradients:
+            gradients.collect()
             gradients.arrived = bytearray(len(gradients.written))
         self.count += 1
         if self.count > 1:

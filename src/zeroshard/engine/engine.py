@@ -294,6 +294,7 @@ class Engine:
         with self._whole():
             for shard in self._assembly.all_shards:
                 shard.parameters.begin_edit()
+            self.comm.agree(b"", "weights are copied")  # before anybody writes
             try:
                 yield
             finally:
@@ -355,7 +356,9 @@ class Engine:
             CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
         """
         self.flush()
+        self.world.agree(b"", "load")  # the others may still be reading what they share
         facts = self._state.load(Path(path))
+        self.world.agree(b"", "loaded")
         self._update.consume()
         if self._pipelined is not None:
             self._pipelined.executor.loans.lend_again()

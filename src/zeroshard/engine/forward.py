@@ -4,27 +4,36 @@ untouched.
 [Note: saved weights] Autograd saves weights, or views of them, for the backward. A saved tensor that lives in a
 gathered buffer is kept as it is (it pins no memory, the storage is emptied under it) and its unit is gathered again
 before the saved tensor is read, whatever way the backward came there.
+
+[Note: compiled modules] torch.compile must not trace what gathers. The hooks of a unit and of the model are left out of
+the graph, which is cut there; those of the modules inside of a unit vanish from it, for the unit is here by then.
 """
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from zeroshard.engine.assembly import Assembly
 from zeroshard.engine.backward import Backward
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
-from zeroshard.zero import Gatherer, PassKind
+from zeroshard.zero import Gatherer, ParameterShards, PassKind
+
+NOT_WALKED = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType, ModuleType)
 
 
 class Forward:
-    """Installs and holds the forward hooks of one model."""
+    """Installs and holds the forward hooks of one model.
+
+    Attributes:
+        editing: whether the user may write into the parameters now, and the engine will take it over.
+    """
 
     def __init__(
         self, model: nn.Module, assembly: Assembly, gatherer: Gatherer | None, backward: Backward, ledger: Ledger
@@ -32,73 +41,112 @@ class Forward:
         self._assembly, self._gatherer, self._backward, self._ledger = assembly, gatherer, backward, ledger
         self._root = len(assembly.units) - 1
         self._open: list[tuple[saved_tensors_hooks | None, bool]] = []
-        self._unit_of_storage = {
-            shard.parameters.full.untyped_storage()._cdata: number
+        self._homes = {
+            _place_of(shard.parameters.full): (number, shard.parameters)
             for number, shards in enumerate(assembly.shards)
             for shard in shards
             if shard.parameters.sliced
         }
         self._activations: dict[int, int] = {}
-        model.register_forward_pre_hook(self._enter_model, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._leave_model, always_call=True)
-        if gatherer is not None:
+        self.editing = False
+        model.register_forward_pre_hook(_outside(self._enter_model), with_kwargs=True, prepend=True)
+        model.register_forward_hook(_outside(self._leave_model), always_call=True)
+        _refuse_renormalising(model, assembly)
+        if gatherer is not None and self._homes:
             self._watch_units(gatherer)
 
+    def need(self, unit: int) -> None:
+        """Have a unit here, for a module that is about to run.
+
+        Raises:
+            PlanError: neither the model's forward nor a backward is under way, so the other ranks may not take part.
+        """
+        assert self._gatherer is not None
+        if not self._open:
+            if torch._C._current_graph_task_id() != -1:
+                self._backward.begin()  # something is recomputed before any other hook heard of this backward
+            elif not self._gatherer.everything_here():
+                raise PlanError(
+                    f"A module with parameters of unit '{self._assembly.units[unit].label}' was called outside of the "
+                    f"model's own forward, while its parameters are sliced (zero=3). Call the whole model, or call "
+                    f"the module inside `with engine.gathered():`, on every rank."
+                )
+        self._gatherer.need(unit)
+
+    def leaving(self, output: Any, unit: int | None = None) -> Any:
+        """What a module returned, with copies in the place of tensors in a buffer that is about to be emptied.
+
+        Args:
+            unit: whose buffers; all by default.
+        """
+
+        def goes(tensor: torch.Tensor) -> bool:
+            home = self._homes.get(_place_of(tensor))
+            return home is not None and unit in (None, home[0])
+
+        if any(map(goes, tensors_in(output))):
+            return with_tensors(output, lambda tensor: tensor.clone() if goes(tensor) else tensor)
+        return output
+
     def _watch_units(self, gatherer: Gatherer) -> None:
+        root = self._assembly.units[self._root].module
         for unit, shards in zip(self._assembly.units, self._assembly.shards, strict=True):
-            for owner in (owner for owner in unit.owners if owner is not self._assembly.units[self._root].module):
-                owner.register_forward_pre_hook(_Need(gatherer, unit.number), prepend=True)
+            watch = _Watch(self, gatherer, self._backward, unit.number)
+            for owner in unit.owners:
+                if owner is not root and owner is not unit.module:
+                    owner.register_forward_pre_hook(Hook(watch.before_owner), prepend=True)
             if unit.number != self._root:
-                unit.module.register_forward_pre_hook(_Need(gatherer, unit.number), prepend=True)
-                unit.module.register_forward_hook(_Done(gatherer, unit.number, self._backward), always_call=True)
+                unit.module.register_forward_pre_hook(_outside(watch.before), prepend=True)
+                unit.module.register_forward_hook(_outside(watch.after), always_call=True)
                 if any(not shard.flat.trainable for shard in shards):
-                    unit.module.register_forward_pre_hook(
-                        _DoneAfterInputs(self._backward, unit.number), with_kwargs=True
-                    )
+                    unit.module.register_forward_pre_hook(_outside(watch.inputs), with_kwargs=True)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
         begins = False
-        self._refuse_writes()
-        if self._gatherer is not None:
-            if not self._gatherer.inside(PassKind.BACKWARD):  # else: the whole model is being recomputed
+        if not self.editing:
+            self._refuse_writes()
+        if self._gatherer is not None and not self._gatherer.everything_here():
+            if torch._C._current_graph_task_id() != -1:
+                self._backward.begin()  # the whole model is being recomputed
+            if not self._gatherer.inside(PassKind.BACKWARD):
                 self._gatherer.begin(PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION)
                 begins = True
             self._gatherer.need(self._root)
         hooks = None
-        if torch.is_grad_enabled() and (self._gatherer is not None or self._ledger.recording):
+        if torch.is_grad_enabled() and (self._homes or self._ledger.recording):
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
         self._open.append((hooks, begins))
         cast = self._assembly.precision.cast_inputs
         return cast(args), cast(kwargs)
 
-    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         hooks, begins = self._open.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
         if self._gatherer is not None and begins:
             if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()
-                return
+                return None
+            output = self.leaving(output)
             self._gatherer.done(self._root)
             self._gatherer.end()
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._backward.on_output_gradient)
+        _listen(output, self._backward.on_output_gradient)
+        return output
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        number = self._unit_of_storage.get(tensor.untyped_storage()._cdata)
-        if number is not None:
-            return _SavedWeight(number, tensor)
-        return _Activation(tensor, self) if self._ledger.recording else tensor
+        home = self._homes.get(_place_of(tensor))
+        if home is not None:
+            return _SavedWeight(tensor, *home)
+        return _Activation(tensor, self) if self._ledger.recording and tensor.layout is torch.strided else tensor
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
             self._backward.begin()
             assert self._gatherer is not None
             self._gatherer.need(saved.unit)
-            return saved.tensor
+            return saved.weight()
         tensor: torch.Tensor = saved.tensor if isinstance(saved, _Activation) else saved
         return tensor
 
@@ -120,10 +168,12 @@ class Forward:
             PlanError: with the way out.
         """
         for shard in self._assembly.all_shards:
-            parameters = shard.parameters
-            lost = "its values were on other ranks" if parameters.sliced and shard.flat.written_while_absent() else None
-            if (shard.master or parameters.common) and shard.versions is None and shard.flat.edits != shard.edits:
-                lost = "all ranks share it" if parameters.common else "its fp32 master weights stayed as they were"
+            parameters, lost = shard.parameters, None
+            if shard.versions is None and shard.flat.edits != shard.edits:
+                lost = "its fp32 master weights stayed as they were" if shard.master else lost
+                lost = "all ranks share it" if parameters.common else lost
+            if parameters.sliced and (shard.flat.edits != shard.edits or shard.flat.written_while_absent()):
+                lost = "its values were kept by other ranks"
             if lost:
                 raise PlanError(
                     f"A parameter of {shard.flat.label} was written while {lost}. Change parameters inside "
@@ -131,14 +181,55 @@ class Forward:
                 )
 
 
+def _refuse_renormalising(model: nn.Module, assembly: Assembly) -> None:
+    for path, module in model.named_modules():
+        renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if renormalises and any(shard.flat.index.ranks > 1 for shard in assembly.all_shards):
+            raise PlanError(
+                f"'{path}' has max_norm={module.max_norm}, so its forward writes into the weights, in other rows on "
+                f"each rank. Set max_norm to None, and renormalise inside `with engine.gathered():` between steps."
+            )
+
+
+class Hook:
+    """A hook that belongs to one engine: a deep copy of the module that has it gets one that does nothing."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """What the hook does."""
+        return self.call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _outside(call: Callable[..., Any]) -> Hook:
+    """A hook that torch.compile leaves out of its graphs ([Note: compiled modules])."""
+    return Hook(torch.compiler.disable(call))
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
 class _SavedWeight:
     """A saved tensor that lives in the gathered buffer of a unit."""
 
-    __slots__ = ("tensor", "unit")
+    __slots__ = ("parameters", "tensor", "unit")
 
-    def __init__(self, unit: int, tensor: torch.Tensor) -> None:
-        self.unit = unit
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, unit: int, parameters: ParameterShards) -> None:
+        self.tensor, self.unit, self.parameters = tensor, unit, parameters
+
+    def weight(self) -> torch.Tensor:
+        """The same view with its values, wherever the unit is gathered now."""
+        saved = self.tensor
+        if saved.untyped_storage().nbytes():
+            return saved
+        return self.parameters.full.as_strided(saved.shape, saved.stride(), saved.storage_offset())
 
 
 class _Activation:
@@ -152,53 +243,113 @@ class _Activation:
         weakref.finalize(self, counter.count_activation, tensor.untyped_storage(), -1)
 
 
-class _Need:
-    __slots__ = ("gatherer", "unit")
+class _Watch:
+    """The hooks of one unit."""
 
-    def __init__(self, gatherer: Gatherer, unit: int) -> None:
-        self.gatherer, self.unit = gatherer, unit
+    __slots__ = ("backward", "forward", "gatherer", "unit")
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.gatherer.need(self.unit)
+    def __init__(self, forward: Forward, gatherer: Gatherer, backward: Backward, unit: int) -> None:
+        self.forward, self.gatherer, self.backward, self.unit = forward, gatherer, backward, unit
 
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Have the unit here before its forward."""
+        self.forward.need(self.unit)
 
-class _Done(_Need):
-    """Frees a unit after its forward, and has it back when the first gradient of its outputs is there."""
+    def before_owner(self, module: nn.Module, args: Any) -> None:
+        """Have it here before the forward of a module that holds one of its parameters."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.forward.need(self.unit)
 
-    __slots__ = ("backward",)
-
-    def __init__(self, gatherer: Gatherer, unit: int, backward: Backward) -> None:
-        super().__init__(gatherer, unit)
-        self.backward = backward
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any = None) -> Any:
+        """Free it after its forward, and have it back when the first gradient of its outputs is there."""
         if self.gatherer.inside(PassKind.BACKWARD):
-            return
+            return None
+        output = self.forward.leaving(output, self.unit)
         self.gatherer.done(self.unit)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._again)
+        _listen(output, self._again)
+        return output
+
+    def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Free it, if parts are frozen, once the gradients of its inputs are there: its own may come before that."""
+        if torch.is_grad_enabled():
+            _listen((args, kwargs), self._done, first=True)
 
     def _again(self, gradient: torch.Tensor) -> None:
         self.backward.begin()
         self.gatherer.need(self.unit)
 
-
-class _DoneAfterInputs:
-    """Frees a unit with frozen weights once the gradients of its inputs are there: its own may come before that."""
-
-    __slots__ = ("backward", "unit")
-
-    def __init__(self, backward: Backward, unit: int) -> None:
-        self.backward, self.unit = backward, unit
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():
-            watched: Sequence[Any] = tree_leaves((args, kwargs))
-            for leaf in watched:
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._done)
-                    return
-
     def _done(self, gradient: torch.Tensor) -> None:
         self.backward.inputs_done(self.unit)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """All tensors in what a module takes or returns: in mappings, sequences, sets, and in attributes of any object."""
+    pending, seen = [tree], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif item is not None and not isinstance(item, NOT_WALKED) and id(item) not in seen:
+            seen.add(id(item))
+            pending += [value for _, value in _children(item)]
+
+
+def with_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`tree` with each tensor replaced by `change` of it: tuples and sets anew, all else in place."""
+    seen: set[int] = set()
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return change(item)
+        if item is None or isinstance(item, NOT_WALKED) or id(item) in seen:
+            return item
+        seen.add(id(item))
+        changed = [(key, value, walk(value)) for key, value in _children(item)]
+        if isinstance(item, (tuple, Set)):
+            values = [new for _, _, new in changed]
+            return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)  # type: ignore[call-arg]
+        for key, old, new in changed:
+            if new is not old:
+                _put(item, key, new)
+        return item
+
+    return walk(tree)
+
+
+def _children(item: Any) -> list[tuple[Any, Any]]:
+    """(key, index or attribute; value) of all that an object holds."""
+    if isinstance(item, Mapping):
+        return list(item.items())
+    if isinstance(item, (list, tuple, Set)):
+        return list(enumerate(item))
+    slots = [name for kind in type(item).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    held = {name: getattr(item, name) for name in slots if hasattr(item, name)}
+    return list((held | getattr(item, "__dict__", {})).items())
+
+
+def _put(item: Any, key: Any, value: Any) -> None:
+    if isinstance(item, (list, MutableMapping)):
+        item[key] = value
+    elif not isinstance(item, Mapping):
+        object.__setattr__(item, key, value)
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage; -1 for those without, such as sparse ones."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
+
+
+def _listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False) -> None:
+    """Have `hook` called in the backward with the gradients of all tensors in `tree`, or of the first alone.
+
+    Parameters are passed over: they stay, and would gather a hook in every step.
+    """
+    for tensor in tensors_in(tree):
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            tensor.register_hook(hook)
+            if first:
+                return

@@ -126,7 +126,7 @@ class Update:
             assert shard.gradients is not None
             shard.gradients.consume()
             if not shard.gradients.opened:
-                for parameter in shard.flat.parameters:
+                for parameter in shard.flat.parameters[: shard.flat.first_small]:
                     parameter.grad = None
         self._backward.count = 0
         self._settled = None

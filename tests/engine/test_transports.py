@@ -1,0 +1,176 @@
+"""Shared memory and the network give the same bits; groups of ranks that slice among themselves follow a plain loop."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.models import OPTIMIZERS, batch, build, reference
+from pool import Pool
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.errors import PlanError
+
+STEPS = 6
+CASES = [
+    ("Plain", "adamw", 1, None),
+    ("Plain", "sgd", 2, 0.5),
+    ("Sometimes", "adamw", 2, None),
+    ("Tied", "adamw", 1, 0.5),
+    ("CheckpointedReentrant", "adamw", 2, 0.5),
+]
+cached_reference = functools.cache(reference)
+
+
+def train(mesh: zs.Mesh, case: tuple[str, str, int, float | None], settings: dict[str, Any]) -> Any:
+    name, optimizer, microbatches, clip = case
+    plan = zs.Plan(microbatches=microbatches, clip_norm=clip, **settings)
+    model = build(name, seed=mesh.rank)
+    engine = zs.Engine(model, lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]), plan, mesh=mesh)
+    results = [engine.train_step((batch(step, mesh.rank, mesh.ranks), step)) for step in range(STEPS)]
+    memory = {row.category: (row.planned_bytes, row.padding_bytes, row.measured_bytes) for row in engine.memory().rows}
+    wire = {row.purpose: (row.planned_elements, row.measured_elements, row.sent_bytes) for row in engine.traffic().rows}
+    return (
+        [(r.loss.item(), r.grad_norm) for r in results],
+        engine.state_dict(),
+        memory,
+        wire,
+        engine.comm.shared is None,
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_shared_memory_gives_the_bits_of_the_network(pool: Pool, case: Any, ranks: int, precision: str) -> None:
+    if ranks == 3 and case[2] > 1:
+        pytest.skip("a global batch of 8 does not divide among 3 ranks in microbatches")
+    for zero in (0, 1, 2, 3) if ranks == 2 and precision == "fp32" else (0, 2):
+        settings = {"zero": zero, "precision": precision}
+        network = pool.run(train, ranks, case, {**settings, "transport": "network"})
+        shared = pool.run(train, ranks, case, settings)  # "auto"
+        for (steps, weights, _, _, apart), (wanted, expected, _, _, _) in zip(shared, network, strict=True):
+            assert steps == wanted and not apart
+            for key, value in weights.items():
+                assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_shared_memory_in_the_accounts(pool: Pool, zero: int) -> None:
+    """Parameters are there once for all ranks from stage 1 up, nothing is sent, and the formulas say so."""
+    answers = pool.run(train, 3, ("Plain", "adamw", 1, None), {"zero": zero})
+    numel = sum(p.numel() for p in build("Plain").parameters())
+    for _, _, memory, wire, _ in answers:
+        for planned, padding, measured in memory.values():
+            assert planned is None or planned + padding == measured
+        assert wire["gather parameters"][:2] == (0, 0) and wire["reduce gradients"] == (numel, numel, 0)
+    parameters = [memory["parameters"] for _, _, memory, _, _ in answers]
+    assert sum(measured - padding for _, padding, measured in parameters) == 4 * numel * (1 if zero else 3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_groups_follow_a_plain_loop(pool: Pool, zero: int, size: int) -> None:
+    case = ("Sometimes", "adamw", 2, 0.5)
+    losses, expected = cached_reference(case[0], case[1], STEPS, case[3])
+    numel = sum(p.numel() for p in build("Sometimes").parameters())
+    for transport in ("network", "auto"):
+        answers = pool.run(train, 4, case, {"zero": zero, "shard_ranks": size, "transport": transport})
+        mean = torch.tensor([[loss for loss, _ in steps] for steps, *_ in answers]).mean(0)
+        torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=0)
+        for _, weights, memory, wire, _ in answers:
+            for key, value in weights.items():
+                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
+                assert torch.equal(value, answers[0][1][key])
+            for planned, padding, measured in memory.values():
+                assert planned is None or planned + padding == measured
+            planned_elements, elements, _ = wire["average replicas"]
+            assert planned_elements == elements >= 2 * numel // size
+
+
+def saved(mesh: zs.Mesh, path: str, first: dict[str, Any], second: dict[str, Any]) -> Any:
+    engines = [
+        zs.Engine(build("Tied", seed), OPTIMIZERS["adamw"], zs.Plan(**settings), mesh=mesh)
+        for seed, settings in ((0, first), (1, second))
+    ]
+    engines[0].train_step((batch(0, mesh.rank, mesh.ranks), 0))
+    engines[0].save(path)
+    engines[1].load(path)
+    losses = [engine.train_step((batch(1, mesh.rank, mesh.ranks), 1)).loss.item() for engine in engines]
+    return losses, [engine.state_dict() for engine in engines]
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ({"zero": 3, "shard_ranks": 2}, {"zero": 2}),
+        ({"zero": 1}, {"zero": 2, "shard_ranks": 2, "transport": "network"}),
+        ({"zero": 2, "shard_ranks": 1}, {"zero": 3, "shard_ranks": 2}),
+    ],
+)
+def test_groups_save_and_load(pool: Pool, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
+    for losses, (one, other) in pool.run(saved, 4, str(tmp_path / "checkpoint"), first, second):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        for key, value in one.items():
+            torch.testing.assert_close(other[key], value, rtol=1e-5, atol=1e-7)
+
+
+def edited(mesh: zs.Mesh, settings: dict[str, Any], inside: bool) -> Any:
+    """Halve the weights between two steps, once on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    engine = zs.Engine(model, functools.partial(torch.optim.SGD, lr=0.0), zs.Plan(**settings), mesh=mesh)
+    before = engine.state_dict()
+    if inside:
+        with engine.gathered(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    try:
+        loss = engine(torch.ones(2, 5)).sum()
+    except PlanError as error:
+        return str(error)
+    engine.backward(loss)
+    engine.step()
+    return before, engine.state_dict()
+
+
+PLANS = [{"zero": zero, "precision": p, "transport": t} for zero in range(4) for p in ("fp32", "bf16")
+         for t in ("shared", "network")]  # fmt: skip
+
+
+def test_edits_inside_gathered_are_made_once(pool: Pool) -> None:
+    for settings in PLANS:
+        for before, after in pool.run(edited, 2, settings, True):
+            for key, value in before.items():
+                assert torch.equal(after[key], value * 0.5), settings
+
+
+def test_edits_elsewhere_are_refused_where_they_would_be_lost_or_doubled(pool: Pool) -> None:
+    for settings in PLANS:
+        if settings["zero"] == 3 and settings["transport"] == "network":
+            continue  # its parameters refuse to be written
+        keeps = settings["precision"] == "fp32" and (settings["transport"] == "network" or settings["zero"] == 0)
+        if keeps:
+            for before, after in pool.run(edited, 2, settings, False):
+                assert all(torch.equal(after[key], value * 0.5) for key, value in before.items()), settings
+            continue
+        reason = "master weights" if settings["zero"] == 0 or settings["transport"] == "network" else "all ranks share"
+        for words in pool.run(edited, 2, settings, False):
+            assert reason in words and "was written while" in words and "engine.gathered" in words
+
+
+def uneven(mesh: zs.Mesh) -> str:
+    with pytest.raises(PlanError) as caught:
+        zs.Engine(nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), zs.Plan(shard_ranks=2), mesh=mesh)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_divide_into_groups(pool: Pool) -> None:
+    for words in pool.run(uneven, 3):
+        assert "3 ranks do not divide into groups of shard_ranks=2; start a multiple of 2" in words
