@@ -16,8 +16,8 @@ from zeroshard.engine.assembly import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.zero import Gatherer, GradientShards, PassKind
 
-IN_FLIGHT = 2  # reductions under way before the oldest is waited for
-GRACE = 0.2  # seconds that it is waited for before going on without it
+IN_FLIGHT = 1  # reductions under way before the oldest is waited for
+GRACE = 0.2  # seconds that it is waited for, where this rank's next gather may be what the others wait for
 
 
 class Backward:
@@ -214,7 +214,7 @@ class Backward:
         self._launched += 1
         self._in_flight.append(unit)
         if len(self._in_flight) > IN_FLIGHT:
-            self._finish(1, GRACE)
+            self._finish(1, None if self._gatherer is None else GRACE)
 
     def _finish(self, count: int, patience: float | None = None) -> None:
         """Finish the oldest reductions; with `patience` in seconds, only if the other ranks do not take longer."""

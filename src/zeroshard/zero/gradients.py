@@ -83,8 +83,8 @@ class GradientShards:
         self._reduced = False
         self._wide: torch.Tensor | None = None
         self._small: torch.Tensor | None = None
-        self._fresh: set[torch.nn.Parameter] = set()
-        self._direct: dict[torch.nn.Parameter, tuple[int, torch.Tensor]] = {}
+        self._fresh: list[torch.nn.Parameter] = []
+        self._direct: dict[int, tuple[int, torch.Tensor]] = {}  # by id of parameter, since hashing one is slow
         self.opened = False
         self.arrived = bytearray(len(flat.parameters))
         self.written = bytearray(len(flat.parameters))
@@ -127,13 +127,8 @@ class GradientShards:
 
     def _let_in(self, parameter: torch.nn.Parameter, number: int, view: torch.Tensor) -> None:
         parameter.grad = view
-        self._direct[parameter] = (number, view)
-        parameter.register_post_accumulate_grad_hook(self._fresh.add)
-
-    @property
-    def holds_new(self) -> bool:
-        """Whether autograd has added up gradients that were not collected yet."""
-        return bool(self._fresh)
+        self._direct[id(parameter)] = (number, view)
+        parameter.register_post_accumulate_grad_hook(self._fresh.append)
 
     def collect(self) -> None:
         """Take over what autograd has added up itself since the last call."""
@@ -141,7 +136,7 @@ class GradientShards:
             return
         numbers = []
         for parameter in self._fresh:
-            number, view = self._direct[parameter]
+            number, view = self._direct[id(parameter)]
             if parameter.grad is not view:  # the user has taken it away, or autograd has put another in its place
                 if parameter.grad is not None:
                     view.add_(parameter.grad.detach())
