@@ -183,7 +183,8 @@ class Backward:
         if gradients.in_flight:
             self._finish(len(self._in_flight))
         gradients.receive(number, gradient)
-        if self._gatherer is not None and self._only_trainable[unit] and self._everything_came(unit):
+        everything = self._everything_came(unit)  # asked in any case, so that sums round alike over all transports
+        if everything and self._gatherer is not None and self._only_trainable[unit]:
             self._gatherer.done(unit)
         if self.reduces:
             self._launch_complete()
