@@ -42,7 +42,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) --editable '.[dev,hf,tensorboard]'
+	$(PIP) --editable '.[dev,hf,tensorboard,lightning]'
 	touch $@
 
 clean:

@@ -39,6 +39,12 @@ def test_pipeline() -> None:
     assert " F0.0@0 SEND_F0.0@0>1 " in output
 
 
+def test_asynchronous() -> None:
+    output = run("asynchronous.py")
+    assert float(re.findall(r"loss (\S+) on other rows", output)[0]) < 0.1  # the variance of the target is 0.49
+    assert "over 250 updates" in output
+
+
 def test_unmodified_hugging_face_gpt2() -> None:
     pytest.importorskip("transformers")
     losses = [
@@ -47,3 +53,17 @@ def test_unmodified_hugging_face_gpt2() -> None:
         if "loss " in line
     ]
     assert losses[-1] < losses[0] < 5.5
+
+
+def test_lightning_strategy() -> None:
+    pytest.importorskip("lightning")
+    output = run("lightning_strategy.py")
+    assert float(re.findall(r"'loss on other rows': (\S+)}", output)[0]) < 0.1  # the variance of the target is 0.5
+    assert "planned bytes" in output
+
+
+def test_transformers_trainer() -> None:
+    pytest.importorskip("accelerate")
+    output = run("transformers_trainer.py")
+    assert float(re.findall(r"weights saved, evaluation loss (\S+)", output)[0]) < 4.0  # log 256 = 5.5 at the start
+    assert "planned bytes" in output

@@ -7,12 +7,23 @@ from zeroshard.errors import ZeroshardError
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
+    from zeroshard.adopt import DeepSpeedWeights, from_deepspeed
+    from zeroshard.data_parallel import AsynchronousTrainer
     from zeroshard.engine import Engine, StepResult
     from zeroshard.mesh import Mesh, init_mesh
     from zeroshard.plan import Plan
 else:
     # what needs torch is loaded when it is first used, so that commands without it start at once (PEP 562)
-    _HOMES = {"Engine": "engine", "StepResult": "engine", "Mesh": "mesh", "init_mesh": "mesh", "Plan": "plan"}
+    _HOMES = {
+        "DeepSpeedWeights": "adopt",
+        "from_deepspeed": "adopt",
+        "AsynchronousTrainer": "data_parallel",
+        "Engine": "engine",
+        "StepResult": "engine",
+        "Mesh": "mesh",
+        "init_mesh": "mesh",
+        "Plan": "plan",
+    }
 
     def __getattr__(name: str) -> object:
         if name.startswith("_"):
@@ -29,4 +40,15 @@ else:
         return sorted({*globals(), *__all__})
 
 
-__all__ = ["Engine", "Mesh", "Plan", "StepResult", "ZeroshardError", "__version__", "init_mesh"]
+__all__ = [
+    "AsynchronousTrainer",
+    "DeepSpeedWeights",
+    "Engine",
+    "Mesh",
+    "Plan",
+    "StepResult",
+    "ZeroshardError",
+    "__version__",
+    "from_deepspeed",
+    "init_mesh",
+]

@@ -13,7 +13,7 @@ class PlanError(ZeroshardError, ValueError):
 
 
 class ConfigError(ZeroshardError, ValueError):
-    """An option of the main job that is unknown, misspelt or of the wrong type."""
+    """An option, of the main job or of a configuration taken over, that is unknown, misspelt or of the wrong type."""
 
 
 class DataError(ZeroshardError, ValueError):

@@ -1,0 +1,76 @@
+"""Reads what `torch.save` wrote without running anything that the file names.
+
+Such files are pickles, which may name any class or function. torch's restricted reader knows tensors and plain
+containers; what else a DeepSpeed checkpoint names is replaced by objects that do nothing, if its name is on the list
+below, and is refused otherwise.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from zeroshard.errors import CheckpointError
+
+
+class Inert:
+    """Stands in for an object that is not needed: takes what it is given and keeps none of it."""
+
+    def __new__(cls, *args: object) -> "Inert":
+        """A stand-in, whatever the arguments."""
+        return super().__new__(cls)
+
+    def __init__(self, *args: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class Number(int):
+    """Stands in for a member of an enumeration of whole numbers, and keeps its value."""
+
+
+STAND_INS: dict[str, type] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": Number,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Inert,
+    "deepspeed.utils.tensor_fragment.fragment_address": Inert,
+    "deepspeed.utils.tensor_fragment.tensor_fragment": Inert,
+    "argparse.Namespace": Inert,  # what Megatron-style scripts keep beside the weights
+    "numpy.dtype": Inert,
+    "numpy.ndarray": Inert,
+    "numpy.core.multiarray.scalar": Inert,
+    "numpy.core.multiarray._reconstruct": Inert,
+    "numpy._core.multiarray.scalar": Inert,
+    "numpy._core.multiarray._reconstruct": Inert,
+}
+
+
+def load_inert(path: Path) -> dict[str, Any]:
+    """What the file holds: tensors on the CPU, mapped from the disk and read when they are used; the rest by value.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or names a class or function that is not known to be harmless.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist. Copy the whole folder that DeepSpeed saved.")
+    try:
+        strangers = sorted(set(get_unsafe_globals_in_checkpoint(str(path))) - set(STAND_INS))
+        if strangers:
+            raise CheckpointError(
+                f"{path} names {', '.join(strangers)}, and reading a pickle may run what it names, so it was not read. "
+                f"If you trust the file, let zero_to_fp32.py, which DeepSpeed saves beside the checkpoint, write plain "
+                f"weights, and load those."
+            )
+        with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged bytes make the reader fail in any way
+        raise CheckpointError(
+            f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again; a file "
+            f"of torch before 1.6 must be saved again by a newer torch."
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, and a checkpoint of DeepSpeed is a dict.")
+    return found
