@@ -4,8 +4,8 @@ import multiprocessing
 import os
 import socket
 from dataclasses import replace
-from functools import partial
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest

@@ -38,7 +38,7 @@ SAME_FLOOR = {  # besides `errors`, which all may import
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "__main__"}
 EXCEPTIONS: dict[str, str] = {
-    "adopt.inert": "DeepSpeed's checkpoints are pickles; torch.load(weights_only=True) reads them, with inert stand-ins.",
+    "adopt.inert": "DeepSpeed's checkpoints are pickles; torch.load(weights_only=True) reads them, with inert ones.",
 }
 Findings = Iterator[tuple[str, str]]
 

@@ -74,7 +74,7 @@ class FakeComm:
     """One of two ranks, alone: it logs what it gathers, and hears from the others what the test says."""
 
     def __init__(self, rank: int, values: dict[str, Tensor]) -> None:
-        self.mesh = Mesh(rank, 2)
+        self.mesh, self.shared = Mesh(rank, 2), None
         self.log: list[tuple[Purpose, str]] = []
         self.records: list[list[int]] = []
         self._values = values

@@ -21,7 +21,7 @@ from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import call_with, loss_in, microbatches
 from zeroshard.engine.executor import Span
-from zeroshard.engine.forward import Forward
+from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, Verdict
 from zeroshard.engine.pipelined import Pipelined
@@ -118,7 +118,7 @@ class Engine:
         self.steps = 0
         self.skipped = 0
         self.schedule = self._make_schedule()
-        model.register_state_dict_pre_hook(self._refuse_partial)
+        model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         self._reset_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,13 +291,18 @@ class Engine:
         What is written to parameters inside stays, slices and fp32 masters included; write alike on every rank.
         """
         self._refuse_pipeline("gathered")
+        if self._forward.editing:  # inside of another such context, which takes everything over
+            yield
+            return
         with self._whole():
             for shard in self._assembly.all_shards:
                 shard.parameters.begin_edit()
             self.comm.agree(b"", "weights are copied")  # before anybody writes
+            self._forward.editing = True
             try:
                 yield
             finally:
+                self._forward.editing = False
                 for shard in self._assembly.all_shards:
                     shard.keep_what_was_written()
         self.comm.agree(b"", "edited weights are in place")

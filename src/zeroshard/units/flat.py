@@ -26,6 +26,7 @@ class Flat:
         dtype: of the parameters as the model computes with them.
         trainable: whether they get gradients and an update.
         parameters: the user's `nn.Parameter` objects, in the order of the index.
+        views: where each of them is in the buffer.
         first_small: the number from which on all parameters are small; at least one is not.
     """
 
@@ -39,7 +40,7 @@ class Flat:
         self.parameters = list(parameters.values())
         big = [number for number, parameter in enumerate(self.parameters) if not is_small(parameter)]
         self.first_small = max([0, *big]) + 1
-        self._views: list[torch.Tensor] = []
+        self.views: list[torch.Tensor] = []
         self._absent = torch.empty(())
 
     @property
@@ -55,14 +56,14 @@ class Flat:
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Make `buffer` [padded] the place of the parameters."""
-        self._views = [self.view(buffer, number) for number in range(len(self.parameters))]
+        self.views = [self.view(buffer, number) for number in range(len(self.parameters))]
         self._absent = torch.full((), float("nan") if self.dtype.is_floating_point else 0, device=buffer.device).to(
             self.dtype
         )
 
     def attach(self) -> None:
         """Let every parameter view the buffer, which holds its values."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
 
     def detach(self) -> None:

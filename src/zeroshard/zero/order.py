@@ -26,9 +26,9 @@ class PassKind(StrEnum):
 class Order:
     """The units that one kind of pass gathers, in order; `settled` once the ranks have merged their records."""
 
-    def __init__(self, units: list[int]) -> None:
+    def __init__(self, units: list[int], settled: bool = False) -> None:
         self.units = units
-        self.settled = False
+        self.settled = settled
         self.known = False  # whether a pass has settled it before
         self.detoured = False  # whether the pass under way left it, on all ranks alike
 
@@ -59,7 +59,7 @@ class Gatherer:
         self._orders: dict[PassKind, Order] = {}
         self._passes: list[Pass] = []
         self._begun = 0
-        self._pinned = False
+        self._pins = 0  # contexts under way that keep everything here
 
     @property
     def orders(self) -> dict[str, list[str]]:
@@ -76,6 +76,9 @@ class Gatherer:
         Raises:
             CommError: another rank begins another kind of pass, or is at another one.
         """
+        if self._pins:  # everything is here, on every rank: nothing to agree on
+            self._passes.append(Pass(kind, Order([], settled=True)))
+            return
         self._begun += 1
         mine = f"{kind} {self._begun}".ljust(24).encode()
         for rank, theirs in enumerate(self._comm.agree(mine, f"begin {kind}")):
@@ -131,14 +134,16 @@ class Gatherer:
 
     def done(self, number: int) -> None:
         """Free unit `number`, unless its next gather is already under way."""
-        if self._pinned:
+        if self._pins:
             return
         for shard in self._shards[number]:
             if shard.residence is Residence.GATHERED:
                 shard.free()
 
     def free_all(self) -> None:
-        """Free every unit."""
+        """Free every unit, unless they are pinned."""
+        if self._pins:
+            return
         for shards in self._shards:
             for shard in shards:
                 shard.free()
@@ -148,16 +153,20 @@ class Gatherer:
         return all(shard.residence is Residence.GATHERED for shards in self._shards for shard in shards)
 
     def pin(self) -> None:
-        """Gather every unit and keep it until `unpin`; a collective call."""
-        self._pinned = True
+        """Gather every unit and keep it until the last `unpin`; a collective call."""
+        self._pins += 1
+        if self._pins > 1:
+            return
         for number in range(len(self._units)):
+            for shard in self._shards[number]:
+                shard.lend()
             self._start(number)
             for shard in self._shards[number]:
                 shard.finish_gather()
 
     def unpin(self) -> None:
         """Free what `pin` gathered."""
-        self._pinned = False
+        self._pins -= 1
         self.free_all()
 
     def _order(self, kind: PassKind) -> Order:
@@ -179,7 +188,7 @@ class Gatherer:
         for shard in self._shards[number]:
             if shard.residence is Residence.GATHERING:
                 shard.finish_gather()
-                if not self._pinned:
+                if not self._pins:
                     shard.free()
 
     def _start_up_to(self, walk: Pass, place: int) -> None:

@@ -25,7 +25,8 @@ class ParameterShards:
     each enters its own slice in its ledger.
 
     [Note: freed storage] The gathered buffer is one storage for life, resized to zero bytes and back. Views of it that
-    autograd saved stay valid once it is refilled, and pin nothing while it is empty.
+    autograd saved stay valid once it is refilled, and pin nothing while it is empty. What is gathered for the user is
+    lent in a storage of its own, which lives for as long as the user keeps views of it.
 
     Attributes:
         own: this rank's slice [S]; where parameters stay whole, a view into `full`.
@@ -43,6 +44,7 @@ class ParameterShards:
         self._comm = comm
         self._ledger = ledger
         self._pending: Pending | None = None
+        self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # the buffer and its views, while one is lent
         self._edited: torch.Tensor | None = None
         start, stop = index.interval(self.rank)
         category, label = Category.PARAMETERS, f"parameters {flat.label}"
@@ -118,13 +120,24 @@ class ParameterShards:
             self.residence = Residence.GATHERED
             self.flat.attach()
 
+    def lend(self) -> None:
+        """Let the next gather fill a storage of its own, which `free` leaves to those who still view it."""
+        if self.sliced:
+            self.free()
+            self._home = self.full, self.flat.views
+            self.full = torch.empty_like(self.full)
+            self.flat.bind(self.full)
+
     def free(self) -> None:
         """Keep only this rank's slice."""
         if not self.sliced or self.residence is Residence.SLICED:
             return
         self.finish_gather()
         self.flat.detach()
-        self.full.untyped_storage().resize_(0)
+        if self._home is None:
+            self.full.untyped_storage().resize_(0)
+        else:
+            (self.full, self.flat.views), self._home = self._home, None
         self._ledger.give(Category.BUFFERS, self._nbytes, f"gather {self.flat.label}")
         self.residence = Residence.SLICED
 
