@@ -1,13 +1,16 @@
 """A mesh is valid or refused, and one process alone needs no environment."""
 
 import dataclasses
+import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from zeroshard import Mesh, init_mesh
 from zeroshard.errors import PlanError
+from zeroshard.mesh import keep_freed_memory
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -85,3 +88,23 @@ def test_cuda_where_every_local_rank_has_a_gpu(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     monkeypatch.setenv("LOCAL_RANK", str(local - 1))
     assert init_mesh().device == torch.device(expected)
+
+
+@pytest.mark.parametrize("variable", [None, "MALLOC_TRIM_THRESHOLD_"])
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None
+) -> None:
+    told: list[tuple[int, int]] = []
+    libc = SimpleNamespace(mallopt=lambda option, value: told.append((option, value)))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    if variable:
+        monkeypatch.setenv(variable, "1000000")
+    keep_freed_memory()
+    assert told == ([] if variable else [(-3, 2**30), (-1, 2**30)])
+
+
+def test_a_c_library_without_mallopt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace())
+    keep_freed_memory()

@@ -1,0 +1,283 @@
+"""One rank of one launch of `peers.py`: train the GPT with one engine, and answer with what it cost.
+
+`ENGINES` holds all that can be launched; each family has one function here that makes its step.
+"""
+
+import time
+
+BEGIN = time.perf_counter()  # before any import that costs something
+
+import contextlib  # noqa: E402
+import os  # noqa: E402
+import resource  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from dataclasses import dataclass, fields  # noqa: E402
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from ranks import answer, cpu_seconds, loopback_bytes  # noqa: E402
+
+WARM = 3  # steps before the timed ones
+ADAM: dict[str, Any] = {"lr": 2e-5, "fused": True}
+SHAPES = {"25M": (12_288, 512, 8, 6), "100M": (16_384, 768, 12, 12), "1M": (256, 128, 2, 5)}  # vocabulary, W, H, layers
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to train.
+
+    Attributes:
+        name: as on the command line.
+        family: a key of `FAMILIES`.
+        stage: of ZeRO, where the family has stages by number.
+        transport: for zeroshard, the plan's field of this name.
+        reshard: for FSDP2, whether gathered parameters are freed after the forward.
+    """
+
+    name: str
+    family: str
+    stage: int | None = None
+    transport: str | None = None
+    reshard: bool = True
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("local", "local"),
+        Engine("ddp", "ddp"),
+        Engine("ddp-zro", "ddp"),
+        Engine("fsdp2", "fsdp2"),
+        Engine("fsdp2-keep", "fsdp2", reshard=False),
+        *(Engine(f"deepspeed{stage}", "deepspeed", stage) for stage in range(4)),
+        *(Engine(f"zero{stage}", "zeroshard", stage, "network") for stage in range(4)),
+        *(Engine(f"zero{stage}-shared", "zeroshard", stage, "shared") for stage in range(4)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a key of `SHAPES`, tokens per rank, and "fp32" or "bf16"."""
+
+    size: str
+    tokens: int
+    precision: str
+
+
+class Trial:
+    """The model, the batch and the clocks of this rank.
+
+    Made after the imports of the engine, so that `base_rss` is what those cost.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.base_rss = _resident()
+        import torch
+
+        from zeroshard.train.gpt import GPT, GPTConfig
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.bf16 = case.precision == "bf16"
+        vocabulary, width, heads, layers = SHAPES[case.size]
+        self.model = GPT(GPTConfig(vocabulary, case.tokens, width, heads, layers))
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        mine = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
+        rows = torch.randint(vocabulary, (1, case.tokens + 1), generator=mine)
+        self.batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        self.adam: Callable[..., Any] = partial(torch.optim.AdamW, **ADAM)
+        self.counted: Callable[[], int | None] = lambda: None
+
+    def loop(self, model: Any, optimizer: Any) -> Callable[[], Any]:
+        """A step of torch's plain loop; bf16 by autocast, because nothing here keeps fp32 masters."""
+        import torch
+
+        def step() -> Any:
+            with torch.autocast("cpu", torch.bfloat16) if self.bf16 else contextlib.nullcontext():
+                loss = model(*self.batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+
+Made = tuple[Trial, Callable[[], Any]]  # and the step, which returns this rank's loss
+
+
+def make_local(engine: Engine, case: Case) -> Made:
+    """The plain loop without communication."""
+    import torch  # noqa: F401
+
+    trial = Trial(case)
+    return trial, trial.loop(trial.model, trial.adam(trial.model.parameters()))
+
+
+def make_ddp(engine: Engine, case: Case) -> Made:
+    """DistributedDataParallel, with AdamW whole or by ZeroRedundancyOptimizer."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    optimizer_class: Any = torch.optim.AdamW
+    if engine.name == "ddp-zro":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer_class = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    torch.distributed.init_process_group("gloo")
+    trial = Trial(case)
+    optimizer = optimizer_class(trial.model.parameters(), **ADAM)
+    return trial, trial.loop(DistributedDataParallel(trial.model), optimizer)
+
+
+def make_fsdp2(engine: Engine, case: Case) -> Made:
+    """FSDP2: `fully_shard` on every block and on the root."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    trial = Trial(case)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if trial.bf16 else MixedPrecisionPolicy()
+    for module in (*trial.model.blocks, trial.model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=engine.reshard)
+    step = trial.loop(trial.model, trial.adam(trial.model.parameters()))
+    trial.bf16 = False  # the policy casts, not autocast
+    return trial, step
+
+
+def make_deepspeed(engine: Engine, case: Case) -> Made:
+    """DeepSpeed with the same fused AdamW, no clipping, otherwise its own defaults."""
+    import deepspeed  # type: ignore[import-not-found]
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    trial = Trial(case)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": engine.stage},
+        "bf16": {"enabled": trial.bf16},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    optimizer = trial.adam(trial.model.parameters())
+    wrapped, *_ = deepspeed.initialize(model=trial.model, optimizer=optimizer, config=config)
+
+    def step() -> Any:
+        loss = wrapped(*trial.batch)
+        wrapped.backward(loss)
+        wrapped.step()
+        return loss.detach()
+
+    return trial, step
+
+
+def make_zeroshard(engine: Engine, case: Case) -> Made:
+    """zeroshard."""
+    import torch  # noqa: F401
+
+    import zeroshard as zs
+
+    settings: dict[str, Any] = {"zero": engine.stage, "precision": case.precision}
+    if plan_has_transport():
+        settings["transport"] = engine.transport
+    mesh = zs.init_mesh(device="cpu")
+    ours = zs.Engine  # imported here, before the trial looks at memory
+    trial = Trial(case)
+    made = ours(trial.model, trial.adam, zs.Plan(**settings), mesh=mesh)
+    trial.counted = lambda: sum(row.sent_bytes for row in made.traffic())
+    return trial, lambda: made.train_step(trial.batch).loss
+
+
+FAMILIES = {
+    "local": make_local,
+    "ddp": make_ddp,
+    "fsdp2": make_fsdp2,
+    "deepspeed": make_deepspeed,
+    "zeroshard": make_zeroshard,
+}
+
+
+def plan_has_transport() -> bool:
+    """Whether this zeroshard lets a plan choose its transport; without, torch.distributed is all there is."""
+    from zeroshard.plan import Plan
+
+    return "transport" in {field.name for field in fields(Plan)}
+
+
+def measure(engine: Engine, case: Case, steps: int) -> dict[str, Any]:
+    """Train, and return this rank's figures: seconds, bytes sent and page faults per step, memory in bytes."""
+    trial, step = FAMILIES[engine.family](engine, case)
+    step()
+    startup = {"startup_s": time.perf_counter() - BEGIN, "startup_cpu_s": cpu_seconds()}
+    for _ in range(WARM - 1):
+        step()
+    sent = _loopback()
+    walls, cpus, faults = [], [], []
+    for _ in range(steps):
+        cpu, fault, wall = cpu_seconds(), _minor_faults(), time.perf_counter()
+        step()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(cpu_seconds() - cpu)
+        faults.append(_minor_faults() - fault)
+    sent = _loopback() - sent
+    memory = {"base_rss": trial.base_rss, "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    memory["pss"] = _proportional()  # while both ranks still hold what they share
+    wire = {"wire_bytes": sent / steps, "counted_bytes": trial.counted()}
+    _barrier()
+    medians: dict[str, list[Any]] = {"step_s": walls, "cpu_s": cpus, "minor_faults": faults}
+    figures = {name: statistics.median(values) for name, values in medians.items()}
+    figures["loss"] = float(step())  # its forward sees the weights that the timed steps left
+    return {**figures, **startup, **memory, **wire, "parameters": trial.parameters, "versions": _versions()}
+
+
+def _loopback() -> int:
+    """Bytes sent over the loopback device when all ranks are between two steps."""
+    _barrier()
+    sent = loopback_bytes()
+    _barrier()
+    return sent
+
+
+def _barrier() -> None:
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _proportional() -> int:
+    """Bytes of this process in memory, of shared pages its share."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _minor_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _versions() -> dict[str, str]:
+    known = {name: sys.modules.get(name) for name in ("torch", "zeroshard", "deepspeed")}
+    return {name: str(module.__version__) for name, module in known.items() if module is not None}
+
+
+def main() -> None:
+    """Arguments: engine, size, tokens, precision, steps."""
+    name, size, tokens, precision, steps = sys.argv[1:]
+    answer(measure(ENGINES[name], Case(size, int(tokens), precision), int(steps)))
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized() and ENGINES[name].family != "zeroshard":
+        distributed.destroy_process_group()  # zeroshard does so itself
+
+
+if __name__ == "__main__":
+    main()
