@@ -20,7 +20,7 @@ import time
 from functools import partial
 from typing import Any
 
-from stages import _circumstances, _cpu_seconds
+from ranks import circumstances as _circumstances, cpu_seconds as _cpu_seconds
 
 SCHEDULES = ("gpipe", "1f1b")
 
