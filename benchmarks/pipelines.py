@@ -20,7 +20,8 @@ import time
 from functools import partial
 from typing import Any
 
-from ranks import circumstances as _circumstances, cpu_seconds as _cpu_seconds
+from ranks import circumstances as _circumstances
+from ranks import cpu_seconds as _cpu_seconds
 
 SCHEDULES = ("gpipe", "1f1b")
 
