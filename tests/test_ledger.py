@@ -13,6 +13,10 @@ from zeroshard.ledger import Arena, Category, Ledger
 CPU = torch.device("cpu")
 
 
+def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
 def test_take_give_and_peak() -> None:
     ledger = Ledger()
     ledger.take(Category.PARAMETERS, 100, "a", padding=4)
@@ -151,13 +155,13 @@ def play(arena: Arena, pattern: list[tuple[int, torch.dtype] | int]) -> None:
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(PATTERNS)
 def test_the_arena_never_lends_memory_twice(pattern: list[tuple[int, torch.dtype] | int]) -> None:
-    play(Arena(Ledger(), CPU), pattern)
+    play(Arena(Ledger(), allocate), pattern)
 
 
 def allocated(pattern: list[tuple[int, torch.dtype] | int], rounds: int) -> list[int]:
     """Bytes that the arena holds after each round of the same requests."""
     ledger = Ledger()
-    arena, held = Arena(ledger, CPU), []
+    arena, held = Arena(ledger, allocate), []
     for _ in range(rounds):
         play(arena, pattern)
         held.append(ledger.total())
@@ -186,7 +190,7 @@ def test_best_fit_may_need_a_second_round() -> None:
 
 def test_the_arena_uses_one_buffer_for_all_that_fits_in_turn() -> None:
     ledger = Ledger()
-    arena = Arena(ledger, CPU)
+    arena = Arena(ledger, allocate)
     for numel, dtype in ((16, torch.float64), (32, torch.float32), (5, torch.bfloat16), (128, torch.uint8)):
         arena.give(arena.take(numel, dtype, "scratch"))
     assert ledger.account(Category.BUFFERS).current == 128
@@ -194,7 +198,7 @@ def test_the_arena_uses_one_buffer_for_all_that_fits_in_turn() -> None:
 
 def test_the_arena_lends_the_smallest_that_fits() -> None:
     ledger = Ledger()
-    arena = Arena(ledger, CPU)
+    arena = Arena(ledger, allocate)
     large, small = arena.take(100, torch.uint8, "large"), arena.take(10, torch.uint8, "small")
     arena.give(large)
     arena.give(small)
@@ -204,6 +208,6 @@ def test_the_arena_lends_the_smallest_that_fits() -> None:
 
 
 def test_the_arena_keeps_to_the_budget() -> None:
-    arena = Arena(Ledger({"device": 100}), CPU)
+    arena = Arena(Ledger({"device": 100}), allocate)
     with pytest.raises(BudgetExceeded, match="scratch for gradients"):
         arena.take(26, torch.float32, "gradients")

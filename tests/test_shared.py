@@ -29,7 +29,7 @@ def moved(mesh: zs.Mesh) -> Any:
     comm.agree(b"", "looked")
     common[3 * rank : 3 * rank + 3] = torch.arange(3) + 10.0 * rank
     comm.gather(common, common[3 * rank : 3 * rank + 3], Purpose.GATHER_PARAMETERS, "common").wait()
-    mine.copy_(torch.arange(3 * n) + 100 * rank)
+    mine.copy_(torch.arange(3 * n) + 16 * rank)
     exchange = comm.exchange(mine, partial(torch.empty, dtype=mine.dtype), "a", padding=1)
     exchange.wait()
     copies = torch.stack(exchange.copies)
@@ -47,7 +47,7 @@ def test_what_is_common_is_seen_and_what_is_mine_is_read(pool: Pool, ranks: int)
     for rank, (zeros, common, copies, full, counts, storage) in enumerate(pool.run(moved, ranks)):
         assert zeros
         assert common.tolist() == [10.0 * r + k for r in range(ranks) for k in range(3)]
-        assert copies.tolist() == [[3.0 * rank + k + 100 * r for k in range(3)] for r in range(ranks)]
+        assert copies.tolist() == [[3.0 * rank + k + 16 * r for k in range(3)] for r in range(ranks)]
         assert full.tolist() == [r + 1.0 for r in range(ranks) for _ in range(3)]
         assert counts == {"reduce gradients": (3 * ranks - 1, 0), "gather gradients": (3 * ranks, 0)}
         assert storage == 12 * ranks  # and not that of everything that is mapped

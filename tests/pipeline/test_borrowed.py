@@ -102,7 +102,7 @@ def test_recomputation_finds_its_version_too() -> None:
 
 def test_the_sum_is_repaid_and_starts_again() -> None:
     debt, (x, y) = Debt(), inputs(2)
-    arena = Arena(debt.ledger, torch.device("cpu"))
+    arena = Arena(debt.ledger, lambda numel, dtype: torch.empty(numel, dtype=dtype))
     for batch in (x, y):
         debt.borrowed.begin("a")
         debt.head(batch).backward()
