@@ -13,7 +13,7 @@ import resource  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable  # noqa: E402
-from dataclasses import dataclass, fields  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -183,9 +183,7 @@ def make_zeroshard(engine: Engine, case: Case) -> Made:
 
     import zeroshard as zs
 
-    settings: dict[str, Any] = {"zero": engine.stage, "precision": case.precision}
-    if plan_has_transport():
-        settings["transport"] = engine.transport
+    settings: dict[str, Any] = {"zero": engine.stage, "precision": case.precision, "transport": engine.transport}
     mesh = zs.init_mesh(device="cpu")
     ours = zs.Engine  # imported here, before the trial looks at memory
     trial = Trial(case)
@@ -201,13 +199,6 @@ FAMILIES = {
     "deepspeed": make_deepspeed,
     "zeroshard": make_zeroshard,
 }
-
-
-def plan_has_transport() -> bool:
-    """Whether this zeroshard lets a plan choose its transport; without, torch.distributed is all there is."""
-    from zeroshard.plan import Plan
-
-    return "transport" in {field.name for field in fields(Plan)}
 
 
 def measure(engine: Engine, case: Case, steps: int) -> dict[str, Any]:

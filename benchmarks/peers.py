@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from peer_engines import ENGINES, SHAPES, WARM, Case, plan_has_transport
+from peer_engines import ENGINES, SHAPES, WARM, Case
 from ranks import LaunchError, circumstances, launch, own_loopback
 
 RANKS = 2
@@ -198,8 +198,6 @@ def verdicts(judged: Sequence[Row]) -> str:
 def available(options: argparse.Namespace) -> list[str]:
     """The engines to launch, in the order of `ENGINES`; in a hurry those alone that a bar names."""
     missing = [] if options.deepspeed_python else [name for name in ENGINES if ENGINES[name].family == "deepspeed"]
-    if not plan_has_transport():
-        missing += [name for name in ENGINES if ENGINES[name].transport == "shared"]
     barred = {name for bar in bars(64) for name in (bar.ours, bar.theirs)}
     default = (name for name in ENGINES if name not in missing and (name in barred or not options.quick))
     wanted = options.engines.split(",") if options.engines else list(default)

@@ -20,8 +20,7 @@ import time
 from functools import partial
 from typing import Any
 
-from ranks import circumstances as _circumstances
-from ranks import cpu_seconds as _cpu_seconds
+from ranks import circumstances, cpu_seconds
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -48,11 +47,11 @@ def measure(engine_name: str, schedule: str, arguments: argparse.Namespace) -> N
     step = (_ours if engine_name == "ours" else _torchs)(model, make, mesh, batch, schedule, arguments)
     walls, cpus, loss = [], [], 0.0
     for number in range(arguments.steps + 3):
-        before, start = _cpu_seconds(), time.perf_counter()
+        before, start = cpu_seconds(), time.perf_counter()
         loss = step()
         if number >= 3:
             walls.append(time.perf_counter() - start)
-            cpus.append(_cpu_seconds() - before)
+            cpus.append(cpu_seconds() - before)
     figures = {"step_s": statistics.median(walls), "cpu_s": statistics.median(cpus), "loss": loss}
     if engine_name == "ours":
         figures |= _forecast(step)
@@ -200,7 +199,7 @@ def main() -> None:
     if arguments.json:
         shape = {name: getattr(arguments, name) for name in defaults}
         with open(arguments.json, "w") as out:
-            json.dump({**_circumstances(), **shape, "rows": rows}, out, indent=1)
+            json.dump({**circumstances(), **shape, "rows": rows}, out, indent=1)
 
 
 if __name__ == "__main__":

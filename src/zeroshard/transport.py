@@ -41,7 +41,7 @@ class Arrival:
     """The ranks' copies of this rank's slice, there once the work is done.
 
     Attributes:
-        scratch: the buffer that holds them, to be handed back after `read`; None where they are read in place.
+        scratch: the buffer that holds them, to be handed back when they were used; None where they are read in place.
     """
 
     def __init__(self, copies: Callable[[], list[torch.Tensor]], scratch: torch.Tensor | None) -> None:

@@ -11,8 +11,7 @@ the graph, which is cut there; those of the modules inside of a unit vanish from
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.engine.assembly import Assembly
 from zeroshard.engine.backward import Backward
+from zeroshard.engine.tensors import tensors_in, with_tensors
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.zero import Gatherer, ParameterShards, PassKind
-
-NOT_WALKED = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType, ModuleType)
 
 
 class Forward:
@@ -168,15 +166,18 @@ class Forward:
             PlanError: with the way out.
         """
         for shard in self._assembly.all_shards:
-            parameters, lost = shard.parameters, None
-            if shard.versions is None and shard.flat.edits != shard.edits:
-                lost = "its fp32 master weights stayed as they were" if shard.master else lost
-                lost = "all ranks share it" if parameters.common else lost
-            if parameters.sliced and (shard.flat.edits != shard.edits or shard.flat.written_while_absent()):
+            parameters, flat = shard.parameters, shard.flat
+            if parameters.sliced:
                 lost = "its values were kept by other ranks"
-            if lost:
+            elif parameters.common:
+                lost = "all ranks share it"
+            elif shard.master and shard.versions is None:
+                lost = "its fp32 master weights stayed as they were"
+            else:
+                continue
+            if flat.edits != shard.edits or (parameters.sliced and flat.written_while_absent()):
                 raise PlanError(
-                    f"A parameter of {shard.flat.label} was written while {lost}. Change parameters inside "
+                    f"A parameter of {flat.label} was written while {lost}. Change parameters inside "
                     f"`with engine.gathered():`, on every rank alike."
                 )
 
@@ -280,62 +281,6 @@ class _Watch:
 
     def _done(self, gradient: torch.Tensor) -> None:
         self.backward.inputs_done(self.unit)
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors in what a module takes or returns: in mappings, sequences, sets, and in attributes of any object."""
-    pending, seen = [tree], set()
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif item is not None and not isinstance(item, NOT_WALKED) and id(item) not in seen:
-            seen.add(id(item))
-            pending += [value for _, value in _children(item)]
-
-
-def with_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with each tensor replaced by `change` of it: tuples and sets anew, all else in place."""
-    seen: set[int] = set()
-
-    def walk(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return change(item)
-        if item is None or isinstance(item, NOT_WALKED) or id(item) in seen:
-            return item
-        seen.add(id(item))
-        changed = [(key, value, walk(value)) for key, value in _children(item)]
-        if isinstance(item, (tuple, Set)):
-            values = [new for _, _, new in changed]
-            return type(item)(*values) if hasattr(item, "_fields") else type(item)(values)  # type: ignore[call-arg]
-        for key, old, new in changed:
-            if new is not old:
-                _put(item, key, new)
-        return item
-
-    return walk(tree)
-
-
-def _children(item: Any) -> list[tuple[Any, Any]]:
-    """(key, index or attribute; value) of all that an object holds."""
-    if isinstance(item, Mapping):
-        return list(item.items())
-    if isinstance(item, (list, tuple, Set)):
-        return list(enumerate(item))
-    slots = [name for kind in type(item).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-    held = {name: getattr(item, name) for name in slots if hasattr(item, name)}
-    return list((held | getattr(item, "__dict__", {})).items())
-
-
-def _put(item: Any, key: Any, value: Any) -> None:
-    if isinstance(item, (list, MutableMapping)):
-        item[key] = value
-    elif not isinstance(item, Mapping):
-        object.__setattr__(item, key, value)
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _place_of(tensor: torch.Tensor) -> int:

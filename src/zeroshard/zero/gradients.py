@@ -243,7 +243,9 @@ class GradientShards:
         exchange, wire = self._exchange
         self._exchange = None
         exchange.wait()
-        self._add_mean(exchange.copies)
+        # In place, unless the total lies where a copy does that is needed later.
+        apart = self._total is not None or self._ranks == 2
+        _add_mean(self.total, exchange.copies, self._arena, self._reduced, apart)
         self._reduced = True
         exchange.done()
         if exchange.scratch is not None:
@@ -262,27 +264,6 @@ class GradientShards:
         if wire is not self._landing:
             self._arena.give(wire)
         self._drop_landing()
-
-    def _add_mean(self, copies: list[torch.Tensor]) -> None:
-        """Add the mean of the ranks' copies [S] to the total, or begin it with that."""
-        total, ranks = self.total, self._ranks
-        sums = torch.promote_types(copies[0].dtype, torch.float32)
-        # In place, unless the total lies where a copy does that is needed later.
-        at_once = not self._reduced and total.dtype == sums and (self._total is not None or ranks == 2)
-        scratch = None if at_once else self._arena.take(min(CHUNK, total.numel()), sums, "sum over ranks")
-        for into, *parts in zip(total.split(CHUNK), *(copy.split(CHUNK) for copy in copies), strict=True):
-            mean = into if scratch is None else scratch[: into.numel()]
-            if parts[0].dtype == sums:
-                torch.add(parts[0], parts[1], out=mean)
-            else:
-                mean.copy_(parts[0]).add_(parts[1])
-            for part in parts[2:]:
-                mean.add_(part)
-            mean.mul_(1.0 / ranks)
-            if scratch is not None:
-                into.add_(mean) if self._reduced else into.copy_(mean)
-        if scratch is not None:
-            self._arena.give(scratch)
 
     @property
     def total(self) -> torch.Tensor:
@@ -317,18 +298,14 @@ class GradientShards:
         exchange = comm.exchange(padded, scratch, label, padding, purpose)
         exchange.wait()
         own = padded[comm.mesh.rank * size : (comm.mesh.rank + 1) * size]
-        sums = arena.take(size, torch.promote_types(total.dtype, torch.float32), label)
-        sums.copy_(exchange.copies[0])
-        for copy in exchange.copies[1:]:
-            sums.add_(copy)
-        own.copy_(sums.mul_(1.0 / ranks))
+        _add_mean(own, exchange.copies, arena, add=False, apart=ranks == 2)
         exchange.done()
         comm.gather(padded, own, purpose, label, padding).wait()
         total.copy_(padded[: total.numel()])
         self._reduced = True
         if self._ranks == 1:
             self.written = bytearray(b"\1" * len(self.written))  # what another group wrote is here now
-        for used in (sums, padded, exchange.scratch):
+        for used in (padded, exchange.scratch):
             assert used is not None
             arena.give(used)
 
@@ -425,3 +402,27 @@ class GradientShards:
             self._landing = self._arena.take(index.padded_numel, torch.float32, label)
             self._arena.give(old)
         self._landing.copy_(old)
+
+
+def _add_mean(into: torch.Tensor, copies: list[torch.Tensor], arena: Arena, add: bool, apart: bool) -> None:
+    """Set `into` [S] to the mean of the ranks' copies [S], or add that to it; summed in rank order, in fp32 at least.
+
+    Args:
+        apart: whether `into` overlaps no copy after the second.
+    """
+    sums = torch.promote_types(copies[0].dtype, torch.float32)
+    at_once = apart and not add and into.dtype == sums
+    scratch = None if at_once else arena.take(min(CHUNK, into.numel()), sums, "sum over ranks")
+    for part, *others in zip(into.split(CHUNK), *(copy.split(CHUNK) for copy in copies), strict=True):
+        mean = part if scratch is None else scratch[: part.numel()]
+        if others[0].dtype == sums:
+            torch.add(others[0], others[1], out=mean)
+        else:
+            mean.copy_(others[0]).add_(others[1])
+        for other in others[2:]:
+            mean.add_(other)
+        mean.mul_(1.0 / len(copies))
+        if scratch is not None:
+            part.add_(mean) if add else part.copy_(mean)
+    if scratch is not None:
+        arena.give(scratch)

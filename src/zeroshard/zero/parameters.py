@@ -68,14 +68,13 @@ class ParameterShards:
     def load(self, values: torch.Tensor) -> None:
         """Set the parameters from `values` [padded], of any dtype, and let the user's parameters view them."""
         start, stop = self.flat.index.interval(self.rank)
-        if self.common:
+        if self.common or self.sliced:
             self.own.copy_(values[start:stop])
-            self.flat.attach()
-        elif self.sliced:
-            self.own.copy_(values[start:stop])
-            self.flat.detach()
         else:
             self.full.copy_(values)
+        if self.sliced:
+            self.flat.detach()
+        else:
             self.flat.attach()
 
     def move(self, buffer: torch.Tensor) -> None:
