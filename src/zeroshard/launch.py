@@ -88,6 +88,8 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
         console.rule("sample")
         console.print(summary["sample"], markup=False)
         console.rule()
+    if summary["shares_memory"] and summary["plan"]["zero"]:
+        console.print("The ranks share memory: parameters are there once, each rank counts its part, none are sent.")
     console.print(_memory_table(summary["memory"], summary["rank"]))
     console.print(_traffic_table(summary["traffic"]))
 

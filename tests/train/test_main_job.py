@@ -61,7 +61,14 @@ def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> N
     assert memory["optimizer states"]["measured_bytes"] == 8 * psi // 2
     traffic = {row["purpose"]: row["measured_elements"] for row in summary["traffic"]}
     assert (traffic["gather parameters"], traffic["reduce gradients"]) == (0, psi)
-    for shown in ("validation", "planned by the formula", "elements by the formula", "report.html", "sample"):
+    for shown in (
+        "validation",
+        "planned by the formula",
+        "elements by the formula",
+        "report.html",
+        "sample",
+        "parameters are there once",
+    ):
         assert shown in output
 
 

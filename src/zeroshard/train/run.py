@@ -242,6 +242,7 @@ class Run:
                 "digest": corpus.digest,
             },
             "plan": config.plan.as_dict(),
+            "shares_memory": engine.comm.shared is not None,
             "memory": engine.memory().as_dicts(),
             "traffic": engine.traffic().as_dicts(),
         }
