@@ -47,7 +47,8 @@ def measure(method: str, factor: float, arguments: argparse.Namespace) -> None:
     model = GPT(GPTConfig(**SHAPE))
 
     def gradient(wrapped: Any, number: int) -> None:
-        rows = batches.batch(number, ROWS, mesh.rank, mesh.ranks)
+        first, count = number * ROWS * mesh.ranks, ROWS * mesh.ranks
+        rows = batches.rows(range(first, first + count), mesh.rank, mesh.ranks)
         begin = time.perf_counter()
         loss = wrapped(rows[:, :-1], rows[:, 1:])
         computing.append(time.perf_counter() - begin)

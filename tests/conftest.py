@@ -14,7 +14,7 @@ from pool import Pool
 
 torch.set_num_threads(1)
 _POOL = Pool()
-_WIDE = Pool(8, (6, 8))
+_WIDE = Pool(6, (6,), apart=False)
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def wide_pool() -> Iterator[Pool]:
-    """Eight workers, for the few tests that need more than four ranks."""
+    """Six workers, for the few tests that need more than four ranks."""
     yield _WIDE
     _WIDE.stop()
 

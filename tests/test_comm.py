@@ -1,6 +1,5 @@
 """Comm: words on which ranks agree, what is counted, and what is said when the ranks part or one is gone."""
 
-import multiprocessing
 import os
 import socket
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
+from pool import Pool, copies
 
 import zeroshard as zs
 from zeroshard.comm import Comm, Purpose
@@ -182,7 +181,7 @@ def dying(rank: int, port: int, pipe: Any, speaks: bool) -> None:
 
 @pytest.mark.parametrize("speaks", [False, True])
 def test_a_rank_that_dies_is_an_error_on_the_other(speaks: bool) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = copies()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The examples run as their first lines say."""
+"""The examples run: with torchrun, as their first lines say, or with what it tells its workers."""
 
 import os
 import re
@@ -7,16 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import run_job
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def run(name: str) -> str:
-    """The output of an example on two ranks."""
+    """The output of an example on two ranks under torchrun."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "examples" / name)
-    done = subprocess.run([*start, script], env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [*start, str(EXAMPLES / name)], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -30,7 +33,7 @@ def test_own_loop() -> None:
 
 
 def test_pipeline() -> None:
-    output = run("pipeline.py")
+    output = run_job(EXAMPLES / "pipeline.py")
     losses = re.findall(r"loss (\S+), and (\S+) on other rows", output)
     assert max(map(float, *losses)) < 0.25  # the variance of the target is 0.5
     stages = dict(re.findall(r"rank (\d) has (.*)", output))
@@ -40,7 +43,7 @@ def test_pipeline() -> None:
 
 
 def test_asynchronous() -> None:
-    output = run("asynchronous.py")
+    output = run_job(EXAMPLES / "asynchronous.py")
     assert float(re.findall(r"loss (\S+) on other rows", output)[0]) < 0.1  # the variance of the target is 0.49
     assert "over 250 updates" in output
 
@@ -49,7 +52,7 @@ def test_unmodified_hugging_face_gpt2() -> None:
     pytest.importorskip("transformers")
     losses = [
         float(line.split("loss ")[1].split(",")[0])
-        for line in run("huggingface_gpt2.py").splitlines()
+        for line in run_job(EXAMPLES / "huggingface_gpt2.py").splitlines()
         if "loss " in line
     ]
     assert losses[-1] < losses[0] < 5.5

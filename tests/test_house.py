@@ -15,19 +15,22 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
-    **dict.fromkeys(("errors", "ledger", "comm", "transport", "shared", "watch", "mesh", "version"), 0),
+    **dict.fromkeys(("errors", "ledger", "comm", "transport", "shared", "watch", "pulse", "mesh", "version"), 0),
     **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
     **dict.fromkeys(("zero", "optim", "precision", "pipeline"), 2),  # the techniques, which never import each other
     "data_parallel": 2,
     "plan": 3,
     "engine": 4,
     "adopt": 4.5,
+    "survive": 4.5,
     "": 5.5,  # zeroshard itself, the public names; for the main job and the command line only
     "train": 6,
     "partition_command": 7,
     "profile_command": 7,
     "simulate_command": 7,
+    **dict.fromkeys(("run_command", "launch_command", "checkpoint_command", "export_command", "supervise"), 7),
     **dict.fromkeys(("report", "launch", "cli", "__main__"), 7),
+    "clusters": 7,  # templates
 }
 SAME_FLOOR = {  # besides `errors`, which all may import
     *(("comm", "mesh"), ("comm", "transport"), ("comm", "shared"), ("comm", "watch"), ("transport", "shared")),
@@ -35,8 +38,10 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     ("cli", "partition_command"),
     ("cli", "profile_command"),
     *(("cli", "simulate_command"), ("simulate_command", "report")),
+    *(("cli", f"{name}_command") for name in ("run", "launch", "checkpoint", "export")),
+    *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
 }
-MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "__main__"}
+MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}
 EXCEPTIONS: dict[str, str] = {
     "adopt.inert": "DeepSpeed's checkpoints are pickles; torch.load(weights_only=True) reads them, with inert ones.",
 }

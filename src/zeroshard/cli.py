@@ -1,4 +1,4 @@
-"""The command line: `zeroshard train | plan | simulate | report | profile | partition`."""
+"""The command line: `zeroshard train | run | launch | checkpoint | export | plan | simulate | report | ...`."""
 
 import contextlib
 import json
@@ -19,6 +19,10 @@ from zeroshard.version import __version__
 USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or on one.
 
   zeroshard train      train a language model (the main job); --ranks N starts N processes on this machine
+  zeroshard run        supervise a job on this machine: restart it after a failure, name the culprit, stop cleanly
+  zeroshard launch     print the files that run a job on a SLURM or Kubernetes cluster
+  zeroshard checkpoint list, verify, describe or compare checkpoints
+  zeroshard export     write a checkpoint's weights as safetensors under the model's own names
   zeroshard plan       bytes of model states per rank, by the formulas of the ZeRO paper
   zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
   zeroshard report     draw the report of a run folder again
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; exits with 0, with 2 for wrong options or data, with 1 for what failed on the way."""
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
-    commands |= {"partition": _partition}
+    commands |= {"partition": _partition, "run": _run, "launch": _cluster, "checkpoint": _checkpoint, "export": _export}
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if words else 2)
@@ -150,6 +154,30 @@ def _partition(argv: list[str]) -> None:
     from zeroshard.partition_command import run_partition
 
     run_partition(argv)
+
+
+def _run(argv: list[str]) -> None:
+    from zeroshard.run_command import run_supervised
+
+    run_supervised(argv)
+
+
+def _cluster(argv: list[str]) -> None:
+    from zeroshard.launch_command import run_launch
+
+    run_launch(argv)
+
+
+def _checkpoint(argv: list[str]) -> None:
+    from zeroshard.checkpoint_command import run_checkpoint
+
+    run_checkpoint(argv)
+
+
+def _export(argv: list[str]) -> None:
+    from zeroshard.export_command import run_export
+
+    run_export(argv)
 
 
 def _fail(error: ZeroshardError) -> NoReturn:

@@ -112,8 +112,12 @@ class Pending:
         """
         if self._work is None:
             return
-        start = time.perf_counter()
+        start, pulse = time.perf_counter(), self._comm.mesh.pulse
+        if pulse is not None:
+            pulse.enter(self._place)
         self._comm.wait(self._work, self._place)
+        if pulse is not None:
+            pulse.leave()
         self._count.seconds += time.perf_counter() - start
         self._work = None
 
@@ -328,8 +332,12 @@ class Comm:
         Raises:
             CommError: the wait can never end, or has lasted too long.
         """
-        self._publish(place)
-        self._compare(place, expired)
+        try:
+            self._publish(place)
+            self._compare(place, expired)
+        except dist.DistError as error:
+            reason = "the job's store is gone, and with it the process that kept it (rank 0 or the launcher)"
+            raise CommError(f"Rank {self.mesh.rank} stopped in '{place.label}' because {reason}.") from error
 
     def withdraw(self) -> None:
         """This rank goes on."""
@@ -378,7 +386,10 @@ class Comm:
 
     def _place(self, group: str, label: str) -> Place:
         self._started[group] += 1
-        return Place(group, self._started[group], label)
+        place = Place(group, self._started[group], label)
+        if self.mesh.pulse is not None:
+            self.mesh.pulse.start(place)
+        return place
 
     def _add(self, count: Count, full: torch.Tensor, padding: int, sent: bool) -> None:
         ranks = self.mesh.ranks

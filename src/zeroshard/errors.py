@@ -48,5 +48,21 @@ class CheckpointError(ZeroshardError, RuntimeError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint that could not be written while training went on; earlier ones are as they were."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose content is not what was written: a digest, a size or a file is wrong."""
+
+
+class DivergenceError(ZeroshardError, RuntimeError):
+    """Replicas of the same weights that are not the same any more."""
+
+
+class Stopped(ZeroshardError):
+    """The run was asked to stop (SIGTERM, SIGUSR1) and has saved what it needs to go on."""
+
+
 class ReportError(ZeroshardError, RuntimeError):
     """A run folder from which no report can be drawn."""

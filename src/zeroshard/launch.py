@@ -4,28 +4,44 @@ When a rank fails, it tells the others why before it leaves. The first to fail s
 break a moment later, leave without a word, so that the cause is the last thing on the screen.
 """
 
+import contextlib
 import os
 import sys
 import traceback
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zeroshard.comm import Comm
-from zeroshard.errors import ConfigError, DataError, ModelError, OptimizerError, PlanError, ZeroshardError
+from zeroshard.errors import (
+    CommError,
+    ConfigError,
+    DataError,
+    ModelError,
+    OptimizerError,
+    PlanError,
+    Stopped,
+    ZeroshardError,
+)
 from zeroshard.mesh import Mesh, announce_failure, init_mesh
+from zeroshard.pulse import write_failure
 from zeroshard.report import format_bytes, write_report
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.run import run
 
 MOST_LAYERS = 8  # of a rank that are all named
 WRONG_INPUT = (ConfigError, DataError, ModelError, OptimizerError, PlanError)
+STOPPED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start again to go on
 
 
 def run_rank(config: TrainConfig) -> None:
-    """Train on this rank and print what came of it; leaves the process with 0, 1 (failed) or 2 (wrong input)."""
+    """Train on this rank and print what came of it; leaves the process.
+
+    Exit codes: 0 done, 1 failed, 2 wrong input, 75 stopped on request after saving.
+    """
     mesh: Mesh | None = None
     try:
         mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
@@ -44,7 +60,12 @@ def run_rank(config: TrainConfig) -> None:
 
 def leave(error: BaseException, mesh: Mesh | None) -> None:
     """Say why, once for all ranks, and end this process at once."""
-    if _is_first(error, mesh):
+    if isinstance(error, Stopped):
+        _stop(error, mesh)
+    first = _is_first(error, mesh)
+    if "ZEROSHARD_PULSE" in os.environ:
+        write_failure(Path(os.environ["ZEROSHARD_PULSE"]), error, first)
+    if first:
         if isinstance(error, ZeroshardError):
             print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
         else:
@@ -56,6 +77,18 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2 if isinstance(error, WRONG_INPUT) else 1)  # a normal exit would wait for peers that are gone
+
+
+def _stop(stopped: Stopped, mesh: Mesh | None) -> NoReturn:
+    """Leave as asked; no rank before all have come here, because those behind would see a connection break."""
+    if mesh is not None:
+        with contextlib.suppress(CommError):
+            Comm(mesh).agree(b"\0", "end of the run")
+    if mesh is None or mesh.rank == 0:
+        print(f"zeroshard: {stopped}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(STOPPED)
 
 
 def _is_first(error: BaseException, mesh: Mesh | None) -> bool:

@@ -12,12 +12,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.errors import PlanError
+from zeroshard.pulse import Pulse
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
@@ -39,6 +42,7 @@ class Mesh:
         store: the key-value store through which a rank in trouble says where it is; None when there is one rank.
         failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
         timeout: seconds that a collective may wait before it is an error.
+        pulse: where this rank says what it does, for its supervisor; None without one.
     """
 
     rank: int = 0
@@ -50,6 +54,7 @@ class Mesh:
     store: Store | None = None
     failures: Store | None = None
     timeout: float = 300.0
+    pulse: Pulse | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -60,8 +65,27 @@ class Mesh:
             raise PlanError(f"Rank {self.rank} is outside a mesh of {self.ranks} ranks; ranks count from 0.")
 
 
+def attempt() -> int:
+    """How often this job was started again after a failure: by `zeroshard run`, else by torchrun; 0 at first.
+
+    Raises:
+        PlanError: the environment holds no whole number.
+    """
+    for name in ("ZEROSHARD_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"):
+        if name in os.environ:
+            if not os.environ[name].isdecimal():
+                raise PlanError(f"{name} is {os.environ[name]!r}; it must be a whole number. Unset it.")
+            return int(os.environ[name])
+    return 0
+
+
+def job() -> str:
+    """What names this job through all its attempts: from `zeroshard run`, else from torchrun; empty without either."""
+    return os.environ.get("ZEROSHARD_JOB", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+
+
 def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
-    """The mesh of this process: torchrun's environment, an initialised process group, or one process alone.
+    """The mesh of this process: the launcher's environment, an initialised process group, or one process alone.
 
     Args:
         timeout: seconds that a collective may wait before it is an error.
@@ -70,27 +94,43 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
     Raises:
         PlanError: a world size or a device that cannot be had.
     """
-    where = _device(device)
+    where, pulse = _device(device), _pulse()
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return Mesh(device=where, timeout=timeout)
+            return Mesh(device=where, timeout=timeout, pulse=pulse)
         if not os.environ["WORLD_SIZE"].isdecimal() or int(os.environ["WORLD_SIZE"]) < 1:
             raise PlanError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
             )
         if where.type == "cuda":
             torch.cuda.set_device(where)
-        backend = "nccl" if where.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        _join("nccl" if where.type == "cuda" else "gloo", timedelta(seconds=timeout))
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(device=where, timeout=timeout)
-    mesh = mesh_of(list(range(ranks)), where, timeout)
+        return Mesh(device=where, timeout=timeout, pulse=pulse)
+    mesh = mesh_of(list(range(ranks)), where, timeout, pulse)
     atexit.register(_leave, mesh)
     return mesh
 
 
-def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
+def _join(backend: str, timeout: timedelta) -> None:
+    """Make the process group of the whole world.
+
+    [Note: a store outlives an attempt] A launcher that restarts its processes keeps the store, and with it the
+    addresses of processes that are gone; a rank that reads one fails to connect. So each attempt has its own keys.
+    """
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=timeout)))
+    own = PrefixStore(f"attempt-{attempt()}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def _pulse() -> Pulse | None:
+    """Where this process tells its supervisor what it does."""
+    path = os.environ.get("ZEROSHARD_PULSE")
+    return Pulse(Path(path), int(os.environ.get("RANK", "0"))) if path else None
+
+
+def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Pulse | None = None) -> Mesh:
     """The mesh of some processes of the initialised world, in the order of `members`.
 
     Every process of the world must call this with the same members, also those that are not among them (they get
@@ -104,7 +144,7 @@ def mesh_of(members: list[int], device: torch.device, timeout: float) -> Mesh:
     prefix = "zeroshard/" + "-".join(map(str, members))
     store = PrefixStore(prefix, _get_default_store())
     rank = members.index(me) if me in members else 0
-    return Mesh(rank, len(members), device, gathers, reductions, control, store, store, timeout)
+    return Mesh(rank, len(members), device, gathers, reductions, control, store, store, timeout, pulse)
 
 
 def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
@@ -115,7 +155,7 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     """
     members = next(part for part in parts if mesh.rank in part)
     if max(map(len, parts)) == 1:
-        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures)
+        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
     assert mesh.gathers is not None and mesh.store is not None
     world = [dist.get_global_rank(mesh.gathers, rank) for rank in members]
     patience = timedelta(seconds=mesh.timeout + 30.0)
@@ -129,9 +169,10 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
 
     groups = (group(None), group(None), group("gloo"))
     if len(members) == 1:
-        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures)
+        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
     store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)
-    return Mesh(members.index(mesh.rank), len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout)
+    rank = members.index(mesh.rank)
+    return Mesh(rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.pulse)
 
 
 def keep_freed_memory() -> None:

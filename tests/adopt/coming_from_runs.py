@@ -1,4 +1,4 @@
-"""Both sides of the loops in docs/coming_from.md on two ranks, for test_coming_from.py: started by torchrun."""
+"""Both sides of the loops in docs/coming_from.md on two ranks, for test_coming_from.py."""
 
 import json
 import sys

@@ -1,16 +1,14 @@
 """Both sides of every loop on the page end at the same loss on two ranks, and its other blocks run."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adopt.network import REAL, Network
+from jobs import run_job
 
 ROOT = Path(__file__).parents[2]
 DEEPSPEED = (1.900637, 0.472144)  # each rank's last loss of the old side under DeepSpeed 0.19.6
@@ -35,11 +33,7 @@ def test_both_sides_of_the_loops_end_at_one_loss(tmp_path: Path) -> None:
         compile(old, name, "exec")
         if name != "deepspeed":  # which the suite does not install
             (tmp_path / f"{name}_old.py").write_text(old)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "tests" / "adopt" / "coming_from_runs.py")
-    done = subprocess.run([*start, script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run_job(ROOT / "tests" / "adopt" / "coming_from_runs.py", str(tmp_path))
     first, second = (json.loads((tmp_path / f"losses-{rank}.json").read_text()) for rank in range(2))
     assert first["ddp_new"] != second["ddp_new"]
     for losses, wanted in zip((first, second), DEEPSPEED, strict=True):

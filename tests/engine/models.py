@@ -255,15 +255,15 @@ def batch(step: int, rank: int, ranks: int, rows: int = 8) -> Tensor:
 
 
 def reference(
-    name: str, optimizer: str, steps: int, clip: float | None = None
+    name: str, optimizer: str, steps: int, clip: float | None = None, rows: int = 8
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final weights of a plain PyTorch loop on the global batch."""
+    """Losses and final weights of a plain PyTorch loop on global batches of `rows` rows."""
     model = build(name)
     opt = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
     losses = []
     for step in range(steps):
         opt.zero_grad()
-        loss = model(batch(step, 0, 1), step)
+        loss = model(batch(step, 0, 1, rows), step)
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

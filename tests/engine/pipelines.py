@@ -88,7 +88,7 @@ def train_gpt(mesh: zs.Mesh, plan: dict[str, Any], updates: int, rows: int, rate
     model = GPT(GPTConfig(vocabulary=256, context=32, width=32, heads=2, layers=4))
     plan = {"split": ("blocks.2",), "stages": 2, **plan}
     train, validation = (Batches(part, 32, seed=0) for part in text())
-    example = (train.batch(0, 1, 0, 1)[:, :-1],) * 2
+    example = (train.rows([0])[:, :-1],) * 2
     engine = zs.Engine(model, partial(torch.optim.AdamW, lr=rate), zs.Plan(**plan), mesh=mesh, example=example)
     each = engine.plan.microbatches // engine.plan.microbatches_per_update
     for step in range(updates // each):
@@ -96,8 +96,8 @@ def train_gpt(mesh: zs.Mesh, plan: dict[str, Any], updates: int, rows: int, rate
         factor = min(1.0, 10 * done + 0.05) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in engine.optimizer.param_groups:
             group["lr"] = rate * factor
-        tokens = train.batch(step, rows * each // engine.lanes, engine.lane, engine.lanes)
+        tokens = train.rows(range(step * rows * each, (step + 1) * rows * each), engine.lane, engine.lanes)
         engine.train_step((tokens[:, :-1], tokens[:, 1:]))
     with torch.no_grad():
-        tokens = validation.batch(0, 256, 0, 1)
+        tokens = validation.rows(range(256))
         return engine(tokens[:, :-1], tokens[:, 1:]).item()

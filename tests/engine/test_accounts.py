@@ -172,7 +172,7 @@ def test_model_states_follow_the_paper_to_the_byte(pool: Pool, case: tuple[str, 
     """Per category: measured = formula for the parameters + the same formula for the padding, in exact fractions."""
     precision, maker, name, microbatches = case
     plan = {"zero": zero, "precision": precision, "microbatches": microbatches}
-    for ranks in (2, 4) if name == "Plain" and microbatches == 1 and maker == "adamw" else (2,):
+    for ranks in (2, 4) if case == CASES[0] else (2,):
         for answer in pool.run(measure, ranks, name, plan, maker, 2):
             formula = partial(
                 expected_states,
@@ -235,8 +235,8 @@ def test_plan_and_measurement_agree_under_accumulation(pool: Pool, every: str, z
             "reduce_every": every,
             "reduce_dtype": reduce_dtype,
         }
-        for ranks in (1, 2):
-            for answer in pool.run(measure, ranks, "Plain", plan, "adamw", 3):
+        for ranks in (1, 2) if every == "auto" else (2,):
+            for answer in pool.run(measure, ranks, "Plain", plan, "adamw", 2):
                 for category in STATES:
                     measured, planned, padded = answer["memory"][category]
                     assert measured == planned + padded == answer["counted"][category], (plan, ranks, category)
@@ -302,16 +302,20 @@ def test_one_rank_sends_nothing(pool: Pool, zero: int) -> None:
     assert all(answer["traffic"][purpose].planned_elements == 0 for purpose in WIRE)
 
 
+STEADY: tuple[dict[str, Any], ...] = (
+    {"precision": "bf16"},
+    {"microbatches": 2},
+    {"precision": "bf16", "microbatches": 2, "reduce_every": "step"},
+)
+
+
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("name", ["Plain", "Checkpointed", "CheckpointedReentrant", "Frozen", "Twice", "Tied"])
 def test_nothing_is_allocated_after_the_second_step(pool: Pool, name: str, zero: int) -> None:
-    for plan in (
-        {"precision": "bf16"},
-        {"microbatches": 2},
-        {"precision": "bf16", "microbatches": 2, "reduce_every": "step"},
-    ):
-        for answer in pool.run(measure, 2, name, {"zero": zero, **plan}, "adamw", 6):
-            assert answer["peaks"][5] == answer["peaks"][1], plan
+    """The plainest model under every plan, the others under one: each plan meets each stage in another of them."""
+    for plan in STEADY if name == "Plain" else [STEADY[(len(name) + zero) % 3]]:
+        for answer in pool.run(measure, 2, name, {"zero": zero, **plan}, "adamw", 4):
+            assert answer["peaks"][3] == answer["peaks"][1], plan
 
 
 def over_budget(mesh: zs.Mesh, zero: int) -> list[str]:

@@ -39,7 +39,7 @@ class Case:
     model: str = "Five"
     optimizer: str = "adamw"
     replicas: tuple[int, ...] | None = None
-    script: str = "ssssss"
+    script: str = "ssss"
     rows: int = 8
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -216,14 +216,14 @@ class Emulation:
 TIED = {"model": "TiedFive", "optimizer": "sgd"}
 ALL = [
     Case("", (3, 2)),
-    Case("", (2, 2, 1), **TIED),
-    Case("", (1, 2, 1, 1), **TIED),
     Case("", (2, 2, 1), **TIED, script="ssfsesffs"),
     Case("", (2, 2, 1), model="TiedFive", more={"clip_norm": 1.0}),
     Case("", (2, 2, 1), model="Spiked", rows=16, more={"nonfinite": "skip"}),
 ]
 CASES = [
     *(replace(case, schedule=schedule) for schedule in ("pipedream", "vertical", "2bw") for case in ALL),
+    *(Case(schedule, (1, 2, 1, 1), **TIED) for schedule in ("pipedream", "vertical")),
+    Case("2bw", (2, 2, 1), **TIED),
     Case("pipedream", (1, 2, 1, 1), more={"recompute": "chunk"}),
     Case("2bw", (2, 1, 2), model="TiedFive", more={"recompute": "chunk"}),
     Case("vertical", (2, 2, 1), model="Thrifty"),  # the model's own recomputation
@@ -231,14 +231,13 @@ CASES = [
     Case("pipedream", (2, 2, 1), 1, script="sfssfsssssss"),
     Case("vertical", (1, 2, 1, 1), 2, model="TiedFive", script="sfsssss", rows=7),
     Case("2bw", (2, 2, 1), 3, model="TiedFive", optimizer="adagrad", rows=11, script="sesf"),
-    Case("2bw", (3, 2), 2, model="TiedFive"),
     Case("2bw", (2, 2, 1), 3, rows=11),
     Case("2bw", (1, 2, 1, 1), 5, rows=12),
     Case("pipedream", (3, 2), replicas=(2, 2), rows=16, model="TiedFive", more={"zero": 0}),
     Case("vertical", (3, 2), replicas=(2, 2), rows=16, more={"zero": 1}),
     Case("2bw", (3, 2), 3, replicas=(2, 2), rows=16, model="TiedFive", more={"zero": 2}),
     *(Case("pipedream", (3, 2), replicas=replicas) for replicas in ((2, 1), (1, 2))),
-    *(Case("pipedream", (2, 2, 1), replicas=replicas, rows=12) for replicas in ((2, 1, 1), (1, 2, 1), (1, 1, 2))),
+    Case("pipedream", (2, 2, 1), replicas=(1, 2, 1), rows=12),
 ]
 STRAIGHT = [case for case in CASES if not case.replicas and set(case.script) == {"s"} and case.microbatches == 4]
 _runs: dict[str, tuple[Emulation, list[list[float]], list[dict[str, Any]]]] = {}
@@ -334,14 +333,14 @@ def test_the_rules_lead_apart() -> None:
             assert apart > 1e-2 or one == other
 
 
-# Of the synchronous run: 64 updates, each of 16 rows in 4 microbatches, at the main job's learning rate.
-GPT_BASE = ({"schedule": "1f1b", "microbatches": 4}, 64, 16, 6e-3)
+# Of the synchronous run: 32 updates, each of 16 rows in 4 microbatches, at the main job's learning rate.
+GPT_BASE = ({"schedule": "1f1b", "microbatches": 4}, 32, 16, 6e-3)
 # As many rows by other schedules: updates, rows in each, learning rate, and the largest ratio of the final losses.
 GPT_RUNS = {
-    "stashing": ({"schedule": "pipedream", "microbatches": 4}, 256, 4, 4e-3, 1.02),
-    "vertical-sync": ({"schedule": "pipedream", "vertical_sync": True, "microbatches": 4}, 256, 4, 2e-3, 1.02),
-    "2bw-half-the-batch": ({"schedule": "2bw", "microbatches": 2}, 128, 8, 6e-3, 1.05),
-    "2bw-same-settings": ({"schedule": "2bw", "microbatches": 4}, 64, 16, 6e-3, 1.10),
+    "stashing": ({"schedule": "pipedream", "microbatches": 4}, 128, 4, 4e-3, 1.02),
+    "vertical-sync": ({"schedule": "pipedream", "vertical_sync": True, "microbatches": 4}, 128, 4, 2e-3, 1.02),
+    "2bw-half-the-batch": ({"schedule": "2bw", "microbatches": 2}, 64, 8, 6e-3, 1.05),
+    "2bw-same-settings": ({"schedule": "2bw", "microbatches": 4}, 32, 16, 6e-3, 1.10),
 }
 
 

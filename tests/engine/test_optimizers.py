@@ -21,7 +21,7 @@ Maker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Small(nn.Module):
-    """Two blocks and a head; the parameters' shapes share no factor with the number of ranks."""
+    """Two blocks and a head; few of the parameters' shapes share a factor with the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +184,9 @@ def check(pool: Pool, name: str, zero: int, ranks: int = 2, **how: Any) -> None:
             close(got[key], value, key, 1e-8, 1e-10)
 
 
-@pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize("maker", ACCEPTED)
+@pytest.mark.parametrize("maker, zero", [(maker, z) for n, maker in enumerate(ACCEPTED) for z in (n % 3, 3)])
 def test_optimizer_follows_the_plain_loop(pool: Pool, maker: str, zero: int) -> None:
+    """Under stage 3 and one of the others; those that slice give the optimizer the same slices."""
     check(pool, "Small", zero, maker=maker)
 
 
@@ -201,22 +201,26 @@ def test_two_parameter_groups_with_a_schedule(pool: Pool, zero: int) -> None:
     """Each group keeps its own weight decay and rate, though their parameters share flat buffers and slices."""
     check(pool, "Small", zero, maker="foreach", groups=True)
     check(pool, "Small", zero, maker="fused", groups=True, rate="cosine")
-    check(pool, "Small", zero, maker="rmsprop", groups=True, rate="lambda", ranks=4)
+    check(pool, "Small", zero, maker="rmsprop", groups=True, rate="lambda", ranks=3)
 
 
 @pytest.mark.parametrize("zero", STAGES)
 def test_clipping_is_exact_over_slices(pool: Pool, zero: int) -> None:
     """The norm and its effect are those of torch.nn.utils.clip_grad_norm_ on the whole mean gradient."""
-    for by, ranks in (("plan", 2), ("call", 2), ("call", 4)):
-        check(pool, "Small", zero, ranks, maker="maximize", clip=0.05, by=by)
-        check(pool, "Small", zero, ranks, maker="foreach", clip=1e3, by=by)
+    for by, ranks, maker, clip in (
+        ("plan", 2, "maximize", 0.05),
+        ("call", 2, "foreach", 1e3),
+        ("call", 3, "maximize", 0.05),
+        ("plan", 2, "foreach", 1e3),
+    ):
+        check(pool, "Small", zero, ranks, maker=maker, clip=clip, by=by)
 
 
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("name", ["Attention", "ZeroSized"])
 def test_modules_that_are_awkward(pool: Pool, name: str, zero: int) -> None:
     check(pool, name, zero, maker="foreach")
-    check(pool, name, zero, maker="foreach", groups=True, ranks=4)
+    check(pool, name, zero, maker="foreach", groups=True, ranks=3)
 
 
 class Lamb(torch.optim.Optimizer):

@@ -4,7 +4,6 @@ Every case ends with an error on every rank that is left, and the error says wha
 """
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from engine.models import LONGER, MODELS, OPTIMIZERS, Block, Plain
 from engine.pipelines import data
-from pool import TIMEOUT, Pool
+from pool import TIMEOUT, Pool, copies
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -443,7 +442,7 @@ def dying(rank: int, port: int, pipe: Any, plan: dict[str, Any], victim: int) ->
 )
 def test_a_stage_that_dies_ends_the_others(plan: dict[str, Any], victim: int) -> None:
     """Long before the 90 s that a message may take."""
-    context = multiprocessing.get_context("spawn")
+    context = copies()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -12,15 +12,19 @@ from torch import Tensor
 
 import zeroshard as zs
 
-STEPS = 20
+STEPS = 6
 FLUSHING = ("naive", "gpipe", "1f1b", "zb-h1")
+# Schedule, stages, chunks on each, microbatches: as many as stages, a few more and many; of what does not divide, too.
 CASES = [
-    *((schedule, d, 1, m) for schedule in FLUSHING for d in (2, 3, 4) for m in (d, 4 * d)),
-    *((schedule, 3, 1, 5) for schedule in FLUSHING),
+    *((schedule, d, 1, m) for schedule in FLUSHING for d, m in ((2, 8), (3, 5), (4, 4))),
+    ("1f1b", 2, 1, 2),
+    ("zb-h1", 3, 1, 12),
     ("pipedream-flush", 3, 1, 4),
-    *(("interleaved", d, v, m) for d, v in ((2, 1), (2, 2), (2, 3), (3, 2), (4, 3)) for m in (d, 4 * d)),
-    *((schedule, d, v, 3) for schedule in ("gpipe", "naive") for d, v in ((2, 3), (4, 2))),
+    *(("interleaved", d, v, m) for d, v, m in ((2, 1, 2), (2, 2, 8), (2, 3, 2), (3, 2, 12), (4, 3, 4))),
+    *(("gpipe", d, v, 3) for d, v in ((2, 3), (4, 2))),
+    ("naive", 2, 3, 3),
 ]
+LONG = ("1f1b", 3, 1, 5), ("interleaved", 2, 2, 8), ("zb-h1", 2, 1, 8)  # of twenty steps
 
 
 @functools.cache
@@ -54,7 +58,7 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...],
         assert result.loss is not None
         losses.append(result.loss.item())
         norms.append(result.grad_norm)
-        if step % 7 == 3:
+        if step % 7 == 2:
             with torch.no_grad():
                 engine(data(step, engine.lane, engine.lanes, count), step)
     return losses, norms, engine.state_dict()
@@ -75,7 +79,7 @@ def close(run: list[Any], expected: Any) -> None:
 def test_follows_a_plain_loop(pool: Pool, case: tuple[str, int, int, int]) -> None:
     schedule, d, v, m = case
     plan = {"stages": d, "schedule": schedule, "chunks": v, "microbatches": m}
-    rows = (m,) * STEPS
+    rows = (m,) * (20 if case in LONG else STEPS)
     close(pool.run(train, d, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
 
 
@@ -88,12 +92,11 @@ def test_with_data_parallel_replicas_of_two_stages(pool: Pool, schedule: str, ze
     close(pool.run(train, 4, "DeepTied", plan, rows, "adamw"), plain("DeepTied", "adamw", rows, 0.5))
 
 
-@pytest.mark.parametrize("case", [("1f1b", 3, 1), ("zb-h1", 4, 1), ("interleaved", 4, 2)], ids=str)
-def test_with_data_parallel_replicas_of_more_stages(wide_pool: Pool, case: tuple[str, int, int]) -> None:
-    schedule, d, v = case
-    plan = {"stages": d, "schedule": schedule, "chunks": v, "microbatches": d, "zero": 1}
-    rows = (2 * d,) * STEPS
-    close(wide_pool.run(train, 2 * d, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+@pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_with_data_parallel_replicas_of_more_stages(wide_pool: Pool, schedule: str, v: int) -> None:
+    plan = {"stages": 3, "schedule": schedule, "chunks": v, "microbatches": 3, "zero": 1}
+    rows = (6,) * STEPS
+    close(wide_pool.run(train, 6, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (1, 2, 1)], ids=str)
@@ -109,27 +112,29 @@ def test_reducing_every_microbatch(pool: Pool) -> None:
     close(pool.run(train, 4, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
 
 
+_wholes: dict[str, Any] = {}  # the runs in one stage, by precision
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_the_same_bits_as_one_stage(pool: Pool, schedule: str, precision: str) -> None:
     """One stage adds up the same microbatches in the same order."""
     plan = {"schedule": schedule, "microbatches": 4, "precision": precision, "recompute": "off", "zero": 0}
     rows = (8,) * 6
-    whole = pool.run(train, 1, "Deep", {**plan, "schedule": "1f1b", "recompute": "auto"}, rows, "adamw")[0]
+    if precision not in _wholes:
+        one = {**plan, "schedule": "1f1b", "recompute": "auto"}
+        _wholes[precision] = pool.run(train, 1, "Deep", one, rows, "adamw")[0]
+    whole = _wholes[precision]
     for losses, _, weights in pool.run(train, 2, "Deep", {**plan, "stages": 2}, rows, "adamw"):
         assert losses == pytest.approx(whole[0], rel=1e-6)  # the sum of the shares is made in another order
         for key, value in weights.items():
             assert torch.equal(value, whole[2][key]), key
 
 
-@pytest.mark.parametrize("name", ["Frozen", "Sometimes", "TwoDtypes", "Nested", "Dropped"])
+@pytest.mark.parametrize("name", ["Frozen", "TwoDtypes", "Nested", "Dropped"])
 def test_awkward_models(pool: Pool, name: str) -> None:
-    """Frozen parts; an order that changes is an error; two dtypes; lists of lists; dropout under recomputation."""
+    """Frozen parts; two dtypes; lists of lists; dropout under recomputation."""
     rows = (8,) * 6
-    if name == "Sometimes":
-        with pytest.raises(AssertionError, match=r"ran after|ended before"):
-            pool.run(train, 2, name, {"stages": 2, "microbatches": 2}, rows)
-        return
     if name == "Dropped":
         runs = [
             pool.run(
@@ -145,9 +150,10 @@ def test_awkward_models(pool: Pool, name: str) -> None:
     close(pool.run(train, 2, name, {"stages": 2, "microbatches": 4}, rows), plain(name, "sgd", rows))
 
 
-@pytest.mark.parametrize("recompute", ["chunk", "off"])
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
-def test_recomputation_changes_nothing(pool: Pool, schedule: str, recompute: str) -> None:
+def test_recomputation_changes_nothing(pool: Pool, schedule: str) -> None:
+    """The other way than the schedule's own: only gpipe recomputes unless it is told not to."""
+    recompute = "off" if schedule == "gpipe" else "chunk"
     plan = {"stages": 2, "schedule": schedule, "microbatches": 4, "recompute": recompute}
     plan |= {"chunks": 2} if schedule == "interleaved" else {}
     rows = (8,) * 6

@@ -101,8 +101,9 @@ def test_ranks_share_out_one_global_batch(ranks: int) -> None:
     whole = Batches(tokens, sequence=7, seed=3)
     parts = Batches(tokens, sequence=7, seed=3)
     for step in (0, 40, 41, 5):  # across epochs, and not in order: no state is needed to resume
-        rows = [parts.batch(step, 6 // ranks, rank, ranks) for rank in range(ranks)]
-        expected = whole.batch(step, 6, 0, 1)
+        samples = range(6 * step, 6 * step + 6)
+        rows = [parts.rows(samples, rank, ranks) for rank in range(ranks)]
+        expected = whole.rows(samples)
         assert expected.shape == (6, 8)
         assert expected.dtype == torch.int64
         assert torch.equal(torch.cat(rows), expected)
@@ -114,8 +115,8 @@ def test_an_epoch_visits_every_window_once() -> None:
     assert batches.windows_per_epoch == 49
     offsets = set()
     for epoch in range(5):
-        steps = range(epoch * 7, (epoch + 1) * 7)  # 7 steps of 7 windows
-        windows = torch.cat([batches.batch(step, 7, 0, 1) for step in steps])
+        steps = range(epoch * 49, (epoch + 1) * 49, 7)  # 7 steps of 7 windows
+        windows = torch.cat([batches.rows(range(first, first + 7)) for first in steps])
         starts = sorted(windows[:, 0].tolist())
         assert starts == list(range(starts[0], starts[0] + 490, 10))
         assert 0 <= starts[0] < 10
@@ -127,13 +128,13 @@ def test_an_epoch_visits_every_window_once() -> None:
 
 def test_the_seed_changes_the_order() -> None:
     tokens = torch.arange(1000, dtype=torch.int32)
-    first, second = (Batches(tokens, 10, seed).batch(0, 20, 0, 1) for seed in (0, 1))
+    first, second = (Batches(tokens, 10, seed).rows(range(20)) for seed in (0, 1))
     assert not torch.equal(first, second)
 
 
 def test_every_offset_fits_in_the_shortest_text() -> None:
     tokens = torch.arange(20, dtype=torch.int32)
-    starts = {int(Batches(tokens, 10, seed).batch(0, 1, 0, 1)[0, 0]) for seed in range(200)}
+    starts = {int(Batches(tokens, 10, seed).rows([0])[0, 0]) for seed in range(200)}
     assert starts == set(range(10))
 
 
@@ -141,9 +142,11 @@ def test_too_little_text_is_counted_in_tokens() -> None:
     with pytest.raises(DataError, match="has 19 tokens and a sequence of 10 needs at least 20"):
         Batches(torch.zeros(19, dtype=torch.uint8), 10, 0)
     batches = Batches(torch.zeros(49, dtype=torch.uint8), 10, 0)
-    assert batches.batch(0, 1, 2, 3).shape == (1, 11)
+    assert batches.rows([0, 1, 2], 2, 3).shape == (1, 11)
     with pytest.raises(DataError, match="has 49 tokens and a global batch of 4 windows needs at least 50"):
-        batches.batch(0, 2, 0, 2)
+        batches.rows(range(4), 0, 2)
+    with pytest.raises(DataError, match="a global batch of 3 samples does not divide among 2 lanes"):
+        batches.rows(range(3), 0, 2)
 
 
 def test_validation_covers_the_text_in_equal_shares() -> None:

@@ -3,6 +3,32 @@
 This package knows files, names and intervals; `zeroshard.engine.state` knows which of them a model's shards are.
 """
 
-from zeroshard.checkpoint.format import MANIFEST, Piece, Reader, write
+from zeroshard.checkpoint.disk import Disk
+from zeroshard.checkpoint.folder import clear, committed, name_of, put_aside, retain
+from zeroshard.checkpoint.manifest import FORMAT, MANIFEST
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.stream import Slot, write_tensors
+from zeroshard.checkpoint.weights import WeightFiles
+from zeroshard.checkpoint.writer import Meeting, Notes, Order, Piece, Saving, Snapshot, write
 
-__all__ = ["MANIFEST", "Piece", "Reader", "write"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Disk",
+    "Meeting",
+    "Notes",
+    "Order",
+    "Piece",
+    "Reader",
+    "Saving",
+    "Slot",
+    "Snapshot",
+    "WeightFiles",
+    "clear",
+    "committed",
+    "name_of",
+    "put_aside",
+    "retain",
+    "write",
+    "write_tensors",
+]

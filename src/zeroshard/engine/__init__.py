@@ -5,6 +5,7 @@ models in stages `stage` (who has what), `pipelined`, and `executor` with its `w
 """
 
 from zeroshard.engine.accounts import MemoryTable, TrafficTable
-from zeroshard.engine.engine import Engine, StepResult
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.judge import StepResult
 
 __all__ = ["Engine", "MemoryTable", "StepResult", "TrafficTable"]

@@ -7,14 +7,14 @@ stage. `train_step` runs the same actions from a schedule.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeroshard.checkpoint import Saving
 from zeroshard.comm import Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.assembly import Assembler, OptimizerLike
@@ -23,8 +23,10 @@ from zeroshard.engine.batch import call_with, loss_in, microbatches
 from zeroshard.engine.executor import Span
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.judge import Judge, Verdict
-from zeroshard.engine.pipelined import Pipelined
+from zeroshard.engine.judge import Judge, StepResult, Verdict
+from zeroshard.engine.pipelined import Pipelined, watch_versions
+from zeroshard.engine.replicas import check_replicas
+from zeroshard.engine.saving import Savings
 from zeroshard.engine.stage import Stage, make_stage
 from zeroshard.engine.state import State, whole_state_dict
 from zeroshard.engine.update import Update
@@ -32,32 +34,12 @@ from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Event, Ledger
 from zeroshard.mesh import Mesh, init_mesh, keep_freed_memory
-from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
 from zeroshard.schedule import Kind, Layout, Pipeline, Schedule, verify, with_gathers
 from zeroshard.version import __version__
 from zeroshard.zero import Gatherer
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        step: steps taken or skipped so far, this one included.
-        grad_norm: 2-norm of the whole mean gradient before clipping, as it is (it may be infinite or NaN).
-        loss_scale: the loss scale of this step, 1.0 without loss scaling.
-        skipped: whether the weights were left as they are.
-        loss: of `train_step`, this rank's mean loss; None after `step`.
-    """
-
-    step: int
-    grad_norm: float
-    loss_scale: float
-    skipped: bool
-    loss: torch.Tensor | None = None
 
 
 class Engine:
@@ -111,7 +93,8 @@ class Engine:
         )
         self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
         self._update = Update(self._assembly, self._backward, self._groups)
-        self._state = State(model, self._assembly, self._groups, self._stage)
+        self._state = State(model, self._assembly, self._groups, self.ledger, self._stage)
+        self._savings = Savings()
         self._judge = Judge(self.plan)
         self._pipelined = self._make_pipelined() if self._stage else None
         self._counts: Mapping[Purpose, Count] = {}
@@ -147,6 +130,11 @@ class Engine:
     def loss_scale(self) -> float:
         """The factor that `backward` puts on the loss."""
         return self._judge.scale
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long this rank stood waiting for others in the last step."""
+        return sum(count.seconds for count in self._counts.values())
 
     @property
     def lane(self) -> int:
@@ -330,50 +318,86 @@ class Engine:
         messages = self._pipelined.planned_messages() if self._pipelined else {}
         return traffic_table(self._assembly, self.plan, self._groups, self._counts, messages)
 
-    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int | None = None, wait: bool = False
+    ) -> Saving:
         """Write a checkpoint folder: weights, optimizer states, random numbers, step; a collective call.
+
+        Training may go on at once: the states are copied to the host's memory, and a thread brings them onto the disk.
+        A checkpoint that is still being written is waited for first. One that fails is a `CheckpointWarning` in the
+        next step, unless `saving.wait()` raised it before.
 
         Args:
             extra: what else the run needs to go on, as plain JSON values; `load` returns it.
+            keep: how many checkpoints named like `step-00000100` stay in the folder, this one included; all by default.
+            wait: return when it is on the disk, and keep no copy.
 
         Raises:
-            CheckpointError: the path exists already, or a rank could not write.
+            CheckpointError: the path exists already or cannot be made; with `wait`, whatever went wrong.
         """
         self.flush()
         facts = {
             "zeroshard": __version__,
+            "torch": str(torch.__version__),
             "plan": self.plan.as_dict(),
             "step": self.steps,
             "skipped": self.skipped,
             "loss_scale": self._judge.scaler.state() if self._judge.scaler else None,
-            "never_written": self._never_written(),
+            "never_written": self._backward.never_written,
             "extra": dict(extra or {}),
         }
-        self._state.save(Path(path), facts)
-        return Path(path)
+        return self._savings.begin(lambda: self._state.save(Path(path), facts, keep, wait))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint folder: what any plan saved, any plan loads; a collective call.
 
         At the same number of ranks and under the same plan the run goes on bit for bit. Returns the `extra` of `save`.
+        After an error the weights may be partly those of the checkpoint: load another one before going on.
 
         Raises:
-            CheckpointError: no checkpoint, a damaged one, or one of another model or optimizer.
+            CheckpointError: no checkpoint, or one of another model or optimizer. DamagedError: one whose content is
+                not what was written.
         """
         self.flush()
+        self._savings.wait()
         self.world.agree(b"", "load")  # the others may still be reading what they share
         facts = self._state.load(Path(path))
-        self.world.agree(b"", "loaded")
-        self._update.consume()
-        if self._pipelined is not None:
-            self._pipelined.executor.loans.lend_again()
+        self._take_over()
         self._backward.never_written = facts["never_written"]
         self.steps, self.skipped = facts["step"], facts["skipped"]
         if self._judge.scaler and facts["loss_scale"]:
             self._judge.scaler.load(facts["loss_scale"])
-        self._reset_counts()
         extra: dict[str, Any] = facts["extra"]
         return extra
+
+    def load_weights(self, path: str | Path) -> None:
+        """Start from given weights: a safetensors file, a folder of them as transformers writes it, or a checkpoint.
+
+        A collective call; each rank reads only the parts that it keeps. Optimizer states stay as they are.
+
+        Raises:
+            CheckpointError: no such files, or weights of another model.
+        """
+        self.flush()
+        self.world.agree(b"", "load weights")
+        self._state.load_weights(Path(path))
+        self._take_over()
+
+    def check_replicas(self) -> None:
+        """Compare what several ranks hold of the same weights and states; a collective call.
+
+        Raises:
+            DivergenceError: they differ, with the parameters and the ranks.
+        """
+        check_replicas(self._assembly, self._groups, self._stage)
+
+    def _take_over(self) -> None:
+        """Go on with the weights that were read."""
+        self.world.agree(b"", "loaded")
+        self._update.consume()
+        if self._pipelined is not None:
+            self._pipelined.executor.loans.lend_again()
+        self._reset_counts()
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
@@ -430,22 +454,16 @@ class Engine:
     def _make_pipelined(self) -> Pipelined:
         assert self._stage is not None
         parts = (self._stage, self._assembly, self._backward, self._update, self._judge)
-        self._watch_versions()
-        return Pipelined(*parts, self.plan, self._run)
-
-    def _watch_versions(self) -> None:
-        """Where weights are stashed, let each flat have more than one version."""
-        assert self._stage is not None
         if self.plan.streams:
-            for shard in self._assembly.all_shards:
-                if shard.gradients is not None:
-                    sites = [list(self._stage.chain.sites(parameter)) for parameter in shard.flat.parameters]
-                    listen = partial(self._backward.listen, shard.gradients)
-                    shard.versions = Versions(shard.flat, shard.parameters.full, sites, self.ledger, listen)
+            watch_versions(self._stage, self._assembly, self._backward, self.ledger)
+        return Pipelined(*parts, self.plan, self._run)
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
         """Count a step and what it sent."""
         self.steps += 1
+        if self.mesh.pulse is not None:
+            self.mesh.pulse.step(self.steps)
+        self._savings.look()
         self.skipped += verdict.skip if verdict else False
         self._counts = merged(comm.counts for comm in self._groups.all)
         self._reset_counts()
@@ -455,13 +473,6 @@ class Engine:
     def _reset_counts(self) -> None:
         for comm in self._groups.all:
             comm.reset()
-
-    def _never_written(self) -> list[str] | None:
-        mine = self._backward.never_written
-        if self._stage is None:
-            return mine
-        everyone = self.world.agree_on(mine, "parameters without gradients")
-        return None if any(names is None for names in everyone) else sorted({n for names in everyone for n in names})
 
     def _refuse_pipeline(self, what: str) -> None:
         if self._stage is not None:

@@ -19,6 +19,8 @@ from zeroshard.engine.judge import Judge, Verdict
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
 from zeroshard.engine.wires import Shape
+from zeroshard.ledger import Ledger
+from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
 from zeroshard.schedule import Kind
 
@@ -183,3 +185,12 @@ class Pipelined:
             self._update.consume()
             raise
         return None if self.verdict.skip else self.verdict.factor * gain
+
+
+def watch_versions(stage: Stage, assembly: Assembly, backward: Backward, ledger: Ledger) -> None:
+    """Where weights are stashed, let each flat have more than one version."""
+    for shard in assembly.all_shards:
+        if shard.gradients is not None:
+            sites = [list(stage.chain.sites(parameter)) for parameter in shard.flat.parameters]
+            listen = partial(backward.listen, shard.gradients)
+            shard.versions = Versions(shard.flat, shard.parameters.full, sites, ledger, listen)

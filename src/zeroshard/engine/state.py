@@ -1,6 +1,8 @@
 """A model's shards as the logical tensors of a checkpoint, and back."""
 
 import json
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,87 +10,170 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import Piece, Reader, write
+from zeroshard.checkpoint import Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
+from zeroshard.engine import rng
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
-from zeroshard.errors import CheckpointError
+from zeroshard.errors import CheckpointError, DamagedError
+from zeroshard.ledger import Ledger
 from zeroshard.optim import Span
 
-RNG, DEVICE_RNG = "rng:torch", "rng:cuda"
+NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are not the optimizer's
 
 
 class State:
     """Saves and restores weights, optimizer states and random numbers of one rank."""
 
-    def __init__(self, model: nn.Module, assembly: Assembly, groups: Groups, stage: Stage | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, assembly: Assembly, groups: Groups, ledger: Ledger, stage: Stage | None = None
+    ) -> None:
         self._model, self._assembly, self._comm, self._stage = model, assembly, groups.slices, stage
         self._world = groups.world
+        self._snapshot = Snapshot(ledger)
         self._writes_slices = groups.replicas is None or groups.replicas.mesh.rank == 0
 
-    def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """Write everything that the next step depends on; a collective call.
+    def save(self, path: Path, facts: dict[str, Any], keep: int | None, wait: bool) -> Saving:
+        """Write everything that the next step depends on; a collective call, which returns when all is copied.
+
+        Args:
+            keep: how many checkpoints beside `path` stay.
+            wait: return when it is on the disk instead.
 
         Raises:
-            CheckpointError: the path exists, `facts` is no JSON, or a rank could not write.
+            CheckpointError: the path exists or cannot be made, `facts` is no JSON; or with `wait`, what went wrong.
         """
-        try:
-            json.dumps(facts)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"What goes beside the weights must be plain JSON values: {error}.") from error
-        scalars = [self._scalars(shard) for shard in self._assembly.all_shards]
-        everyone = self._world.agree_on(scalars, "optimizer scalars")
-        merged: dict[str, Any] = {}
-        for rank in everyone:
-            for names in rank:
-                merged.update(names)
-        groups = [
-            {k: v for k, v in g.items() if k != "params"} for g in self._assembly.optimizer.optimizer.param_groups
-        ]
-        kind = type(self._assembly.optimizer.optimizer).__name__
-        optimizer = {"class": kind, "groups": [{k: _plain(v) for k, v in g.items()} for g in groups], "scalars": merged}
-        layouts = {s.flat.label: s.gradients.layout for s in self._assembly.all_shards if s.gradients}
-        layouts = {label: v for rank in self._world.agree_on(layouts, "gradient layouts") for label, v in rank.items()}
-        write(
-            path,
-            self._pieces(),
-            {**facts, "optimizer": optimizer, "gradient_layouts": layouts, "cut": self._cut},
-            self._world,
-        )
+        mesh, comm = self._world.mesh, self._world
+        order = Order(path, "", [], {}, _merged, keep)
+        order.token = self._begin(order, facts)
+        order.facts = self._facts(facts)
+        if wait:
+            order.pieces = list(self._pieces())
+            write(order, mesh, Meeting(comm, path.name))
+            return Saving(path, lambda: None)
+        order.pieces = self._snapshot.take(self._pieces())
+        saving = Saving(path, lambda: write(order, mesh, Notes(mesh, order.token)))
+        saving.start()
+        return saving
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Take weights, optimizer states and random numbers from a checkpoint; returns its facts.
+        """Take weights, optimizer states and random numbers from a checkpoint; returns its facts; a collective call.
 
         Raises:
-            CheckpointError: it is damaged, or of another model or optimizer.
+            CheckpointError: it is of another model or optimizer. DamagedError: it is not what was written.
         """
+        facts: dict[str, Any] = {}
+        problem: CheckpointError | None = None
+        try:
+            facts = self._read(path)
+        except CheckpointError as error:
+            problem = error
+        except Exception as error:  # a manifest that somebody wrote by hand can hold anything
+            problem = DamagedError(f"{path} is not to be trusted ({error!r}); use an earlier checkpoint.")
+        self._refuse_together(problem)
+        self._spread()
+        self._assembly.optimizer.account()
+        return facts
+
+    def load_weights(self, path: Path) -> None:
+        """Take weights and buffers alone from safetensors files; a collective call, each rank reads its slices.
+
+        Raises:
+            CheckpointError: they are of another model.
+        """
+        problem: CheckpointError | None = None
+        try:
+            source = WeightFiles(path, _tied(self._model))
+            self._check_shapes(source)
+            for shard in self._assembly.all_shards:
+                self._load_weights(shard, source)
+            for name, buffer in self._buffers():
+                if source.shape(f"buffer:{name}") is not None:
+                    buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
+        except CheckpointError as error:
+            problem = error
+        self._refuse_together(problem)
+        self._spread()
+
+    def _refuse_together(self, problem: CheckpointError | None) -> None:
+        """Raise on all ranks what one of them met."""
+        word = [type(problem) is DamagedError, str(problem)] if problem else None
+        problems = [found for found in self._world.agree_on(word, "what was read") if found]
+        if problems:
+            damaged, text = problems[0]
+            raise (DamagedError if damaged else CheckpointError)(text)
+
+    def _spread(self) -> None:
+        """Let the weights that are computed with be those that this rank owns."""
+        for shard in self._assembly.all_shards:
+            if shard.master:
+                shard.target.copy_(shard.owned)
+            shard.parameters.start_spread()
+            shard.parameters.finish_spread()
+
+    def _begin(self, order: Order, facts: dict[str, Any]) -> str:
+        """Let all ranks agree that a checkpoint can be begun; the token of this try."""
+        problem = None
+        if self._world.mesh.rank == 0:
+            order.token = f"{time.time_ns():x}"
+            try:
+                if order.path.exists():
+                    problem = "it exists already, and checkpoints are never overwritten; choose another path"
+                else:
+                    order.disk.make_folder(order.temporary)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        try:
+            json.dumps(facts, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problem = f"what goes beside the weights must be plain and finite JSON values ({error})"
+        words = self._world.agree_on([problem, order.token], f"checkpoint {order.path.name}")
+        problems = [problem for problem, _ in words if problem]
+        if problems:
+            if self._world.mesh.rank == 0:
+                order.disk.remove(order.temporary)
+            raise CheckpointError(f"The checkpoint {order.path} was not written: {problems[0]}.")
+        return str(words[0][1])
+
+    def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """This rank's facts, those of its shards included."""
+        optimizer = self._assembly.optimizer.optimizer
+        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        scalars = {name: kept for shard in self._assembly.all_shards for name, kept in self._scalars(shard).items()}
+        layouts = {s.flat.label: s.gradients.layout for s in self._assembly.all_shards if s.gradients}
+        return {
+            **facts,
+            "optimizer": {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars},
+            "gradient_layouts": layouts,
+            "cut": self._cut,
+            "tied": _tied(self._model),
+            "config": _config(self._model),
+        }
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Fill what this rank owns; no other rank is needed."""
         reader = Reader(path)
         optimizer = reader.facts["optimizer"]
-        self._check(reader, optimizer)
+        self._check_shapes(reader)
+        self._check_optimizer(reader, optimizer)
         for shard in self._assembly.all_shards:
             self._load_weights(shard, reader)
             if shard.gradients is not None:
                 self._load_optimizer(shard, reader, optimizer["scalars"])
         for group, saved in zip(self._assembly.optimizer.optimizer.param_groups, optimizer["groups"], strict=True):
             group.update({k: _setting(v) for k, v in saved.items() if k in group})
-        rank = self._world.mesh.rank
-        same_layout = (reader.facts["ranks"], reader.facts.get("cut", [1, 1, None])) == (
-            self._world.mesh.ranks,
-            self._cut,
-        )
+        mesh = self._world.mesh
+        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
         for name, buffer in self._buffers():
             part = self._part_of(name) if same_layout else 0
             buffer.copy_(reader.whole(f"buffer:{name}", part).view(buffer.shape))
         if same_layout:
-            torch.set_rng_state(reader.whole(RNG, rank))
-            if self._comm.mesh.device.type == "cuda" and reader.shape(DEVICE_RNG) is not None:
-                torch.cuda.set_rng_state(reader.whole(DEVICE_RNG, rank), self._comm.mesh.device)
+            for name in reader.names("rng"):
+                rng.restore(name, reader.whole(f"rng:{name}", mesh.rank), mesh.device)
             for shard in self._assembly.all_shards:
                 if shard.gradients is not None and shard.flat.label in reader.facts["gradient_layouts"]:
                     shard.gradients.restore_layout(*reader.facts["gradient_layouts"][shard.flat.label])
-        self._assembly.optimizer.account()
-        facts: dict[str, Any] = reader.facts
-        return facts
+        return reader.facts
 
     def _pieces(self) -> Iterator[Piece]:
         """This rank's slice of every tensor, whatever the stage."""
@@ -106,9 +191,8 @@ class State:
                     yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, shard.owned[:0])
         for name, buffer in self._buffers():
             yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer)
-        yield Piece(RNG, (), 0, torch.get_rng_state())
-        if self._comm.mesh.device.type == "cuda":
-            yield Piece(DEVICE_RNG, (), 0, torch.cuda.get_rng_state(self._comm.mesh.device))
+        for name, state in rng.streams(self._comm.mesh.device):
+            yield Piece(f"rng:{name}", tuple(state.shape), 0, state)
 
     def _elements(self, shard: Shard, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
@@ -132,7 +216,7 @@ class State:
                     scalars[shard.flat.index.entries[number].name] = kept
         return scalars
 
-    def _check(self, reader: Reader, optimizer: dict[str, Any]) -> None:
+    def _check_shapes(self, reader: "Reader | WeightFiles") -> None:
         mine = {e.name: tuple(e.shape) for s in self._assembly.all_shards for e in s.flat.index.entries}
         if self._stage is not None:
             layers = self._stage.chain.layers
@@ -142,6 +226,8 @@ class State:
             if mine.get(name) != theirs.get(name):
                 has, needs = theirs.get(name, "no such parameter"), mine.get(name, "no such parameter")
                 raise CheckpointError(f"{reader.path} is of another model: '{name}' is {has} there and {needs} here.")
+
+    def _check_optimizer(self, reader: Reader, optimizer: dict[str, Any]) -> None:
         kind = type(self._assembly.optimizer.optimizer).__name__
         groups = len(self._assembly.optimizer.optimizer.param_groups)
         if (optimizer["class"], len(optimizer["groups"])) != (kind, groups):
@@ -151,17 +237,13 @@ class State:
                 f"in {groups}. Use the same optimizer to go on."
             )
 
-    def _load_weights(self, shard: Shard, reader: Reader) -> None:
+    def _load_weights(self, shard: Shard, reader: "Reader | WeightFiles") -> None:
         trainable, parameters = shard.flat.trainable, shard.parameters
         whole = not trainable and not parameters.sliced
         region, start = (parameters.full, 0) if whole else (shard.owned, shard.start)
         for number, low, high in shard.flat.index.overlaps(start, start + region.numel()):
             entry = shard.flat.index.entries[number]
             reader.read(f"weight:{entry.name}", region[low - start : high - start], low - entry.offset)
-        if shard.master:
-            shard.target.copy_(shard.owned)
-        parameters.start_spread()
-        parameters.finish_spread()
 
     def _load_optimizer(self, shard: Shard, reader: Reader, scalars: dict[str, Any]) -> None:
         entries = shard.flat.index.entries
@@ -176,7 +258,7 @@ class State:
             if known is None:
                 continue
             loaded: dict[str, Any] = {k: _setting(v) for k, v in known.items()}
-            for key in _state_kinds(reader, entry.name):
+            for key in (kind for kind in reader.kinds(entry.name) if kind not in NO_STATES):
                 loaded[key] = values = torch.zeros_like(span.tensor)
                 for number, low, high in shard.flat.index.overlaps(span.start, span.stop):
                     name, first = entries[number].name, low - entries[number].offset
@@ -234,10 +316,32 @@ def _present(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and (tensor.numel() <= 1 or any(tensor.stride()))
 
 
-def _state_kinds(reader: Reader, name: str) -> list[str]:
-    """The optimizer states that a checkpoint holds for a parameter."""
-    kinds = (full.partition(":") for full in reader.tensors)
-    return [kind for kind, _, of in kinds if of == name and kind not in ("weight", "buffer", "rng")]
+def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of a checkpoint: rank 0's, with what each rank knows of its own shards."""
+    facts = dict(everyone[0])
+    scalars = {name: kept for rank in everyone for name, kept in rank["optimizer"]["scalars"].items()}
+    facts["optimizer"] = {**facts["optimizer"], "scalars": scalars}
+    facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}
+    never = [rank["never_written"] for rank in everyone]
+    if facts["cut"][0] > 1:
+        facts["never_written"] = None if None in never else sorted({name for names in never for name in names})
+    return facts
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Of parameters with several names, each further name and the first."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def _config(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration of a transformers model, as `from_pretrained` reads it."""
+    describe = getattr(getattr(model, "config", None), "to_json_string", None)
+    if describe is None:
+        return None
+    config: dict[str, Any] = json.loads(describe())
+    return {**config, "architectures": [type(model).__name__]}
 
 
 def _elementwise(value: Any, span: Span) -> bool:
@@ -245,14 +349,18 @@ def _elementwise(value: Any, span: Span) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar tensor as ["tensor", dtype, value]; plain values as they are."""
+    """A scalar tensor as ["tensor", dtype, value], NaN and infinities as ["float", name], the rest as it is."""
     if isinstance(value, torch.Tensor):
-        return ["tensor", str(value.dtype).removeprefix("torch."), value.item()]
+        return ["tensor", str(value.dtype).removeprefix("torch."), _plain(value.item())]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["float", str(value)]
     return value
 
 
 def _setting(value: Any) -> Any:
     """What `_plain` made of a setting or a scalar state, as it was; JSON has lists where there were tuples."""
     if isinstance(value, list) and value[:1] == ["tensor"]:
-        return torch.tensor(value[2], dtype=getattr(torch, value[1]))
+        return torch.tensor(_setting(value[2]), dtype=getattr(torch, value[1]))
+    if isinstance(value, list) and value[:1] == ["float"]:
+        return float(value[1])
     return tuple(value) if isinstance(value, list) else value

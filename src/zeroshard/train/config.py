@@ -50,10 +50,26 @@ class TrainConfig:
     """What the generated text starts with."""
     out: Path = Path("runs")
     """Folder in which the run's own folder is made."""
-    resume: Path | None = None
-    """Checkpoint folder to go on from."""
+    resume: Literal["auto", "never"] | Path = "never"
+    """What to go on from: "never" starts anew; "auto" takes the newest unfinished run in `out` of the same model and
+    data, if there is one; or the path of a run folder or a checkpoint, which is gone on from in a new run."""
+    weights: Path | None = None
+    """Safetensors file, folder or checkpoint with the weights to start from."""
     checkpoint: bool = True
-    """Save a checkpoint at the end."""
+    """Save checkpoints; without, none at all."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints, which are written while training goes on; 0 saves only at the end."""
+    keep: int = 2
+    """Checkpoints that stay; older ones are removed when a newer one has been read back."""
+    rollbacks: int = 0
+    """How often to go back to the last good checkpoint and leave out the batch, where the loss is not finite or
+    spikes; with 0 a loss that is not finite ends the run."""
+    spike: float | None = None
+    """A loss more than this many times the median of the last 50 counts as bad; by default only one not finite."""
+    patience: int = 1
+    """Bad steps in a row before going back."""
+    check_replicas: int = 0
+    """Steps between comparisons of what several ranks hold of the same weights; 0 for none."""
     trace: bool = False
     """Keep the timeline of one step of a pipeline, measured beside simulated, in the run folder and its report."""
     tensorboard: bool = False
@@ -65,6 +81,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         least = {"sequence": 1, "batch": 1, "steps": 1, "warmup_steps": 0, "validate_every": 0, "validation_rows": 1}
+        least |= {"checkpoint_every": 0, "keep": 1, "rollbacks": 0, "patience": 1, "check_replicas": 0}
         for name, low in {**least, "sample_tokens": 0}.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {low} or more.")
@@ -75,6 +92,7 @@ class TrainConfig:
         for name in ("final_learning_rate", "dropout", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
+        self._check_guard()
         if self.trace and not self.plan.pipelined:
             raise ConfigError("trace draws the stages of a pipeline; set stages to 2 or more, or leave trace out.")
         if self.batch % self.plan.microbatches:
@@ -84,3 +102,24 @@ class TrainConfig:
             )
         if not self.prompt:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")
+
+    def _check_guard(self) -> None:
+        """What the guard of the loss needs."""
+        if self.spike is not None and not 1 < self.spike < float("inf"):
+            raise ConfigError(f"spike is {self.spike}; it must be more than 1 and finite.")
+        if self.rollbacks == 0:
+            for name, value, off in (("spike", self.spike, None), ("patience", self.patience, 1)):
+                if value != off:
+                    raise ConfigError(f"{name}={value} has no effect without going back; set rollbacks to 1 or more.")
+            return
+        if self.plan.streams:
+            raise ConfigError(
+                f"rollbacks and schedule={self.plan.schedule!r} do not combine: its stages never know the loss at the "
+                f"same time. Use schedule='1f1b', or leave rollbacks out."
+            )
+        if not self.checkpoint:
+            raise ConfigError("rollbacks needs checkpoints to go back to; leave --no-checkpoint out.")
+        if self.patience > 1 and self.plan.nonfinite == "raise" and not self.plan.scales_loss:
+            raise ConfigError(
+                f"patience={self.patience} bears bad steps and nonfinite='raise' does not; set nonfinite='skip'."
+            )

@@ -141,7 +141,7 @@ def _join(parts: Iterable[bytes]) -> bytes:
 
 
 class Batches:
-    """Windows of `sequence + 1` tokens for each step, as a pure function of the seed and the step.
+    """Windows of `sequence + 1` tokens, as a pure function of the seed and the number of the sample.
 
     An epoch visits non-overlapping windows in a shuffled order, from an offset of its own; the last token of a
     window is only a target there and is the first input of the next, so every token is predicted once per epoch.
@@ -162,27 +162,33 @@ class Batches:
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
 
-    def batch(self, step: int, size: int, rank: int, ranks: int) -> Tensor:
-        """Rows of `rank` in the global batch of `step` (from 0): [size, sequence + 1] int64.
+    def rows(self, samples: Sequence[int], lane: int = 0, lanes: int = 1) -> Tensor:
+        """Rows of `lane` in the global batch of `samples`: [len(samples) / lanes, sequence + 1] int64.
 
-        The global batch of `size * ranks` rows does not depend on how it is cut over the ranks.
+        A sample is a window, counted from the start of the run over all epochs. The global batch does not depend on how
+        it is cut over the lanes.
 
         Raises:
-            DataError: one global batch needs more windows than an epoch has.
+            DataError: one global batch needs more windows than an epoch has, or does not divide among the lanes.
         """
-        rows = size * ranks
-        if rows > self.windows_per_epoch:
+        if len(samples) > self.windows_per_epoch:
             raise DataError(
-                f"the training text has {len(self._tokens)} tokens and a global batch of {rows} windows needs at "
-                f"least {(rows + 1) * self._sequence}; add text, or shorten the sequence or the batch"
+                f"the training text has {len(self._tokens)} tokens and a global batch of {len(samples)} windows needs "
+                f"at least {(len(samples) + 1) * self._sequence}; add text, or shorten the sequence or the batch"
             )
-        first = step * rows + rank * size
-        starts = [self._start(index) for index in range(first, first + size)]
+        size, left = divmod(len(samples), lanes)
+        if left:
+            raise DataError(f"a global batch of {len(samples)} samples does not divide among {lanes} lanes")
+        starts = [self._start(sample) for sample in samples[lane * size : (lane + 1) * size]]
         return _windows(self._tokens, torch.tensor(starts), self._sequence)
 
-    def _start(self, index: int) -> int:
-        """First token of window `index`, counted from the start of the run."""
-        epoch, position = divmod(index, self.windows_per_epoch)
+    def batch(self, step: int, size: int, rank: int, ranks: int) -> Tensor:
+        """Rows of `rank` in the global batch of `step` (from 0): [size, sequence + 1] int64."""
+        return self.rows(range(step * size * ranks, (step + 1) * size * ranks), rank, ranks)
+
+    def _start(self, sample: int) -> int:
+        """First token of a sample."""
+        epoch, position = divmod(sample, self.windows_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._starts = epoch, self._shuffled(epoch)
         return int(self._starts[position])

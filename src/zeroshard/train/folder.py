@@ -1,37 +1,48 @@
-"""The folder of a run: its options, metrics as JSON lines, memory of one step, summary, checkpoint and report."""
+"""The folder of a run: its options, metrics as JSON lines, memory of one step, summary, checkpoints and report."""
 
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from zeroshard.comm import Comm
 from zeroshard.errors import ConfigError
 from zeroshard.ledger import Category, Event
+from zeroshard.mesh import attempt, job
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.toml_config import dump_toml
 
+SAME = "run.json"  # what a later start must have in common with a run to go on with it
+
 
 class RunFolder:
-    """Writes a run's files; only one rank does, the others know the path."""
+    """Writes a run's files; only one rank does, the others know the path.
 
-    def __init__(self, path: Path, writes: bool, tensorboard: bool = False) -> None:
-        self.path = path
-        self._metrics = (path / "metrics.jsonl").open("a", buffering=1) if writes else None
+    Attributes:
+        continued: whether the folder is that of a run that was cut off.
+    """
+
+    def __init__(self, path: Path, writes: bool, tensorboard: bool = False, continued: bool = False) -> None:
+        self.path, self.continued = path, continued
+        self._metrics = _appending(path / "metrics.jsonl") if writes else None
         self._board = _board(path) if writes and tensorboard else None
 
     @classmethod
     def create(cls, config: TrainConfig, comm: Comm, writes: bool) -> "RunFolder":
-        """A new folder below `config.out`, named by the date, the same on all ranks; one of them `writes` into it.
+        """The folder of the run that is to go on, or a new one below `config.out`, named by the date.
+
+        The same on all ranks; one of them `writes` into it. After a failure the next attempt goes on with its job's
+        own run; with `resume="auto"` any start goes on with the newest unfinished one.
 
         Raises:
             ConfigError: it cannot be made.
         """
         names = comm.agree_on(time.strftime("%Y%m%d-%H%M%S"), "name of the run folder")
         problem, path = None, config.out / names[0]
-        if comm.mesh.rank == 0:
+        found = _unfinished(config) if comm.mesh.rank == 0 else None
+        if comm.mesh.rank == 0 and found is None:
             try:
                 for number in range(1, 1000):
                     try:
@@ -40,12 +51,13 @@ class RunFolder:
                     except FileExistsError:
                         path = config.out / f"{names[0]}-{number}"
                 dump_toml(replace(config), path / "config.toml")
+                (path / SAME).write_text(json.dumps({"job": job(), **_same(config)}))
             except OSError as error:
                 problem = f"The run folder {path} cannot be made ({error.strerror}); choose another with --out."
-        answers = comm.agree_on([str(path), problem], "run folder")
-        if answers[0][1]:
-            raise ConfigError(answers[0][1])
-        return cls(Path(answers[0][0]), writes, config.tensorboard)
+        path, problem, continued = comm.agree_on([str(found or path), problem, found is not None], "run folder")[0]
+        if problem:
+            raise ConfigError(problem)
+        return cls(Path(path), writes, config.tensorboard, continued)
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line."""
@@ -70,6 +82,38 @@ class RunFolder:
             (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
         if self._board is not None:
             self._board.close()
+
+
+def _same(config: TrainConfig) -> dict[str, Any]:
+    """What decides whether a run is the same one."""
+    data = [str(path.resolve()) for path in config.data]
+    names = ("model", "tokenizer", "sequence", "optimizer")
+    return {"data": data, "seed": config.plan.seed, **{name: getattr(config, name) for name in names}}
+
+
+def _unfinished(config: TrainConfig) -> Path | None:
+    """The newest run below `config.out` that this start is to go on with, if there is one."""
+    automatic = config.resume == "auto"
+    if not (automatic or attempt()) or not config.out.is_dir():
+        return None
+    for path in sorted(config.out.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            kept = json.loads((path / SAME).read_text())
+        except (OSError, ValueError):
+            continue
+        mine = {"job": kept.get("job") if automatic else job(), **_same(config)}
+        if kept == mine and not (path / "summary.json").exists():
+            return path
+    return None
+
+
+def _appending(path: Path) -> TextIO:
+    """A file to append lines to; a last line that was cut off when its process died is ended first."""
+    cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    file = path.open("a", buffering=1)
+    if cut:
+        file.write("\n")
+    return file
 
 
 def _board(path: Path) -> Any:

@@ -60,6 +60,11 @@ class Progress:
             self._next_line = time.monotonic() + LINES_EVERY
             self._console.print(f"step {metrics['step']:>5}/{self._steps}  {text}", soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Show a line about the run."""
+        if self._shown:
+            self._console.print(f"zeroshard: {text}", soft_wrap=True, markup=False)
+
     def validation(self, step: int, bits_per_byte: float) -> None:
         """Show one validation."""
         if self._shown:

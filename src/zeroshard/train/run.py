@@ -3,6 +3,9 @@
 import math
 import struct
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Comm
-from zeroshard.engine import Engine
-from zeroshard.errors import ConfigError, DataError, NonFiniteError
+from zeroshard.engine import Engine, StepResult
+from zeroshard.errors import CheckpointWarning, NonFiniteError
 from zeroshard.initialise import seed_of
 from zeroshard.mesh import Mesh
+from zeroshard.survive import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.train.folder import RunFolder
 from zeroshard.train.gpt import generate
+from zeroshard.train.keeping import Keeping
 from zeroshard.train.model import BuiltModel, build_model
 from zeroshard.train.progress import Progress
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +33,8 @@ from zeroshard.train.trace import write_timeline
 from zeroshard.version import __version__
 
 RECORDED_STEP = 3  # buffers have settled by then
+STOP_EVERY = 8  # steps between questions whether to stop, where a step does not bring all ranks together
+WORD = struct.Struct("<dd?")  # a rank's loss, its busy seconds, and whether it was asked to stop
 TRACED_STEPS = {True: 3, False: 1}  # of a schedule that never flushes, some; else one
 
 
@@ -79,6 +86,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What all ranks know of a step: the mean loss over all lanes in nats per token, where it is known; a request."""
+
+    loss: float | None
+    stop: bool
+
+
 class Run:
     """The main job on one rank.
 
@@ -99,87 +114,103 @@ class Run:
         torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
         self.folder = RunFolder.create(config, self.engine.world, self.reports)
         self.progress = Progress(config.steps, shown=self.reports)
+        parts = (self.engine, self.text.corpus, self.folder.path)
+        self.keeping = Keeping(config, *parts, self.progress.note)
+        self._stragglers = Stragglers(mesh.ranks)
         self._started = time.perf_counter()
 
     def train(self) -> dict[str, Any]:
         """Train to the last step; returns the summary that the run folder keeps on the rank that reports.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite on some rank.
+            NonFiniteError: the loss is NaN or infinite on some rank, and there is no going back.
+            Stopped: on request; what was done is saved.
         """
-        first = self._resume()
-        losses: list[float] = []
-        with self.progress:
-            for step in range(first, self.config.steps):
-                loss = self._traced_step(step, first)
-                if loss is not None:
-                    losses.append(loss)
-                if (
-                    self.config.validate_every
-                    and (step + 1) % self.config.validate_every == 0
-                    and step + 1 < self.config.steps
-                ):
-                    self._validate(step + 1, self.config.validation_rows)
-            validation = self._validate(self.config.steps, 4 * self.config.validation_rows)
-        return self._finish(first, losses, validation)
+        config, keeping = self.config, self.keeping
+        losses: dict[int, float] = {}
+        with self.progress, keeping.listening(), self._showing_warnings():
+            step = first = keeping.begin(self.folder.continued)
+            while step < config.steps:
+                position = keeping.cursor.position
+                samples = keeping.cursor.take(config.batch * self.engine.lanes)
+                done = self._traced_step(step, first, samples)
+                if done.loss is not None:
+                    losses[step + 1] = done.loss
+                reached = keeping.judge(step + 1, done.loss, position) if done.loss is not None else step + 1
+                if reached == step + 1:
+                    self._between_steps(step + 1, done.stop)
+                step = reached
+            validation = self._validate(config.steps, 4 * config.validation_rows)
+            summary = self._finish(first, [losses[step] for step in sorted(losses)], validation)
+        return summary
 
-    def _resume(self) -> int:
-        """The step to go on from."""
-        if self.config.resume is None:
-            return 0
-        extra = self.engine.load(self.config.resume)
-        _check_corpus(extra, self.text.corpus)
-        if extra["step"] >= self.config.steps:
-            raise ConfigError(
-                f"The checkpoint is at step {extra['step']} and steps is {self.config.steps}; raise steps to go on."
-            )
-        return int(extra["step"])
+    def _between_steps(self, step: int, stop: bool) -> None:
+        """What is due after `step` steps: validation first, so that a resumed run has it too."""
+        config = self.config
+        if config.check_replicas and step % config.check_replicas == 0:
+            self.engine.check_replicas()
+        if config.validate_every and step % config.validate_every == 0 and step < config.steps:
+            self._validate(step, config.validation_rows)
+        if stop and step < config.steps:
+            self.keeping.stop(step)
+        self.keeping.save_if_due(step)
 
-    def _traced_step(self, step: int, first: int) -> float | None:
+    @contextmanager
+    def _showing_warnings(self) -> Iterator[None]:
+        """Show a warning of a checkpoint as a line of the run, others as Python does."""
+        with warnings.catch_warnings():
+            shown = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+                if issubclass(category, CheckpointWarning):
+                    self.progress.note(f"warning: {message}")
+                else:
+                    shown(message, category, *where, **more)
+
+            warnings.simplefilter("always", CheckpointWarning)
+            warnings.showwarning = show
+            yield
+
+    def _traced_step(self, step: int, first: int, samples: list[int]) -> "_Done":
         """One step, with the timeline kept of the first that are all steady."""
         engine, config = self.engine, self.config
         count = TRACED_STEPS[config.plan.streams]
         begin = min(first + 2 * RECORDED_STEP, config.steps - count)
         if not config.trace or step < begin or step >= begin + count:
-            return self._step(step)
+            return self._step(step, samples)
         if step == begin:
             engine.flush()
             engine.world.agree(b"", "start of the timeline")
             engine.trace()
-        loss = self._step(step)
+        done = self._step(step, samples)
         if step == begin + count - 1:
             engine.flush()
             write_timeline(self.folder.path, engine, engine.trace_end(), count, self.reports)
-        return loss
+        return done
 
-    def _step(self, step: int) -> float | None:
-        """One step; returns the mean loss over all lanes in nats per token, where it is known."""
-        config, engine, mesh = self.config, self.engine, self.mesh
+    def _step(self, step: int, samples: list[int]) -> "_Done":
+        """One step on this rank's part of the samples."""
+        config, engine = self.config, self.engine
         began = time.perf_counter()
         rate = learning_rate(config, step)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        rows = self.batches.batch(step, config.batch, engine.lane, engine.lanes)
-        batch = self.built.batch(rows.to(mesh.device))
-        if step == RECORDED_STEP:
-            with engine.recording() as events:
-                result = engine.train_step(batch)
-            self.folder.write_memory(events, mesh.rank)
-        else:
-            result = engine.train_step(batch)
-        if result.loss is None:
-            return None
-        who = engine.comm if config.plan.streams else engine.world
-        loss = _mean(who, float(result.loss), f"loss of step {step + 1}")
-        if not math.isfinite(loss) and config.plan.nonfinite == "raise":
+        rows = self.batches.rows(samples, engine.lane, engine.lanes)
+        result, loss = self._train_step(step, self.built.batch(rows.to(self.mesh.device)))
+        elapsed = time.perf_counter() - began
+        done = self._agree(step, loss, elapsed - engine.seconds_waiting)
+        if done.loss is None:
+            return done
+        if not math.isfinite(done.loss) and config.plan.nonfinite == "raise" and self.keeping.guard is None:
             raise NonFiniteError(
-                f"The loss of step {step + 1} is {loss}. Lower learning_rate, set clip_norm, or look at the data."
+                f"The loss of step {step + 1} is {done.loss}. Lower learning_rate, set clip_norm, look at the data, or "
+                f"let the run go back and leave out the batch with rollbacks."
             )
         elapsed = time.perf_counter() - began
         metrics = {
             "step": step + 1,
-            "loss": loss,
-            "bits_per_byte": self.text.bits_per_byte(loss),
+            "loss": done.loss,
+            "bits_per_byte": self.text.bits_per_byte(done.loss),
             "grad_norm": result.grad_norm,
             "tokens_per_s": config.batch * config.sequence * engine.lanes / elapsed,
             "learning_rate": rate,
@@ -187,10 +218,44 @@ class Run:
             "skipped": result.skipped,
             "seconds": time.perf_counter() - self._started,
             "rss_bytes": psutil.Process().memory_info().rss,
+            "checkpoint_seconds": self.keeping.exposed_seconds,
         }
+        self.keeping.exposed_seconds = None
         self.folder.write_metrics(metrics)
         self.progress.step(metrics, engine.ledger.total(), engine.skipped)
-        return loss
+        return done
+
+    def _train_step(self, step: int, batch: Any) -> tuple[StepResult, float | None]:
+        """The engine's step, recorded once, and this rank's loss; one that is refused has the loss NaN for a guard."""
+        engine = self.engine
+        try:
+            if step == RECORDED_STEP:
+                with engine.recording() as events:
+                    result = engine.train_step(batch)
+                self.folder.write_memory(events, self.mesh.rank)
+            else:
+                result = engine.train_step(batch)
+        except NonFiniteError:
+            if self.keeping.guard is None:
+                raise
+            return StepResult(step + 1, math.nan, engine.loss_scale, skipped=True), math.nan
+        return result, None if result.loss is None else float(result.loss)
+
+    def _agree(self, step: int, loss: float | None, busy: float) -> "_Done":
+        """What all ranks know of a step: its mean loss, and whether to stop; a word on each rank's busy seconds."""
+        engine, keeping = self.engine, self.keeping
+        if self.config.plan.streams:  # its stages are at different places, and only the last one knows the loss
+            stop = False
+            if (step + 1) % STOP_EVERY == 0:
+                stop = any(map(any, engine.world.agree(bytes([keeping.asked]), f"requests in step {step + 1}")))
+            return _Done(None if loss is None else _mean(engine.comm, loss, f"loss of step {step + 1}"), stop)
+        assert loss is not None
+        words = [WORD.unpack(w) for w in engine.world.agree(WORD.pack(loss, busy, keeping.asked), f"step {step + 1}")]
+        if not self.config.plan.pipelined:
+            for slow in self._stragglers.step([seconds for _, seconds, _ in words]):
+                self.progress.note(f"warning: {slow}")
+                self.folder.write_metrics({"step": step + 1, "event": str(slow)})
+        return _Done(sum(loss for loss, _, _ in words) / len(words), any(stop for _, _, stop in words))
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""
@@ -216,8 +281,7 @@ class Run:
     def _finish(self, first: int, losses: list[float], validation: float) -> dict[str, Any]:
         engine, text, config = self.engine, self.text, self.config
         seconds = time.perf_counter() - self._started
-        if config.checkpoint:
-            engine.save(self.folder.path / "checkpoint", {"step": config.steps, "corpus": text.corpus.digest})
+        self.keeping.finish(config.steps)
         recent = losses[-50:]
         corpus = text.corpus
         summary = {
@@ -298,17 +362,3 @@ def _mean(comm: Comm, value: float, label: str) -> float:
     """The mean of a number over the ranks, the same on all."""
     words = comm.agree(struct.pack("<d", value), label)
     return sum(float(struct.unpack("<d", word)[0]) for word in words) / len(words)
-
-
-def _check_corpus(extra: dict[str, Any], corpus: Corpus) -> None:
-    """Refuse to resume on other text.
-
-    Raises:
-        DataError: the checkpoint saw another corpus.
-    """
-    if extra.get("corpus") != corpus.digest:
-        raise DataError(
-            f"The checkpoint was trained on a corpus with digest {str(extra.get('corpus'))[:12]}, this one has "
-            f"{corpus.digest[:12]}. "
-            "Give the same data, or start a new run."
-        )

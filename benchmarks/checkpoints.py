@@ -1,0 +1,390 @@
+"""What a checkpoint costs: beside torch.save and DCP, on the step and on the disk; and what a killed rank costs.
+
+    python benchmarks/checkpoints.py [--quick] [--only saves|restarts] [--folder DIR] [--json FILE]
+
+Two processes with one thread each on this machine, over gloo; the same GPT, the same batch, AdamW. Launches of the ways
+to save take turns, and inside a launch periods of `--every` steps with a save at their begin take turns with periods
+without one. Every figure is a median over rounds of medians over periods, of the slower rank; ratios are of medians.
+
+- exposed: a period with a save less the one without beside it. That is the call, what the writing takes from the steps
+  after it, and waiting for a peer that is still saving. `call` is the call alone; `done` is from it to the end of the
+  writing. Before the next period all writing is waited for, and what was written is removed, on no clock.
+- cpu: what the save took of both clocks, user and system, all threads, per rank.
+- bytes: with Ψ parameters in fp32, AdamW's states are 12Ψ: 4Ψ of weights and 8Ψ of moments. With bf16 parameters beside
+  fp32 masters, which AdamW's users in bf16 have, another 2Ψ would be those parameters, and 14Ψ what there is in memory.
+- torch.save: DistributedDataParallel, rank 0 writes model and optimizer, as its users do. It does not sync: `done` there
+  means that the kernel has the bytes. DCP and zeroshard sync each file; zeroshard the folders too.
+- dcp, dcp-async: FSDP2, whose state_dict is sharded like zeroshard's at stage 3; save and async_save.
+- restart: the main job under `zeroshard run` and under `torchrun --max-restarts`; one rank is killed (SIGKILL) at work,
+  and the clock stops at the next step that the new processes write down. Both go on from the newest checkpoint.
+
+The exit status is 1 where losses differ by more than 1e-4, since then not all trained the same thing.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ranks import LaunchError, answer, circumstances, cpu_seconds, launch
+
+SHAPE = (4096, 256, 64, 4, 4)  # vocabulary, width, tokens, heads, layers: 4.2 million parameters
+WAYS = ("torch.save", "dcp", "dcp-async", "zero0", "zero3", "zero3-wait")
+BASES = {"zero0": "torch.save", "zero3": "dcp-async", "zero3-wait": "dcp"}  # beside what each of ours stands
+SUPERVISORS = ("torchrun", "zeroshard run")
+TOLERANCE = 1e-4  # relative, between losses
+FULL = {"rounds": 3, "pairs": 6, "every": 10, "precisions": "fp32,bf16", "kills": 3}
+QUICK = {"rounds": 1, "pairs": 2, "every": 5, "precisions": "fp32", "kills": 1}
+JOB = "train --model tiny --sequence 64 --batch 2 --steps 100000 --validate-every 0 --sample-tokens 0"
+JOB += " --checkpoint-every 20 --device cpu"
+SETTLED, PATIENCE, OLD = (
+    45,
+    180.0,
+    1.5,
+)  # steps before a kill; seconds for anything; seconds in which old lines may come
+Figures = dict[str, Any]
+
+
+class Trial:
+    """The model, the batch and the step of one way to save, on one rank."""
+
+    def __init__(self, way: str, precision: str) -> None:
+        import torch
+        from torch import distributed as dist
+
+        import zeroshard as zs
+        from zeroshard.train.gpt import GPT, GPTConfig
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        vocabulary, width, tokens, heads, layers = SHAPE
+        mesh = zs.init_mesh(device="cpu")
+        self.barrier = dist.barrier
+        self.rank = mesh.rank
+        self.bf16 = precision == "bf16"
+        self.model = GPT(GPTConfig(vocabulary, tokens, width, heads, layers))
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(1 + mesh.rank))
+        self.batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        self.step: Callable[[], Any]
+        self.save: Callable[[Path], Callable[[], Any]]  # returns what waits for the end of the writing
+        if way == "torch.save":
+            self._ddp()
+        elif way.startswith("dcp"):
+            self._fsdp2("async" in way)
+        else:
+            plan = zs.Plan(zero=int(way[4]), precision=precision, transport="network")
+            engine = zs.Engine(self.model, partial(torch.optim.AdamW, lr=1e-4), plan, mesh=mesh)
+            self.step = lambda: engine.train_step(self.batch).loss
+            wait = way.endswith("wait")
+            self.save = lambda path: engine.save(path, wait=wait).wait
+
+    def _ddp(self) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        wrapped = DistributedDataParallel(self.model)
+
+        def save(path: Path) -> Callable[[], Any]:
+            if self.rank == 0:
+                torch.save({"model": self.model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+            return lambda: None
+
+        self.step, self.save = self._loop(wrapped, optimizer, self.bf16), save
+
+    def _fsdp2(self, asynchronous: bool) -> None:
+        import torch
+        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if self.bf16 else MixedPrecisionPolicy()
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+        def save(path: Path) -> Callable[[], Any]:
+            model, states = get_state_dict(self.model, optimizer)
+            content = {"model": model, "optimizer": states}
+            if asynchronous:
+                return dcp.async_save(content, checkpoint_id=path).result
+            dcp.save(content, checkpoint_id=path)
+            return lambda: None
+
+        self.step, self.save = self._loop(self.model, optimizer, False), save
+
+    def _loop(self, model: Any, optimizer: Any, autocast: bool) -> Callable[[], Any]:
+        import torch
+
+        def step() -> Any:
+            with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+                loss = model(*self.batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+
+def measure(way: str, precision: str, every: int, pairs: int, folder: Path) -> Figures:
+    """One rank of one launch: medians over pairs of periods."""
+    trial = Trial(way, precision)
+    for _ in range(3):
+        trial.step()
+    figures: dict[str, list[float]] = {name: [] for name in ("exposed_s", "cpu_s", "call_s", "done_s", "bytes")}
+    period(trial, every, folder / "warm")
+    plain_s = []
+    for pair in range(pairs):
+        order = (None, folder / f"{pair}") if pair % 2 else (folder / f"{pair}", None)
+        both = {path is not None: period(trial, every, path) for path in order}
+        plain_s.append(both[False]["took_s"] / every)
+        figures["exposed_s"].append(both[True]["took_s"] - both[False]["took_s"])
+        figures["cpu_s"].append(both[True]["cpu_s"] - both[False]["cpu_s"])
+        for name in ("call_s", "done_s", "bytes"):
+            figures[name].append(both[True][name])
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    return {**medians, "step_s": statistics.median(plain_s), "loss": float(trial.step()), "psi": trial.parameters}
+
+
+def period(trial: Trial, steps: int, path: Path | None) -> Figures:
+    """Some steps, after a save to `path` if there is one."""
+    trial.barrier()
+    figures: Figures = {}
+    cpu, begin = cpu_seconds(), time.perf_counter()
+    wait: Callable[[], Any] = lambda: None  # noqa: E731
+    if path is not None:
+        wait = trial.save(path)
+        figures["call_s"] = time.perf_counter() - begin
+    for _ in range(steps):
+        trial.step()
+    trial.barrier()
+    figures["took_s"] = time.perf_counter() - begin
+    if path is not None:
+        figures["done_s"] = finished(wait, begin, figures)
+        trial.barrier()
+        figures["bytes"] = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+    figures["cpu_s"] = cpu_seconds() - cpu
+    trial.barrier()
+    if path is not None and trial.rank == 0:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    return figures
+
+
+def finished(wait: Callable[[], Any], begin: float, figures: Figures) -> float:
+    """Wait for the end of the writing; seconds since its begin, at most late by the steps where it ended among them."""
+    late = time.perf_counter()
+    wait()
+    waited = time.perf_counter() - late
+    return time.perf_counter() - begin if waited > 1e-3 else figures["took_s"]
+
+
+def saves(options: argparse.Namespace, folder: Path) -> list[Figures]:
+    """The rows of all ways to save, launched in turns."""
+    rows = []
+    for precision in options.precisions.split(","):
+        rounds: dict[str, list[Figures]] = {way: [] for way in WAYS}
+        for _ in range(options.rounds):
+            for way in WAYS:
+                with tempfile.TemporaryDirectory(dir=folder) as place:
+                    words = ["--rank", way, precision, str(options.every), str(options.pairs), place]
+                    ranks = launch(__file__, words, 2)
+                slower = ("exposed_s", "call_s", "done_s", "step_s", "bytes", "psi")
+                whole = {name: max(rank[name] for rank in ranks) for name in slower}
+                means = {name: statistics.fmean(rank[name] for rank in ranks) for name in ("cpu_s", "loss")}
+                rounds[way].append(whole | means)
+        medians = {
+            way: {name: statistics.median(one[name] for one in mine) for name in mine[0]}
+            for way, mine in rounds.items()
+        }
+        for way, figures in medians.items():
+            row = {
+                "way": way,
+                "precision": precision,
+                **figures,
+                "bytes_per_parameter": figures["bytes"] / figures["psi"],
+            }
+            row["exposed_per_step_s"] = figures["exposed_s"] / options.every
+            row["exposed_s_rounds"] = [one["exposed_s"] for one in rounds[way]]
+            row["ratios"] = {
+                base: {name: figures[name] / medians[base][name] for name in ("exposed_s", "call_s", "cpu_s")}
+                for base in WAYS[:3]
+                if way.startswith("zero")
+            }
+            rows.append(row)
+    return rows
+
+
+def restarts(options: argparse.Namespace, folder: Path) -> list[Figures]:
+    """Seconds from a kill to the next finished step, under both supervisors in turns; a job gives one figure."""
+    seconds: dict[str, list[float | None]] = {name: [] for name in SUPERVISORS}
+    for _ in range(options.kills):
+        for name in SUPERVISORS:
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                seconds[name].append(killed(name, Path(place)))
+    rows = []
+    for name, found in seconds.items():
+        came_back = [value for value in found if value is not None]
+        middle = statistics.median(came_back) if came_back else None
+        rows.append({"supervisor": name, "restart_s": middle, "failed": found.count(None), "restart_s_rounds": found})
+    return rows
+
+
+def killed(supervisor: str, place: Path) -> float | None:
+    """Start the main job, kill one rank at work, and time the way back; None where it did not come back."""
+    command = [sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", "2", "--"]
+    if supervisor == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "5", "-m", "zeroshard"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (place / "words").open("w") as words, contextlib.ExitStack() as stack:
+        job = subprocess.Popen(
+            [*command, *JOB.split(), "--out", str(place)], stdout=words, stderr=words, env=env, start_new_session=True
+        )
+        stack.callback(end, job)
+        lines = written(place, job)
+        for step, _ in lines:
+            if step >= SETTLED:
+                break
+        else:
+            raise LaunchError(f"{supervisor} did not start: {(place / 'words').read_text()[-2000:]}")
+        workers = busiest(job.pid, 2)
+        begin = time.monotonic()
+        workers[-1].kill()
+        newest = step
+        for step, at in lines:
+            if step <= newest or at > begin + OLD:
+                return at - begin
+            newest = step
+    return None
+
+
+def written(place: Path, job: "subprocess.Popen[bytes]") -> Iterator[tuple[int, float]]:
+    """(step, time) of the lines of the job's metrics as they come; ends when the job does, or after `PATIENCE`."""
+    seen, last = 0, time.monotonic()
+    while time.monotonic() < last + PATIENCE:
+        ended = job.poll() is not None
+        for file in place.glob("*/metrics.jsonl"):
+            lines = file.read_text().split("\n")[:-1]
+            for line in lines[seen:]:
+                last = time.monotonic()
+                yield json.loads(line)["step"], last
+            seen = len(lines)
+        if ended:
+            return
+        time.sleep(0.01)
+
+
+def busiest(parent: int, count: int) -> list[psutil.Process]:
+    """The descendants that computed most in half a second: the ranks, whoever started them."""
+    before = {child: sum(child.cpu_times()[:2]) for child in psutil.Process(parent).children(recursive=True)}
+    time.sleep(0.5)
+    used = {child: sum(child.cpu_times()[:2]) - then for child, then in before.items() if child.is_running()}
+    return sorted(used, key=lambda child: -used[child])[:count]
+
+
+def end(job: "subprocess.Popen[bytes]") -> None:
+    """End a job and all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        everyone = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]
+        for process in everyone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+    job.wait()
+
+
+def filesystem(folder: Path) -> str:
+    """The kind of file system that is written to."""
+    kinds = {words[1]: words[2] for words in (line.split() for line in Path("/proc/mounts").read_text().splitlines())}
+    return next(kinds[str(place)] for place in (folder, *folder.parents) if str(place) in kinds)
+
+
+def table(rows: list[Figures], every: int) -> str:
+    """For people: one line per way."""
+    lines = []
+    for row in rows:
+        lines.append(
+            f"{row['precision']} {row['way']:11} step {row['step_s'] * 1e3:6.1f} ms; a save: exposed {row['exposed_s'] * 1e3:7.1f} "
+            f"ms ({row['exposed_per_step_s'] * 1e3:5.1f} per step at one in {every}), call {row['call_s'] * 1e3:7.1f}, done "
+            f"{row['done_s'] * 1e3:7.1f}, cpu {row['cpu_s'] * 1e3:6.1f}; {row['bytes']:,.0f} bytes, "
+            f"{row['bytes_per_parameter']:.3f} per parameter"
+        )
+        for base, ratios in row["ratios"].items():
+            lines.append(" " * 17 + f"/ {base:11}" + ", ".join(f"{name[:-2]} {v:.2f}" for name, v in ratios.items()))
+    return "\n".join(lines)
+
+
+def apart(rows: list[Figures]) -> bool:
+    """Whether the fp32 losses show that not all trained the same thing."""
+    losses = [row["loss"] for row in rows if row["precision"] == "fp32"]
+    return bool(losses) and max(losses) - min(losses) > TOLERANCE * abs(losses[0])
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK}")
+    parser.add_argument("--only", choices=("saves", "restarts"), help="one of the two parts; by default both")
+    parser.add_argument("--rounds", type=int, help=f"launches of each way; by default {FULL['rounds']}")
+    parser.add_argument("--pairs", type=int, help=f"pairs of periods in a launch; by default {FULL['pairs']}")
+    parser.add_argument("--every", type=int, help=f"steps of a period; by default {FULL['every']}")
+    parser.add_argument("--precisions", help=f"by default {FULL['precisions']}")
+    parser.add_argument("--kills", type=int, help=f"jobs of each supervisor; by default {FULL['kills']}")
+    parser.add_argument("--folder", help="where to write; by default the folder of temporary files")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for name, value in (QUICK if options.quick else FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def main() -> int:
+    """Launch, print, keep; or be one rank."""
+    options = parse()
+    if options.rank:
+        way, precision, every, pairs, folder = options.rank
+        answer(measure(way, precision, int(every), int(pairs), Path(folder)))
+        return 0
+    kept = {**circumstances(), "rounds": options.rounds, "pairs": options.pairs, "every": options.every}
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        folder = Path(place).resolve()
+        kept |= {"filesystem": filesystem(folder), "shape": SHAPE, "job": JOB, "saves": [], "restarts": []}
+        print(f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}, on {kept['filesystem']}")
+        if options.only != "restarts":
+            kept["saves"] = saves(options, folder)
+            print(table(kept["saves"], options.every), flush=True)
+        if options.only != "saves":
+            kept["restarts"] = restarts(options, folder)
+            for row in kept["restarts"]:
+                took = "never" if row["restart_s"] is None else f"{row['restart_s']:.1f} s"
+                print(
+                    f"{row['supervisor']:14} from the kill to the next step {took}; did not come back: {row['failed']}"
+                )
+    kept["load_at_end"] = os.getloadavg()[0]
+    if options.json:
+        Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
+    if apart(kept["saves"]):
+        print("the losses differ, so not all trained the same thing", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""A folder of checkpoints, one per saved step: which are whole, which may go."""
+
+import contextlib
+import re
+from pathlib import Path
+
+from zeroshard.checkpoint.disk import Disk
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.errors import CheckpointError
+
+STEP = re.compile(r"step-([0-9]{8,})")
+LEFT_OVER = re.compile(r"step-[0-9]{8,}\.(tmp|gone)-.*")
+
+
+def name_of(step: int) -> str:
+    """The name of a step's checkpoint; they sort by step."""
+    return f"step-{step:08d}"
+
+
+def committed(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every checkpoint in a folder that was committed and not put aside, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = ((STEP.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file())
+
+
+def put_aside(path: Path, disk: Disk | None = None) -> Path:
+    """Rename a damaged checkpoint to `NAME.bad`, so that it is no candidate any more; nothing is deleted."""
+    for number in range(1000):
+        aside = path.with_name(f"{path.name}.bad" + (f"-{number}" if number else ""))
+        if not aside.exists():
+            break
+    (disk or Disk()).rename(path, aside)
+    return aside
+
+
+def clear(folder: Path, disk: Disk | None = None) -> None:
+    """Remove what a run that died left half written or half removed; only for whoever writes alone."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if LEFT_OVER.fullmatch(path.name):
+                (disk or Disk()).remove(path)
+
+
+def retain(newest: Path, keep: int, disk: Disk) -> None:
+    """Of the checkpoints beside `newest`, keep so many that there are `keep` with it; the oldest go first.
+
+    Raises:
+        CheckpointError: `newest` cannot be read back; nothing was removed.
+    """
+    for problem in Reader(newest).problems(sample=True):
+        raise CheckpointError(problem)
+    with contextlib.suppress(OSError):  # they will go another time
+        others = [path for _, path in committed(newest.parent) if path.name != newest.name]
+        for path in others[: max(0, len(others) - max(0, keep - 1))]:
+            gone = path.with_name(f"{path.name}.gone-{newest.name}")
+            disk.rename(path, gone)
+            disk.remove(gone)

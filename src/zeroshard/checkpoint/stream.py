@@ -1,0 +1,113 @@
+"""Writing safetensors files as a stream: one tensor in memory at a time, and digests made from memory before a write.
+
+The library's own writer wants all tensors of a file at once and says nothing of what it wrote, so the header (8 bytes
+of length, then JSON) is made here; files are read back by the library.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zeroshard.checkpoint.disk import Disk
+from zeroshard.errors import CheckpointError
+
+BLOCK = 2**22  # bytes under one digest
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor in a file: its key there, its dtype and its shape."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file came to: its bytes, the CRC-32 of its header, and those of every block of every tensor."""
+
+    nbytes: int
+    header_crc32: int
+    blocks: list[list[int]]
+
+
+def in_order(dtype: torch.dtype) -> int:
+    """What tensors in a file are sorted by: large elements first, so that all are aligned."""
+    return -dtype.itemsize
+
+
+def header_of(slots: list[Slot], metadata: dict[str, str] | None = None) -> bytes:
+    """The header of a file that holds `slots`, one behind the other."""
+    table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for slot in slots:
+        if slot.dtype not in CODES:
+            raise CheckpointError(f"'{slot.key}' is {slot.dtype}, which safetensors files do not hold")
+        place = [offset, offset + slot.nbytes]
+        table[slot.key] = {"dtype": CODES[slot.dtype], "shape": list(slot.shape), "data_offsets": place}
+        offset = place[1]
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def blocks_of(values: torch.Tensor) -> list[memoryview]:
+    """The bytes of a tensor on the CPU, in blocks of `BLOCK`, the last one shorter."""
+    content = bytes_of(values)
+    return [content[first : first + BLOCK] for first in range(0, len(content), BLOCK)]
+
+
+def write_tensors(
+    disk: Disk, path: Path, slots: list[Slot], values: Iterable[torch.Tensor], metadata: dict[str, str] | None = None
+) -> Written:
+    """Write and sync a safetensors file; `values` are those of `slots`, which are sorted by `in_order`.
+
+    Raises:
+        CheckpointError: a dtype that such files do not hold. OSError: the disk is full, gone or read-only.
+    """
+    header = header_of(slots, metadata)
+    digests: list[list[int]] = []
+    with disk.create(path) as file:
+        disk.write(file, header)
+        for slot, tensor in zip(slots, values, strict=True):
+            assert (tensor.dtype, tensor.numel()) == (slot.dtype, math.prod(slot.shape))
+            digests.append([])
+            for block in blocks_of(tensor.cpu()):
+                digests[-1].append(zlib.crc32(block))
+                disk.write(file, block)
+        disk.sync(file)
+    return Written(len(header) + sum(slot.nbytes for slot in slots), zlib.crc32(header), digests)

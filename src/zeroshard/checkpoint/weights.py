@@ -1,0 +1,354 @@
+"""Weights that came from elsewhere: safetensors files under the names of a model's state dict, read by interval.
+
+    weights.safetensors                                            a file
+    FOLDER/model.safetensors                                       a folder as transformers writes it
+    FOLDER/model.safetensors.index.json, FOLDER/*.safetensors      likewise, in several files
+    FOLDER/MANIFEST.json, FOLDER/rank-*.safetensors                a checkpoint
+
+Nothing is run and nothing is unpickled. An index names files inside its folder only.
+"""
+
+import contextlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.stream import BLOCK, bytes_of
+from zeroshard.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MOST_BYTES = 2**28  # of an index
+FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+WIDEST = 8  # bytes of an element, at most but for complex numbers
+PREFIXES = 8  # that are tried: a model inside of another has one or two
+NAMED = 5  # names in a message
+
+Shape = tuple[int, ...]
+
+
+class WeightFiles:
+    """Reads tensors of a safetensors file, of a folder of them, or of a checkpoint, as a `Reader` does.
+
+    Tensors are asked for as `weight:NAME` or `buffer:NAME`; one name serves both.
+
+    Args:
+        tied: of parameters with several names, each further name and the first. A file may hold any of them; what it
+            holds twice must be the same twice.
+
+    Raises:
+        CheckpointError: no such files, or files that cannot be read.
+    """
+
+    def __init__(self, path: Path, tied: Mapping[str, str]) -> None:
+        self.path = path
+        self._tied = dict(tied)
+        self._files: _Files = _Checkpoint(path) if (path / MANIFEST).exists() else _Shards(path, files_of(path))
+        self._buffers: set[str] = set()
+        self._places = self._placed({name: name for name in self._files.shapes})
+
+    def fit(self, parameters: Iterable[str], buffers: Mapping[str, Shape | None], ignored: Iterable[str] = ()) -> None:
+        """Match the names in the files with those of a model, which may differ in one prefix (`transformer.`).
+
+        Args:
+            parameters: the first name of each.
+            buffers: their shapes; None for one that is not read. Those that the files lack stay as they are.
+            ignored: regular expressions for what the files may hold besides.
+
+        Raises:
+            CheckpointError: names are missing or unknown, or two prefixes would do; or a buffer has another shape.
+        """
+        wanted, patterns = set(parameters), [re.compile(pattern) for pattern in ignored]
+        known = {*wanted, *self._tied, *buffers}
+
+        def differences(names: Mapping[str, str]) -> tuple[list[str], list[str]]:
+            """What is missing, and what nobody knows, if the files' names are read like that."""
+            targets = {self._tied.get(name, name) for name in names.values()}
+            strange = [old for old, new in names.items() if new not in known]
+            twice = [old for old, new in names.items() if old != new and new in names]
+            unknown = {name for name in strange if not any(pattern.search(name) for pattern in patterns)}
+            return sorted(wanted - targets), sorted(unknown | set(twice))
+
+        asis, *others = _renamings(list(self._files.shapes), known)
+        fitting = [names for names in others if differences(names) == ([], [])]
+        if differences(asis) == ([], []):
+            fitting = [asis]
+        if len(fitting) != 1:
+            nearest = min((asis, *others), key=lambda names: sum(map(len, differences(names))))
+            raise CheckpointError(self._misfit(*differences(nearest), ambiguous=bool(fitting)))
+        self._buffers = set(buffers)
+        self._places = self._placed({old: new for old, new in fitting[0].items() if new in known})
+        for name, shape in buffers.items():
+            if shape is not None and self.shape(f"buffer:{name}") not in (shape, None):
+                raise CheckpointError(
+                    f"{self.path} is of another model: '{name}' is {self.shape(f'buffer:{name}')} there and {shape} "
+                    f"here. Build the model that was trained there."
+                )
+
+    def names(self, kind: str) -> list[str]:
+        """The names of all parameters (`weight`) or buffers (`buffer`), in the model's words."""
+        return [name for name in self._places if (name in self._buffers) == (kind == "buffer")]
+
+    def shape(self, name: str) -> Shape | None:
+        """The shape of a tensor, or None if it is not there."""
+        places = self._places.get(name.partition(":")[2])
+        return self._files.shapes[places[0]] if places else None
+
+    def read(self, name: str, into: torch.Tensor, start: int) -> None:
+        """Fill `into` (1-D) with the elements of a tensor from `start` on; reads the rows in which they are.
+
+        Raises:
+            CheckpointError: elements are missing, a file cannot be read, or two names of one parameter differ.
+        """
+        first, *others = self._of(name)
+        self._files.read(first, into, start)
+        for other in others:
+            again = torch.empty_like(into, device="cpu")
+            self._files.read(other, again, start)
+            if bytes_of(into.cpu()) != bytes_of(again):
+                raise CheckpointError(
+                    f"{self.path} holds other values under '{other}' than under '{first}', and in this model they are "
+                    f"one parameter. Build the model that was trained there."
+                )
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, flat and in its own dtype.
+
+        Raises:
+            CheckpointError: it is not there, or cannot be read.
+        """
+        return self._files.whole(self._of(name)[0])
+
+    def _of(self, name: str) -> list[str]:
+        """The names in the files of what the model knows under one."""
+        places = self._places.get(name.partition(":")[2])
+        if not places:
+            raise CheckpointError(f"{self.path} holds no tensor '{name}'.")
+        return places
+
+    def _placed(self, names: Mapping[str, str]) -> dict[str, list[str]]:
+        """By the model's first names, where in the files."""
+        places: dict[str, list[str]] = {}
+        for old, new in names.items():
+            places.setdefault(self._tied.get(new, new), []).append(old)
+        for name, held in places.items():
+            for other in held[1:]:
+                if self._files.shapes[other] != self._files.shapes[held[0]]:
+                    raise CheckpointError(
+                        f"{self.path} holds '{held[0]}' and '{other}' in two shapes, and both are '{name}' here."
+                    )
+        return places
+
+    def _misfit(self, missing: list[str], unknown: list[str], ambiguous: bool) -> str:
+        if ambiguous:
+            return (
+                f"The names in {self.path} fit this model under more than one prefix. Name them as the model's "
+                f"state_dict does."
+            )
+        parts = [f"lacks {_some(missing)}"] if missing else []
+        parts += [f"holds {_some(unknown)}, which the model does not have"] if unknown else []
+        held = f"; it holds {_some(sorted(self._files.shapes))}" if missing and not unknown else ""
+        return (
+            f"{self.path} is of another model: it {' and '.join(parts)}{held}. Build the model that was trained there."
+        )
+
+
+class _Files(Protocol):
+    """Tensors by the names that they have on the disk."""
+
+    shapes: dict[str, Shape]
+
+    def read(self, name: str, into: torch.Tensor, start: int) -> None: ...
+
+    def whole(self, name: str) -> torch.Tensor: ...
+
+
+class _Checkpoint:
+    """The weights and buffers of a checkpoint, verified as they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = Reader(path)
+        kinds = {name: kind for kind in ("weight", "buffer") for name in self._reader.names(kind)}
+        self._full = {name: f"{kind}:{name}" for name, kind in kinds.items()}
+        self.shapes = {name: self._reader.tensors[full].shape for name, full in self._full.items()}
+
+    def read(self, name: str, into: torch.Tensor, start: int) -> None:
+        """Fill `into` from `start` on."""
+        self._reader.read(self._full[name], into, start)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, flat."""
+        full = self._full[name]
+        if full.startswith("buffer:"):
+            return self._reader.whole(full)
+        values = torch.empty(math.prod(self.shapes[name]), dtype=self._reader.tensors[full].dtype)
+        self._reader.read(full, values, 0)
+        return values
+
+
+class _Shards:
+    """The tensors of safetensors files.
+
+    Args:
+        where: by name, the file; one without names holds all that are in it.
+
+    Raises:
+        CheckpointError: a file is none, or does not hold what it is said to.
+    """
+
+    def __init__(self, path: Path, where: Mapping[Path, list[str] | None]) -> None:
+        self._files: dict[str, tuple[Path, Any]] = {}
+        self.shapes: dict[str, Shape] = {}
+        for file, names in where.items():
+            with _readable(file):
+                handle = safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+                held = list(handle.keys())
+            lacking = sorted(set(names or ()) - set(held))
+            if lacking:
+                raise CheckpointError(f"{file} lacks {_some(lacking)}, which {path} says it holds. Copy it again.")
+            for name in held if names is None else names:
+                self._files[name] = file, handle
+                with _readable(file):
+                    self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+
+    def read(self, name: str, into: torch.Tensor, start: int) -> None:
+        """Fill `into` from `start` on, some rows at a time.
+
+        Raises:
+            CheckpointError: elements are missing, or the file cannot be read; or it has whole numbers for a weight.
+        """
+        shape, (file, handle) = self.shapes[name], self._files[name]
+        stop, width = start + into.numel(), math.prod(shape[1:])
+        if not 0 <= start <= stop <= math.prod(shape):
+            raise CheckpointError(f"{file} holds {math.prod(shape)} elements of '{name}' and {stop} were asked for.")
+        if start == stop:
+            return
+        rows, last = max(1, BLOCK // (WIDEST * width)), -(-stop // width)
+        for row in range(start // width, last, rows):
+            with _readable(file):
+                part = handle.get_slice(name)[row : min(row + rows, last)] if shape else handle.get_tensor(name)
+            if part.is_floating_point() != into.is_floating_point():
+                raise CheckpointError(
+                    f"{file} holds '{name}' as {part.dtype} and the model has {into.dtype}. Give weights that are not "
+                    f"quantized."
+                )
+            first = row * width
+            low, high = max(start, first), min(stop, first + part.numel())
+            into[low - start : high - start].copy_(part.reshape(-1)[low - first : high - first])
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, flat."""
+        file, handle = self._files[name]
+        with _readable(file):
+            values: torch.Tensor = handle.get_tensor(name).reshape(-1)
+        return values
+
+
+def files_of(path: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files that `path` means, each with the names that are to be read from it; None for all.
+
+    Raises:
+        CheckpointError: there are none, or the index is damaged.
+    """
+    if path.is_dir():
+        if (path / SINGLE).is_file():
+            return {path / SINGLE: None}
+        if (path / INDEX).is_file():
+            return _indexed(path / INDEX)
+        inside = sorted(file for file in path.iterdir() if file.is_file())
+        found = [file for file in inside if file.suffix == ".safetensors"]
+        if len(found) == 1:
+            return {found[0]: None}
+        for file in inside if not found else ():
+            _refuse_pickle(file)
+        held = f"{len(found)} safetensors files and no {INDEX}" if found else "no safetensors file"
+        raise CheckpointError(f"{path} has {held}. Give a folder that save_pretrained or `zeroshard export` wrote.")
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; give a safetensors file, a folder of them, or a checkpoint.")
+    _refuse_pickle(path)
+    if path.name.endswith(".safetensors.index.json"):
+        return _indexed(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is no safetensors file by its name; give one that ends in .safetensors.")
+    return {path: None}
+
+
+def _refuse_pickle(file: Path) -> None:
+    if file.suffix.lower() in PICKLES:
+        raise CheckpointError(
+            f"{file} may be a pickle, which can run any code when it is opened, so it is not. Load it where you trust "
+            f"it, and write its weights with safetensors.torch.save_file or save_pretrained."
+        )
+
+
+def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    """The files that an index names, which nobody has checked."""
+    with _readable(index):
+        if index.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        table = json.loads(index.read_text(encoding="utf-8"))
+    names = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f'{index} has no "weight_map", which says in which file a tensor is. Copy it again.')
+    where: dict[Path, list[str] | None] = {}
+    for name, file in names.items():
+        if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+            raise CheckpointError(
+                f"{index} says that '{name}' is in {str(file)[:80]!r}, which is no name of a safetensors file in its "
+                f"folder. Do not use it."
+            )
+        held = where.setdefault(index.parent / file, [])
+        assert held is not None
+        held.append(name)
+    return where
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Whatever is raised while a file is read, as a `CheckpointError`; the library raises its own kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Copy it again.") from error
+
+
+def _renamings(found: list[str], known: set[str]) -> Iterator[dict[str, str]]:
+    """Ways to read the names in files: as they are, then with a prefix more, then with one less."""
+    yield {name: name for name in found}
+    lacking, strange = known - set(found), set(found) - known
+    more = Counter(first for name in lacking for first, rest in _cuts(name) if rest in strange)
+    less = Counter(first for name in strange for first, rest in _cuts(name) if rest in lacking)
+    seen = []
+    makers: list[tuple[Counter[str], Callable[[str, str], str]]] = [
+        (more, lambda prefix, name: prefix + name),
+        (less, lambda prefix, name: name.removeprefix(prefix)),
+    ]
+    for prefixes, renamed in makers:
+        for prefix, _ in prefixes.most_common(PREFIXES):
+            names = {name: name if name in known else renamed(prefix, name) for name in found}
+            if names not in seen:
+                seen.append(names)
+                yield names
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """A dotted name in two, at each of its dots."""
+    for place, letter in enumerate(name):
+        if letter == ".":
+            yield name[: place + 1], name[place + 1 :]
+
+
+def _some(names: list[str]) -> str:
+    """At most `NAMED` names."""
+    listed = ", ".join(f"'{name}'" for name in names[:NAMED])
+    return listed + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

@@ -1,0 +1,156 @@
+"""Are the replicas still the same? Bytes that must be equal on several ranks, compared by their CRC-32.
+
+A CRC-32 finds every flip of up to 32 bits side by side, and misses one other change in 2**32. Ranks that share memory
+have one copy, with which there is nothing to compare.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.groups import Groups
+from zeroshard.engine.stage import Stage
+from zeroshard.errors import DivergenceError
+
+CHUNK = 2**24  # bytes on the host at a time
+SHOWN = 5  # differences in an error
+
+Pieces = list[tuple[str, torch.Tensor]]  # what it is of which parameter, and its values
+
+
+@dataclass(slots=True)
+class Copies:
+    """Which parts of this rank's memory other ranks have as well.
+
+    Attributes:
+        slices: of each flat, what the ranks with the same slice in other groups have too.
+        whole: of each flat, what all ranks that slice among themselves have.
+    """
+
+    slices: list[Pieces]
+    whole: list[Pieces]
+
+    @classmethod
+    def of(cls, assembly: Assembly, groups: Groups) -> "Copies":
+        """Everything that an assembly has in copies."""
+        copies = cls([], [])
+        for shard in assembly.all_shards:
+            parameters, index = shard.parameters, shard.flat.index
+            start, _ = index.interval(parameters.rank)
+            own = _parts(shard, "parameter", parameters.own, start)
+            if not (parameters.common or parameters.sliced):
+                copies.whole.append(_parts(shard, "parameter", parameters.full, 0))
+            updated = [*_masters(shard), *_states(shard, assembly)]
+            if groups.replicas is not None:
+                copies.slices.append([*own, *updated])
+            elif shard.owned.numel() == index.padded_numel:
+                copies.whole.append(updated)
+        return copies
+
+
+def check_replicas(assembly: Assembly, groups: Groups, stage: Stage | None) -> None:
+    """Compare what must be the same on several ranks: a collective call of all ranks that train.
+
+    Full parameters at the stages that keep them; with groups of ranks, slices from group to group; and what the
+    optimizer keeps, where several ranks keep the same. Where weights have versions, the latest.
+
+    Raises:
+        DivergenceError: on every rank, with the names of the parameters and of the ranks.
+    """
+    world = groups.world
+    copies = Copies.of(assembly, groups)
+    mine = [*copies.slices, *copies.whole]
+    words = b"".join(struct.pack("<I", _digest(tensor for _, tensor in pieces)) for pieces in mine)
+    everyone = [list(struct.unpack(f"<{len(w) // 4}I", w)) for w in world.agree(words, "digests of the replicas")]
+    first_whole = len(copies.slices)
+    differing: list[tuple[list[int], int]] = []
+    for ranks, flats in _sets(groups, stage, first_whole):
+        crcs = [everyone[rank][flats] for rank in ranks]
+        place = first_whole if flats.start else 0
+        differing += [(ranks, place + n) for n, column in enumerate(zip(*crcs, strict=True)) if len(set(column)) > 1]
+    if not differing:
+        return
+    closer = {n for ranks, n in differing if world.mesh.rank in ranks}
+    details = {str(n): _details(mine[n]) for n in sorted(closer)}
+    answers = world.agree_on(details, "which parameters differ")
+    found = [text for ranks, n in differing for text in _compare(ranks, [answers[rank][str(n)] for rank in ranks])]
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    raise DivergenceError(
+        f"Replicas are not the same any more: {'; '.join(found[:SHOWN])}{more}. Go on from an earlier checkpoint; if "
+        f"nothing wrote into the weights of single ranks, look for a fault in the machine of the rank that differs."
+    )
+
+
+def _sets(groups: Groups, stage: Stage | None, slices: int) -> Iterator[tuple[list[int], slice]]:
+    """Ranks of the world that have the same, and which of their flats."""
+    if stage is not None:
+        layout = stage.pipeline.layout
+        yield from ((list(layout.members(number)), slice(0, None)) for number in range(layout.stages))
+        return
+    ranks, size = groups.world.mesh.ranks, groups.slices.mesh.ranks
+    if groups.replicas is not None:
+        yield from ((list(range(place, ranks, size)), slice(0, slices)) for place in range(size))
+    yield from ((list(range(first, first + size)), slice(slices, None)) for first in range(0, ranks, size))
+
+
+def _compare(ranks: list[int], answers: list[dict[str, int]]) -> Iterator[str]:
+    """In words, where the ranks' digests differ."""
+    for name in dict.fromkeys(name for answer in answers for name in answer):
+        sides: dict[int | None, list[int]] = {}
+        for rank, answer in zip(ranks, answers, strict=True):
+            sides.setdefault(answer.get(name), []).append(rank)
+        most = max(sides.values(), key=len)
+        if len(sides) == 1:
+            continue
+        if 2 * len(most) > len(ranks):
+            others = [rank for rank in ranks if rank not in most]
+            yield f"{name} on {_ranks(others)}, where {_ranks(most)} agree"
+        else:
+            yield f"{name}, {' against '.join(_ranks(side) for side in sides.values())}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _parts(shard: Shard, kind: str, values: torch.Tensor, start: int) -> Pieces:
+    """The parameters in `values`, which begin at `start` in the flat; padding is left out."""
+    index = shard.flat.index
+    return [
+        (f"{kind} {index.entries[number].name}", values[low - start : high - start])
+        for number, low, high in index.overlaps(start, start + values.numel())
+    ]
+
+
+def _masters(shard: Shard) -> Pieces:
+    return _parts(shard, "master weights of", shard.owned, shard.start) if shard.master else []
+
+
+def _states(shard: Shard, assembly: Assembly) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the optimizer keeps for a shard."""
+    for span in assembly.optimizer.spans(shard.spans) if shard.flat.trainable else []:
+        for key, value in assembly.optimizer.optimizer.state.get(span.tensor, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == span.tensor.shape:
+                yield from _parts(shard, f"{key} of", value, span.start)
+
+
+def _details(pieces: Pieces) -> dict[str, int]:
+    """The digest of each parameter, by name."""
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for name, values in pieces:
+        by_name.setdefault(name, []).append(values)
+    return {name: _digest(values) for name, values in by_name.items()}
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> int:
+    """CRC-32 of the bytes of 1-D tensors, one behind the other."""
+    crc = 0
+    for tensor in tensors:
+        raw = tensor.detach().view(torch.uint8)
+        for start in range(0, raw.numel(), CHUNK):
+            crc = zlib.crc32(raw[start : start + CHUNK].cpu().numpy().data, crc)
+    return crc

@@ -1,0 +1,189 @@
+"""The pulse of one rank: a small file, mapped into memory, that says where the rank is.
+
+The rank writes it in passing; its supervisor reads it, also after the rank was killed. Times are those of
+`time.monotonic`, which all processes of one machine share. Numbers are written whole; a text that is read while it is
+written may be cut, which matters to nobody, because decisions are taken over a pulse that has not changed for seconds.
+"""
+
+import json
+import mmap
+import os
+import struct
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+NBYTES = 512
+_BORN, _ALIVE, _MAIN, _PHASE, _COLLECTIVE = (struct.Struct(f) for f in ("8sqq", "d", "d", "64s", "qq48s200s"))
+_STEP = struct.Struct("q")
+_AT_BORN, _AT_ALIVE, _AT_SINCE, _AT_STEP, _AT_COMMITTED, _AT_PHASE, _AT_COLLECTIVE = 0, 24, 32, 40, 48, 64, 128
+_MAGIC = b"zspulse1"
+
+
+class Collective(NamedTuple):
+    """A collective: its group, its number there (from 1; 0 for none yet), and its name."""
+
+    group: str = ""
+    number: int = 0
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a pulse said when it was read.
+
+    Attributes:
+        rank: of the process.
+        pid: of the process.
+        step: that the rank is in, from 1; -1 before the first.
+        committed: step of the newest committed checkpoint that the rank knows of; -1 for none.
+        phase: what the rank does, in a few words.
+        waiting: whether its main thread waits for `collective`.
+        collective: the last that it started or began to wait for.
+        since: when the main thread last wrote anything (monotonic seconds).
+        alive: when the heartbeat last beat (monotonic seconds).
+    """
+
+    rank: int
+    pid: int
+    step: int = -1
+    committed: int = -1
+    phase: str = ""
+    waiting: bool = False
+    collective: Collective = Collective()
+    since: float = 0.0
+    alive: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank stopped, in its own words.
+
+    Attributes:
+        type: the exception's class.
+        message: what it says.
+        first: whether the rank believes that it is the first to fail.
+        when: monotonic seconds.
+        trace: the traceback as text.
+    """
+
+    type: str
+    message: str
+    first: bool
+    when: float
+    trace: str = ""
+
+
+class Pulse:
+    """The writing end, in the rank's own process. Opened a second time, a file keeps what it says.
+
+    Args:
+        path: the file; it is made if it is not there.
+        rank: of this process.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            if os.fstat(file.fileno()).st_size != NBYTES:
+                file.truncate(NBYTES)
+            self._map = mmap.mmap(file.fileno(), NBYTES)
+        if bytes(self._map[: len(_MAGIC)]) != _MAGIC:
+            for at in (_AT_STEP, _AT_COMMITTED):
+                _STEP.pack_into(self._map, at, -1)
+            self.beat()
+            self._changed()
+            _BORN.pack_into(self._map, _AT_BORN, _MAGIC, rank, os.getpid())  # last: from here on it can be read
+
+    def beat(self) -> None:
+        """The process runs; for the heartbeat's thread."""
+        _ALIVE.pack_into(self._map, _AT_ALIVE, time.monotonic())
+
+    def phase(self, text: str) -> None:
+        """The main thread does this now; said again, it is progress too."""
+        _PHASE.pack_into(self._map, _AT_PHASE, text.encode()[: _PHASE.size])
+        self._changed()
+
+    def step(self, n: int) -> None:
+        """Step `n` begins, counted from 1 over the whole run."""
+        _STEP.pack_into(self._map, _AT_STEP, n)
+        self._changed()
+
+    def committed(self, n: int) -> None:
+        """The newest committed checkpoint is that of step `n`."""
+        _STEP.pack_into(self._map, _AT_COMMITTED, n)
+        self._changed()
+
+    def start(self, collective: tuple[str, int, str]) -> None:
+        """A collective (group, number, label) was started, and the main thread goes on."""
+        self._write(0, collective)
+
+    def enter(self, collective: tuple[str, int, str]) -> None:
+        """The main thread waits for this collective (group, number, label)."""
+        self._write(1, collective)
+
+    def leave(self) -> None:
+        """The wait is over."""
+        _STEP.pack_into(self._map, _AT_COLLECTIVE, 0)
+        self._changed()
+
+    def close(self) -> None:
+        """Unmap the file; it stays."""
+        self._map.close()
+
+    def _write(self, waiting: int, collective: tuple[str, int, str]) -> None:
+        group, number, label = collective
+        _COLLECTIVE.pack_into(self._map, _AT_COLLECTIVE, waiting, number, group.encode(), label.encode())
+        self._changed()
+
+    def _changed(self) -> None:
+        _MAIN.pack_into(self._map, _AT_SINCE, time.monotonic())
+
+
+def read_pulse(path: Path) -> Reading | None:
+    """What the pulse at `path` says; None while there is none."""
+    try:
+        blob = path.read_bytes()
+    except OSError:
+        return None
+    if len(blob) != NBYTES or not blob.startswith(_MAGIC):
+        return None
+    _, rank, pid = _BORN.unpack_from(blob, _AT_BORN)
+    waiting, number, group, label = _COLLECTIVE.unpack_from(blob, _AT_COLLECTIVE)
+    return Reading(
+        rank=rank,
+        pid=pid,
+        step=_STEP.unpack_from(blob, _AT_STEP)[0],
+        committed=_STEP.unpack_from(blob, _AT_COMMITTED)[0],
+        phase=_text(_PHASE.unpack_from(blob, _AT_PHASE)[0]),
+        waiting=bool(waiting),
+        collective=Collective(_text(group), number, _text(label)),
+        since=_MAIN.unpack_from(blob, _AT_SINCE)[0],
+        alive=_ALIVE.unpack_from(blob, _AT_ALIVE)[0],
+    )
+
+
+def write_failure(path: Path, error: BaseException, first: bool = True) -> None:
+    """Leave word beside the pulse at `path` of why this rank stops; what cannot be written is left out."""
+    trace = "".join(traceback.format_exception(error))
+    words = Failure(type(error).__name__, str(error), first, time.monotonic(), trace)
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(asdict(words)), encoding="utf-8")
+        part.rename(path.with_suffix(".failure"))
+    except OSError:
+        return  # the supervisor is gone with its folder, or the disk is full; the exit code tells the rest
+
+
+def read_failure(path: Path) -> Failure | None:
+    """The word that the rank whose pulse is at `path` left; None if it left none."""
+    try:
+        return Failure(**json.loads(path.with_suffix(".failure").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode(errors="ignore")

@@ -1,0 +1,150 @@
+"""The workers of one node: started, observed, signalled and ended."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import connection, forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import psutil
+
+from zeroshard.pulse import read_failure, read_pulse
+from zeroshard.supervise import nursery
+from zeroshard.supervise.records import RankState
+from zeroshard.supervise.worker import STACKS, work
+
+GRACE = 2.0  # seconds from SIGTERM to SIGKILL
+SUSPICION = 1.5  # seconds without a heartbeat before the kernel is asked what the process does
+STACK_BYTES = 32768  # of one rank's stacks that are kept
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process.
+
+    Attributes:
+        started: when (monotonic seconds).
+        ended: when its end was seen; None while it lives.
+    """
+
+    rank: int
+    process: ForkServerProcess
+    pulse: Path
+    started: float
+    ended: float | None = None
+
+
+class Crew:
+    """The workers of this node, one attempt after another.
+
+    Args:
+        command: what each runs.
+        folder: where their pulses, failures and stacks go.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self._command, self._folder = list(command), folder
+        self._host = socket.gethostname()
+        self._workers: list[Worker] = []
+        self._context = multiprocessing.get_context("forkserver")
+        os.environ[nursery.VARIABLE] = str(os.getpid())
+        self._context.set_forkserver_preload([nursery.__name__])
+        forkserver.ensure_running()
+
+    def start(self, attempt: int, environments: Sequence[dict[str, str]]) -> None:
+        """Start one worker for each environment."""
+        folder = self._folder / f"attempt-{attempt}"
+        folder.mkdir()
+        self._workers = []
+        for environment in environments:
+            rank = int(environment["RANK"])
+            pulse = folder / f"rank-{rank:05d}.pulse"
+            own = {**environment, "ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_PULSE": str(pulse)}
+            process = self._context.Process(target=work, args=(own, self._command), name=f"rank {rank}")
+            process.start()
+            self._workers.append(Worker(rank, process, pulse, time.monotonic()))
+
+    def states(self) -> list[RankState]:
+        """What is seen of each rank now."""
+        return [self._state(worker) for worker in self._workers]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each worker that lives."""
+        for worker in self._living():
+            _send(worker, number, group=False)
+
+    def end(self, grace: float = GRACE) -> None:
+        """End all workers and their children: SIGTERM, and SIGKILL after `grace` seconds."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while self._living() and time.monotonic() < deadline:
+            self.wait(deadline - time.monotonic())
+        for worker in self._living():
+            _send(worker, signal.SIGKILL, group=True)
+        for worker in self._workers:
+            worker.process.join()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a worker ends, at most so long."""
+        living = [worker.process.sentinel for worker in self._living()]
+        if living:
+            connection.wait(living, seconds)
+        else:
+            time.sleep(seconds)
+
+    def _living(self) -> list[Worker]:
+        for worker in self._workers:
+            if worker.ended is None and worker.process.exitcode is not None:
+                worker.ended = time.monotonic()
+        return [worker for worker in self._workers if worker.ended is None]
+
+    def _state(self, worker: Worker) -> RankState:
+        exit_code, pulse = worker.process.exitcode, read_pulse(worker.pulse)  # in this order: the last pulse is whole
+        failure, now = read_failure(worker.pulse), time.monotonic()
+        if exit_code is not None and worker.ended is None:
+            worker.ended = now
+        silent = now - max(worker.started, pulse.alive if pulse else 0.0)
+        return RankState(
+            rank=worker.rank,
+            host=self._host,
+            running=now - worker.started,
+            exit=exit_code,
+            exited=now - worker.ended if worker.ended else 0.0,
+            silent=silent,
+            idle=now - max(worker.started, pulse.since if pulse else 0.0),
+            suspended=exit_code is None and silent > SUSPICION and _is_stopped(worker.process.pid),
+            pulse=pulse,
+            failure=None if failure is None else replace(failure, when=now - failure.when),
+            stack=_stack(worker.pulse.with_suffix(STACKS)),
+        )
+
+
+def _send(worker: Worker, number: int, group: bool) -> None:
+    pid = worker.process.pid
+    assert pid is not None
+    if group:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet
+            os.killpg(pid, number)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
+    except psutil.Error:
+        return False
+
+
+def _stack(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(STACK_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

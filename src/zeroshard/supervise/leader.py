@@ -1,0 +1,265 @@
+"""The supervisor's loop: start the ranks, watch them, end them, judge, and start them again."""
+
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeroshard.supervise.board import Board, Link, keep_store
+from zeroshard.supervise.crash import write_report
+from zeroshard.supervise.crew import Crew
+from zeroshard.supervise.judge import FAILED, STOPPED, Limits, decide, diagnose, finished, stop_code
+from zeroshard.supervise.place import Place, environments
+from zeroshard.supervise.records import Culprit, RankState, Verdict
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+TICK = 0.2  # seconds between two looks
+STACKS_WITHIN = 1.0  # seconds in which a living process has written its stacks
+NODES_WITHIN = 20.0  # seconds in which another node has ended its workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run, and how patiently.
+
+    Attributes:
+        command: `train ARGS` or `script.py ARGS`.
+        max_restarts: without a newer checkpoint.
+        grace: seconds from the request to stop to SIGKILL.
+        reports: folder of the crash reports.
+    """
+
+    command: tuple[str, ...]
+    place: Place
+    limits: Limits = Limits()
+    max_restarts: int = 3
+    grace: float = 30.0
+    reports: Path = Path("runs/crashes")
+
+
+def supervise(job: Job) -> int:
+    """Run `job` to its end on this node; returns the exit code.
+
+    0 done; 1 failed, and no restart would help; 2 wrong input; 75 stopped on request; 143 stopped on request by ranks
+    that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="zeroshard-"))
+    crew = Crew(job.command, folder)
+    try:
+        with _requests() as requests:
+            if job.place.node == 0:
+                return _Leader(job, crew, requests).run()
+            return _follow(job, crew, requests)
+    finally:
+        crew.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Leader:
+    """Node 0, which decides; all there is on one machine."""
+
+    def __init__(self, job: Job, crew: Crew, requests: list[int]) -> None:
+        self._job, self._crew, self._requests = job, crew, requests
+        self._board: Board | None = None
+        self._sizes = [job.place.processes]
+        self._store: Store | None = None
+        self._started = 0.0
+        self._committed = -1
+
+    def run(self) -> int:
+        job, culprits, newest = self._job, list[Culprit](), list[int]()
+        try:
+            self._gather()
+            for attempt in range(job.place.attempt, sys.maxsize):
+                self._start(attempt)
+                end = self._watch()
+                if isinstance(end, int):
+                    return self._leave(end)
+                states = self._close(end)
+                end = self._missing_node(states) or end
+                culprits.append(end)
+                newest.append(self._committed)
+                verdict = self._verdict(culprits, newest)
+                path = write_report(job.reports, job.command, attempt, end, verdict, states)
+                if not verdict.restart:
+                    return self._leave(verdict.code, _line(end, verdict, path))
+                _say(_line(end, verdict, path))
+        except OSError as error:
+            return self._leave(FAILED, f"the supervisor cannot go on: {error}")
+        raise AssertionError
+
+    def _gather(self) -> None:
+        """Wait for the other nodes."""
+        place, patience = self._job.place, self._job.limits.start
+        if place.nodes == 1:
+            return
+        self._board = Board(keep_store(place.address, place.port, patience, loopback=False), place.nodes)
+        deadline = time.monotonic() + patience
+        while None in (sizes := [place.processes, *self._board.sizes()]):
+            if time.monotonic() > deadline or self._requests:
+                missing = ", ".join(str(node) for node, size in enumerate(sizes) if size is None)
+                raise OSError(f"node {missing} of {place.nodes} did not come; start one supervisor on every node")
+            time.sleep(TICK)
+        self._sizes = [size for size in sizes if size is not None]
+
+    def _start(self, attempt: int) -> None:
+        place = self._job.place
+        port = place.port
+        if not place.nested:  # a fresh store, so that a script that knows nothing of attempts finds no old keys
+            self._store = keep_store(place.address, 0, self._job.limits.start, loopback=place.nodes == 1)
+            port = self._store.port  # type: ignore[attr-defined]
+        if self._board is not None:
+            self._board.order("start", attempt=attempt, sizes=self._sizes, port=port)
+        self._crew.start(attempt, environments(place, self._sizes, port))
+        self._started = time.monotonic()
+
+    def _watch(self) -> int | Culprit:
+        """Until the attempt ends well, or somebody is to blame."""
+        while True:
+            if self._requests or (self._board is not None and self._board.asked()):
+                return self._stop()
+            states = self._states()
+            code = finished(states)
+            if code is not None:
+                return code
+            culprit = diagnose(states, self._job.limits)
+            if culprit is not None:
+                return culprit
+            self._crew.wait(TICK)
+
+    def _stop(self) -> int:
+        """As asked: the ranks save and leave."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._job.grace
+        while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
+            self._crew.wait(TICK)
+        killed = any(state.exit is None for state in self._states())
+        self._end()
+        return stop_code(self._states(), killed)
+
+    def _close(self, culprit: Culprit) -> list[RankState]:
+        """End the attempt; returns what was seen just before, with the stacks of a hang, and how each ended."""
+        if culprit.kind in ("stalled", "silent", "left"):
+            self._signal(signal.SIGUSR2)
+            time.sleep(STACKS_WITHIN)
+        before = self._states()
+        self._end()
+        exits = {state.rank: state.exit for state in self._states()}
+        return [replace(state, exit=exits[state.rank]) for state in before]
+
+    def _states(self) -> list[RankState]:
+        """Of all ranks of all nodes."""
+        states = self._crew.states()
+        if self._board is not None:
+            told, waited = self._board.states(), time.monotonic() - self._started
+            for node, size in list(enumerate(self._sizes))[1:]:
+                first = sum(self._sizes[:node])
+                unknown = [RankState(rank=first + i, silent=waited, idle=waited) for i in range(size)]
+                states += told.get(node) or unknown
+        self._committed = max(self._committed, *(state.committed for state in states))
+        return states
+
+    def _signal(self, number: int) -> None:
+        if self._board is not None:
+            self._board.order("signal", number=number)
+        self._crew.signal(number)
+
+    def _end(self) -> None:
+        if self._board is not None:
+            self._board.order("end")
+        self._crew.end()
+        deadline = time.monotonic() + NODES_WITHIN
+        while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
+            time.sleep(TICK)
+
+    def _missing_node(self, states: Sequence[RankState]) -> Culprit | None:
+        """A node that did not say that its ranks have ended."""
+        missing = [state for state in states if state.exit is None]
+        if not missing:
+            return None
+        ranks = tuple(state.rank for state in missing)
+        return Culprit(ranks=ranks, kind="node", reason="went with the supervisor of their node", host=missing[0].host)
+
+    def _verdict(self, culprits: Sequence[Culprit], newest: Sequence[int]) -> Verdict:
+        if self._requests:
+            return Verdict(False, STOPPED, "a stop was asked for")
+        if not self._job.place.nested:
+            return decide(culprits, newest, self._job.max_restarts)
+        code = culprits[-1].exit
+        return Verdict(False, FAILED if not code else code if code > 0 else 128 - code, "torchrun decides what follows")
+
+    def _leave(self, code: int, line: str = "") -> int:
+        """Let the other nodes go with the same code; the last word is spoken here."""
+        if self._board is not None:
+            self._board.order("leave", code=code)
+            self._board.wait_for_goodbyes(NODES_WITHIN)
+        if line:
+            _say(line)
+        return code
+
+
+def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
+    """Another node than 0: obey, and tell what is seen; returns the exit code that node 0 decides."""
+    from torch.distributed import DistError
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    place, obeyed = job.place, 0
+    try:
+        store = TCPStore(place.address, place.port, timeout=timedelta(seconds=job.limits.start))
+    except DistError as error:
+        _say(f"node {place.node} cannot reach node 0 at {place.address}:{place.port}: {str(error).splitlines()[0]}")
+        return FAILED
+    link = Link(store, place.node, place.processes)
+    while True:
+        while not link.orders.empty():
+            order = link.orders.get()
+            match order["what"]:
+                case "start":
+                    crew.start(order["attempt"], environments(place, order["sizes"], order["port"]))
+                case "signal":
+                    crew.signal(order["number"])
+                case "end":
+                    crew.end()
+                case "leave":
+                    link.join(NODES_WITHIN)
+                    return int(order["code"])
+            obeyed += 1
+        link.tell(crew.states(), obeyed, bool(requests))
+        if link.lost or time.monotonic() - link.heard > job.limits.timeout:
+            crew.end()
+            _say(f"node {place.node} lost node 0's supervisor at {place.address}:{place.port}, which decides; it ended")
+            return FAILED
+        crew.wait(TICK)
+
+
+@contextlib.contextmanager
+def _requests() -> Iterator[list[int]]:
+    """The signals that asked this process to stop, as they come in."""
+    heard: list[int] = []
+    asking = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in asking}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _line(culprit: Culprit, verdict: Verdict, report: Path | None) -> str:
+    where = f"Report: {report}" if report is not None else "The report could not be written"
+    what = "starting again" if verdict.restart else "giving up"
+    return f"{culprit}; {what}: {verdict.why}. {where}"
+
+
+def _say(line: str) -> None:
+    sys.stdout.flush()
+    print(f"zeroshard: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""The checkpoints of one run: saved by step, the newest kept, and after a failure the newest good one found again."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zeroshard.checkpoint import Saving, clear, committed, name_of, put_aside
+from zeroshard.engine import Engine
+from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
+
+
+class Checkpoints:
+    """A folder of checkpoints such as `step-00000100`, named by the engine's step.
+
+        checkpoints = zs.Checkpoints(engine, "runs/a", keep=3)
+        extra = checkpoints.resume()                       # None in a new run
+        ...
+        if engine.steps % 100 == 0:
+            checkpoints.save({"epoch": epoch})
+
+    There is no file that names the newest: it is the one with the highest step whose content verifies. Made by all
+    ranks together, as all its methods are called.
+
+    Args:
+        keep: how many stay; older ones are removed when a newer one is on the disk and has been read back.
+
+    Raises:
+        CheckpointError: `keep` is less than 1.
+    """
+
+    def __init__(self, engine: Engine, folder: str | Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep is {keep}; it must be 1 or more, or nothing would be left to go on from.")
+        self.engine, self.folder, self.keep = engine, Path(folder), keep
+        if engine.world.mesh.rank == 0:
+            clear(self.folder)
+        engine.world.agree(b"", "checkpoints are cleared")
+
+    def save(self, extra: Mapping[str, Any] | None = None, *, wait: bool = False) -> Saving:
+        """Save this step's checkpoint while training goes on; see `Engine.save`.
+
+        Raises:
+            CheckpointError: it is there already, or cannot be begun; with `wait`, whatever went wrong.
+        """
+        return self.engine.save(self.folder / name_of(self.engine.steps), extra, keep=self.keep, wait=wait)
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints that were committed, oldest first, as rank 0 sees them."""
+        found: list[int] = self.engine.world.agree_on([step for step, _ in committed(self.folder)], "checkpoints")[0]
+        return found
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the newest good checkpoint; returns what was saved beside it, or None where there is none.
+
+        One that is damaged is put aside as `NAME.bad`, with a `CheckpointWarning`, and the one before it is taken.
+
+        Raises:
+            DamagedError: all are damaged. CheckpointError: the newest is of another model or optimizer.
+        """
+        steps, problem = self.steps(), ""
+        for step in reversed(steps):
+            path = self.folder / name_of(step)
+            try:
+                return self.engine.load(path)
+            except DamagedError as error:
+                problem = str(error)
+                aside = self._put_aside(step)
+                warnings.warn(f"{problem} It is now {aside}; trying the one before.", CheckpointWarning, stacklevel=2)
+        if steps:
+            raise DamagedError(f"None of the {len(steps)} checkpoints in {self.folder} is whole; the last: {problem}")
+        return None
+
+    def back_to(self, step: int) -> dict[str, Any]:
+        """Go back to the checkpoint of `step`; later ones are put aside.
+
+        Raises:
+            CheckpointError: it is not there, or cannot be read.
+        """
+        self.engine.flush()
+        for later in (other for other in self.steps() if other > step):
+            self._put_aside(later)
+        return self.engine.load(self.folder / name_of(step))
+
+    def _put_aside(self, step: int) -> str:
+        """Rename a checkpoint on rank 0; the name that it has now, or why it has not."""
+        now = ""
+        if self.engine.world.mesh.rank == 0:
+            try:
+                now = put_aside(self.folder / name_of(step)).name
+            except OSError as error:
+                now = f"still there ({error.strerror})"
+        return str(self.engine.world.agree_on(now, "a checkpoint is put aside")[0])

@@ -1,0 +1,158 @@
+"""Bad steps: told from a number that every rank knows, borne for a while, then undone.
+
+PaLM (2204.02311, section 5.1) goes back to a checkpoint from before a spike and leaves out the batches around it; the
+same batches, met later with other weights, did no harm. A guard only decides. It sees nothing but the numbers that it
+is fed and its own state, so that all ranks decide alike without a word, and a resumed run as the uninterrupted one.
+
+[Note: which checkpoint is good] The loss of step b comes from the weights after b - 1 steps, and if it is bad those
+weights may be the reason. So a checkpoint is proven good by a good loss of the step after it, and the newest proven one
+is taken; one that nothing speaks for or against only where there is no other; one from the first bad step or later
+never.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from zeroshard.errors import ConfigError, NonFiniteError
+
+LEAST = 10  # good values, before one can be called a spike
+REMEMBERED = 8  # bad values that an error can still tell
+SHOWN = 5  # good values in an error
+
+
+class Verdict(StrEnum):
+    """What a step was."""
+
+    GOOD = "good"
+    BAD = "bad"  # bear it
+    ROLL_BACK = "roll back"  # and leave out the batches of the bad steps
+
+
+class Origin(NamedTuple):
+    """Where a row of bad steps began: the number of the step (from 1) and the data position before it, in samples."""
+
+    step: int
+    position: int
+
+
+class Guard:
+    """Judges one number per step, such as the loss or the norm of the gradient.
+
+    Bad is what is not finite, and what is more than `spike` times the median of the last good values.
+
+    Args:
+        what: the name of the number, for people.
+        spike: the factor; None judges only whether the number is finite. It needs positive numbers.
+        window: how many good values the median is of.
+        patience: bad steps in a row that end in a roll back; those before are borne.
+        rollbacks: how often to go back before giving up; counted afresh once the run is `window` steps past its last
+            bad step.
+
+    Attributes:
+        origin: where the present row of bad steps began; None after a good step.
+
+    Raises:
+        ConfigError: a setting that makes no sense.
+    """
+
+    def __init__(
+        self,
+        what: str = "loss",
+        *,
+        spike: float | None = None,
+        window: int = 50,
+        patience: int = 1,
+        rollbacks: int = 3,
+    ) -> None:
+        if spike is not None and not 1 < spike < math.inf:
+            raise ConfigError(f"spike is {spike}; it must be more than 1 and finite, or None.")
+        for name, value, low in (("window", window, 1), ("patience", patience, 1), ("rollbacks", rollbacks, 0)):
+            if value < low:
+                raise ConfigError(f"{name} is {value}; it must be {low} or more.")
+        self._what, self._spike, self._window = what, spike, window
+        self._patience, self._rollbacks = patience, rollbacks
+        self._values: list[float] = []  # the last good ones
+        self._row = 0  # bad steps up to now
+        self._used = 0  # roll backs
+        self._last_bad = 0  # the highest step that was bad
+        self._told: list[str] = []  # bad steps, for people
+        self.origin: Origin | None = None
+
+    def judge(self, step: int, value: float, position: int) -> Verdict:
+        """The verdict on a step.
+
+        Args:
+            step: its number, from 1.
+            value: the number, the same on all ranks.
+            position: of the data before the step, in samples.
+
+        Raises:
+            NonFiniteError: it is time to go back, and the run has gone back too often.
+        """
+        median = self._median
+        if math.isfinite(value) and (median is None or value <= median * (self._spike or math.inf)):
+            self._values = [*self._values, value][-self._window :]
+            self._row, self.origin = 0, None
+            if step >= self._last_bad + self._window:
+                self._used = 0
+            return Verdict.GOOD
+        self._row += 1
+        self._last_bad = max(self._last_bad, step)
+        self.origin = self.origin or Origin(step, position)
+        beside = "" if median is None else f" beside a median of {median:.4g}"
+        self._told = [*self._told, f"{value:.4g} in step {step}{beside}"][-REMEMBERED:]
+        if self._row < self._patience:
+            return Verdict.BAD
+        if self._used >= self._rollbacks:
+            raise self.give_up(f"the run has gone back {self._used} times, of {self._rollbacks} allowed")
+        self._used += 1
+        return Verdict.ROLL_BACK
+
+    def choose(self, checkpoints: Iterable[int]) -> int | None:
+        """The checkpoint to go back to, by the steps taken before each; None if all are later than the bad steps."""
+        assert self.origin is not None
+        before = [number for number in checkpoints if number < self.origin.step]
+        proven = [number for number in before if number + 1 < self.origin.step]
+        return max(proven or before, default=None)
+
+    def give_up(self, why: str) -> NonFiniteError:
+        """The error that ends the run, with what was seen and the way out."""
+        good = ", ".join(f"{value:.4g}" for value in self._values[-SHOWN:]) or "none"
+        where = f" from sample {self.origin.position} on" if self.origin else ""
+        return NonFiniteError(
+            f"The {self._what} went wrong ({'; '.join(self._told)}; the last good values: {good}), and {why}. Lower "
+            f"the learning rate, set clip_norm, or look at the data{where}."
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All that later verdicts depend on, in plain JSON values."""
+        return {
+            "values": list(self._values),
+            "row": self._row,
+            "origin": list(self.origin) if self.origin else None,
+            "used": self._used,
+            "last_bad": self._last_bad,
+            "told": list(self._told),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned, in another process."""
+        self.rewind(state)
+        self._used, self._last_bad, self._told = int(state["used"]), int(state["last_bad"]), list(state["told"])
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state` returned, in a run that rolls back: how often it did stays known."""
+        self._values = [float(value) for value in state["values"]][-self._window :]
+        self._row = int(state["row"])
+        self.origin = Origin(*map(int, state["origin"])) if state["origin"] else None
+
+    @property
+    def _median(self) -> float | None:
+        """Of the last good values, where there are enough of them to call a spike."""
+        if self._spike is None or len(self._values) < min(LEAST, self._window):
+            return None
+        median = statistics.median(self._values)
+        return median if median > 0 else None

@@ -1,0 +1,70 @@
+"""Slow ranks: told from the seconds that each rank was busy in each step, its waiting for others left out.
+
+Medians, because single steps are slow for many reasons; of a rank over time, then of the other ranks beside it.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WINDOW = 20  # steps; a rank that turns slow has the median against it after half of them
+LEAST = 15  # steps before anybody is judged
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that is slow, its median seconds per step, and those of the other ranks."""
+
+    rank: int
+    seconds: float
+    others: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is slow: it is busy for {self.seconds:.3g} s a step, the other ranks for "
+            f"{self.others:.3g} s"
+        )
+
+
+class Stragglers:
+    """Watches ranks that have equal work, such as all ranks, or the replicas of one pipeline stage.
+
+    Args:
+        ranks: how many.
+        factor: a rank is slow when its median is more than `factor` times the median of the others' medians.
+        least_seconds: and when it is more than this above it.
+    """
+
+    def __init__(self, ranks: int, *, factor: float = 2.0, least_seconds: float = 0.02) -> None:
+        self._factor, self._least = factor, least_seconds
+        self._recovered = (1 + factor) / 2  # lower than `factor`, so that a rank at the limit is not reported for ever
+        self._seconds: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(ranks)]
+        self._slow: set[int] = set()
+
+    @property
+    def slow(self) -> list[int]:
+        """The ranks that are slow now."""
+        return sorted(self._slow)
+
+    def step(self, seconds: Sequence[float]) -> list[Straggler]:
+        """Take in a step; returns the ranks that have turned slow, each once until it has recovered.
+
+        Args:
+            seconds: for how long each rank was busy itself, in rank order.
+        """
+        for kept, value in zip(self._seconds, seconds, strict=True):
+            kept.append(value)
+        if len(seconds) == 1 or len(self._seconds[0]) < LEAST:
+            return []
+        medians = [statistics.median(kept) for kept in self._seconds]
+        found = []
+        for rank, median in enumerate(medians):
+            others = statistics.median(medians[:rank] + medians[rank + 1 :])
+            if rank in self._slow:
+                if median <= self._recovered * others or median - others <= self._least:
+                    self._slow.remove(rank)
+            elif median > self._factor * others and median - others > self._least:
+                self._slow.add(rank)
+                found.append(Straggler(rank, median, others))
+        return found

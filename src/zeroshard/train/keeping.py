@@ -1,0 +1,207 @@
+"""What lets the main job go on after whatever happens: checkpoints, the data position, a guard, requests to stop."""
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from zeroshard.checkpoint import Saving, committed
+from zeroshard.engine import Engine
+from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
+from zeroshard.survive import Checkpoints, Guard, Verdict
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.corpus import Corpus
+from zeroshard.train.cursor import Cursor
+
+CHECKPOINTS = "checkpoints"  # below the run folder
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Keeping:
+    """Keeps one run going; every rank has one, and all do the same.
+
+    Args:
+        folder: of the run.
+        say: shows people a line.
+
+    Attributes:
+        cursor: the position in the data.
+        asked: whether this process was asked to stop.
+        exposed_seconds: how long training stood still for the checkpoint begun last; None where none was since.
+    """
+
+    def __init__(
+        self, config: TrainConfig, engine: Engine, corpus: Corpus, folder: Path, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._engine, self._corpus, self._say = config, engine, corpus, say
+        self._folder = folder / CHECKPOINTS
+        self._checkpoints = Checkpoints(engine, self._folder, config.keep)
+        self._saving: Saving | None = None
+        self.cursor = Cursor()
+        self.asked = False
+        self.exposed_seconds: float | None = None
+        self.guard: Guard | None = None
+        if config.rollbacks:
+            self.guard = Guard(spike=config.spike, patience=config.patience, rollbacks=config.rollbacks)
+
+    def begin(self, continued: bool) -> int:
+        """The step to go on from.
+
+        Args:
+            continued: whether the run folder is that of a run that was cut off.
+
+        Raises:
+            CheckpointError, ConfigError, DataError: what cannot be gone on from.
+        """
+        extra = self._checkpoints.resume() if continued else None
+        given = self._config.resume
+        if extra is not None:
+            self._say(f"going on from step {extra['step']} of {self._folder.parent}")
+        elif isinstance(given, Path) and (given / CHECKPOINTS).is_dir() and not continued:
+            extra = Checkpoints(self._engine, given / CHECKPOINTS, self._config.keep).resume()
+            if extra is None:
+                raise CheckpointError(f"{given / CHECKPOINTS} holds no checkpoint; give a folder that does.")
+        elif isinstance(given, Path):
+            extra = self._engine.load(given)
+        elif self._config.weights is not None:
+            self._engine.load_weights(self._config.weights)
+        if extra is None:
+            if self.guard is not None and self._config.checkpoint and not continued:
+                self.save(0, wait=True)  # so that there is always one to go back to
+            return 0
+        _check_corpus(extra, self._corpus)
+        if extra["step"] >= self._config.steps:
+            raise ConfigError(
+                f"The checkpoint is at step {extra['step']} and steps is {self._config.steps}; raise steps to go on."
+            )
+        self._take(extra)
+        return int(extra["step"])
+
+    def judge(self, step: int, loss: float, position: int) -> int:
+        """Look at the loss that all ranks know of a step; returns the step that training is at now.
+
+        Args:
+            step: the number of steps taken, this one included.
+            position: of the data before the step.
+
+        Raises:
+            NonFiniteError: the run has gone back too often, or cannot.
+        """
+        if self.guard is None:
+            return step
+        verdict = self.guard.judge(step, loss, position)
+        if verdict is not Verdict.ROLL_BACK:
+            return step
+        origin, reached, left_out = self.guard.origin, self.cursor.position, self.cursor.left_out
+        assert origin is not None
+        chosen = self.guard.choose(self._checkpoints.steps())
+        if chosen is None:
+            raise self.guard.give_up("there is no checkpoint from before")
+        extra = self._checkpoints.back_to(chosen)
+        self.guard.rewind(extra["guard"])
+        self._take(extra, rewound=True)
+        for start, stop in [*left_out, (origin.position, reached)]:
+            self.cursor.leave_out(start, stop)
+        self._say(
+            f"step {step}: loss {loss:.4g}; back to the checkpoint of step {chosen}, leaving out samples "
+            f"{origin.position} to {reached}"
+        )
+        return chosen
+
+    def save_if_due(self, step: int) -> None:
+        """Begin a checkpoint where one is due; one that cannot be written is a warning, and training goes on."""
+        every = self._config.checkpoint_every
+        if self._config.checkpoint and every and step % every == 0 and step < self._config.steps:
+            try:
+                self.save(step)
+            except CheckpointError as error:
+                self._say(f"warning: {error}")
+
+    def save(self, step: int, wait: bool = False) -> None:
+        """Save the state after `step` steps.
+
+        Raises:
+            CheckpointError: it cannot be begun, or with `wait`, could not be written.
+        """
+        extra = {
+            "step": step,
+            "corpus": self._corpus.digest,
+            "cursor": self.cursor.state(),
+            "guard": self.guard.state() if self.guard else None,
+        }
+        self._saving = self._checkpoints.save(extra, wait=wait)
+        self.exposed_seconds = self._saving.exposed_seconds
+
+    def stop(self, step: int) -> None:
+        """Save and stop.
+
+        Raises:
+            Stopped: always.
+        """
+        if not self._config.checkpoint:
+            raise Stopped(f"Stopped on request after step {step}; nothing was saved (--no-checkpoint).")
+        if self._saving is not None:
+            self._saving.wait()
+        if step not in self._checkpoints.steps():
+            self.save(step, wait=True)
+        raise Stopped(f"Stopped on request after step {step}, which is saved; go on with --resume auto.")
+
+    def finish(self, step: int) -> None:
+        """Save the end of the run, and wait until it is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._config.checkpoint and step not in self._checkpoints.steps():
+            self.save(step, wait=True)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM and SIGUSR1 as requests to stop after the step."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may listen
+            return
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            self.asked = True
+
+        before = {request: signal.signal(request, ask) for request in REQUESTS}
+        try:
+            yield
+        finally:
+            for request, handler in before.items():
+                signal.signal(request, handler)
+
+    def _take(self, extra: dict[str, Any], rewound: bool = False) -> None:
+        """Go on from what was saved beside the weights."""
+        self.cursor.load(extra["cursor"])
+        if self.guard is not None and extra["guard"] is not None and not rewound:
+            self.guard.load(extra["guard"])
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The newest checkpoint of a run folder; `path` itself if it is a checkpoint, or nothing of the kind."""
+    found = committed(path / CHECKPOINTS)
+    return found[-1][1] if found else path
+
+
+def is_bad(loss: float | None) -> bool:
+    """Whether a loss is NaN or infinite."""
+    return loss is not None and not math.isfinite(loss)
+
+
+def _check_corpus(extra: dict[str, Any], corpus: Corpus) -> None:
+    """Refuse to resume on other text.
+
+    Raises:
+        DataError: the checkpoint saw another corpus.
+    """
+    if extra.get("corpus") != corpus.digest:
+        raise DataError(
+            f"The checkpoint was trained on a corpus with digest {str(extra.get('corpus'))[:12]}, this one has "
+            f"{corpus.digest[:12]}. Give the same data, or start a new run."
+        )

@@ -1,0 +1,235 @@
+"""Weights of other programs: which files are read, which rows of them, and what is refused unread."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from zeroshard.checkpoint import WeightFiles
+from zeroshard.checkpoint import weights as module
+from zeroshard.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = {
+    "body.up": torch.arange(60.0).view(5, 4, 3),
+    "body.norm": torch.arange(7.0).to(torch.bfloat16),
+    "body.scale": torch.tensor(2.5),
+    "body.none": torch.empty(0, 3),
+    "head": torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
+}
+NAMES = list(WEIGHTS)
+
+
+def sharded(folder: Path, weights: dict[str, torch.Tensor] = WEIGHTS) -> Path:
+    """A folder with an index and two files."""
+    folder.mkdir(exist_ok=True)
+    half = len(weights) // 2
+    files = {"a-1.safetensors": list(weights)[:half], "a-2.safetensors": list(weights)[half:]}
+    for file, names in files.items():
+        save_file({name: weights[name] for name in names}, folder / file)
+    where = {name: file for file, names in files.items() for name in names}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def single(folder: Path, weights: dict[str, torch.Tensor] = WEIGHTS) -> Path:
+    """A folder with one file."""
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["file", "other file", "folder", "index", "sharded"])
+def test_all_forms_are_read(form: str, tmp_path: Path) -> None:
+    path = sharded(tmp_path / "w") if form in ("index", "sharded") else single(tmp_path / "w")
+    if form == "other file":
+        (path / "model.safetensors").rename(path / "other.safetensors")
+    path = {"file": path / "model.safetensors", "index": path / INDEX}.get(form, path)
+    files = WeightFiles(path, {})
+    files.fit(NAMES, {})
+    assert sorted(files.names("weight")) == sorted(NAMES)
+    for name, values in WEIGHTS.items():
+        assert files.shape(f"weight:{name}") == tuple(values.shape)
+        flat = values.reshape(-1)
+        for start in range(flat.numel() + 1):
+            for stop in range(start, flat.numel() + 1):
+                into = torch.full((stop - start,), -1.0)
+                files.read(f"weight:{name}", into, start)
+                assert torch.equal(into, flat[start:stop].float())
+        assert torch.equal(files.whole(f"buffer:{name}"), flat)
+        assert files.whole(f"buffer:{name}").dtype == values.dtype
+    with pytest.raises(CheckpointError, match="60 elements of 'body.up' and 61"):
+        files.read("weight:body.up", torch.empty(2), 59)
+    with pytest.raises(CheckpointError, match="holds no tensor 'weight:tail'"):
+        files.read("weight:tail", torch.empty(1), 0)
+
+
+def test_rows_outside_of_the_interval_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 2 * 8 * 12)  # two rows of `body.up`
+    files = WeightFiles(single(tmp_path / "w"), {})
+    asked = []
+    file, handle = files._files._files["body.up"]
+
+    class Counting:
+        def get_slice(self, name: str) -> Any:
+            part = handle.get_slice(name)
+
+            class Slice:
+                def __getitem__(self, rows: slice) -> torch.Tensor:
+                    asked.append((rows.start, rows.stop))
+                    return part[rows]
+
+            return Slice()
+
+    files._files._files["body.up"] = file, Counting()
+    into = torch.empty(20)
+    files.read("weight:body.up", into, 13)  # ends in the middle of the third row
+    assert torch.equal(into, torch.arange(13.0, 33.0))
+    files.read("weight:body.up", torch.empty(30), 13)
+    assert asked == [(1, 3), (1, 3), (3, 4)]
+
+
+def test_tied_names(tmp_path: Path) -> None:
+    tied = {"head.weight": "embed.weight"}
+    table = torch.arange(6.0).view(3, 2)
+    for number, held in enumerate((["embed.weight"], ["head.weight"], ["embed.weight", "head.weight"])):
+        files = WeightFiles(single(tmp_path / str(number), {name: table.clone() for name in held}), tied)
+        files.fit(["embed.weight"], {})
+        assert files.names("weight") == ["embed.weight"]
+        into = torch.empty(3)
+        files.read("weight:embed.weight", into, 2)
+        assert into.tolist() == [2, 3, 4]
+    save_file({"embed.weight": table, "head.weight": table + (table == 4)}, tmp_path / "2" / "model.safetensors")
+    files = WeightFiles(tmp_path / "2", tied)
+    files.read("weight:embed.weight", torch.empty(3), 1)
+    with pytest.raises(CheckpointError, match=r"other values under 'head.weight' than under 'embed.weight'"):
+        files.read("weight:embed.weight", torch.empty(3), 2)
+    save_file({"embed.weight": table, "head.weight": table[:2].clone()}, tmp_path / "2" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="in two shapes"):
+        WeightFiles(tmp_path / "2", tied)
+
+
+def named(prefix: str, *names: str) -> dict[str, torch.Tensor]:
+    return {prefix + name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    "here, there",
+    [
+        (named("model.", "a", "b.c", "d"), named("", "a", "b.c", "d")),
+        (named("", "a", "b.c", "d"), named("module._orig_mod.", "a", "b.c", "d")),
+        (named("m.", "a", "b") | named("", "head"), named("", "a", "b", "head")),
+        (named("", "a", "b", "head"), named("m.", "a", "b") | named("", "head")),
+        (named("", "a.w", "w"), named("", "a.w", "w")),
+    ],
+)
+def test_a_prefix_more_or_less(here: dict[str, Any], there: dict[str, Any], tmp_path: Path) -> None:
+    files = WeightFiles(single(tmp_path / "w", there), {})
+    files.fit(here, {})
+    assert set(files.names("weight")) == set(here)
+    for name, values in here.items():
+        into = torch.empty(2)
+        files.read(f"weight:{name}", into, 0)
+        assert torch.equal(into, values)
+
+
+def test_a_prefix_that_is_not_clear_is_refused(tmp_path: Path) -> None:
+    files = WeightFiles(single(tmp_path / "w", named("", "w")), {"y.w": "x.w"})
+    with pytest.raises(CheckpointError, match="more than one prefix"):
+        files.fit(["x.w"], {})
+
+
+def test_missing_and_strange_names_are_listed(tmp_path: Path) -> None:
+    files = WeightFiles(single(tmp_path / "w", named("", *"abcdefgh")), {})
+    with pytest.raises(CheckpointError) as caught:
+        files.fit(["a", "y", "z"], {})
+    assert "lacks 'y', 'z' and holds 'b', 'c', 'd', 'e', 'f' and 2 more, which the model does not" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"lacks 'z'; it holds 'a', 'b'.* and 3 more\. Build"):
+        files.fit([*"abcdefgh", "z"], {})
+    files.fit(["a"], {}, ["^[b-f]$", "[gh]"])
+    assert files.names("weight") == ["a"]
+
+
+def test_buffers_are_no_parameters(tmp_path: Path) -> None:
+    files = WeightFiles(single(tmp_path / "w", named("net.", "a", "mean", "mask")), {})
+    files.fit(["a"], {"mean": (2,), "mask": None, "absent": (9,)})
+    assert files.names("weight") == ["a"]
+    assert sorted(files.names("buffer")) == ["mask", "mean"]
+    assert files.shape("buffer:absent") is None
+    assert files.whole("buffer:mean").tolist() == [1, 1]
+    with pytest.raises(CheckpointError, match=r"'mean' is \(2,\) there and \(3,\) here"):
+        files.fit(["a"], {"mean": (3,), "mask": None})
+
+
+class Touched:
+    """Says so when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a pickle was opened",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.PTH", "model.safetensors"])
+def test_pickles_are_not_opened(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(Touched()))
+    way_out = "cannot be read" if name.endswith("safetensors") else "pickle, .* write its weights with safetensors"
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match=way_out):
+            WeightFiles(path, {})
+
+
+@pytest.mark.parametrize(
+    "file", ["../a-1.safetensors", "/a-1.safetensors", "b/a.safetensors", "b\\a.safetensors", ".safetensors", "a.bin", 3]
+)
+def test_an_index_names_files_in_its_folder_only(file: Any, tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "w")
+    sharded(tmp_path)
+    table = json.loads((folder / INDEX).read_text())
+    table["weight_map"]["body.up"] = file
+    (folder / INDEX).write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match="no name of a safetensors file in its folder"):
+        WeightFiles(folder, {})
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("\xff", "weight_map|cannot be read"),
+        ("[]", "weight_map"),
+        ('{"weight_map": []}', "weight_map"),
+        ('{"weight_map": {"body.up": "a-3.safetensors"}}', "a-3.safetensors cannot be read"),
+        ('{"weight_map": {"body.up": "a-2.safetensors"}}', "lacks 'body.up', which"),
+    ],
+)
+def test_a_wrong_index_is_refused(text: str, part: str, tmp_path: Path) -> None:
+    (sharded(tmp_path) / INDEX).write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=part):
+        WeightFiles(tmp_path, {})
+
+
+def test_what_is_no_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        WeightFiles(tmp_path / "nowhere", {})
+    with pytest.raises(CheckpointError, match="has no safetensors file"):
+        WeightFiles(tmp_path, {})
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(CheckpointError, match="no safetensors file by its name"):
+        WeightFiles(tmp_path / "a.txt", {})
+    for name in ("a", "b"):
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=f"2 safetensors files and no {INDEX}"):
+        WeightFiles(tmp_path, {})
+    (tmp_path / "model.safetensors").write_bytes((single(tmp_path / "w") / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
+        WeightFiles(tmp_path, {})
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    files = WeightFiles(single(tmp_path / "w", {"a": torch.ones(3, dtype=torch.int8)}), {})
+    with pytest.raises(CheckpointError, match=r"'a' as torch.int8 and the model has torch.float32"):
+        files.read("weight:a", torch.empty(3), 0)

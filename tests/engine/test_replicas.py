@@ -1,0 +1,149 @@
+"""One flipped bit in what several ranks have alike is found and named on every rank; clean runs are left alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from engine.models import OPTIMIZERS, batch, build
+from engine.pipelines import data
+from pool import Pool
+
+import zeroshard as zs
+from zeroshard.engine import replicas
+from zeroshard.errors import DivergenceError
+
+NETWORK = {"transport": "network"}
+HALF = {"precision": "bf16"}
+PIPELINE = {"stages": 2, "microbatches": 2, "balance": "parameters"}
+UP = "blocks.1.up.weight"
+
+
+def make(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
+    example = (data(0, 0, 1, 2), 0) if plan.get("stages", 1) > 1 else None
+    return zs.Engine(
+        build("TiedFive" if example else "Frozen"),
+        lambda ps: OPTIMIZERS["adamw"]([p for p in ps if p.requires_grad]),
+        zs.Plan(**plan),
+        mesh=mesh,
+        example=example,
+    )
+
+
+def step(engine: zs.Engine, number: int) -> None:
+    rows = 12 if engine.mesh.ranks == 3 else 8
+    engine.train_step((batch(number, engine.lane, engine.lanes, rows), number))
+
+
+def check(engine: zs.Engine) -> None:
+    replicas.check_replicas(engine._assembly, engine._groups, engine._stage)
+
+
+def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:
+    """What this rank keeps of one parameter, if anything: its weights, fp32 masters, or a state of the optimizer."""
+    for shard in engine._assembly.all_shards:
+        for entry in shard.flat.index.entries:
+            if entry.name != name:
+                continue
+            start, values = shard.start, shard.owned
+            if what == "weights":
+                start, values = shard.flat.index.interval(shard.parameters.rank)[0], shard.parameters.own
+                if not (shard.parameters.common or shard.parameters.sliced):
+                    start, values = 0, shard.parameters.full
+            elif what != "masters":
+                (span,) = engine._assembly.optimizer.spans(shard.spans)  # one parameter group, nothing left out
+                start, values = span.start, engine.optimizer.state[span.tensor][what]
+            low, high = max(start, entry.offset), min(start + values.numel(), entry.stop)
+            return values[low - start : high - start] if low < high else None
+    return None
+
+
+def flip(mesh: zs.Mesh, plan: dict[str, Any], where: tuple[str, str], rank: int, bit: int) -> tuple[str, str]:
+    """The error of this rank after one bit flipped on rank `rank`, and of the same bit flipped back, if any."""
+    engine = make(mesh, plan)
+    for number in range(2):
+        step(engine, number)
+        check(engine)
+
+    def turn() -> None:
+        values = place_of(engine, *where) if mesh.rank == rank else None
+        if values is not None:
+            raw = values.detach().view(torch.uint8)
+            raw[bit // 8 % raw.numel()] ^= 1 << bit % 8
+
+    turn()
+    answers = []
+    for _ in range(2):
+        try:
+            check(engine)
+            answers.append("")
+        except DivergenceError as error:
+            answers.append(str(error))
+        turn()
+    step(engine, 2)  # the collectives are still in order
+    return answers[0], answers[1]
+
+
+HEAD = "head.weight"
+CASES: list[tuple[int, dict[str, Any], tuple[str, str], int, str]] = [
+    (2, {"zero": 0, **NETWORK}, (UP, "weights"), 1, "parameter {}, rank 0 against rank 1"),
+    (3, {"zero": 0}, (UP, "weights"), 0, "parameter {} on rank 0, where ranks 1, 2 agree"),
+    (2, {"zero": 0}, (HEAD, "exp_avg_sq"), 0, "exp_avg_sq of {}, rank 0 against rank 1"),
+    (3, {"zero": 0, **HALF}, (HEAD, "masters"), 2, "master weights of {} on rank 2, where ranks 0, 1 agree"),
+    (2, {"zero": 1, **NETWORK}, ("embed.weight", "weights"), 1, "parameter {}, rank 0 against rank 1"),
+    (3, {"zero": 2, **NETWORK, **HALF}, (HEAD, "weights"), 1, "parameter {} on rank 1, where ranks 0, 2 agree"),
+    (4, {"zero": 1, "shard_ranks": 2, **NETWORK}, (HEAD, "weights"), 3, "parameter {}, rank 2 against rank 3"),
+    (4, {"zero": 2, "shard_ranks": 2, **HALF}, (HEAD, "weights"), 0, "parameter {}, rank 0 against rank 2"),
+    (4, {"zero": 3, "shard_ranks": 2, **NETWORK}, (HEAD, "weights"), 2, "parameter {}, rank 0 against rank 2"),
+    (4, {"zero": 2, "shard_ranks": 2}, (HEAD, "exp_avg"), 1, "exp_avg of {}, rank 1 against rank 3"),
+    (3, {"zero": 1, "shard_ranks": 1}, (HEAD, "exp_avg"), 1, "exp_avg of {} on rank 1, where ranks 0, 2 agree"),
+    (4, {"zero": 1, **PIPELINE}, (UP, "weights"), 1, "parameter {}, rank 0 against rank 1"),
+    (4, {"zero": 0, **PIPELINE}, ("blocks.4.up.weight", "exp_avg"), 2, "exp_avg of {}, rank 2 against rank 3"),
+    (4, {"zero": 0, **PIPELINE, "schedule": "2bw"}, ("blocks.4.up.weight", "weights"), 3,
+     "parameter {}, rank 2 against rank 3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "plan", "where", "rank", "expected"), CASES)
+def test_one_bit_is_found_and_named_on_all_ranks(
+    pool: Pool, ranks: int, plan: dict[str, Any], where: tuple[str, str], rank: int, expected: str
+) -> None:
+    answers = pool.run(flip, ranks, plan, where, rank, 1234 + 7 * rank)
+    for found, afterwards in answers:
+        assert found.startswith(f"Replicas are not the same any more: {expected.replace('{}', where[0])}. ")
+        assert found == answers[0][0]
+        assert afterwards == ""
+
+
+@pytest.mark.parametrize("plan", [{"zero": 3, **NETWORK}, {"zero": 1, "transport": "shared"}])
+def test_what_is_there_once_is_not_compared(pool: Pool, plan: dict[str, Any]) -> None:
+    assert pool.run(flip, 2, plan, ("head.weight", "weights"), 1, 1234) == [("", "")] * 2
+
+
+def many(mesh: zs.Mesh) -> str:
+    engine = make(mesh, {"zero": 0})
+    for parameter in engine.model.parameters():
+        parameter.data.add_(1 + mesh.rank)
+    with pytest.raises(DivergenceError) as caught:
+        check(engine)
+    return str(caught.value)
+
+
+def test_a_long_list_is_cut(pool: Pool) -> None:
+    count = len(list(build("Frozen").parameters()))
+    for message in pool.run(many, 3):
+        assert message.count("rank 0 against rank 1 against rank 2") == 5
+        assert f" and {count - 5} more. " in message
+
+
+def test_a_rank_alone_has_nothing_to_compare() -> None:
+    engine = make(zs.Mesh(), {"zero": 2})
+    step(engine, 0)
+    check(engine)
+
+
+def test_large_flats_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(1000, dtype=torch.float32)
+    whole = replicas._digest([values])
+    monkeypatch.setattr(replicas, "CHUNK", 24)
+    assert replicas._digest([values]) == replicas._digest([values[:7], values[7:]]) == whole
+    assert replicas._digest([values.flip(0)]) != whole
