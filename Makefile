@@ -9,7 +9,7 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 DRAW    = $(BIN)/zeroshard simulate --stages 4 --microbatches 8
 DRAWN   = docs/pictures/timeline
 
-.PHONY: train test lint types check docs pictures clean
+.PHONY: train test lint types check soak docs pictures clean
 
 train: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m zeroshard train $(ARGS)
@@ -25,6 +25,9 @@ types: $(VENV)/.tested
 	$(BIN)/mypy
 
 check: test lint types
+
+soak: $(VENV)/.tested
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py $(ARGS)
 
 docs: $(VENV)/.installed
 	$(PIP) --editable '.[docs]'

@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoints.py [--quick] [--only saves|restarts] [--folder DIR] [--json FILE]
 
-Two processes with one thread each on this machine, over gloo; the same GPT, the same batch, AdamW. Launches of the ways
-to save take turns, and inside a launch periods of `--every` steps with a save at their begin take turns with periods
-without one. Every figure is a median over rounds of medians over periods, of the slower rank; ratios are of medians.
+Two processes with one thread each on this machine, over gloo; the same GPT, the same batch, AdamW. Both hold all
+engines, so that the ways to save can take turns within seconds: periods of `--every` steps with a save at their begin
+and periods without one, way after way. Every figure is a median over launches of medians over periods, of the slower
+rank.
 
 - exposed: a period with a save less the one without beside it. That is the call, what the writing takes from the steps
   after it, and waiting for a peer that is still saving. `call` is the call alone; `done` is from it to the end of the
@@ -12,8 +13,8 @@ without one. Every figure is a median over rounds of medians over periods, of th
 - cpu: what the save took of both clocks, user and system, all threads, per rank.
 - bytes: with Ψ parameters in fp32, AdamW's states are 12Ψ: 4Ψ of weights and 8Ψ of moments. With bf16 parameters beside
   fp32 masters, which AdamW's users in bf16 have, another 2Ψ would be those parameters, and 14Ψ what there is in memory.
-- torch.save: DistributedDataParallel, rank 0 writes model and optimizer, as its users do. It does not sync: `done` there
-  means that the kernel has the bytes. DCP and zeroshard sync each file; zeroshard the folders too.
+- torch.save: DistributedDataParallel, rank 0 writes model and optimizer, as its users do. It does not sync: `done`
+  there means that the kernel has the bytes. DCP and zeroshard sync each file; zeroshard the folders too.
 - dcp, dcp-async: FSDP2, whose state_dict is sharded like zeroshard's at stage 3; save and async_save.
 - restart: the main job under `zeroshard run` and under `torchrun --max-restarts`; one rank is killed (SIGKILL) at work,
   and the clock stops at the next step that the new processes write down. Both go on from the newest checkpoint.
@@ -33,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,99 +43,129 @@ import psutil
 from ranks import LaunchError, answer, circumstances, cpu_seconds, launch
 
 SHAPE = (4096, 256, 64, 4, 4)  # vocabulary, width, tokens, heads, layers: 4.2 million parameters
-WAYS = ("torch.save", "dcp", "dcp-async", "zero0", "zero3", "zero3-wait")
-BASES = {"zero0": "torch.save", "zero3": "dcp-async", "zero3-wait": "dcp"}  # beside what each of ours stands
+PEERS = ("torch.save", "dcp", "dcp-async")
 SUPERVISORS = ("torchrun", "zeroshard run")
 TOLERANCE = 1e-4  # relative, between losses
 FULL = {"rounds": 3, "pairs": 6, "every": 10, "precisions": "fp32,bf16", "kills": 3}
 QUICK = {"rounds": 1, "pairs": 2, "every": 5, "precisions": "fp32", "kills": 1}
 JOB = "train --model tiny --sequence 64 --batch 2 --steps 100000 --validate-every 0 --sample-tokens 0"
-JOB += " --checkpoint-every 20 --device cpu"
-SETTLED, PATIENCE, OLD = (
-    45,
-    180.0,
-    1.5,
-)  # steps before a kill; seconds for anything; seconds in which old lines may come
+JOB += " --checkpoint-every 10 --device cpu"
+SETTLED = 25  # steps before a kill
+PATIENCE = 900.0  # seconds that a launch may take, and a job without a step
+OLD = 1.5  # seconds after a kill in which lines from before it may still come
 Figures = dict[str, Any]
 
 
-class Trial:
-    """The model, the batch and the step of one way to save, on one rank."""
+@dataclass(frozen=True)
+class Way:
+    """One way to save, with the step of the engine that it belongs to.
 
-    def __init__(self, way: str, precision: str) -> None:
+    Attributes:
+        save: writes to a path, and returns what waits for the end of the writing.
+    """
+
+    name: str
+    step: Callable[[], Any]
+    save: Callable[[Path], Callable[[], Any]]
+
+
+class Trial:
+    """The engines and their ways to save, on one rank; each engine has a model and a batch of its own, all alike."""
+
+    def __init__(self, precision: str) -> None:
         import torch
-        from torch import distributed as dist
 
         import zeroshard as zs
-        from zeroshard.train.gpt import GPT, GPTConfig
 
         torch.set_num_threads(1)
-        torch.manual_seed(0)
-        vocabulary, width, tokens, heads, layers = SHAPE
-        mesh = zs.init_mesh(device="cpu")
-        self.barrier = dist.barrier
-        self.rank = mesh.rank
-        self.bf16 = precision == "bf16"
-        self.model = GPT(GPTConfig(vocabulary, tokens, width, heads, layers))
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        rows = torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(1 + mesh.rank))
-        self.batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        self.step: Callable[[], Any]
-        self.save: Callable[[Path], Callable[[], Any]]  # returns what waits for the end of the writing
-        if way == "torch.save":
-            self._ddp()
-        elif way.startswith("dcp"):
-            self._fsdp2("async" in way)
-        else:
-            plan = zs.Plan(zero=int(way[4]), precision=precision, transport="network")
-            engine = zs.Engine(self.model, partial(torch.optim.AdamW, lr=1e-4), plan, mesh=mesh)
-            self.step = lambda: engine.train_step(self.batch).loss
-            wait = way.endswith("wait")
-            self.save = lambda path: engine.save(path, wait=wait).wait
+        self.precision, self.bf16 = precision, precision == "bf16"
+        self.mesh = zs.init_mesh(device="cpu")
+        self.ways = [*self._ddp(), *self._fsdp2(), *self._zeroshard(0), *self._zeroshard(3)]
+        self.parameters = sum(parameter.numel() for parameter in self._model().parameters())
 
-    def _ddp(self) -> None:
+    def _model(self) -> Any:
+        import torch
+
+        from zeroshard.train.gpt import GPT, GPTConfig
+
+        vocabulary, width, tokens, heads, layers = SHAPE
+        torch.manual_seed(0)
+        return GPT(GPTConfig(vocabulary, tokens, width, heads, layers))
+
+    def _batch(self) -> tuple[Any, Any]:
+        import torch
+
+        vocabulary, _, tokens, *_ = SHAPE
+        rows = torch.randint(vocabulary, (1, tokens + 1), generator=torch.Generator().manual_seed(1 + self.mesh.rank))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def _ddp(self) -> Iterator[Way]:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        wrapped = DistributedDataParallel(self.model)
+        model = self._model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
         def save(path: Path) -> Callable[[], Any]:
-            if self.rank == 0:
-                torch.save({"model": self.model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+            if self.mesh.rank == 0:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
             return lambda: None
 
-        self.step, self.save = self._loop(wrapped, optimizer, self.bf16), save
+        yield Way("torch.save", self._loop(DistributedDataParallel(model), optimizer, self.bf16), save)
 
-    def _fsdp2(self, asynchronous: bool) -> None:
+    def _fsdp2(self) -> Iterator[Way]:
         import torch
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+        mesh = init_device_mesh("cpu", (self.mesh.ranks,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if self.bf16 else MixedPrecisionPolicy()
-        for module in (*self.model.blocks, self.model):
+        model = self._model()
+        for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        group = torch.distributed.new_group(backend="gloo")
+
+        def content() -> dict[str, Any]:
+            weights, states = get_state_dict(model, optimizer)
+            return {"model": weights, "optimizer": states}
 
         def save(path: Path) -> Callable[[], Any]:
-            model, states = get_state_dict(self.model, optimizer)
-            content = {"model": model, "optimizer": states}
-            if asynchronous:
-                return dcp.async_save(content, checkpoint_id=path).result
-            dcp.save(content, checkpoint_id=path)
+            dcp.save(content(), checkpoint_id=path)
             return lambda: None
 
-        self.step, self.save = self._loop(self.model, optimizer, False), save
+        step = self._loop(model, optimizer, False)
+        yield Way("dcp", step, save)
+        yield Way(
+            "dcp-async", step, lambda path: dcp.async_save(content(), checkpoint_id=path, process_group=group).result
+        )
+
+    def _zeroshard(self, stage: int) -> Iterator[Way]:
+        import torch
+
+        import zeroshard as zs
+
+        plan = zs.Plan(zero=stage, precision=self.precision, transport="network")
+        engine = zs.Engine(self._model(), partial(torch.optim.AdamW, lr=1e-4), plan, mesh=self.mesh)
+        batch = self._batch()
+
+        def step() -> Any:
+            return engine.train_step(batch).loss
+
+        yield Way(f"zero{stage}", step, lambda path: engine.save(path).wait)
+        if stage == 3:
+            yield Way(f"zero{stage}-wait", step, lambda path: engine.save(path, wait=True).wait)
 
     def _loop(self, model: Any, optimizer: Any, autocast: bool) -> Callable[[], Any]:
         import torch
 
+        batch = self._batch()
+
         def step() -> Any:
             with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-                loss = model(*self.batch)
+                loss = model(*batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -142,92 +174,106 @@ class Trial:
         return step
 
 
-def measure(way: str, precision: str, every: int, pairs: int, folder: Path) -> Figures:
-    """One rank of one launch: medians over pairs of periods."""
-    trial = Trial(way, precision)
-    for _ in range(3):
-        trial.step()
-    figures: dict[str, list[float]] = {name: [] for name in ("exposed_s", "cpu_s", "call_s", "done_s", "bytes")}
-    period(trial, every, folder / "warm")
-    plain_s = []
+def measure(precision: str, every: int, pairs: int, folder: Path) -> dict[str, Figures]:
+    """One rank of one launch: for each way medians over pairs of periods, all ways in turns."""
+    trial = Trial(precision)
+    losses: dict[Callable[[], Any], float] = {}  # of the first step of each engine
+    for way in trial.ways:
+        if way.step not in losses:
+            losses[way.step] = float(way.step())
+        period(trial, way, 1, folder / way.name)
+    names = ("exposed_s", "cpu_s", "call_s", "done_s", "bytes", "step_s")
+    figures: dict[str, dict[str, list[float]]] = {way.name: {name: [] for name in names} for way in trial.ways}
     for pair in range(pairs):
-        order = (None, folder / f"{pair}") if pair % 2 else (folder / f"{pair}", None)
-        both = {path is not None: period(trial, every, path) for path in order}
-        plain_s.append(both[False]["took_s"] / every)
-        figures["exposed_s"].append(both[True]["took_s"] - both[False]["took_s"])
-        figures["cpu_s"].append(both[True]["cpu_s"] - both[False]["cpu_s"])
-        for name in ("call_s", "done_s", "bytes"):
-            figures[name].append(both[True][name])
-    medians = {name: statistics.median(values) for name, values in figures.items()}
-    return {**medians, "step_s": statistics.median(plain_s), "loss": float(trial.step()), "psi": trial.parameters}
+        for way in trial.ways:
+            order = (None, folder / f"{way.name}-{pair}")
+            both = {bool(path): period(trial, way, every, path) for path in (order if pair % 2 else reversed(order))}
+            found = {**both[True], "step_s": both[False]["took_s"] / every}
+            found["exposed_s"] = both[True]["took_s"] - both[False]["took_s"]
+            found["cpu_s"] = both[True]["cpu_s"] - both[False]["cpu_s"]
+            for name in names:
+                figures[way.name][name].append(found[name])
+    medians = {
+        way.name: {name: statistics.median(values) for name, values in figures[way.name].items()} for way in trial.ways
+    }
+    return {way.name: {**medians[way.name], "loss": losses[way.step], "psi": trial.parameters} for way in trial.ways}
 
 
-def period(trial: Trial, steps: int, path: Path | None) -> Figures:
+def period(trial: Trial, way: Way, steps: int, path: Path | None) -> Figures:
     """Some steps, after a save to `path` if there is one."""
-    trial.barrier()
+    from torch.distributed import barrier
+
+    barrier()
     figures: Figures = {}
+    wait: Callable[[], Any] = bool  # nothing to wait for
     cpu, begin = cpu_seconds(), time.perf_counter()
-    wait: Callable[[], Any] = lambda: None  # noqa: E731
     if path is not None:
-        wait = trial.save(path)
+        wait = way.save(path)
         figures["call_s"] = time.perf_counter() - begin
     for _ in range(steps):
-        trial.step()
-    trial.barrier()
+        way.step()
+    barrier()
     figures["took_s"] = time.perf_counter() - begin
     if path is not None:
         figures["done_s"] = finished(wait, begin, figures)
-        trial.barrier()
+        barrier()
         figures["bytes"] = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
     figures["cpu_s"] = cpu_seconds() - cpu
-    trial.barrier()
-    if path is not None and trial.rank == 0:
+    barrier()
+    if path is not None and trial.mesh.rank == 0:
         path.unlink() if path.is_file() else shutil.rmtree(path)
     return figures
 
 
 def finished(wait: Callable[[], Any], begin: float, figures: Figures) -> float:
-    """Wait for the end of the writing; seconds since its begin, at most late by the steps where it ended among them."""
+    """Wait for the end of the writing; seconds from the call to it, or to the last step where it was over by then."""
     late = time.perf_counter()
     wait()
-    waited = time.perf_counter() - late
-    return time.perf_counter() - begin if waited > 1e-3 else figures["took_s"]
+    now = time.perf_counter()
+    return now - begin if now - late > 1e-3 else max(figures["call_s"], figures["took_s"])
 
 
 def saves(options: argparse.Namespace, folder: Path) -> list[Figures]:
-    """The rows of all ways to save, launched in turns."""
+    """The rows of all ways to save."""
     rows = []
     for precision in options.precisions.split(","):
-        rounds: dict[str, list[Figures]] = {way: [] for way in WAYS}
+        rounds: list[dict[str, Figures]] = []
         for _ in range(options.rounds):
-            for way in WAYS:
-                with tempfile.TemporaryDirectory(dir=folder) as place:
-                    words = ["--rank", way, precision, str(options.every), str(options.pairs), place]
-                    ranks = launch(__file__, words, 2)
-                slower = ("exposed_s", "call_s", "done_s", "step_s", "bytes", "psi")
-                whole = {name: max(rank[name] for rank in ranks) for name in slower}
-                means = {name: statistics.fmean(rank[name] for rank in ranks) for name in ("cpu_s", "loss")}
-                rounds[way].append(whole | means)
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                words = ["--rank", precision, str(options.every), str(options.pairs), place]
+                rounds.append(together(launch(__file__, words, 2, timeout=PATIENCE)))
         medians = {
-            way: {name: statistics.median(one[name] for one in mine) for name in mine[0]}
-            for way, mine in rounds.items()
+            way: {name: statistics.median(one[way][name] for one in rounds) for name in first}
+            for way, first in rounds[0].items()
         }
         for way, figures in medians.items():
-            row = {
-                "way": way,
-                "precision": precision,
-                **figures,
-                "bytes_per_parameter": figures["bytes"] / figures["psi"],
-            }
+            row = {"way": way, "precision": precision, **figures}
+            row["bytes_per_parameter"] = figures["bytes"] / figures["psi"]
             row["exposed_per_step_s"] = figures["exposed_s"] / options.every
-            row["exposed_s_rounds"] = [one["exposed_s"] for one in rounds[way]]
+            row["exposed_s_rounds"] = [one[way]["exposed_s"] for one in rounds]
             row["ratios"] = {
-                base: {name: figures[name] / medians[base][name] for name in ("exposed_s", "call_s", "cpu_s")}
-                for base in WAYS[:3]
-                if way.startswith("zero")
+                base: {name: over(figures[name], medians[base][name]) for name in ("exposed_s", "call_s", "cpu_s")}
+                for base in PEERS
+                if way not in PEERS
             }
             rows.append(row)
     return rows
+
+
+def over(ours: float, theirs: float) -> float | None:
+    """The ratio; None where one is a difference that came out below zero, since the machine did something else then."""
+    return ours / theirs if min(ours, theirs) > 0 else None
+
+
+def together(ranks: list[dict[str, Figures]]) -> dict[str, Figures]:
+    """One launch from what its ranks answered: the slower rank, and means of CPU time and loss."""
+    return {
+        way: {
+            name: (statistics.fmean if name in ("cpu_s", "loss") else max)([rank[way][name] for rank in ranks])
+            for name in ranks[0][way]
+        }
+        for way in ranks[0]
+    }
 
 
 def restarts(options: argparse.Namespace, folder: Path) -> list[Figures]:
@@ -247,7 +293,8 @@ def restarts(options: argparse.Namespace, folder: Path) -> list[Figures]:
 
 def killed(supervisor: str, place: Path) -> float | None:
     """Start the main job, kill one rank at work, and time the way back; None where it did not come back."""
-    command = [sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", "2", "--"]
+    command = [sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", "2"]
+    command += ["--reports", str(place / "crashes"), "--"]
     if supervisor == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "5", "-m", "zeroshard"]
@@ -291,9 +338,9 @@ def written(place: Path, job: "subprocess.Popen[bytes]") -> Iterator[tuple[int, 
 
 
 def busiest(parent: int, count: int) -> list[psutil.Process]:
-    """The descendants that computed most in half a second: the ranks, whoever started them."""
+    """The descendants that computed most in a second: the ranks, whoever started them."""
     before = {child: sum(child.cpu_times()[:2]) for child in psutil.Process(parent).children(recursive=True)}
-    time.sleep(0.5)
+    time.sleep(1.0)
     used = {child: sum(child.cpu_times()[:2]) - then for child, then in before.items() if child.is_running()}
     return sorted(used, key=lambda child: -used[child])[:count]
 
@@ -318,14 +365,17 @@ def table(rows: list[Figures], every: int) -> str:
     """For people: one line per way."""
     lines = []
     for row in rows:
+        exposed, per_step, call, done, cpu = (
+            1e3 * row[f"{name}_s"] for name in ("exposed", "exposed_per_step", "call", "done", "cpu")
+        )
         lines.append(
-            f"{row['precision']} {row['way']:11} step {row['step_s'] * 1e3:6.1f} ms; a save: exposed {row['exposed_s'] * 1e3:7.1f} "
-            f"ms ({row['exposed_per_step_s'] * 1e3:5.1f} per step at one in {every}), call {row['call_s'] * 1e3:7.1f}, done "
-            f"{row['done_s'] * 1e3:7.1f}, cpu {row['cpu_s'] * 1e3:6.1f}; {row['bytes']:,.0f} bytes, "
-            f"{row['bytes_per_parameter']:.3f} per parameter"
+            f"{row['precision']} {row['way']:11} step {row['step_s'] * 1e3:6.1f} ms; a save: exposed {exposed:7.1f} ms "
+            f"({per_step:5.1f} per step at one in {every}), call {call:7.1f}, done {done:7.1f}, cpu {cpu:6.1f}; "
+            f"{row['bytes']:,.0f} bytes, {row['bytes_per_parameter']:.3f} per parameter"
         )
         for base, ratios in row["ratios"].items():
-            lines.append(" " * 17 + f"/ {base:11}" + ", ".join(f"{name[:-2]} {v:.2f}" for name, v in ratios.items()))
+            shown = (f"{name[:-2]} {'-' if ratio is None else f'{ratio:.2f}'}" for name, ratio in ratios.items())
+            lines.append(" " * 17 + f"/ {base:11}" + ", ".join(shown))
     return "\n".join(lines)
 
 
@@ -340,14 +390,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK}")
     parser.add_argument("--only", choices=("saves", "restarts"), help="one of the two parts; by default both")
-    parser.add_argument("--rounds", type=int, help=f"launches of each way; by default {FULL['rounds']}")
+    parser.add_argument("--rounds", type=int, help=f"launches; by default {FULL['rounds']}")
     parser.add_argument("--pairs", type=int, help=f"pairs of periods in a launch; by default {FULL['pairs']}")
     parser.add_argument("--every", type=int, help=f"steps of a period; by default {FULL['every']}")
     parser.add_argument("--precisions", help=f"by default {FULL['precisions']}")
     parser.add_argument("--kills", type=int, help=f"jobs of each supervisor; by default {FULL['kills']}")
     parser.add_argument("--folder", help="where to write; by default the folder of temporary files")
     parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name, value in (QUICK if options.quick else FULL).items():
         if getattr(options, name) is None:
@@ -359,8 +409,8 @@ def main() -> int:
     """Launch, print, keep; or be one rank."""
     options = parse()
     if options.rank:
-        way, precision, every, pairs, folder = options.rank
-        answer(measure(way, precision, int(every), int(pairs), Path(folder)))
+        precision, every, pairs, folder = options.rank
+        answer(measure(precision, int(every), int(pairs), Path(folder)))
         return 0
     kept = {**circumstances(), "rounds": options.rounds, "pairs": options.pairs, "every": options.every}
     with tempfile.TemporaryDirectory(dir=options.folder) as place:

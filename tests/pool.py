@@ -4,13 +4,14 @@ A test sends a function of its own module, which runs on the first `ranks` worke
 results come back in rank order. A worker that hangs or dies is replaced with the whole pool, and the test fails.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ WORLD = 4
 SIZES = (2, 3, 4)
 TIMEOUT = 20.0  # seconds that a collective may wait inside a test
 PATIENCE = 90.0  # seconds that a whole test function may take
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Within, a rank that waits says where it is after a fifth of a second; the verdicts on it are the same."""
+    from zeroshard import comm, watch
+
+    kept = watch.PATIENCE
+    comm.PATIENCE = watch.PATIENCE = 0.2
+    try:
+        yield
+    finally:
+        comm.PATIENCE = watch.PATIENCE = kept
 
 
 def copies() -> Any:

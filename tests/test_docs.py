@@ -13,10 +13,14 @@ from typing import Any, get_type_hints
 import pytest
 
 import zeroshard as zs
+from zeroshard.checkpoint_command import OPTIONS as CHECKPOINT_OPTIONS
 from zeroshard.cli import PlanOptions, ReportOptions
+from zeroshard.export_command import ExportOptions
+from zeroshard.launch_command import CLUSTERS
 from zeroshard.partition_command import PartitionOptions
 from zeroshard.pipeline.cluster import Cluster
 from zeroshard.profile_command import ProfileOptions
+from zeroshard.run_command import RunOptions
 from zeroshard.simulate_command import SimulateOptions
 from zeroshard.simulate_command import run as run_simulate
 from zeroshard.train.config import TrainConfig
@@ -36,6 +40,10 @@ COMMANDS: dict[str, Any] = {
     "simulate": SimulateOptions,
     "profile": ProfileOptions,
     "partition": PartitionOptions,
+    "run": RunOptions,
+    "export": ExportOptions,
+    **{f"launch {name}": options for name, options in CLUSTERS.items()},
+    **{f"checkpoint {name}": options for name, options in CHECKPOINT_OPTIONS.items()},
 }
 FENCE = re.compile(r"^(?P<marks>`{3,})(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=marks)$", re.MULTILINE | re.DOTALL)
 RUN = "<!-- test: run -->\n"
@@ -84,7 +92,13 @@ def zeroshard_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 def check_options(command: str, words: list[str], page: Path) -> None:
     """Raise unless `zeroshard COMMAND WORDS` would be understood."""
-    assert command in {*COMMANDS, "--help", "-h", "--version"}, f"{page.name}: there is no command {command}"
+    if "--" in words:  # what follows is a command for another
+        words, behind = words[: words.index("--")], words[words.index("--") + 1 :]
+        if behind[:1] == ["train"]:
+            check_options("train", behind[1:], page)
+    if command in ("launch", "checkpoint") and words and f"{command} {words[0]}" in COMMANDS:
+        command, words = f"{command} {words[0]}", words[1:]
+    assert command in {*COMMANDS, "launch", "checkpoint", "--help", "-h", "--version"}, f"{page.name}: there is no command {command}"
     words = [word for word in words if word not in ("--help", "...")]
     for option in ("--config",):
         if option in words:

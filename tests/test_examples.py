@@ -67,6 +67,6 @@ def test_lightning_strategy() -> None:
 
 def test_transformers_trainer() -> None:
     pytest.importorskip("accelerate")
-    output = run("transformers_trainer.py")
+    output = run_job(EXAMPLES / "transformers_trainer.py")
     assert float(re.findall(r"weights saved, evaluation loss (\S+)", output)[0]) < 4.0  # log 256 = 5.5 at the start
     assert "planned bytes" in output

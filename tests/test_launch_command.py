@@ -43,7 +43,7 @@ CASES = {
         *("--python", ".venv/bin/python", *TRAIN, "--zero", "3", "--resume", "auto"),
     ),
     "one.yaml": (*K8S, *TRAIN),
-    "four.yaml": (*K8S, *EIGHT, "--shm", "16GiB", "--namespace", "lab", "--port", "23456", "--mount", "/data", *TRAIN),
+    "four.yaml": (*K8S, *EIGHT, "--shm", "16GiB", "--namespace", "lab", "--port", "23456", "--mount", "/disk", *TRAIN),
 }
 # each would do something else than it says, if a shell, YAML or Kubernetes read it unquoted
 HOSTILE = ["", " ", "'; touch pwned; '", '"', "\\", "$(touch pwned)", "$HOME", "`touch pwned`", "$$(A)", "a: b", "- x"]
@@ -166,8 +166,8 @@ def test_the_parts_of_a_kubernetes_job_agree(capsys: pytest.CaptureFixture[str])
     assert container["resources"] == {"requests": wanted, "limits": wanted}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts == {"work": "/data", "shared-memory": "/dev/shm"}
-    assert container["workingDir"] == "/data"
+    assert mounts == {"work": "/disk", "shared-memory": "/dev/shm"}
+    assert container["workingDir"] == "/disk"
     assert volumes["work"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16384Mi"}
     assert all(isinstance(value, str) for value in variables.values())

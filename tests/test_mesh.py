@@ -3,16 +3,22 @@
 import dataclasses
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zeroshard import Mesh, init_mesh
-from zeroshard.errors import PlanError
-from zeroshard.mesh import keep_freed_memory
+from zeroshard.comm import Comm, Place
+from zeroshard.errors import CommError, PlanError
+from zeroshard.mesh import attempt, keep_freed_memory, part_of
+from zeroshard.pulse import Pulse, read_pulse
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES += ("ZEROSHARD_ATTEMPT", "ZEROSHARD_PULSE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +114,79 @@ def test_freed_memory_is_kept_unless_the_environment_says_otherwise(
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace())
     keep_freed_memory()
+
+
+@pytest.mark.parametrize(
+    "environment, number",
+    [
+        ({}, 0),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, 2),
+        ({"ZEROSHARD_ATTEMPT": "1", "TORCHELASTIC_RESTART_COUNT": "2"}, 1),
+    ],
+)
+def test_the_attempt(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], number: int) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert attempt() == number
+
+
+def test_an_attempt_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROSHARD_ATTEMPT", "-1")
+    with pytest.raises(PlanError, match="ZEROSHARD_ATTEMPT is '-1'"):
+        attempt()
+
+
+def test_each_attempt_has_its_own_keys_in_a_store_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, which keeps the store from attempt to attempt."""
+    kept: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    joined: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, *, store, **place: joined.append((store, place)))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port)}
+    for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    for number in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        init_mesh(device="cpu")
+        store, where = joined[-1]
+        assert (where["rank"], where["world_size"]) == (0, 1)
+        assert not store.check(["address"])
+        store.set("address", str(number))
+    assert [kept.get(f"attempt-{number}/address") for number in (0, 1)] == [b"0", b"1"]
+
+
+def test_the_pulse_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ZEROSHARD_PULSE", str(tmp_path / "p"))
+    mesh = init_mesh(device="cpu")
+    assert mesh.pulse is not None
+    mesh.pulse.step(4)
+    found = read_pulse(tmp_path / "p")
+    assert found is not None and (found.step, found.rank) == (4, 0)
+
+
+def pulses(mesh: Mesh, folder: str) -> list[Any]:
+    """What the pulse says after an agreement in a part of the mesh, and whether a rank alone keeps it."""
+    path = Path(folder) / f"{mesh.rank}"
+    mine = dataclasses.replace(mesh, pulse=Pulse(path, mesh.rank))
+    part = part_of(mine, [[0, 1], [2]], "pulses")
+    comm = Comm(part)
+    comm.agree(b"", "first")
+    comm.agree(b"", "second")
+    found = read_pulse(path)
+    assert found is not None and part.pulse is mine.pulse
+    return [list(found.collective), found.waiting]
+
+
+def test_collectives_show_in_the_pulse(pool: Any, tmp_path: Path) -> None:
+    shown = [["control", 2, "second"], False]
+    assert pool.run(pulses, 3, str(tmp_path)) == [shown, shown, [["", 0, ""], False]]
+
+
+def test_a_store_that_is_gone_is_an_error_and_no_hang() -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("broken pipe")
+
+    comm = Comm(Mesh(1, 2, store=Gone()))  # type: ignore[arg-type]
+    with pytest.raises(CommError, match="Rank 1 stopped in 'x' because the job's store is gone"):
+        comm.explain(Place("gather", 1, "x"), expired=False)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine, StepResult
     from zeroshard.mesh import Mesh, init_mesh
     from zeroshard.plan import Plan
+    from zeroshard.survive import Checkpoints, Guard
 else:
     # what needs torch is loaded when it is first used, so that commands without it start at once (PEP 562)
     _HOMES = {
@@ -23,6 +24,8 @@ else:
         "Mesh": "mesh",
         "init_mesh": "mesh",
         "Plan": "plan",
+        "Checkpoints": "survive",
+        "Guard": "survive",
     }
 
     def __getattr__(name: str) -> object:
@@ -42,8 +45,10 @@ else:
 
 __all__ = [
     "AsynchronousTrainer",
+    "Checkpoints",
     "DeepSpeedWeights",
     "Engine",
+    "Guard",
     "Mesh",
     "Plan",
     "StepResult",

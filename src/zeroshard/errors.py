@@ -33,7 +33,7 @@ class BatchError(ZeroshardError, ValueError):
 
 
 class NonFiniteError(ZeroshardError, ArithmeticError):
-    """A loss or gradient that is NaN or infinite where the plan says `nonfinite="raise"`."""
+    """A loss or gradient that is not finite where the plan says `nonfinite="raise"`, or that stays bad after returns."""
 
 
 class BudgetExceeded(ZeroshardError, MemoryError):
@@ -60,7 +60,7 @@ class DivergenceError(ZeroshardError, RuntimeError):
     """Replicas of the same weights that are not the same any more."""
 
 
-class Stopped(ZeroshardError):
+class Stopped(ZeroshardError, RuntimeError):
     """The run was asked to stop (SIGTERM, SIGUSR1) and has saved what it needs to go on."""
 
 

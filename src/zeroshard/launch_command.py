@@ -80,10 +80,10 @@ class JobOptions(ABC):
     def render(self, words: Sequence[str]) -> str:
         """The file for a job whose supervisors run `words`."""
 
-    def supervisor(self, words: Sequence[str]) -> list[str]:
-        """The command of each machine; which of them it is, the supervisor sees in its environment."""
+    def supervisor(self) -> list[str]:
+        """What runs on each machine, up to the --; which of them it is, the supervisor sees in its environment."""
         counts = ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.processes)]
-        return [self.python, "-m", "zeroshard", "run", *counts, "--grace", str(self.grace - MARGIN), "--", *words]
+        return [self.python, "-m", "zeroshard", "run", *counts, "--grace", str(self.grace - MARGIN)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,8 @@ class SlurmOptions(JobOptions):
         check_printable("workdir", [self.workdir or ""])
         if 2 * self.grace > self.seconds:
             raise ConfigError(
-                f"grace is {self.grace} of the {self.seconds} seconds that the job may take; it must be at most half of "
-                "them, so that the job comes forward between two stops."
+                f"grace is {self.grace} of the {self.seconds} seconds that the job may take; it must be at most half, "
+                "so that the job comes forward between two stops."
             )
 
     @property
@@ -134,8 +134,8 @@ class SlurmOptions(JobOptions):
     def render(self, words: Sequence[str]) -> str:
         """The batch script."""
         memory = None if self.memory is None else mebibytes("memory", self.memory)
-        command = Verbatim(shlex.join(self.supervisor(words)))
-        return _rendered(self, _for_shell, memory=memory, command=command)
+        supervisor, command = Verbatim(shlex.join(self.supervisor())), Verbatim(shlex.join(words))
+        return _rendered(self, _for_shell, memory=memory, supervisor=supervisor, command=command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class KubernetesOptions(JobOptions):
     """Memory of each pod, such as 64GiB, shared memory included."""
     shm: str = "1GiB"
     """How much of it may be shared memory, under /dev/shm."""
-    mount: str = "/work"
+    mount: str = "/data"
     """Where the volume is in the pods, and where the command runs."""
     namespace: str | None = None
     """Namespace; by default the one of the person who submits."""
@@ -185,7 +185,8 @@ class KubernetesOptions(JobOptions):
 
     def render(self, words: Sequence[str]) -> str:
         """The Service and the Job, as YAML."""
-        command = [word.replace("$", "$$") for word in self.supervisor(words)]  # or Kubernetes would fill in $(NAME)
+        whole = [*self.supervisor(), "--", *words]
+        command = [word.replace("$", "$$") for word in whole]  # or Kubernetes would fill in $(NAME)
         memory, shm = mebibytes("memory", self.memory), mebibytes("shm", self.shm)
         return _rendered(self, json.dumps, memory=memory, shm=shm, command=command)
 

@@ -1,13 +1,11 @@
 """transformers' Trainer above the engine ends where a loop by hand ends on the batches that its ranks saw."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import run_job
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -18,11 +16,7 @@ ROOT = Path(__file__).parents[2]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 of one job of two ranks saw, and where it saved the model."""
     folder = tmp_path_factory.mktemp("trainer")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "tests" / "adopt" / "trainer_runs.py")
-    done = subprocess.run([*start, script, str(folder)], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run_job(ROOT / "tests" / "adopt" / "trainer_runs.py", str(folder))
     return {**torch.load(folder / "found.pt"), "saved": folder / "saved"}
 
 

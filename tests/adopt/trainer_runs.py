@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer on two ranks, for test_transformers_trainer.py: started by torchrun."""
+"""Runs of transformers' Trainer on two ranks, for test_transformers_trainer.py."""
 
 import importlib.util
 import sys

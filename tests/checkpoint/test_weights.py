@@ -56,13 +56,13 @@ def test_all_forms_are_read(form: str, tmp_path: Path) -> None:
         assert files.shape(f"weight:{name}") == tuple(values.shape)
         flat = values.reshape(-1)
         for start in range(flat.numel() + 1):
-            for stop in range(start, flat.numel() + 1):
+            for stop in range(start, flat.numel() + 1, 1 + 4 * (form != "file")):
                 into = torch.full((stop - start,), -1.0)
                 files.read(f"weight:{name}", into, start)
                 assert torch.equal(into, flat[start:stop].float())
         assert torch.equal(files.whole(f"buffer:{name}"), flat)
         assert files.whole(f"buffer:{name}").dtype == values.dtype
-    with pytest.raises(CheckpointError, match="60 elements of 'body.up' and 61"):
+    with pytest.raises(CheckpointError, match=r"60 elements of 'body.up' and 61"):
         files.read("weight:body.up", torch.empty(2), 59)
     with pytest.raises(CheckpointError, match="holds no tensor 'weight:tail'"):
         files.read("weight:tail", torch.empty(1), 0)
@@ -114,7 +114,7 @@ def test_tied_names(tmp_path: Path) -> None:
 
 
 def named(prefix: str, *names: str) -> dict[str, torch.Tensor]:
-    return {prefix + name: torch.full((2,), float(number)) for number, name in enumerate(names)}
+    return {prefix + name: torch.full((2,), float(sum(map(ord, name)))) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_buffers_are_no_parameters(tmp_path: Path) -> None:
     assert files.names("weight") == ["a"]
     assert sorted(files.names("buffer")) == ["mask", "mean"]
     assert files.shape("buffer:absent") is None
-    assert files.whole("buffer:mean").tolist() == [1, 1]
+    assert torch.equal(files.whole("buffer:mean"), named("", "mean")["mean"])
     with pytest.raises(CheckpointError, match=r"'mean' is \(2,\) there and \(3,\) here"):
         files.fit(["a"], {"mean": (3,), "mask": None})
 
@@ -182,7 +182,8 @@ def test_pickles_are_not_opened(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["../a-1.safetensors", "/a-1.safetensors", "b/a.safetensors", "b\\a.safetensors", ".safetensors", "a.bin", 3]
+    "file",
+    ["../a-1.safetensors", "/a-1.safetensors", "b/a.safetensors", "b\\a.safetensors", ".safetensors", "a.bin", 3],
 )
 def test_an_index_names_files_in_its_folder_only(file: Any, tmp_path: Path) -> None:
     folder = sharded(tmp_path / "w")
@@ -225,7 +226,7 @@ def test_what_is_no_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"2 safetensors files and no {INDEX}"):
         WeightFiles(tmp_path, {})
     (tmp_path / "model.safetensors").write_bytes((single(tmp_path / "w") / "model.safetensors").read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
         WeightFiles(tmp_path, {})
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.plain import MAKERS, branches, data, transport_of
-from pool import TIMEOUT, Pool
+from pool import TIMEOUT, Pool, impatient
 
 import zeroshard as zs
 from zeroshard.mesh import mesh_of
@@ -31,13 +31,15 @@ CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[str, ...]]] = {
 }
 
 
+@impatient()
 def play(mesh: zs.Mesh, zero: int, parts: tuple[str, str]) -> tuple[str, str] | None:
     """On a mesh of two of the four ranks, whose groups are this test's own, since they end half way."""
     both = mesh_of([0, 1], torch.device("cpu"), TIMEOUT)
     if mesh.rank > 1:
         return None
     assert both.store is not None
-    both = replace(both, store=dist.PrefixStore(f"disagreement/{zero}/{parts}", both.store))
+    store = dist.PrefixStore(f"disagreement/{zero}/{parts}", both.store)
+    both = replace(both, store=store, failures=store)
     engine = zs.Engine(
         branches(torch.float32), MAKERS["adamw"], zs.Plan(zero=zero, transport=transport_of(zero)), mesh=both
     )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from engine.models import LONGER, MODELS, OPTIMIZERS, Block, Plain
 from engine.pipelines import data
-from pool import TIMEOUT, Pool, copies
+from pool import TIMEOUT, Pool, copies, impatient
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -331,6 +331,7 @@ def told(mesh: zs.Mesh, function: Callable[..., Any], *args: Any) -> tuple[str, 
     return kind, message
 
 
+@impatient()
 def disagree(mesh: zs.Mesh, name: str) -> tuple[str, str] | None:
     both = two(mesh, f"disagree/{name}")
     if mesh.rank > 1:
@@ -381,6 +382,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], int, int, str, list[str]]] = {
 }
 
 
+@impatient()
 def stumble(mesh: zs.Mesh, name: str) -> tuple[str, str] | None:
     both = two(mesh, f"stumble/{name}")
     if mesh.rank > 1:

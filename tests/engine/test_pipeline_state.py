@@ -42,7 +42,7 @@ def save(mesh: zs.Mesh, plan: dict[str, Any], path: str) -> Any:
     """Three steps, a checkpoint, and two more steps."""
     engine = make(mesh, plan)
     steps(engine, 0, 3)
-    engine.save(path, {"seen": 3})
+    engine.save(path, {"seen": 3}, wait=True)
     before = engine.state_dict()
     steps(engine, 3, 5)
     return before, engine.state_dict()
@@ -97,8 +97,13 @@ def tables(mesh: zs.Mesh, plan: dict[str, Any], name: str) -> Any:
     return memory, traffic, engine.ledger.account(zs.ledger.Category.BUFFERS).current
 
 
-@pytest.mark.parametrize("model", ["Five", "TiedFive"])
-@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("one", "accumulating")])
+@pytest.mark.parametrize(
+    "name, model",
+    [
+        *((name, "TiedFive") for name in PLANS if name not in ("one", "accumulating")),
+        *((name, "Five") for name in ("interleaved", "2bw")),
+    ],
+)
 def test_the_tables_agree_with_the_ledger_and_the_wire(pool: Pool, name: str, model: str) -> None:
     for memory, traffic, _ in pool.run(tables, RANKS.get(name, 2), PLANS[name], model):
         for category in ("parameters", "gradients", "master weights", "optimizer states"):

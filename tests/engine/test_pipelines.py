@@ -89,7 +89,7 @@ def test_with_data_parallel_replicas_of_two_stages(pool: Pool, schedule: str, ze
     plan = {"stages": 2, "schedule": schedule, "microbatches": 4, "zero": zero, "clip_norm": 0.5}
     plan |= {"chunks": 2} if schedule == "interleaved" else {}
     rows = (8,) * STEPS
-    close(pool.run(train, 4, "DeepTied", plan, rows, "adamw"), plain("DeepTied", "adamw", rows, 0.5))
+    close(pool.run(train, 4, "TiedFive", plan, rows, "adamw"), plain("TiedFive", "adamw", rows, 0.5))
 
 
 @pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
@@ -109,7 +109,7 @@ def test_with_uneven_replicas(pool: Pool, replicas: tuple[int, ...]) -> None:
 def test_reducing_every_microbatch(pool: Pool) -> None:
     plan = {"stages": 2, "microbatches": 2, "zero": 2, "reduce_every": "microbatch"}
     rows = (8,) * STEPS
-    close(pool.run(train, 4, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+    close(pool.run(train, 4, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
 
 _wholes: dict[str, Any] = {}  # the runs in one stage, by precision
@@ -123,9 +123,9 @@ def test_the_same_bits_as_one_stage(pool: Pool, schedule: str, precision: str) -
     rows = (8,) * 6
     if precision not in _wholes:
         one = {**plan, "schedule": "1f1b", "recompute": "auto"}
-        _wholes[precision] = pool.run(train, 1, "Deep", one, rows, "adamw")[0]
+        _wholes[precision] = pool.run(train, 1, "Five", one, rows, "adamw")[0]
     whole = _wholes[precision]
-    for losses, _, weights in pool.run(train, 2, "Deep", {**plan, "stages": 2}, rows, "adamw"):
+    for losses, _, weights in pool.run(train, 2, "Five", {**plan, "stages": 2}, rows, "adamw"):
         assert losses == pytest.approx(whole[0], rel=1e-6)  # the sum of the shares is made in another order
         for key, value in weights.items():
             assert torch.equal(value, whole[2][key]), key
@@ -157,14 +157,14 @@ def test_recomputation_changes_nothing(pool: Pool, schedule: str) -> None:
     plan = {"stages": 2, "schedule": schedule, "microbatches": 4, "recompute": recompute}
     plan |= {"chunks": 2} if schedule == "interleaved" else {}
     rows = (8,) * 6
-    close(pool.run(train, 2, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+    close(pool.run(train, 2, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
 def test_batches_of_other_sizes_and_microbatches_of_unlike_sizes(pool: Pool, schedule: str) -> None:
     plan = {"stages": 2, "schedule": schedule, "microbatches": 4}
     rows = (8, 8, 7, 8, 5, 4, 9, 8)
-    close(pool.run(train, 2, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
+    close(pool.run(train, 2, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
 
 def evaluate(mesh: zs.Mesh, plan: dict[str, Any]) -> list[Tensor]:

@@ -34,10 +34,6 @@ def step(engine: zs.Engine, number: int) -> None:
     engine.train_step((batch(number, engine.lane, engine.lanes, rows), number))
 
 
-def check(engine: zs.Engine) -> None:
-    replicas.check_replicas(engine._assembly, engine._groups, engine._stage)
-
-
 def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:
     """What this rank keeps of one parameter, if anything: its weights, fp32 masters, or a state of the optimizer."""
     for shard in engine._assembly.all_shards:
@@ -62,7 +58,7 @@ def flip(mesh: zs.Mesh, plan: dict[str, Any], where: tuple[str, str], rank: int,
     engine = make(mesh, plan)
     for number in range(2):
         step(engine, number)
-        check(engine)
+        engine.check_replicas()
 
     def turn() -> None:
         values = place_of(engine, *where) if mesh.rank == rank else None
@@ -74,7 +70,7 @@ def flip(mesh: zs.Mesh, plan: dict[str, Any], where: tuple[str, str], rank: int,
     answers = []
     for _ in range(2):
         try:
-            check(engine)
+            engine.check_replicas()
             answers.append("")
         except DivergenceError as error:
             answers.append(str(error))
@@ -124,7 +120,7 @@ def many(mesh: zs.Mesh) -> str:
     for parameter in engine.model.parameters():
         parameter.data.add_(1 + mesh.rank)
     with pytest.raises(DivergenceError) as caught:
-        check(engine)
+        engine.check_replicas()
     return str(caught.value)
 
 
@@ -138,7 +134,7 @@ def test_a_long_list_is_cut(pool: Pool) -> None:
 def test_a_rank_alone_has_nothing_to_compare() -> None:
     engine = make(zs.Mesh(), {"zero": 2})
     step(engine, 0)
-    check(engine)
+    engine.check_replicas()
 
 
 def test_large_flats_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

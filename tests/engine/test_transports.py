@@ -103,7 +103,7 @@ def saved(mesh: zs.Mesh, path: str, first: dict[str, Any], second: dict[str, Any
         for seed, settings in ((0, first), (1, second))
     ]
     engines[0].train_step((batch(0, mesh.rank, mesh.ranks), 0))
-    engines[0].save(path)
+    engines[0].save(path, wait=True)
     engines[1].load(path)
     losses = [engine.train_step((batch(1, mesh.rank, mesh.ranks), 1)).loss.item() for engine in engines]
     return losses, [engine.state_dict() for engine in engines]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroshard.pulse import Collective, Failure, Reading
-from zeroshard.supervise.judge import Limits, decide, diagnose, finished, stop_code
+from zeroshard.supervise.judge import Limits, decide, diagnose, finished, pass_on, stop_code
 from zeroshard.supervise.records import Culprit, RankState
 
 LIMITS = Limits(timeout=60.0, start=600.0, linger=10.0)
@@ -130,6 +130,8 @@ def test_the_divergent_collective_is_named() -> None:
     assert "in 'g' (number 4) and rank 0, 1, 3 in 'w' (number 9)" in culprit.reason
     alike = diagnose([waiting(r, "gather", 9, "w", 61.0) for r in (0, 1)], LIMITS)
     assert alike is not None and alike.ranks == (0, 1) and "all waited 61 s in 'w'" in alike.reason
+    alone = diagnose([waiting(5, "gather", 9, "w", 61.0)], LIMITS)
+    assert alone is not None and str(alone) == "rank 5 waited 61 s in 'w' for the others (after step 5)"
 
 
 def test_before_the_first_step_there_is_more_time() -> None:
@@ -166,6 +168,8 @@ def failure(step: int, message: str | None = "bad", **values: Any) -> Culprit:
         ([failure(7, None)] * 4, [5, 6, 6, 6], 3, True, 1),
         ([failure(7, None)], [5], 0, False, 1),
         ([failure(7, exit=2)], [-1], 3, False, 2),  # wrong input
+        ([failure(7, None, kind="left", exit=75)], [-1], 3, False, 75),
+        ([failure(7, None, kind="node", exit=None)], [-1], 3, False, 1),
     ],
 )
 def test_restart_or_stop(
@@ -173,6 +177,12 @@ def test_restart_or_stop(
 ) -> None:
     verdict = decide(culprits, committed, restarts)
     assert (verdict.restart, verdict.code) == (restart, code), verdict.why
+
+
+@pytest.mark.parametrize("ended, code", [(-11, 139), (3, 3), (2, 2), (75, 75), (0, 1), (None, 1)])
+def test_under_another_launcher_the_code_is_the_ranks(ended: int | None, code: int) -> None:
+    verdict = pass_on(failure(7, exit=ended))
+    assert (verdict.restart, verdict.code) == (False, code)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,12 @@ def test_the_seed_changes_the_order() -> None:
     assert not torch.equal(first, second)
 
 
+def test_the_order_is_the_one_that_earlier_runs_saw() -> None:
+    batches = Batches(torch.arange(1003, dtype=torch.int32), 10, seed=3)
+    assert batches.rows(range(96, 104))[:, 0].tolist() == [546, 616, 266, 600, 560, 40, 820, 90]  # over an epoch's end
+    assert batches.rows(range(8), 1, 2)[:, 0].tolist() == batches.rows(range(4, 8))[:, 0].tolist()
+
+
 def test_every_offset_fits_in_the_shortest_text() -> None:
     tokens = torch.arange(20, dtype=torch.int32)
     starts = {int(Batches(tokens, 10, seed).rows([0])[0, 0]) for seed in range(200)}

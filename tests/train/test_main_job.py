@@ -9,6 +9,13 @@ from typing import Any
 
 import pytest
 
+from zeroshard.errors import ModelError, ZeroshardError
+from zeroshard.launch import WRONG_INPUT
+from zeroshard.mesh import Mesh
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.run import run as run_job
+from zeroshard.train.toml_config import parse
+
 ROOT = Path(__file__).parents[2]
 SHORT = ["--sequence", "32", "--batch", "2", "--validation-rows", "4", "--sample-tokens", "8", "--warmup-steps", "2"]
 
@@ -46,7 +53,8 @@ def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> N
     output = zeroshard("train", "--steps", "12", "--sample-tokens", "8", "--validation-rows", "8", cwd=tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
     files = {path.name for path in run.iterdir()}
-    assert files == {"config.toml", "metrics.jsonl", "memory.json", "summary.json", "checkpoint", "report.html"}
+    written = {"config.toml", "run.json", "metrics.jsonl", "memory.json", "summary.json", "report.html"}
+    assert files == {*written, "checkpoints"}
     summary = json.loads((run / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["plan"]["zero"] == 2
@@ -72,28 +80,30 @@ def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> N
         assert shown in output
 
 
+def job(text: Path, out: Path, *words: str) -> Path:
+    """The run folder of a job on one rank, in this process."""
+    done = run_job(parse(TrainConfig, ["--data", str(text), *SHORT, "--out", str(out), *words], "train"), Mesh())
+    assert done is not None
+    return done[1]
+
+
 def test_resume_goes_on_bit_for_bit_and_options_come_from_toml(text: Path, tmp_path: Path) -> None:
-    train(text, tmp_path, "--steps", "8", "--out", "whole", "--zero", "3", "--final-learning-rate", "1")
-    (whole,) = (tmp_path / "whole").iterdir()
-    train(text, tmp_path, "--steps", "4", "--out", "half", "--zero", "3", "--final-learning-rate", "1")
-    (half,) = (tmp_path / "half").iterdir()
+    """From another folder's checkpoint; test_keeping.py goes on in the same folder."""
+    whole = job(text, tmp_path / "whole", "--steps", "8", "--zero", "3", "--final-learning-rate", "1")
+    half = job(text, tmp_path / "half", "--steps", "4", "--zero", "3", "--final-learning-rate", "1")
     options = tmp_path / "options.toml"
-    checkpoint = f'resume = "{half / "checkpoint"}"\n'
-    options.write_text(checkpoint + 'steps = 8\nout = "rest"\nzero = 3\nfinal-learning-rate = 1.0\n')
-    train(text, tmp_path, "--config", str(options))
-    (rest,) = (tmp_path / "rest").iterdir()
-    losses = {line["step"]: line["loss"] for line in metrics(whole) if "loss" in line}
-    resumed = {line["step"]: line["loss"] for line in metrics(rest) if "loss" in line}
-    assert resumed == {step: losses[step] for step in range(5, 9)}
+    for path in (half, half / "checkpoints" / "step-00000004"):
+        options.write_text(f'resume = "{path}"\nsteps = 8\nzero = 3\nfinal-learning-rate = 1.0\n')
+        rest = job(text, tmp_path / "rest", "--config", str(options))
+        losses = {line["step"]: line["loss"] for line in metrics(whole) if "loss" in line}
+        resumed = {line["step"]: line["loss"] for line in metrics(rest) if "loss" in line}
+        assert resumed == {step: losses[step] for step in range(5, 9)}
 
 
 def test_one_process_and_other_precisions(text: Path, tmp_path: Path) -> None:
-    train(
-        text, tmp_path, "--steps", "6", "--out", "a", "--precision", "bf16", "--fp32-modules", "LayerNorm", ranks=None
-    )
-    train(text, tmp_path, "--steps", "6", "--out", "b", "--precision", "fp16", "--microbatches", "2", ranks=None)
-    for name in ("a", "b"):
-        (run,) = (tmp_path / name).iterdir()
+    bf16 = ["--precision", "bf16", "--fp32-modules", "LayerNorm"]
+    for words in (bf16, ["--precision", "fp16", "--microbatches", "2"]):
+        run = job(text, tmp_path, "--steps", "6", *words)
         losses = [line["loss"] for line in metrics(run) if "loss" in line]
         assert losses[-1] < losses[0]
 
@@ -102,8 +112,7 @@ def test_tensorboard_events(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(text, tmp_path, "--steps", "3", "--tensorboard", ranks=None)
-    (run,) = (tmp_path / "runs").iterdir()
+    run = job(text, tmp_path, "--steps", "3", "--tensorboard")
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     written = [event.value for event in events.Scalars("loss")]
     assert written == pytest.approx([line["loss"] for line in metrics(run) if "loss" in line])
@@ -134,22 +143,49 @@ WRONG = [
     "words, message, code", WRONG, ids=lambda value: "-".join(value) if isinstance(value, list) else ""
 )
 def test_wrong_input_gives_one_clear_sentence(
-    words: list[str], message: str, code: int, text: Path, tmp_path: Path
+    words: list[str],
+    message: str,
+    code: int,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """In this process; what ends a rank is tested by itself below."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "empty").mkdir()
     (tmp_path / "misspelt.toml").write_text("learning_rat = 1.0\n")
-    base = ["train", "--steps", "4", *SHORT] + ([] if "--data" in words else ["--data", str(text)])
-    output = zeroshard(*base, *words, cwd=tmp_path, ranks=None, code=code)
-    assert message in output
-    assert "Traceback" not in output
+    base = ["--steps", "4", *SHORT] + ([] if "--data" in words else ["--data", str(text)])
+    with pytest.raises((ZeroshardError, SystemExit)) as raised:
+        run_job(parse(TrainConfig, [*base, *words], "zeroshard train"), Mesh())
+    found = capsys.readouterr()
+    if isinstance(raised.value, SystemExit):
+        assert (raised.value.code, message in found.out + found.err) == (code, True)
+    else:
+        assert (2 if isinstance(raised.value, WRONG_INPUT) else 1, message in str(raised.value)) == (code, True)
+
+
+LAST_LINES = [
+    (["--data", "nowhere"], "DataError: the data path nowhere does not exist", 2),
+    (["--resume", "nowhere"], "CheckpointError: nowhere is no checkpoint", 1),
+]
+
+
+def test_a_rank_that_fails_leaves_with_its_code_and_one_line(text: Path, tmp_path: Path) -> None:
+    for words, message, code in LAST_LINES:
+        base = ["train", "--steps", "4", *SHORT] + ([] if "--data" in words else ["--data", str(text)])
+        output = zeroshard(*base, *words, cwd=tmp_path, ranks=None, code=code)
+        assert output.strip().splitlines()[-1].startswith("zeroshard: " + message)
+        assert "Traceback" not in output
 
 
 def test_vocabulary_smaller_than_the_tokens(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "vocab_size": 100, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    output = train(text, tmp_path, "--model", "config.json", ranks=None, code=2)
-    assert "vocabulary of 100 and the tokenizer one of 256" in output
+    with pytest.raises(ModelError, match="vocabulary of 100 and the tokenizer one of 256"):
+        job(text, tmp_path, "--model", str(tmp_path / "config.json"))
 
 
 def test_hugging_face_model_unmodified(text: Path, tmp_path: Path) -> None:
@@ -165,10 +201,10 @@ def test_hugging_face_model_unmodified(text: Path, tmp_path: Path) -> None:
 FAILING = """
 import zeroshard.train.run as run
 step = run.Run._step
-def failing(self, number):
+def failing(self, number, samples):
     if number == 2 and self.mesh.rank == 1:
         raise RuntimeError("the disk of rank 1 is on fire")
-    return step(self, number)
+    return step(self, number, samples)
 run.Run._step = failing
 from zeroshard.cli import main
 main()

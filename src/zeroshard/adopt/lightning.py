@@ -141,7 +141,7 @@ class ZeroshardStrategy(DDPStrategy):
         if self.is_global_zero:
             shutil.rmtree(fresh, ignore_errors=True)
         self.barrier()
-        self.engine.save(fresh)
+        self.engine.save(fresh, wait=True)
         super().save_checkpoint(checkpoint, fresh / LIGHTNINGS, storage_options)
         if self.is_global_zero:
             if folder.exists():

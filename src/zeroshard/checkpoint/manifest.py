@@ -149,7 +149,7 @@ def _parsed(table: dict[str, Any]) -> Manifest:
     for rank, (name, words) in enumerate(table["files"].items()):
         if name != file_of(rank, ranks):
             raise ValueError(f"the file {name[:200]!r} is not the shard of rank {rank} of {ranks}")
-        nbytes, crc32 = words
+        nbytes, crc32 = _list(words)
         manifest.files[name] = FileEntry(_count(nbytes, "bytes of a file"), _count(crc32, "a CRC-32"))
     for name, words in table["tensors"].items():
         manifest.tensors[name] = _entry(name, words, manifest.files)
@@ -167,14 +167,14 @@ def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry]) -> Ent
     kind, colon, _ = name.partition(":")
     if not kind or not colon or not name.isprintable():
         raise ValueError(f"the tensor {name!r} has no kind, or no name to be read")
-    if not isinstance(words["shape"], list) or words["dtype"] not in DTYPES:
-        raise ValueError(f"the shape or dtype of {name!r} is none")
-    shape = tuple(_count(size, f"the shape of {name!r}") for size in words["shape"])
+    if words.keys() != {"shape", "dtype", "chunks"} or words["dtype"] not in DTYPES:
+        raise ValueError(f"what is said of {name!r} is not its shape, its dtype and its chunks")
+    shape = tuple(_count(size, f"the shape of {name!r}") for size in _list(words["shape"]))
     if len(shape) > MOST_AXES:
         raise ValueError(f"{name!r} has {len(shape)} axes")
     dtype = DTYPES[words["dtype"]]
     numel = _count(math.prod(shape), f"the size of {name!r}")
-    chunks = tuple(_chunk(name, row, dtype, files) for row in words["chunks"])
+    chunks = tuple(_chunk(name, row, dtype, files) for row in _list(words["chunks"]))
     if kind in COPIES:
         whole = all((chunk.start, chunk.stop) == (0, chunks[0].stop) for chunk in chunks) and bool(chunks)
     else:
@@ -187,14 +187,20 @@ def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry]) -> Ent
 
 
 def _chunk(name: str, row: list[Any], dtype: torch.dtype, files: dict[str, FileEntry]) -> Chunk:
-    file, start, stop, digests = row
+    file, start, stop, digests = _list(row)
     if file not in files:
         raise ValueError(f"{name!r} is in {file!r}, which is not among the files")
     start, stop = _count(start, f"the start of {name!r}"), _count(stop, f"the stop of {name!r}")
-    crc32 = tuple(_count(digest, "a CRC-32") for digest in digests)
+    crc32 = tuple(_count(digest, "a CRC-32") for digest in _list(digests))
     if stop < start or len(crc32) != -(-(stop - start) * dtype.itemsize // BLOCK):
         raise ValueError(f"the chunk of {name!r} from {start} to {stop} has {len(crc32)} digests")
     return Chunk(file, start, stop, crc32)
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"there is {str(value)[:40]!r} where a list belongs")
+    return value
 
 
 def _count(value: Any, what: str) -> int:

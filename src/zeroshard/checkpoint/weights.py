@@ -159,7 +159,8 @@ class WeightFiles:
         parts += [f"holds {_some(unknown)}, which the model does not have"] if unknown else []
         held = f"; it holds {_some(sorted(self._files.shapes))}" if missing and not unknown else ""
         return (
-            f"{self.path} is of another model: it {' and '.join(parts)}{held}. Build the model that was trained there."
+            f"{self.path} is of another model: it {' and '.join(parts)}{held}. Build the model that was trained there, "
+            f"or give it these weights yourself before the engine is made."
         )
 
 

@@ -264,20 +264,20 @@ class Saving:
         """Begin, in a thread of its own."""
         self._thread.start()
 
-    def wait(self, seconds: float | None = None) -> Path:
-        """Wait until it is on the disk, at most so long.
+    def wait(self) -> Path:
+        """Wait until it is on the disk.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        self.join(seconds)
+        self.join()
         if self.problem is not None:
             self.seen = True
             raise self.problem
         return self.path
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait like `wait`, and leave a problem for others to see."""
+        """Wait until it is on the disk or has failed, at most so long; a problem is left for others to see."""
         if self._thread.ident is not None:
             self._thread.awaited = True
             self._thread.join(seconds)

@@ -1,7 +1,6 @@
 """The checkpoint that an engine has on its way: one at a time, looked after until it is on the disk."""
 
 import atexit
-import contextlib
 import sys
 import time
 import warnings
@@ -9,7 +8,7 @@ import weakref
 from collections.abc import Callable
 
 from zeroshard.checkpoint import Saving
-from zeroshard.errors import CheckpointError, CheckpointWarning
+from zeroshard.errors import CheckpointWarning
 
 GRACE = 5.0  # seconds that a process which failed gives its last checkpoint
 
@@ -32,8 +31,7 @@ class Savings:
     def wait(self, seconds: float | None = None) -> None:
         """Let the last checkpoint come to its end; one that failed is a warning, unless somebody knows already."""
         if self._last is not None:
-            with contextlib.suppress(CheckpointError):
-                self._last.wait(seconds)
+            self._last.join(seconds)
         self.look()
 
     def look(self) -> None:

@@ -34,8 +34,7 @@ def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Sto
     Raises:
         OSError: the port is taken.
     """
-    from torch.distributed import DistError
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     listener = socket.create_server(("127.0.0.1" if loopback else "", port), backlog=1024)
     port, descriptor = listener.getsockname()[1], listener.detach()  # the store closes it
@@ -94,12 +93,14 @@ class Board:
         return any(message["asked"] for message in map(self._message, self._others) if message)
 
     def wait_for_goodbyes(self, seconds: float) -> None:
-        """Wait until the other nodes know that the job is over, at most so long."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if all(self._store.check([f"node/{node}/gone"]) for node in self._others):
-                return
+        """Wait until the other nodes know that the job is over; not for one that has been silent for so long."""
+        while any(self._is_there(node, seconds) for node in self._others):
             time.sleep(BEAT)
+
+    def _is_there(self, node: int, seconds: float) -> bool:
+        if self._message(node) is None or self._store.check([f"node/{node}/gone"]):
+            return False
+        return time.monotonic() - self._heard[node][1] < seconds
 
     def _message(self, node: int) -> dict[str, Any] | None:
         key = f"node/{node}"

@@ -99,16 +99,11 @@ class Crew:
             time.sleep(seconds)
 
     def _living(self) -> list[Worker]:
-        for worker in self._workers:
-            if worker.ended is None and worker.process.exitcode is not None:
-                worker.ended = time.monotonic()
-        return [worker for worker in self._workers if worker.ended is None]
+        return [worker for worker in self._workers if _exit(worker) is None]
 
     def _state(self, worker: Worker) -> RankState:
-        exit_code, pulse = worker.process.exitcode, read_pulse(worker.pulse)  # in this order: the last pulse is whole
+        exit_code, pulse = _exit(worker), read_pulse(worker.pulse)  # in this order, so that it is the last pulse
         failure, now = read_failure(worker.pulse), time.monotonic()
-        if exit_code is not None and worker.ended is None:
-            worker.ended = now
         silent = now - max(worker.started, pulse.alive if pulse else 0.0)
         return RankState(
             rank=worker.rank,
@@ -125,14 +120,25 @@ class Crew:
         )
 
 
+def _exit(worker: Worker) -> int | None:
+    """The exit code of a worker, with the time noted when it is first seen; None while it lives."""
+    code = worker.process.exitcode
+    if code is not None and worker.ended is None:
+        worker.ended = time.monotonic()
+        if code != 0:  # what it had started, such as loaders of data, has nobody to work for
+            _send(worker, signal.SIGKILL, group=True)
+    return code
+
+
 def _send(worker: Worker, number: int, group: bool) -> None:
     pid = worker.process.pid
     assert pid is not None
-    if group:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group of its own yet
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group, yet or any more
+        if group:
             os.killpg(pid, number)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        if worker.ended is None:
+            os.kill(pid, number)
 
 
 def _is_stopped(pid: int | None) -> bool:

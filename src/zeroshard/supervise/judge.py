@@ -60,6 +60,10 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
     last = culprits[-1]
     if last.exit == WRONG_INPUT:
         return Verdict(False, WRONG_INPUT, "wrong options, data or models are the same at every attempt")
+    if last.kind == "node":
+        return Verdict(False, FAILED, "the job cannot go on without a node")
+    if last.exit == STOPPED:
+        return Verdict(False, STOPPED, "it was stopped on request")
     if _error(last) is not None and any(_error(last) == _error(before) for before in culprits[:-1]):
         return Verdict(False, FAILED, "the same step failed twice with the same error")
     best, spent = -1, 0
@@ -69,6 +73,12 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
         since = f"since the checkpoint of step {best}" if best >= 0 else "and no checkpoint"
         return Verdict(False, FAILED, f"{_times(max_restarts)} {since}" if max_restarts else "no restarts are allowed")
     return Verdict(True, FAILED, f"restart {spent} of {max_restarts}")
+
+
+def pass_on(culprit: Culprit) -> Verdict:
+    """Under a launcher that decides on restarts itself: leave as the rank did."""
+    code = culprit.exit or FAILED
+    return Verdict(False, code if code > 0 else 128 - code, "the launcher decides what follows")
 
 
 def stop_code(states: Sequence[RankState], killed: bool) -> int:
@@ -150,6 +160,8 @@ def _divergent(states: Sequence[RankState], idle: float) -> Culprit:
         parties.setdefault(state.pulse.collective, []).append(state)
     if len(parties) == 1:
         label = next(iter(parties))[2]
+        if len(states) == 1:  # of many, under a launcher that started this supervisor for it alone
+            return _culprit(states, "stalled", f"waited {idle:.0f} s in '{label}' for the others")
         return _culprit(states, "stalled", f"all waited {idle:.0f} s in '{label}': a message was lost")
     order = sorted(parties.items(), key=lambda party: (len(party[1]), party[0][1], party[1][0].rank))
     (_, number, label), few = order[0]

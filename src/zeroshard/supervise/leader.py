@@ -6,16 +6,18 @@ import signal
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroshard.supervise.board import Board, Link, keep_store
 from zeroshard.supervise.crash import write_report
 from zeroshard.supervise.crew import Crew
-from zeroshard.supervise.judge import FAILED, STOPPED, Limits, decide, diagnose, finished, stop_code
+from zeroshard.supervise.judge import FAILED, STOPPED, Limits, decide, diagnose, finished, pass_on, stop_code
 from zeroshard.supervise.place import Place, environments
 from zeroshard.supervise.records import Culprit, RankState, Verdict
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 TICK = 0.2  # seconds between two looks
-STACKS_WITHIN = 1.0  # seconds in which a living process has written its stacks
-NODES_WITHIN = 20.0  # seconds in which another node has ended its workers
+STACKS_WITHIN = {True: 1.0, False: 0.2}  # seconds for ranks to write their stacks, after a hang and otherwise
+NODES_WITHIN = 10.0  # seconds in which another node has ended its workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +149,9 @@ class _Leader:
         return stop_code(self._states(), killed)
 
     def _close(self, culprit: Culprit) -> list[RankState]:
-        """End the attempt; returns what was seen just before, with the stacks of a hang, and how each ended."""
-        if culprit.kind in ("stalled", "silent", "left"):
-            self._signal(signal.SIGUSR2)
-            time.sleep(STACKS_WITHIN)
+        """End the attempt; returns what was seen just before, with the stacks of the living, and how each ended."""
+        self._signal(signal.SIGUSR2)
+        time.sleep(STACKS_WITHIN[culprit.exit is None])
         before = self._states()
         self._end()
         exits = {state.rank: state.exit for state in self._states()}
@@ -187,15 +188,16 @@ class _Leader:
         if not missing:
             return None
         ranks = tuple(state.rank for state in missing)
-        return Culprit(ranks=ranks, kind="node", reason="went with the supervisor of their node", host=missing[0].host)
+        lost = {bisect_right(list(accumulate(self._sizes)), rank) for rank in ranks}
+        reason = f"went with the supervisor of node {', '.join(map(str, sorted(lost)))}, which does not answer"
+        return Culprit(ranks=ranks, kind="node", reason=reason)
 
     def _verdict(self, culprits: Sequence[Culprit], newest: Sequence[int]) -> Verdict:
         if self._requests:
             return Verdict(False, STOPPED, "a stop was asked for")
-        if not self._job.place.nested:
-            return decide(culprits, newest, self._job.max_restarts)
-        code = culprits[-1].exit
-        return Verdict(False, FAILED if not code else code if code > 0 else 128 - code, "torchrun decides what follows")
+        if self._job.place.nested:
+            return pass_on(culprits[-1])
+        return decide(culprits, newest, self._job.max_restarts)
 
     def _leave(self, code: int, line: str = "") -> int:
         """Let the other nodes go with the same code; the last word is spoken here."""
@@ -209,8 +211,7 @@ class _Leader:
 
 def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
     """Another node than 0: obey, and tell what is seen; returns the exit code that node 0 decides."""
-    from torch.distributed import DistError
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     place, obeyed = job.place, 0
     try:
@@ -256,7 +257,7 @@ def _requests() -> Iterator[list[int]]:
 
 def _line(culprit: Culprit, verdict: Verdict, report: Path | None) -> str:
     where = f"Report: {report}" if report is not None else "The report could not be written"
-    what = "starting again" if verdict.restart else "giving up"
+    what = "starting again" if verdict.restart else "stopping"
     return f"{culprit}; {what}: {verdict.why}. {where}"
 
 

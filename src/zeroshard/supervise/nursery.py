@@ -27,7 +27,7 @@ def die_with(parent: int) -> None:
 def _settle() -> None:
     die_with(int(os.environ[VARIABLE]))
     os.setsid()
-    for number in DEAF:
+    for number in (*DEAF, signal.SIGUSR2):  # the last until a worker can write its stacks
         signal.signal(number, signal.SIG_IGN)
     for name in LOADED:
         with contextlib.suppress(ImportError):  # the worker meets it again, where somebody hears it

@@ -182,10 +182,6 @@ class Batches:
         starts = [self._start(sample) for sample in samples[lane * size : (lane + 1) * size]]
         return _windows(self._tokens, torch.tensor(starts), self._sequence)
 
-    def batch(self, step: int, size: int, rank: int, ranks: int) -> Tensor:
-        """Rows of `rank` in the global batch of `step` (from 0): [size, sequence + 1] int64."""
-        return self.rows(range(step * size * ranks, (step + 1) * size * ranks), rank, ranks)
-
     def _start(self, sample: int) -> int:
         """First token of a sample."""
         epoch, position = divmod(sample, self.windows_per_epoch)

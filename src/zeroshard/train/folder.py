@@ -78,8 +78,12 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep what the run came to."""
         if self._metrics is not None:
-            self._metrics.close()
             (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        if self._metrics is not None:
+            self._metrics.close()
         if self._board is not None:
             self._board.close()
 

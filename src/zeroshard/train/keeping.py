@@ -1,6 +1,5 @@
 """What lets the main job go on after whatever happens: checkpoints, the data position, a guard, requests to stop."""
 
-import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zeroshard.checkpoint import Saving, committed
+from zeroshard.checkpoint import Saving
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
 from zeroshard.survive import Checkpoints, Guard, Verdict
@@ -78,7 +77,12 @@ class Keeping:
             raise ConfigError(
                 f"The checkpoint is at step {extra['step']} and steps is {self._config.steps}; raise steps to go on."
             )
-        self._take(extra)
+        pulse = self._engine.mesh.pulse
+        if pulse is not None:
+            pulse.committed(extra["step"])
+        self.cursor.load(extra["cursor"])
+        if self.guard is not None and extra["guard"] is not None:
+            self.guard.load(extra["guard"])
         return int(extra["step"])
 
     def judge(self, step: int, loss: float, position: int) -> int:
@@ -96,16 +100,17 @@ class Keeping:
         verdict = self.guard.judge(step, loss, position)
         if verdict is not Verdict.ROLL_BACK:
             return step
-        origin, reached, left_out = self.guard.origin, self.cursor.position, self.cursor.left_out
+        origin, reached = self.guard.origin, self.cursor.position
         assert origin is not None
+        if self._saving is not None:
+            self._saving.join()  # so that every attempt sees the same checkpoints
         chosen = self.guard.choose(self._checkpoints.steps())
         if chosen is None:
             raise self.guard.give_up("there is no checkpoint from before")
         extra = self._checkpoints.back_to(chosen)
-        self.guard.rewind(extra["guard"])
-        self._take(extra, rewound=True)
-        for start, stop in [*left_out, (origin.position, reached)]:
-            self.cursor.leave_out(start, stop)
+        self.guard.rewind(extra["guard"] or Guard().state())
+        self.cursor.rewind(extra["cursor"])
+        self.cursor.leave_out(origin.position, reached)
         self._say(
             f"step {step}: loss {loss:.4g}; back to the checkpoint of step {chosen}, leaving out samples "
             f"{origin.position} to {reached}"
@@ -115,7 +120,8 @@ class Keeping:
     def save_if_due(self, step: int) -> None:
         """Begin a checkpoint where one is due; one that cannot be written is a warning, and training goes on."""
         every = self._config.checkpoint_every
-        if self._config.checkpoint and every and step % every == 0 and step < self._config.steps:
+        suspect = self.guard is not None and self.guard.origin is not None  # it must not push out a good one
+        if self._config.checkpoint and every and step % every == 0 and step < self._config.steps and not suspect:
             try:
                 self.save(step)
             except CheckpointError as error:
@@ -175,23 +181,6 @@ class Keeping:
         finally:
             for request, handler in before.items():
                 signal.signal(request, handler)
-
-    def _take(self, extra: dict[str, Any], rewound: bool = False) -> None:
-        """Go on from what was saved beside the weights."""
-        self.cursor.load(extra["cursor"])
-        if self.guard is not None and extra["guard"] is not None and not rewound:
-            self.guard.load(extra["guard"])
-
-
-def newest_checkpoint(path: Path) -> Path:
-    """The newest checkpoint of a run folder; `path` itself if it is a checkpoint, or nothing of the kind."""
-    found = committed(path / CHECKPOINTS)
-    return found[-1][1] if found else path
-
-
-def is_bad(loss: float | None) -> bool:
-    """Whether a loss is NaN or infinite."""
-    return loss is not None and not math.isfinite(loss)
 
 
 def _check_corpus(extra: dict[str, Any], corpus: Corpus) -> None:

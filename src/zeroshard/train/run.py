@@ -266,6 +266,7 @@ class Run:
             for tokens in validation_windows(
                 self.text.validation, config.sequence, 2 * config.batch, engine.lane, engine.lanes, rows
             ):
+                self._phase("validation")
                 total += float(self.built.loss(self.engine, tokens.to(mesh.device))) * len(tokens)
                 count += len(tokens)
         self.built.module.train()
@@ -278,10 +279,17 @@ class Run:
         self.progress.validation(step, bits)
         return loss
 
+    def _phase(self, text: str) -> None:
+        """Tell the supervisor what this rank does, and that it gets on."""
+        if self.mesh.pulse is not None:
+            self.mesh.pulse.phase(text)
+
     def _finish(self, first: int, losses: list[float], validation: float) -> dict[str, Any]:
         engine, text, config = self.engine, self.text, self.config
         seconds = time.perf_counter() - self._started
+        self._phase("the last checkpoint")
         self.keeping.finish(config.steps)
+        self._phase("the summary")
         recent = losses[-50:]
         corpus = text.corpus
         summary = {
@@ -318,7 +326,7 @@ class Run:
         config = self.config
         if not config.plan.pipelined:
             return None
-        rows = self.batches.batch(0, config.batch, 0, 1)[: config.batch // config.plan.microbatches]
+        rows = self.batches.rows(range(config.batch))[: config.batch // config.plan.microbatches]
         return self.built.batch(rows)
 
     def _sample(self) -> str:
@@ -354,7 +362,10 @@ class Run:
 def run(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], Path] | None:
     """Carry out the main job; returns its summary and its folder, on the one rank that reports."""
     job = Run(config, mesh)
-    summary = job.train()
+    try:
+        summary = job.train()
+    finally:
+        job.folder.close()
     return (summary, job.folder.path) if job.reports else None
 
 

@@ -1,0 +1,350 @@
+"""`zeroshard checkpoint`: which checkpoints there are, whether they are whole, what is in them, and how two differ."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zeroshard.checkpoint import MANIFEST, Reader
+from zeroshard.checkpoint.compare import Comparison, compare
+from zeroshard.checkpoint.find import find_checkpoint
+from zeroshard.errors import CheckpointError, ConfigError, DamagedError
+from zeroshard.pipeline.cluster import format_size
+
+USAGE = """usage: zeroshard checkpoint ls [PATH]        checkpoints of a folder, a run, or all runs (default: runs)
+       zeroshard checkpoint verify PATH    read every byte and compare it with its digest
+       zeroshard checkpoint info PATH      what is in one, tensor by tensor
+       zeroshard checkpoint diff A B       how two differ, whatever plans wrote them
+
+PATH is a checkpoint, or a run folder, which stands for its newest. All take --json."""
+STEP = re.compile(r"step-(\d+)")
+ASIDE = re.compile(r".+\.bad(-\d+)?")
+LEFT_OVER = re.compile(r".+\.(tmp-[0-9a-f]+|gone-.+)")
+DEPTH = 3  # folders from runs/ down to a checkpoint
+SHORT = 240  # letters of a fact
+ROWS = 24  # of facts that differ
+ADAM, HALF = 12, 2  # bytes per parameter: fp32 weights and Adam's two states; 16-bit weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """List checkpoints, those too that were put aside as damaged or left behind half written."""
+
+    path: tyro.conf.Positional[Path] = Path("runs")
+    """A checkpoint, a folder of them, a run folder, or a folder of runs."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Read every byte of a checkpoint and compare it with its digest; exit code 1 if anything is wrong."""
+
+    path: tyro.conf.Positional[Path]
+    """The checkpoint, or a run folder, which stands for its newest."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions:
+    """Print what is in a checkpoint: facts, tensors, bytes."""
+
+    path: tyro.conf.Positional[Path]
+    """The checkpoint, or a run folder, which stands for its newest."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Compare two checkpoints, whatever plans wrote them; exit code 1 if they hold different states."""
+
+    a: tyro.conf.Positional[Path]
+    """One checkpoint, or a run folder, which stands for its newest."""
+    b: tyro.conf.Positional[Path]
+    """The other."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+OPTIONS: dict[str, Any] = {"ls": ListOptions, "verify": VerifyOptions, "info": InfoOptions, "diff": DiffOptions}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A line of `ls`.
+
+    Attributes:
+        nbytes: of all its files.
+        age: seconds since it was written.
+        state: whole (as far as the headers and one block of each file tell), damaged, put aside, or left over.
+        problem: what is wrong with it.
+    """
+
+    path: str
+    step: int | None
+    nbytes: int
+    ranks: int | None
+    plan: str
+    age: float
+    state: str
+    problem: str | None = None
+
+
+def run_checkpoint(argv: Sequence[str]) -> None:
+    """Carry out one of the four; raises `SystemExit` (1) if `verify` finds damage or `diff` a difference.
+
+    Raises:
+        ConfigError: none of the four. CheckpointError: no checkpoint there, or one that cannot be compared.
+    """
+    from zeroshard.train.toml_config import parse
+
+    if argv[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
+    if not argv or argv[0] not in OPTIONS:
+        found = f"there is no action {argv[0]!r}" if argv else "the action is missing"
+        raise ConfigError(f"{found}; write zeroshard checkpoint, then one of {', '.join(OPTIONS)}, and a path.")
+    actions: dict[str, Callable[[Any], bool]] = {"ls": _list, "verify": _verify, "info": _info, "diff": _diff}
+    if not actions[argv[0]](parse(OPTIONS[argv[0]], argv[1:], f"zeroshard checkpoint {argv[0]}")):
+        sys.exit(1)
+
+
+def listed(path: Path) -> Listed:
+    """What `ls` says of one checkpoint."""
+    try:
+        nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        age = time.time() - max(file.stat().st_mtime for file in (path, *path.glob(MANIFEST)))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    number = STEP.match(path.name)
+    step, ranks, plan, problem = int(number[1]) if number else None, None, "", None
+    aside, left = ASIDE.fullmatch(path.name), LEFT_OVER.fullmatch(path.name)
+    try:
+        if not left:
+            reader = Reader(path)
+            step, ranks, plan = reader.facts["step"], reader.facts["ranks"], in_short(reader.facts.get("plan"))
+            problem = next(reader.problems(sample=True), None)
+    except CheckpointError as error:
+        problem = str(error)
+    state = "left over" if left else "put aside" if aside else "damaged" if problem else "whole"
+    return Listed(str(path), step, nbytes, ranks, plan, age, state, problem)
+
+
+def in_short(plan: Any) -> str:
+    """The words of a plan that matter most."""
+    if not isinstance(plan, dict):
+        return ""
+    words = [f"zero {plan.get('zero')}", str(plan.get("precision"))]
+    if plan.get("stages", 1) != 1:
+        words.append(f"{plan['stages']} stages {plan.get('schedule')}")
+    return ", ".join(words)
+
+
+def _checkpoints(path: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """All checkpoints at a path and below it, and what is left of some."""
+    if (path / MANIFEST).exists() or ASIDE.fullmatch(path.name) or LEFT_OVER.fullmatch(path.name):
+        yield path
+    elif depth:
+        for inside in sorted(inside for inside in path.iterdir() if inside.is_dir()):
+            yield from _checkpoints(inside, depth - 1)
+
+
+def _list(options: ListOptions) -> bool:
+    if not options.path.is_dir():
+        raise CheckpointError(f"{options.path} is no folder; give a checkpoint, a run folder, or a folder of runs.")
+    lines = [listed(path) for path in _checkpoints(options.path)]
+    lines.sort(key=lambda line: (str(Path(line.path).parent), line.step or 0, line.path))
+    if options.json:
+        print(json.dumps([asdict(line) for line in lines], indent=1))
+        return True
+    console = Console(highlight=False)
+    if not lines:
+        console.print(f"There is no checkpoint in {options.path}.", markup=False)
+    for folder in dict.fromkeys(Path(line.path).parent for line in lines):
+        inside = [line for line in lines if Path(line.path).parent == folder]
+        table = _table(["checkpoint", "plan"], ["ranks", "size", "age"])
+        table.add_column("state", no_wrap=True)
+        for line in inside:
+            size, age = format_size(line.nbytes), _age(line.age)
+            table.add_row(escape(Path(line.path).name), escape(line.plan), _word(line.ranks), size, age, line.state)
+        _show(console, str(folder), table)
+        for line in inside:
+            if line.problem:
+                console.print(line.problem, markup=False, soft_wrap=True)
+    return True
+
+
+def _verify(options: VerifyOptions) -> bool:
+    path = find_checkpoint(options.path)
+    facts: dict[str, Any] = {"path": str(path)}
+    try:
+        reader = Reader(path)
+        nbytes = sum(file.nbytes for file in reader.files.values())
+        facts |= {"step": reader.facts["step"], "files": len(reader.files), "tensors": len(reader.tensors)}
+        facts["nbytes"] = nbytes
+        with Console(stderr=True).status(f"Reading {format_size(nbytes)}"):
+            problems = list(reader.problems())
+    except DamagedError as error:
+        problems = [str(error)]
+    if options.json:
+        print(json.dumps({**facts, "problems": problems}, indent=1))
+        return not problems
+    console = Console(highlight=False)
+    for problem in problems:
+        console.print(problem, markup=False, soft_wrap=True)
+    if problems:
+        console.print(f"{path} is damaged: {_many(len(problems), 'problem')}.", markup=False, soft_wrap=True)
+    else:
+        what = f"{_many(facts['files'], 'file')}, {_many(facts['tensors'], 'tensor')}, {format_size(facts['nbytes'])}"
+        console.print(f"{path} is whole: step {facts['step']}, {what}.", markup=False, soft_wrap=True)
+    return not problems
+
+
+def contents(reader: Reader) -> dict[str, Any]:
+    """What `info` says of a checkpoint."""
+    tensors: list[dict[str, Any]] = []
+    kinds: dict[str, dict[str, int]] = {}
+    for name, entry in reader.tensors.items():
+        nbytes = sum(chunk.stop - chunk.start for chunk in entry.chunks) * entry.dtype.itemsize
+        dtype = str(entry.dtype).removeprefix("torch.")
+        row = {"name": name, "shape": entry.shape, "dtype": dtype, "chunks": len(entry.chunks), "nbytes": nbytes}
+        tensors.append(row)
+        kind = kinds.setdefault(name.partition(":")[0], {"tensors": 0, "nbytes": 0})
+        kind["tensors"] += 1
+        kind["nbytes"] += nbytes
+    parameters = sum(reader.tensors[f"weight:{name}"].numel for name in reader.names("weight"))
+    return {
+        "path": str(reader.path),
+        "facts": reader.facts,
+        "parameters": parameters,
+        "nbytes": sum(file.stat().st_size for file in reader.path.iterdir()),
+        "fp32_and_adam_nbytes": ADAM * parameters,
+        "half_nbytes": HALF * parameters,
+        "kinds": kinds,
+        "tensors": tensors,
+    }
+
+
+def _info(options: InfoOptions) -> bool:
+    found = contents(Reader(find_checkpoint(options.path)))
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return True
+    console = Console(highlight=False)
+    table = _table(["fact", "value"])
+    for key, value in found["facts"].items():
+        table.add_row(escape(key), escape(_described(key, value)))
+    _show(console, found["path"], table)
+    table = _table(["name", "shape", "dtype"], ["chunks"])
+    for row in found["tensors"]:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        table.add_row(escape(row["name"]), shape, row["dtype"], str(row["chunks"]))
+    _show(console, "\nTensors", table)
+    table = _table(["kind"], ["tensors", "bytes", "per parameter"])
+    parameters, kinds = found["parameters"], found["kinds"]
+    rest = found["nbytes"] - sum(kind["nbytes"] for kind in kinds.values())
+    others = {"headers and manifest": {"nbytes": rest}, "all": {"nbytes": found["nbytes"]}}
+    for name, kind in {**kinds, **others}.items():
+        each = f"{kind['nbytes'] / parameters:,.3f}" if parameters else ""
+        table.add_row(escape(name), _word(kind.get("tensors")), format_size(kind["nbytes"]), each)
+    _show(console, "\nBytes", table)
+    whole, half = format_size(found["fp32_and_adam_nbytes"]), format_size(found["half_nbytes"])
+    text = f"{parameters:,} parameters Ψ: 12Ψ (fp32 and both states of Adam) is {whole}, 2Ψ (16 bits) is {half}."
+    console.print(f"\n{text}", markup=False, soft_wrap=True)
+    return True
+
+
+def _diff(options: DiffOptions) -> bool:
+    a, b = Reader(find_checkpoint(options.a)), Reader(find_checkpoint(options.b))
+    with Console(stderr=True).status("Comparing"):
+        found = compare(a, b)
+    if options.json:
+        print(json.dumps({"a": str(a.path), "b": str(b.path), "equal": found.equal, **asdict(found)}, indent=1))
+        return found.equal
+    _print_comparison(found, str(a.path), str(b.path))
+    return found.equal
+
+
+def _print_comparison(found: Comparison, a: str, b: str) -> None:
+    console = Console(highlight=False)
+    console.print(f"a is {a}\nb is {b}", markup=False, soft_wrap=True)
+    for title, facts in (("Facts that differ", found.facts), ("Written differently (no difference)", found.layout)):
+        if facts:
+            table = _table(["fact", "a", "b"])
+            for key, (one, other) in list(facts.items())[:ROWS]:
+                table.add_row(escape(key), escape(_shortened(one)), escape(_shortened(other)))
+            _show(console, f"\n{title}", table)
+            if len(facts) > ROWS:
+                console.print(f"and {len(facts) - ROWS:,} more; --json has all")
+    if found.different:
+        table = _table(["name", "a", "b"], ["largest difference"])
+        for name, difference in found.different.items():
+            largest = "" if difference.largest is None else f"{difference.largest:.3g}"
+            table.add_row(escape(name), difference.a, difference.b, largest)
+        _show(console, "\nTensors that differ", table)
+    for side, names in (("a", found.only_a), ("b", found.only_b)):
+        for name in names:
+            console.print(f"{name} is in {side} only.", markup=False)
+    same = "the same state" if found.equal else "different states"
+    console.print(f"\nThey hold {same}; {_many(found.same, 'tensor')} equal to the last bit.", markup=False)
+
+
+def _table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """An empty table, with columns of words and columns of numbers."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _show(console: Console, title: str, table: Table) -> None:
+    """A table under its title, which may be wider."""
+    console.print(title, markup=False, soft_wrap=True)
+    console.print(table)
+
+
+def _described(key: str, value: Any) -> str:
+    """A fact in a line or two."""
+    if key == "optimizer" and isinstance(value.get("groups"), list):
+        return _shortened(
+            f"{value.get('class')}, {_many(len(value['groups']), 'group')}: {json.dumps(value['groups'])}"
+        )
+    if key == "plan" and isinstance(value, dict):
+        return ", ".join(f"{name}={setting}" for name, setting in value.items() if setting not in (None, [], False))
+    if key == "config" and isinstance(value, dict):
+        return f"{value.get('model_type')}, {_many(len(value), 'key')}"
+    return _shortened(value)
+
+
+def _shortened(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= SHORT else text[: SHORT - 1] + "…"
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def _word(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}" + "s" * (count != 1)

@@ -1,0 +1,339 @@
+"""Input that somebody made to do harm: refused before anything is allocated, and no code of it runs."""
+
+import contextlib
+import copy
+import io
+import json
+import os
+import pickle
+import random
+import tomllib
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from checkpoint.faults import remade, save, save_as, seal
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zeroshard import cli
+from zeroshard.checkpoint import MANIFEST, Reader
+from zeroshard.checkpoint.manifest import read_manifest
+from zeroshard.errors import CheckpointError, ConfigError, DamagedError, PlanError, ZeroshardError
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.toml_config import dump_toml, load_toml
+
+EXAMPLES = int(os.environ.get("ZEROSHARD_FUZZ", "300"))  # of each kind; the soak asks for 5,000
+FUZZ = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+SHARD = "rank-00000-of-00001.safetensors"
+NUMBERS = [0, 1, -1, True, None, 2.0, 0.5, 2**40, 2**53 + 1, 2**63, 2**64, 10**400]
+VALUES = st.one_of(
+    st.sampled_from([*NUMBERS, "", "x", "../x", "/etc/passwd", SHARD, "\ud800", "float32", [], {}, [[]], {"a": 1}]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+        max_leaves=6,
+    ),
+)
+SETTINGS = st.sampled_from(
+    [-1, 0, 1, 2, 3, 4, True, 0.5, -2.5, float("nan"), float("inf"), "", "x", "None", "1f1b"]
+) | (
+    st.sampled_from(["2bw", "bf16", "auto", "\0", [], [1, 1], [0], ["x"], [[]], {}, {"zero": 1}]) | st.text(max_size=5)
+)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+@contextlib.contextmanager
+def little_memory(most: int = 4 * 2**20) -> Iterator[None]:
+    """Python allocates no more than so many bytes inside; what torch could be asked for is more than there is."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def first(table: dict[str, Any], name: str = "weight:a") -> Any:
+    """The first chunk of a tensor: file, start, stop, digests."""
+    return table["tensors"][name]["chunks"][0]
+
+
+def set_shape(*shape: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda table: table["tensors"]["weight:a"].update(shape=list(shape))
+
+
+def set_file(name: str) -> Callable[[dict[str, Any]], object]:
+    def change(table: dict[str, Any]) -> None:
+        table["files"][name] = table["files"].pop(SHARD)
+        for entry in table["tensors"].values():
+            for chunk in entry["chunks"]:
+                chunk[0] = name
+
+    return change
+
+
+def huge(table: dict[str, Any]) -> None:
+    """2^40 elements, with as many digests as that needs."""
+    table["tensors"]["weight:a"].update(shape=[2**30], chunks=[[SHARD, 0, 2**30, [0] * 2**10]])
+
+
+def huge_everywhere(table: dict[str, Any]) -> None:
+    """The same, and the file is said to be as large."""
+    huge(table)
+    table["files"][SHARD][0] = 2**40
+
+
+def twice(table: dict[str, Any]) -> None:
+    table["tensors"]["weight:a"]["chunks"].append(first(table))
+
+
+def gap(table: dict[str, Any]) -> None:
+    first(table)[1] = 1
+
+
+POISON: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{f"shape {word}": set_shape(word, 7) for word in ("3", -3, True, 3.0, None, 2**40, 2**63, 10**400)},
+    "shape of many axes": set_shape(*[2**50] * 10**4),
+    "shape that is none": lambda table: table["tensors"]["weight:a"].update(shape={}),
+    "huge": huge,
+    "overlap": twice,
+    "gap": gap,
+    "ends before it starts": lambda table: first(table).__setitem__(slice(1, 3), [21, 0]),
+    "digests": lambda table: first(table)[3].append(1),
+    "no digest": lambda table: first(table)[3].clear(),
+    "digest -1": lambda table: first(table)[3].__setitem__(0, -1),
+    "unknown file": lambda table: first(table).__setitem__(0, "rank-00001-of-00002.safetensors"),
+    **{
+        f"file {name}": set_file(name) for name in ("../" + SHARD, "/etc/passwd", "", ".", "a\0b", f"./{SHARD}", "x.pt")
+    },
+    "file in other digits": set_file("rank-٠٠٠٠٠-of-00001.safetensors"),
+    "files as a list": lambda table: table.update(files=[SHARD]),
+    "tensors as a list": lambda table: table.update(tensors=[]),
+    "dtype": lambda table: table["tensors"]["weight:a"].update(dtype="load"),
+    "dtype that is none": lambda table: table["tensors"]["weight:a"].update(dtype=["float32"]),
+    "no kind": lambda table: table["tensors"].update({"weights": table["tensors"].pop("weight:a")}),
+    "a name for the terminal": lambda table: table["tensors"].update(
+        {"weight:\x1b[2J": table["tensors"].pop("weight:a")}
+    ),
+    "step": lambda table: table.update(step=True),
+    "format": lambda table: table.update(format=2.0),
+    "no format": lambda table: table.pop("format"),
+    "no optimizer": lambda table: table.pop("optimizer"),
+    "ranks": lambda table: table.update(ranks=2**50),
+    "NaN": lambda table: table["extra"].update(a=float("nan")),
+    "infinity": lambda table: table["extra"].update(a=-float("inf")),
+}
+
+
+@pytest.mark.parametrize("what", POISON)
+def test_a_manifest_made_to_do_harm_is_refused(tmp_path: Path, what: str) -> None:
+    """Its own digest is right, so it is the checks that refuse it."""
+    path = save(tmp_path, 1)
+    remade(path, lambda table: None)
+    assert list(Reader(path).problems()) == []
+    remade(path, POISON[what])
+    with little_memory(), pytest.raises(DamagedError) as caught:
+        Reader(path)
+    assert str(path / MANIFEST) in str(caught.value) and "its own digest" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_is_claimed_is_never_allocated(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    remade(path, huge_everywhere)
+    with little_memory():
+        problems = list(Reader(path).problems())
+        with pytest.raises(DamagedError, match=r"bytes and 1,099,511,627,776 were written"):
+            Reader(path).whole("weight:a")
+    assert len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10**6,
+        '{"a": ' * 10**5,
+        '{"format": 2, "format": 2',
+        '{"format": 2, "step": ' + "9" * 10**5,
+        '{"format": 2, "step": 1e999',
+        '{"format": 2, "step": NaN',
+        '{"format": 2, "files": {"a": 1, "a": 1}',
+        "[2",
+        "{",
+        "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
+    ],
+    ids=range(10),
+)
+def test_json_that_is_none(tmp_path: Path, text: str) -> None:
+    path = save(tmp_path, 1)
+    seal(path / MANIFEST, text)
+    with little_memory(32 * 2**20), pytest.raises(DamagedError, match=MANIFEST):
+        Reader(path)
+
+
+def test_a_manifest_too_long_is_not_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    os.truncate(path / MANIFEST, 2**40)  # a hole
+    with little_memory(), pytest.raises(DamagedError, match="1,099,511,627,776 bytes, more than a manifest can have"):
+        Reader(path)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_pickle_is_never_unpickled(tmp_path: Path, protocol: int) -> None:
+    harm = tmp_path / "harm"
+    bomb = pickle.dumps(Bomb(harm), protocol)
+    path = save(tmp_path, 1)
+    (path / SHARD).write_bytes(bomb)
+    assert any(SHARD in problem for problem in Reader(path).problems())
+    # With a manifest that fits: the digest of the header is that of the whole file.
+    for content in (bomb, len(bomb).to_bytes(8, "little") + bomb):
+        (path / SHARD).write_bytes(content)
+        length = 8 + int.from_bytes(content[:8], "little")
+        crc32 = zlib.crc32(content[:length])
+        remade(path, lambda t, n=len(content), crc=crc32: (t["files"].update({SHARD: [n, crc]}), t.update(tensors={})))
+        (problem,) = Reader(path).problems()
+        assert SHARD in problem
+    (path / MANIFEST).write_bytes(bomb)
+    with pytest.raises(DamagedError):
+        Reader(path)
+    assert not harm.exists()
+    pickle.loads(bomb)
+    assert harm.exists()  # it would have
+
+
+def places(table: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to every value in a JSON tree."""
+    inner = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
+    for key, value in inner:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+def mutated(table: Any, draw: Any, values: st.SearchStrategy[Any] = VALUES) -> Any:
+    """The same tree with one to three values replaced, taken out, or put in twice."""
+    table = copy.deepcopy(table)
+    for _ in range(draw(st.integers(1, 3))):
+        *at, key = draw(st.sampled_from(list(places(table)) or [("a",)]))
+        holder = table
+        for word in at:
+            holder = holder[word]
+        change = draw(st.sampled_from(["replace", "remove", "again", "beside"]))
+        if change == "replace" or (isinstance(holder, list) and change == "beside"):
+            holder[key] = draw(values)
+        elif change == "remove":
+            del holder[key]
+        elif isinstance(holder, list):
+            holder.append(holder[key])
+        else:
+            holder[draw(st.sampled_from(["", "weight:b", "x"]))] = holder[key]
+    return table
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint, and its manifest without the digest."""
+    path = save_as(2, tmp_path_factory.mktemp("valid"), 1)
+    table = json.loads((path / MANIFEST).read_bytes())
+    del table["sha256"]
+    return path, table
+
+
+@FUZZ
+@given(st.data())
+def test_any_change_of_a_manifest_is_refused_or_read_as_it_is(valid: tuple[Path, Any], data: st.DataObject) -> None:
+    path, table = valid
+    changed = mutated(table, data.draw)
+    seal(path / MANIFEST, json.dumps(changed)[:-1])
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return
+    again = json.loads(manifest.dump())
+    del again["sha256"]
+    assert again == changed
+    assert all(isinstance(problem, str) for problem in Reader(path).problems())
+
+
+@FUZZ
+@given(st.binary(max_size=200), st.integers(0, 2000), st.booleans())
+def test_any_bytes_in_a_manifest_are_refused(valid: tuple[Path, Any], new: bytes, at: int, sealed: bool) -> None:
+    path, table = valid
+    seal(path / MANIFEST, json.dumps(table)[:-1])
+    good = (path / MANIFEST).read_bytes()
+    bad = good[:at] + new + good[at + len(new) :]
+    if sealed:
+        seal(path / MANIFEST, bad.decode("utf-8", "replace"))
+    else:
+        (path / MANIFEST).write_bytes(bad)
+    with contextlib.nullcontext() if bad == good and not sealed else pytest.raises(CheckpointError):
+        read_manifest(path)
+
+
+@FUZZ
+@given(st.data())
+def test_any_options_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    """Options replaced, taken out, misspelt; and characters of the file changed."""
+    dump_toml(TrainConfig(), tmp_path / "good.toml")
+    good = (tmp_path / "good.toml").read_text()
+    if data.draw(st.booleans()):
+        changed = mutated(tomllib.loads(good), data.draw, SETTINGS)
+        try:
+            text = tomli_w.dumps(changed)
+        except (TypeError, ValueError):
+            return  # what TOML cannot hold
+    else:
+        at = data.draw(st.integers(0, len(good)))
+        text = good[:at] + data.draw(st.text(max_size=5)) + good[at + data.draw(st.integers(0, 20)) :]
+    (tmp_path / "options.toml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with contextlib.suppress(ConfigError, PlanError):
+        assert isinstance(load_toml(tmp_path / "options.toml", TrainConfig), TrainConfig)
+
+
+OPTIONS = "params ranks json zero microbatches stages schedule chunks precision clip-norm config data model out resume \
+weights steps keep batch sequence checkpoint-every nproc-per-node to dry-run help replicas link profile save devices"
+PLAIN = "-1 0 1 2 3 1e9 nan inf 1e999 None true x 1f1b 2bw bf16 slurm k8s ls verify info diff = -- - -h . .. / \ud800 é"
+WORDS = [
+    *PLAIN.split(),
+    *("", "a b", "MANIFEST.json", "options.toml", "--help", "--=", "--config=", "nothing/here", "9" * 5000),
+    *(f"--{option}" for option in OPTIONS.split()),
+    *(f"--{option}={value}" for option in OPTIONS.split() for value in ("2", "x", "")),
+]
+COMMANDS = ["train", "plan", "simulate", "report", "partition", "launch", "checkpoint", "export", "x", "--version"]
+
+
+def test_any_words_on_the_command_line_are_obeyed_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but an exit code comes out; what would start a job does not, here."""
+    import zeroshard.launch
+
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, 1)
+    monkeypatch.setattr(cli, "_launch", lambda ranks, argv: None)
+    monkeypatch.setattr(zeroshard.launch, "run_rank", lambda config: None)
+    chance = random.Random(0)
+    for _ in range(max(1, EXAMPLES // 5)):
+        argv = [chance.choice(COMMANDS), *chance.choices(WORDS, k=chance.randrange(5))]
+        with contextlib.suppress(SystemExit, ZeroshardError), contextlib.redirect_stdout(io.StringIO()):
+            cli.main(argv)
+    capsys.readouterr()

@@ -1,0 +1,189 @@
+"""A training script that takes a tiny model through one plan after the other, and whose ranks kill themselves.
+
+    zeroshard run --nproc-per-node 2 -- tests/survive/plans_job.py FOLDER KILLS SEED [PLAN ...]
+
+Under each plan the job is killed KILLS times (SIGKILL), at moments drawn from SEED: at the start, between and inside of
+steps, while a checkpoint is written. Each kill is noted in a file first, so that it comes once. A plan that is finished
+is left out by the next attempt; the one that was cut off goes on from its newest checkpoint.
+
+    FOLDER/losses/PLAN.jsonl      a line for every step that was ever taken
+    FOLDER/checkpoints/PLAN/      the newest two
+    FOLDER/kills/PLAN-K.json      which rank, when, and whether a checkpoint was being written
+    FOLDER/done/PLAN              it is finished
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zeroshard as zs
+from zeroshard.checkpoint import Reader, committed
+from zeroshard.errors import CheckpointWarning
+
+STEPS, EVERY, RANKS = 16, 4, 2
+STRIDE = 100  # steps of plan n are counted from n * STRIDE, so that a later plan's checkpoints are newer
+ROWS, TOKENS, WORDS, WIDTH = 8, 4, 11, 8
+START = 0.3  # seconds after the beginning in which a kill at the start comes
+SOON = 0.02  # seconds after a step or a save in which a kill there comes; longer than a step
+PIPELINE = {"stages": 2, "microbatches": 4, "balance": "parameters"}
+PLANS: dict[str, dict[str, Any]] = {
+    "ddp": {"zero": 0},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2, "clip_norm": 1.0},
+    "zero3": {"zero": 3, "transport": "network"},
+    "bf16": {"zero": 2, "precision": "bf16"},
+    **{name: {**PIPELINE, "schedule": name} for name in ("naive", "gpipe", "1f1b", "zb-h1", "pipedream", "2bw")},
+    "interleaved": {**PIPELINE, "schedule": "interleaved", "chunks": 2},
+}
+
+
+class Block(nn.Module):
+    """A residual MLP block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Embedding, five blocks, head; returns the loss on tokens [B, T + 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(5)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Killer(threading.Thread):
+    """Kills its own process at a moment that the main thread comes by.
+
+    Args:
+        folder: of the job.
+        plan: the name of the one under which it kills.
+        number: of the kill under this plan, from 0.
+        seed: decides which rank it is for, and when.
+    """
+
+    def __init__(self, folder: Path, plan: str, number: int, seed: int) -> None:
+        super().__init__(name=f"kill {number} under {plan}", daemon=True)
+        self.note = folder / "kills" / f"{plan}-{number}.json"
+        drawn = random.Random(f"{seed} {plan} {number}")
+        self.rank = drawn.randrange(RANKS)
+        self.kind = drawn.choice(("start", "step", "save"))
+        self.step = drawn.randrange(EVERY, STEPS + 1, EVERY) if self.kind == "save" else drawn.randrange(STEPS)
+        self.step = -1 if self.kind == "start" else self.step
+        self.seconds = drawn.random() * (START if self.kind == "start" else SOON)
+        self._due = threading.Event()
+        self.reached(-1)
+        self.start()
+
+    def reached(self, step: int) -> None:
+        """The main thread has taken `step` steps, and begun the checkpoint that is due then."""
+        if step >= self.step:
+            self._due.set()
+
+    def run(self) -> None:
+        """Wait, leave a note, and die."""
+        self._due.wait()
+        time.sleep(self.seconds)
+        saving = any(thread.name.startswith("zeroshard saves") for thread in threading.enumerate())
+        self.note.write_text(json.dumps({"rank": self.rank, "kind": self.kind, "step": self.step, "saving": saving}))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def next_killer(folder: Path, plan: str, kills: int, seed: int, rank: int) -> Killer | None:
+    """The first kill under a plan that has not come yet, if it is for this rank."""
+    there = [(folder / "kills" / f"{plan}-{number}.json").exists() for number in range(kills)]
+    if all(there):
+        return None
+    drawn = random.Random(f"{seed} {plan} {there.index(False)}").randrange(RANKS)
+    return Killer(folder, plan, there.index(False), seed) if drawn == rank else None
+
+
+def batch(step: int, lane: int, lanes: int) -> tuple[Tensor]:
+    """A lane's part of the global batch of a step: [ROWS / lanes, TOKENS + 1]."""
+    tokens = torch.randint(WORDS, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+    return (tokens.chunk(lanes)[lane],)
+
+
+def check_all(folder: Path) -> None:
+    """Every checkpoint that was ever committed and is still there must be whole."""
+    for _, path in committed(folder):
+        problems = list(Reader(path).problems())
+        assert not problems, problems
+
+
+def train(mesh: zs.Mesh, folder: Path, name: str, killer: Killer | None) -> None:
+    """Train under one plan, from wherever it was cut off."""
+    torch.manual_seed(0)
+    plan = zs.Plan(**PLANS[name])
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    engine = zs.Engine(Model(), adamw, plan, mesh=mesh, example=batch(0, 0, 4) if plan.pipelined else None)
+    torch.manual_seed(1 + mesh.rank)  # dropout differs between ranks
+    begin = STRIDE * (1 + list(PLANS).index(name))
+    engine.steps = begin
+    check_all(folder / "checkpoints" / name)
+    checkpoints = zs.Checkpoints(engine, folder / "checkpoints" / name)
+    extra = checkpoints.resume()
+    assert (begin if extra is None else begin + extra["taken"]) == engine.steps
+    lines = os.open(folder / "losses" / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for step in range(engine.steps - begin, STEPS):
+        result = engine.train_step(batch(step, engine.lane, engine.lanes))
+        if engine.reports:
+            norm = None if plan.streams else result.grad_norm
+            loss = None if result.loss is None else float(result.loss)
+            os.write(lines, (json.dumps({"step": step + 1, "loss": loss, "norm": norm}) + "\n").encode())
+        if (step + 1) % EVERY == 0:
+            checkpoints.save({"taken": step + 1}, wait=step + 1 == STEPS)
+        if killer is not None:
+            killer.reached(step + 1)
+    os.close(lines)
+    if killer is not None:
+        killer.reached(STEPS)
+        killer.join()
+    engine.world.agree(b"", "end of the plan")
+    if mesh.rank == 0:
+        (folder / "done" / name).touch()
+
+
+def go(mesh: zs.Mesh | None, folder: Path, kills: int, seed: int, names: list[str]) -> None:
+    """Go through the plans; without a mesh, that of the environment."""
+    warnings.simplefilter("error", CheckpointWarning)  # no checkpoint may be damaged, nor fail to be written
+    rank = int(os.environ["RANK"]) if mesh is None else mesh.rank
+    for part in ("losses", "checkpoints", "kills", "done"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    left = [name for name in names if not (folder / "done" / name).exists()]
+    for name in left:
+        killer = next_killer(folder, name, kills, seed, rank)  # before the ranks have found each other
+        mesh = mesh or zs.init_mesh(timeout=30.0, device="cpu")
+        train(mesh, folder, name, killer)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    go(None, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or list(PLANS))

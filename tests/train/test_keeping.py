@@ -1,0 +1,226 @@
+"""A run of the main job goes on after whatever ended it, as if nothing had: one process, in this one."""
+
+import errno
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroshard.checkpoint import Disk, committed
+from zeroshard.engine import Engine
+from zeroshard.errors import ConfigError, DataError, NonFiniteError, Stopped
+from zeroshard.mesh import Mesh
+from zeroshard.plan import Plan
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.run import Run, run
+
+PLAN = Plan(clip_norm=1.0, units=())
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """Twelve steps on a small text, a checkpoint after every third."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(3):
+        (text / f"{number}.txt").write_text("".join(f"line {n} of file {number}: {n * n}\n" for n in range(300)))
+    options: dict[str, Any] = {"sequence": 16, "batch": 2, "steps": 12, "warmup_steps": 2, "dropout": 0.1}
+    options |= {"validate_every": 0, "validation_rows": 2, "sample_tokens": 0, "checkpoint_every": 3}
+    return TrainConfig(plan=PLAN, data=(text,), out=tmp_path / "runs", **options)
+
+
+def losses(folder: Path) -> dict[int, set[float]]:
+    """Every loss that was ever logged, by step."""
+    found: dict[int, set[float]] = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if "loss" in line:
+            found.setdefault(line["step"], set()).add(line["loss"])
+    return found
+
+
+def whole(config: TrainConfig) -> dict[int, set[float]]:
+    """The losses of a run that nothing disturbs."""
+    done = run(replace(config, out=config.out / "whole", resume="never"), Mesh())
+    assert done is not None
+    return losses(done[1])
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the next run die in a step."""
+    step = Run._step
+
+    def dying(self: Run, at: int, samples: list[int]) -> Any:
+        if at == number:
+            raise KeyboardInterrupt
+        return step(self, at, samples)
+
+    monkeypatch.setattr(Run, "_step", dying)
+
+
+def died(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    with monkeypatch.context() as patch:
+        die_at(patch, number)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, Mesh())
+
+
+def newest(config: TrainConfig) -> Path:
+    return max(path for path in config.out.iterdir() if path.name != "whole")
+
+
+def test_auto_goes_on_in_the_same_folder_bit_for_bit(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(config, resume="auto")
+    died(config, monkeypatch, 2)  # before any checkpoint
+    died(config, monkeypatch, 5)
+    died(config, monkeypatch, 7)
+    folder = newest(config)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')  # a line that was cut off
+    done = run(config, Mesh())
+    assert done is not None and done[1] == folder
+    text = (folder / "metrics.jsonl").read_text().replace('{"step": 99, "lo\n', "")
+    (folder / "metrics.jsonl").write_text(text)
+    assert losses(folder) == whole(config)
+    assert [step for step, _ in committed(folder / "checkpoints")] == [9, 12]  # the newest two
+    done = run(config, Mesh())  # the first is finished, so this is another
+    assert done is not None and done[1] != folder
+
+
+def test_never_starts_anew_and_the_next_attempt_of_a_job_goes_on(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died(config, monkeypatch, 5)
+    first = newest(config)
+    monkeypatch.setenv("ZEROSHARD_JOB", "b")
+    died(config, monkeypatch, 5)
+    second = newest(config)
+    assert second != first
+    monkeypatch.setenv("ZEROSHARD_ATTEMPT", "1")
+    done = run(config, Mesh())
+    assert done is not None and done[1] == second
+    assert not (first / "summary.json").exists()
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_said_so(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, resume="auto")
+    died(config, monkeypatch, 8)
+    _, (_, newer) = committed(newest(config) / "checkpoints")
+    shard = next(newer.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5000] ^= 4
+    shard.write_bytes(bytes(content))
+    assert run(config, Mesh()) is not None
+    output = capsys.readouterr().out.replace("\n", "")
+    assert f"{shard} is damaged in" in output and "step-00000006.bad" in output
+    assert "going on from step 3" in output
+    assert losses(newest(config)) == whole(config)
+    assert newer.with_name("step-00000006.bad").is_dir()
+
+
+def test_a_request_to_stop_is_saved_and_goes_on(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Run._step
+    config = replace(config, resume="auto")
+
+    def asked(self: Run, at: int, samples: list[int]) -> Any:
+        if at == 3:
+            signal.raise_signal(signal.SIGUSR1)
+        return step(self, at, samples)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_step", asked)
+        with pytest.raises(Stopped, match="after step 4, which is saved; go on with --resume auto"):
+            run(config, Mesh())
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert run(config, Mesh()) is not None
+    found = losses(newest(config))
+    assert found == whole(config)
+
+
+def test_a_full_disk_is_a_warning(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {"step-00000003", "step-00000006"}
+
+    def reached(self: Disk, operation: str, path: Path) -> None:
+        if operation == "flush" and path.parent.name.split(".")[0] in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Disk, "reached", reached)
+    done = run(config, Mesh())
+    assert done is not None
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert output.count("No space left on device") == 2 and "warning: The checkpoint" in output
+    found = {path.name for path in (done[1] / "checkpoints").iterdir()}
+    assert found == {"step-00000009", "step-00000012"}
+    assert losses(done[1]) == whole(config)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, samples: set[int], loss: float) -> None:
+    """Let the loss of steps that see one of these samples be another; the weights take the gradient of it."""
+    step, train_step = Run._step, Engine.train_step
+    seen: list[int] = []
+
+    def watching(self: Run, at: int, mine: list[int]) -> Any:
+        seen[:] = mine
+        return step(self, at, mine)
+
+    def poisoned(self: Engine, batch: Any) -> Any:
+        result = train_step(self, batch)
+        return replace(result, loss=result.loss * 0 + loss) if samples & set(seen) else result
+
+    monkeypatch.setattr(Run, "_step", watching)
+    monkeypatch.setattr(Engine, "train_step", poisoned)
+
+
+@pytest.mark.parametrize("loss", [math.nan, 1e6])
+def test_a_bad_loss_goes_back_and_leaves_the_batch_out(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loss: float
+) -> None:
+    config = replace(config, rollbacks=2, spike=10.0, steps=20, resume="auto", keep=3)
+    poison(monkeypatch, {33}, loss)  # in step 17
+    undisturbed = whole(config)
+    capsys.readouterr()
+    died(config, monkeypatch, 18)
+    assert run(config, Mesh()) is not None  # goes back again, to the same end
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert output.count("leaving out samples 32 to 34") >= 1
+    found = losses(newest(config))
+    assert str(found) == str(undisturbed)  # NaN is not itself
+    assert len(found) == 20
+
+
+def test_a_loss_that_stays_bad_ends_the_run(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(config, rollbacks=2)
+    poison(monkeypatch, set(range(8, 10_000)), math.nan)
+    with pytest.raises(NonFiniteError, match=r"the run has gone back 2 times.*look at the data from sample 8 on"):
+        run(config, Mesh())
+
+
+def test_what_cannot_be_gone_on_from(config: TrainConfig, tmp_path: Path) -> None:
+    done = run(replace(config, steps=3), Mesh())
+    assert done is not None
+    with pytest.raises(ConfigError, match="is at step 3 and steps is 3; raise steps"):
+        run(replace(config, steps=3, resume=done[1]), Mesh())
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(3):
+        (other / f"{number}.txt").write_text(f"another text {number}\n" * 100)
+    with pytest.raises(DataError, match="Give the same data, or start a new run"):
+        run(replace(config, data=(other,), resume=done[1]), Mesh())
+    for wrong, message in (
+        ({"spike": 3.0}, "spike=3.0 has no effect without going back; set rollbacks"),
+        ({"spike": 0.5, "rollbacks": 1}, "spike is 0.5; it must be more than 1"),
+        ({"rollbacks": 1, "checkpoint": False}, "needs checkpoints to go back to"),
+        ({"rollbacks": 1, "patience": 2}, "set nonfinite='skip'"),
+        ({"rollbacks": 1, "plan": Plan(stages=2, schedule="2bw", microbatches=2)}, "do not combine"),
+        ({"keep": 0}, "keep is 0; it must be 1 or more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace(config, **wrong)
