@@ -61,13 +61,15 @@ def run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     return row
 
 
+def counted(row: dict[str, Any]) -> str:
+    """What a fault counted, in words."""
+    counts: dict[str, Any] = row["counts"]
+    return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in counts.items())
+
+
 def shown(row: dict[str, Any]) -> str:
     """A row for people."""
-    counts = ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in row["counts"].items()
-    )
-    text = f"{row['fault']:4} {row['result']:8} {row['seconds']:7.1f} s  {row['what']}; {counts}"
+    text = f"{row['fault']:4} {row['result']:8} {row['seconds']:7.1f} s  {row['what']}; {counted(row)}"
     return text if row["result"] == "pass" else f"{text}\n{row['why']}"
 
 
@@ -78,11 +80,8 @@ def markdown(kept: dict[str, Any]) -> str:
     lines += [f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f} before; {kept['versions']}.", ""]
     lines += ["| Fault | Result | Seconds | What | Counts |", "|---|---|---|---|---|"]
     for row in kept["rows"]:
-        counts = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row["counts"].items())
-        why = row.get("why", "").strip().splitlines()
-        lines.append(
-            f"| {row['fault']} | {row['result']} | {row['seconds']:.0f} | {row['what']} | {counts or ''.join(why[-1:])} |"
-        )
+        said = counted(row) or "".join(row.get("why", "").strip().splitlines()[-1:])
+        lines.append(f"| {row['fault']} | {row['result']} | {row['seconds']:.0f} | {row['what']} | {said} |")
     return "\n".join(lines) + "\n"
 
 

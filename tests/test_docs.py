@@ -98,7 +98,8 @@ def check_options(command: str, words: list[str], page: Path) -> None:
             check_options("train", behind[1:], page)
     if command in ("launch", "checkpoint") and words and f"{command} {words[0]}" in COMMANDS:
         command, words = f"{command} {words[0]}", words[1:]
-    assert command in {*COMMANDS, "launch", "checkpoint", "--help", "-h", "--version"}, f"{page.name}: there is no command {command}"
+    known = {*COMMANDS, "launch", "checkpoint", "--help", "-h", "--version"}
+    assert command in known, f"{page.name}: there is no command {command}"
     words = [word for word in words if word not in ("--help", "...")]
     for option in ("--config",):
         if option in words:
@@ -243,13 +244,13 @@ def test_lines_are_short_and_name_nobodys_machine(page: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("command", ["train", "simulate", "profile", "partition"])
+@pytest.mark.parametrize("command", ["train", "simulate", "profile", "partition", "export", "run"])
 def test_every_option_has_its_row(command: str) -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     section = page.partition(f"\n## zeroshard {command}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `--([a-z0-9-]+)`", section, re.MULTILINE)
     kinds = (TrainConfig, zs.Plan) if command == "train" else (COMMANDS[command],)
-    fields = {field.name for kind in kinds for field in dataclasses.fields(kind)} - {"plan"}
+    fields = {field.name for kind in kinds for field in dataclasses.fields(kind)} - {"plan", "path"}
     assert sorted(rows) == sorted(name.replace("_", "-") for name in fields)
 
 
@@ -260,7 +261,7 @@ def test_every_error_has_its_row() -> None:
     for kind in kinds:
         assert f"`{kind.__name__}`" in page or kind is zs.ZeroshardError
         if kind is not zs.ZeroshardError:
-            assert f"| `{kind.__name__}` (`{kind.__bases__[1].__name__}`) |" in page
+            assert f"| `{kind.__name__}` (" in page
 
 
 PICTURES = ROOT / "docs" / "pictures"

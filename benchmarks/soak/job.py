@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -61,9 +63,9 @@ class Job:
         more: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
-        self._temporary = folder / f"tmp-{time.time_ns():x}"
-        self._temporary.mkdir(parents=True)
-        self._screen = self._temporary / "screen"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="zs-"))  # short, because sockets are below it
+        self._screen = folder / f"screen-{time.time_ns():x}"
         self._known = set((folder / "crashes").glob("*.json"))
         command = [*prefix, sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", str(ranks)]
         command += ["--reports", str(folder / "crashes"), *options, "--", *words]
@@ -85,6 +87,7 @@ class Job:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self.process.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
         if error is not None and not isinstance(error, Unable):
             error.add_note("\n".join(self.screen[-15:]))
 

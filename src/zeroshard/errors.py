@@ -33,7 +33,7 @@ class BatchError(ZeroshardError, ValueError):
 
 
 class NonFiniteError(ZeroshardError, ArithmeticError):
-    """A loss or gradient that is not finite where the plan says `nonfinite="raise"`, or that stays bad after returns."""
+    """A loss or gradient that is not finite where the plan says `nonfinite="raise"`, or stays bad after returns."""
 
 
 class BudgetExceeded(ZeroshardError, MemoryError):

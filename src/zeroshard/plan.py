@@ -18,6 +18,7 @@ POSITIVE = (
     *("microbatches", "stages", "chunks", "shard_ranks", "timeout", "clip_norm", "loss_scale"),
 )
 WHOLE = ("microbatches", "stages", "chunks", "shard_ranks", "loss_scale_window", "loss_scale_hysteresis", "seed")
+MOST_CHUNKS = 2**16
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
 
@@ -265,21 +266,14 @@ class Plan:
                 continue
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise PlanError(f"{name} is {value!r}; it must be a number that is more than 0 and finite.")
-        whole = (
-            "microbatches",
-            "stages",
-            "chunks",
-            "shard_ranks",
-            "loss_scale_window",
-            "loss_scale_hysteresis",
-            "seed",
-        )
-        for name in whole:
+        for name in WHOLE:
             value = getattr(self, name)
             if name == "shard_ranks" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise PlanError(f"{name} is {value!r}; it must be a whole number.")
+        if self.stages * self.chunks > MOST_CHUNKS:
+            raise PlanError(f"stages={self.stages} times chunks={self.chunks} is more than {MOST_CHUNKS:,}; use fewer.")
         if self.loss_scale_growth < 1 or self.loss_scale_backoff > 1:
             raise PlanError(
                 f"loss_scale_growth is {self.loss_scale_growth} and loss_scale_backoff {self.loss_scale_backoff}; "

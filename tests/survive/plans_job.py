@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,50 +80,57 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+@dataclass(frozen=True)
+class Moment:
+    """When a rank dies: so many seconds after it has come by `step`, -1 for its start."""
+
+    rank: int
+    kind: str
+    step: int
+    seconds: float
+
+
+def draw(seed: int, plan: str, number: int) -> Moment:
+    """The moment of a kill, the number `number` under a plan."""
+    drawn = random.Random(f"{seed} {plan} {number}")
+    rank, kind, share = drawn.randrange(RANKS), drawn.choice(("start", "step", "save")), drawn.random()
+    if kind == "start":
+        return Moment(rank, kind, -1, share * START)
+    step = drawn.randrange(EVERY, STEPS + 1, EVERY) if kind == "save" else drawn.randrange(STEPS)
+    return Moment(rank, kind, step, share * SOON)
+
+
 class Killer(threading.Thread):
-    """Kills its own process at a moment that the main thread comes by.
+    """Kills its own process at a moment that the main thread comes by, and leaves a note first."""
 
-    Args:
-        folder: of the job.
-        plan: the name of the one under which it kills.
-        number: of the kill under this plan, from 0.
-        seed: decides which rank it is for, and when.
-    """
-
-    def __init__(self, folder: Path, plan: str, number: int, seed: int) -> None:
-        super().__init__(name=f"kill {number} under {plan}", daemon=True)
-        self.note = folder / "kills" / f"{plan}-{number}.json"
-        drawn = random.Random(f"{seed} {plan} {number}")
-        self.rank = drawn.randrange(RANKS)
-        self.kind = drawn.choice(("start", "step", "save"))
-        self.step = drawn.randrange(EVERY, STEPS + 1, EVERY) if self.kind == "save" else drawn.randrange(STEPS)
-        self.step = -1 if self.kind == "start" else self.step
-        self.seconds = drawn.random() * (START if self.kind == "start" else SOON)
-        self._due = threading.Event()
+    def __init__(self, moment: Moment, note: Path) -> None:
+        super().__init__(name="killer", daemon=True)
+        self._moment, self._note, self._due = moment, note, threading.Event()
         self.reached(-1)
         self.start()
 
     def reached(self, step: int) -> None:
         """The main thread has taken `step` steps, and begun the checkpoint that is due then."""
-        if step >= self.step:
+        if step >= self._moment.step:
             self._due.set()
 
     def run(self) -> None:
-        """Wait, leave a note, and die."""
+        """Wait, leave the note, and die."""
         self._due.wait()
-        time.sleep(self.seconds)
+        time.sleep(self._moment.seconds)
         saving = any(thread.name.startswith("zeroshard saves") for thread in threading.enumerate())
-        self.note.write_text(json.dumps({"rank": self.rank, "kind": self.kind, "step": self.step, "saving": saving}))
+        self._note.write_text(json.dumps({**asdict(self._moment), "saving": saving}))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def next_killer(folder: Path, plan: str, kills: int, seed: int, rank: int) -> Killer | None:
     """The first kill under a plan that has not come yet, if it is for this rank."""
-    there = [(folder / "kills" / f"{plan}-{number}.json").exists() for number in range(kills)]
-    if all(there):
-        return None
-    drawn = random.Random(f"{seed} {plan} {there.index(False)}").randrange(RANKS)
-    return Killer(folder, plan, there.index(False), seed) if drawn == rank else None
+    for number in range(kills):
+        note = folder / "kills" / f"{plan}-{number}.json"
+        if not note.exists():
+            moment = draw(seed, plan, number)
+            return Killer(moment, note) if moment.rank == rank else None
+    return None
 
 
 def batch(step: int, lane: int, lanes: int) -> tuple[Tensor]:

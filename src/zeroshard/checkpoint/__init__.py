@@ -5,13 +5,14 @@ This package knows files, names and intervals; `zeroshard.engine.state` knows wh
 
 from zeroshard.checkpoint.disk import Disk
 from zeroshard.checkpoint.folder import clear, committed, name_of, put_aside, retain
-from zeroshard.checkpoint.manifest import FORMAT, MANIFEST
+from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import Slot, write_tensors
 from zeroshard.checkpoint.weights import WeightFiles
 from zeroshard.checkpoint.writer import Meeting, Notes, Order, Piece, Saving, Snapshot, write
 
 __all__ = [
+    "DTYPES",
     "FORMAT",
     "MANIFEST",
     "Disk",

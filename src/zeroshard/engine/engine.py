@@ -28,7 +28,7 @@ from zeroshard.engine.pipelined import Pipelined, watch_versions
 from zeroshard.engine.replicas import check_replicas
 from zeroshard.engine.saving import Savings
 from zeroshard.engine.stage import Stage, make_stage
-from zeroshard.engine.state import State, whole_state_dict
+from zeroshard.engine.state import State, tied_names, whole_state_dict
 from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
@@ -83,6 +83,7 @@ class Engine:
         self._stage = self._cut(example)
         self._groups = Groups.of(self.plan, self.mesh, self._stage)
         self.world, self.comm = self._groups.world, self._groups.slices
+        tied = tied_names(model)
         assembler = Assembler(model, self.plan, self._groups, self.ledger, self._stage)
         self._assembly = assembler.assemble(optimizer, initialise)
         sliced = any(shard.parameters.sliced for shard in self._assembly.all_shards)
@@ -93,7 +94,7 @@ class Engine:
         )
         self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
         self._update = Update(self._assembly, self._backward, self._groups)
-        self._state = State(model, self._assembly, self._groups, self.ledger, self._stage)
+        self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
         self._savings = Savings()
         self._judge = Judge(self.plan)
         self._pipelined = self._make_pipelined() if self._stage else None
@@ -346,7 +347,7 @@ class Engine:
             "never_written": self._backward.never_written,
             "extra": dict(extra or {}),
         }
-        return self._savings.begin(lambda: self._state.save(Path(path), facts, keep, wait))
+        return self._savings.begin(lambda: self._state.save(Path(path).absolute(), facts, keep, wait))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint folder: what any plan saved, any plan loads; a collective call.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
+from zeroshard.checkpoint import DTYPES, Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
 from zeroshard.engine import rng
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.groups import Groups
@@ -26,8 +26,15 @@ class State:
     """Saves and restores weights, optimizer states and random numbers of one rank."""
 
     def __init__(
-        self, model: nn.Module, assembly: Assembly, groups: Groups, ledger: Ledger, stage: Stage | None = None
+        self,
+        model: nn.Module,
+        assembly: Assembly,
+        groups: Groups,
+        ledger: Ledger,
+        stage: Stage | None = None,
+        tied: dict[str, str] | None = None,
     ) -> None:
+        self._tied = tied or {}
         self._model, self._assembly, self._comm, self._stage = model, assembly, groups.slices, stage
         self._world = groups.world
         self._snapshot = Snapshot(ledger)
@@ -83,7 +90,9 @@ class State:
         """
         problem: CheckpointError | None = None
         try:
-            source = WeightFiles(path, _tied(self._model))
+            source = WeightFiles(path, self._tied)
+            ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers has it
+            source.fit(self._shapes(), dict(self._buffer_shapes()), ignored)
             self._check_shapes(source)
             for shard in self._assembly.all_shards:
                 self._load_weights(shard, source)
@@ -146,7 +155,7 @@ class State:
             "optimizer": {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars},
             "gradient_layouts": layouts,
             "cut": self._cut,
-            "tied": _tied(self._model),
+            "tied": self._tied,
             "config": _config(self._model),
         }
 
@@ -161,7 +170,7 @@ class State:
             if shard.gradients is not None:
                 self._load_optimizer(shard, reader, optimizer["scalars"])
         for group, saved in zip(self._assembly.optimizer.optimizer.param_groups, optimizer["groups"], strict=True):
-            group.update({k: _setting(v) for k, v in saved.items() if k in group})
+            group.update({k: _setting(v) for k, v in saved.items() if k in group and k != "params"})
         mesh = self._world.mesh
         same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
         for name, buffer in self._buffers():
@@ -173,7 +182,11 @@ class State:
             for shard in self._assembly.all_shards:
                 if shard.gradients is not None and shard.flat.label in reader.facts["gradient_layouts"]:
                     shard.gradients.restore_layout(*reader.facts["gradient_layouts"][shard.flat.label])
-        return reader.facts
+        facts = reader.facts
+        never = facts["never_written"]
+        if type(facts["skipped"]) is not int or not (never is None or isinstance(never, list)):
+            raise TypeError("skipped or never_written is none")
+        return facts
 
     def _pieces(self) -> Iterator[Piece]:
         """This rank's slice of every tensor, whatever the stage."""
@@ -216,11 +229,23 @@ class State:
                     scalars[shard.flat.index.entries[number].name] = kept
         return scalars
 
-    def _check_shapes(self, reader: "Reader | WeightFiles") -> None:
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all parameters of the model, those of other stages included."""
         mine = {e.name: tuple(e.shape) for s in self._assembly.all_shards for e in s.flat.index.entries}
         if self._stage is not None:
             layers = self._stage.chain.layers
             mine |= {name: tuple(p.shape) for layer in layers for name, p in layer.parameters.items()}
+        return mine
+
+    def _buffer_shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+        """The shapes of all buffers of the model; None for those that no state dict holds."""
+        for path, module in self._model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                kept = name not in module._non_persistent_buffers_set
+                yield f"{path}.{name}" if path else name, tuple(buffer.shape) if kept else None
+
+    def _check_shapes(self, reader: "Reader | WeightFiles") -> None:
+        mine = self._shapes()
         theirs = {name: reader.shape(f"weight:{name}") for name in reader.names("weight")}
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
@@ -328,8 +353,8 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     return facts
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Of parameters with several names, each further name and the first."""
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters with several names, each further name and the first; before the model is cut into stages."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
@@ -360,7 +385,7 @@ def _plain(value: Any) -> Any:
 def _setting(value: Any) -> Any:
     """What `_plain` made of a setting or a scalar state, as it was; JSON has lists where there were tuples."""
     if isinstance(value, list) and value[:1] == ["tensor"]:
-        return torch.tensor(_setting(value[2]), dtype=getattr(torch, value[1]))
+        return torch.tensor(_setting(value[2]), dtype=DTYPES[value[1]])
     if isinstance(value, list) and value[:1] == ["float"]:
         return float(value[1])
     return tuple(value) if isinstance(value, list) else value

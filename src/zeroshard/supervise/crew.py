@@ -65,7 +65,8 @@ class Crew:
         for environment in environments:
             rank = int(environment["RANK"])
             pulse = folder / f"rank-{rank:05d}.pulse"
-            own = {**environment, "ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_PULSE": str(pulse)}
+            own = {"ZEROSHARD_JOB": environment.get("TORCHELASTIC_RUN_ID", self._folder.name), **environment}
+            own |= {"ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_PULSE": str(pulse)}
             process = self._context.Process(target=work, args=(own, self._command), name=f"rank {rank}")
             process.start()
             self._workers.append(Worker(rank, process, pulse, time.monotonic()))

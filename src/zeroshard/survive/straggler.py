@@ -36,7 +36,7 @@ class Stragglers:
         least_seconds: and when it is more than this above it.
     """
 
-    def __init__(self, ranks: int, *, factor: float = 2.0, least_seconds: float = 0.02) -> None:
+    def __init__(self, ranks: int, *, factor: float = 2.0, least_seconds: float = 0.05) -> None:
         self._factor, self._least = factor, least_seconds
         self._recovered = (1 + factor) / 2  # lower than `factor`, so that a rank at the limit is not reported for ever
         self._seconds: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(ranks)]
