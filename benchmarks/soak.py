@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -106,6 +107,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Make the faults one after the other, print, and keep the table."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the jobs are ended too
     kept = {**circumstances(), "quick": options.quick, "rows": []}
     base = Path(tempfile.mkdtemp(prefix="zeroshard-soak-", dir=options.folder))
     for name in options.names:

@@ -27,7 +27,7 @@ Counts = dict[str, Any]
 
 def stopped_rank(folder: Path, quick: bool) -> Counts:
     """F8: SIGSTOP: noticed within the timeout and 2 s, rank and phase named, started again, bit for bit."""
-    times, options = 1 if quick else 6, ("--steps", "40" if quick else "120")
+    times, options = 1 if quick else 6, ("--steps", "60" if quick else "120")
     reference, seconds = reference_of(folder / "reference", *options), []
     limits = ("--timeout", str(TIMEOUT), "--start-timeout", "60")
     with Job(folder, train(folder, *options), limits) as job:

@@ -215,13 +215,18 @@ def check_whole(folder: Path) -> int:
     return len(paths)
 
 
+_REFERENCES: dict[tuple[str, ...], dict[int, set[str]]] = {}
+
+
 def reference_of(folder: Path, *options: str) -> dict[int, set[str]]:
-    """The lines of the main job when nothing disturbs it."""
-    with Job(folder, train(folder, *options), ("--max-restarts", "0")) as job:
-        assert job.wait() == 0, "the undisturbed job failed"
-    found = losses(folder)
-    assert all(len(lines) == 1 for lines in found.values())
-    return found
+    """The lines of the main job with some options when nothing disturbs it; made once."""
+    if options not in _REFERENCES:
+        with Job(folder, train(folder, *options), ("--max-restarts", "0")) as job:
+            assert job.wait() == 0, "the undisturbed job failed"
+        found = losses(folder)
+        assert all(len(lines) == 1 for lines in found.values())
+        _REFERENCES[options] = found
+    return _REFERENCES[options]
 
 
 def stop_signal(job: Job, number: int = signal.SIGTERM) -> int:

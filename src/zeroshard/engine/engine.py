@@ -170,6 +170,11 @@ class Engine:
         return [layer.name for layer in self._stage.layers] if self._stage else []
 
     @property
+    def split(self) -> tuple[str, ...]:
+        """The layers with which the chunks after the first begin; a plan with this `split` cuts the model alike."""
+        return self._stage.split if self._stage else ()
+
+    @property
     def order(self) -> dict[str, list[str]]:
         """Under ZeRO 3, the units in the order in which each kind of pass gathers them; recorded in the first step."""
         return self._gatherer.orders if self._gatherer else {}

@@ -106,6 +106,11 @@ class Stage:
         chunks = self.pipeline.layout.chunks_of(self.number)
         return [layer for c in chunks for layer in self.chain.layers[self.firsts[c] : self.firsts[c + 1]]]
 
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The first layer of every chunk after the first, by name."""
+        return tuple(self.chain.layers[first].name for first in self.firsts[1:-1])
+
     def chunk_of_layer(self, layer: int) -> int:
         """The chunk that a layer is in."""
         return max(c for c, first in enumerate(self.firsts[:-1]) if first <= layer)

@@ -103,6 +103,11 @@ def _failed(states: Sequence[RankState]) -> Culprit | None:
     if max(_since(state) for state in bad) < SETTLE and any(state.exit is None for state in states):
         return None
     first = min(bad, key=lambda s: (_is_echo(s), not (s.failure and s.failure.first), -_since(s), s.rank))
+    gone = [s for s in states if s.exit == DONE and s.exited + SETTLE >= _since(first)]
+    if gone and _is_echo(first):  # its connections broke because a rank had left
+        left = max(gone, key=lambda s: s.exited)
+        others = ", ".join(str(s.rank) for s in states if s not in gone)
+        return _culprit([left], "left", f"ended with exit code {DONE} while rank {others} had not")
     if first.exit is not None and first.exit < 0:
         return _culprit([first], "signal", f"was killed by {signal_name(-first.exit)}", _is_echo(first))
     if first.failure is None:

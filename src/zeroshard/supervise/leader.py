@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from zeroshard.supervise.board import Board, Link, keep_store
 from zeroshard.supervise.crash import write_report
-from zeroshard.supervise.crew import Crew
+from zeroshard.supervise.crew import GRACE, Crew
 from zeroshard.supervise.judge import FAILED, STOPPED, Limits, decide, diagnose, finished, pass_on, stop_code
 from zeroshard.supervise.place import Place, environments
 from zeroshard.supervise.records import Culprit, RankState, Verdict
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 TICK = 0.2  # seconds between two looks
-STACKS_WITHIN = {True: 1.0, False: 0.2}  # seconds for ranks to write their stacks, after a hang and otherwise
+STACKS_WITHIN = {True: 0.6, False: 0.2}  # seconds for ranks to write their stacks, after a hang and otherwise
+HUNG_GRACE = 0.5  # seconds from SIGTERM to SIGKILL after a hang, where ranks wait in vain and have nothing to save
 NODES_WITHIN = 10.0  # seconds in which another node has ended its workers
 
 
@@ -153,7 +154,7 @@ class _Leader:
         self._signal(signal.SIGUSR2)
         time.sleep(STACKS_WITHIN[culprit.exit is None])
         before = self._states()
-        self._end()
+        self._end(HUNG_GRACE if culprit.exit is None else GRACE)
         exits = {state.rank: state.exit for state in self._states()}
         return [replace(state, exit=exits[state.rank]) for state in before]
 
@@ -174,10 +175,10 @@ class _Leader:
             self._board.order("signal", number=number)
         self._crew.signal(number)
 
-    def _end(self) -> None:
+    def _end(self, grace: float = GRACE) -> None:
         if self._board is not None:
-            self._board.order("end")
-        self._crew.end()
+            self._board.order("end", grace=grace)
+        self._crew.end(grace)
         deadline = time.monotonic() + NODES_WITHIN
         while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
             time.sleep(TICK)
@@ -229,14 +230,14 @@ def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
                 case "signal":
                     crew.signal(order["number"])
                 case "end":
-                    crew.end()
+                    crew.end(order["grace"])
                 case "leave":
                     link.join(NODES_WITHIN)
                     return int(order["code"])
             obeyed += 1
         link.tell(crew.states(), obeyed, bool(requests))
         if link.lost or time.monotonic() - link.heard > job.limits.timeout:
-            crew.end()
+            crew.end(HUNG_GRACE)
             _say(f"node {place.node} lost node 0's supervisor at {place.address}:{place.port}, which decides; it ended")
             return FAILED
         crew.wait(TICK)

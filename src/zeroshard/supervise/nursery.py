@@ -12,7 +12,15 @@ import os
 import signal
 
 VARIABLE = "ZEROSHARD_NURSERY"  # names the supervisor's process to the one that it starts
-LOADED = ("numpy", "torch", "torch.distributed", "zeroshard", "zeroshard.launch", "zeroshard.supervise.worker")
+LOADED = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "zeroshard",
+    "zeroshard.launch",
+    "zeroshard.supervise.worker",
+)
 DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # as in linux/prctl.h
 

@@ -33,6 +33,7 @@ class Checkpoints:
         if keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be 1 or more, or nothing would be left to go on from.")
         self.engine, self.folder, self.keep = engine, Path(folder), keep
+        self._saving: Saving | None = None
         if engine.world.mesh.rank == 0:
             clear(self.folder)
         engine.world.agree(b"", "checkpoints are cleared")
@@ -43,7 +44,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is there already, or cannot be begun; with `wait`, whatever went wrong.
         """
-        return self.engine.save(self.folder / name_of(self.engine.steps), extra, keep=self.keep, wait=wait)
+        self._saving = self.engine.save(self.folder / name_of(self.engine.steps), extra, keep=self.keep, wait=wait)
+        return self._saving
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints that were committed, oldest first, as rank 0 sees them."""
@@ -78,7 +80,10 @@ class Checkpoints:
             CheckpointError: it is not there, or cannot be read.
         """
         self.engine.flush()
-        for later in (other for other in self.steps() if other > step):
+        if self._saving is not None:
+            self._saving.join()  # it may be of a later step
+        steps = self.steps()
+        for later in (other for other in steps if other > step and step in steps):
             self._put_aside(later)
         return self.engine.load(self.folder / name_of(step))
 

@@ -22,19 +22,20 @@ class RunFolder:
 
     Attributes:
         continued: whether the folder is that of a run that was cut off.
+        split: where that run had cut the model into stages; measured again, it might be elsewhere.
     """
 
-    def __init__(self, path: Path, writes: bool, tensorboard: bool = False, continued: bool = False) -> None:
-        self.path, self.continued = path, continued
-        self._metrics = _appending(path / "metrics.jsonl") if writes else None
-        self._board = _board(path) if writes and tensorboard else None
+    def __init__(self, path: Path, continued: bool, split: Sequence[str]) -> None:
+        self.path, self.continued, self.split = path, continued, tuple(split)
+        self._metrics: TextIO | None = None
+        self._board: Any = None
 
     @classmethod
-    def create(cls, config: TrainConfig, comm: Comm, writes: bool) -> "RunFolder":
+    def create(cls, config: TrainConfig, comm: Comm) -> "RunFolder":
         """The folder of the run that is to go on, or a new one below `config.out`, named by the date.
 
-        The same on all ranks; one of them `writes` into it. After a failure the next attempt goes on with its job's
-        own run; with `resume="auto"` any start goes on with the newest unfinished one.
+        The same on all ranks. After a failure the next attempt goes on with its job's own run; with `resume="auto"` any
+        start goes on with the newest unfinished one.
 
         Raises:
             ConfigError: it cannot be made.
@@ -51,13 +52,24 @@ class RunFolder:
                     except FileExistsError:
                         path = config.out / f"{names[0]}-{number}"
                 dump_toml(replace(config), path / "config.toml")
-                (path / SAME).write_text(json.dumps({"job": job(), **_same(config)}))
+                _replace(path / SAME, {"job": job(), **_same(config)})
             except OSError as error:
                 problem = f"The run folder {path} cannot be made ({error.strerror}); choose another with --out."
-        path, problem, continued = comm.agree_on([str(found or path), problem, found is not None], "run folder")[0]
+        split = json.loads((found / SAME).read_text()).get("split", {}) if found else {}
+        mine = split.get(_cut(config), ())
+        words = [str(found or path), problem, found is not None, mine]
+        path, problem, continued, mine = comm.agree_on(words, "run folder")[0]
         if problem:
             raise ConfigError(problem)
-        return cls(Path(path), writes, config.tensorboard, continued)
+        return cls(Path(path), continued, mine)
+
+    def open(self, config: TrainConfig, split: Sequence[str]) -> None:
+        """Begin to write; for the one rank that does. `split` is where the model was cut."""
+        self._metrics = _appending(self.path / "metrics.jsonl")
+        self._board = _board(self.path) if config.tensorboard else None
+        kept = json.loads((self.path / SAME).read_text())
+        splits = {**kept.get("split", {}), _cut(config): list(split)}
+        _replace(self.path / SAME, {**kept, "split": splits})
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line."""
@@ -95,6 +107,12 @@ def _same(config: TrainConfig) -> dict[str, Any]:
     return {"data": data, "seed": config.plan.seed, **{name: getattr(config, name) for name in names}}
 
 
+def _cut(config: TrainConfig) -> str:
+    """What decides where a model is cut, beside the time that its layers take."""
+    plan = config.plan
+    return json.dumps([plan.stages, plan.chunks, plan.balance, plan.split])
+
+
 def _unfinished(config: TrainConfig) -> Path | None:
     """The newest run below `config.out` that this start is to go on with, if there is one."""
     automatic = config.resume == "auto"
@@ -106,9 +124,16 @@ def _unfinished(config: TrainConfig) -> Path | None:
         except (OSError, ValueError):
             continue
         mine = {"job": kept.get("job") if automatic else job(), **_same(config)}
-        if kept == mine and not (path / "summary.json").exists():
+        if kept | mine == kept and not (path / "summary.json").exists():
             return path
     return None
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file that is never seen half written."""
+    fresh = path.with_suffix(".fresh")
+    fresh.write_text(json.dumps(content))
+    fresh.replace(path)
 
 
 def _appending(path: Path) -> TextIO:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,13 @@ class Run:
             config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout
         )
         self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
-        self.engine = Engine(self.built.module, self._optimizer(), config.plan, mesh=mesh, example=self._example())
+        self.folder = RunFolder.create(config, Comm(mesh))
+        plan = replace(config.plan, split=self.folder.split) if self.folder.split else config.plan
+        self.engine = Engine(self.built.module, self._optimizer(), plan, mesh=mesh, example=self._example())
         self.reports = self.engine.reports
         torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
-        self.folder = RunFolder.create(config, self.engine.world, self.reports)
+        if self.reports:
+            self.folder.open(config, self.engine.split)
         self.progress = Progress(config.steps, shown=self.reports)
         parts = (self.engine, self.text.corpus, self.folder.path)
         self.keeping = Keeping(config, *parts, self.progress.note)
