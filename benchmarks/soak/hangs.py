@@ -54,7 +54,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {  # what the last line on the screen mus
     "shape": ("rank 1", "shape"),
     "loop": ("rank 1 made no progress",),
     "lock": ("rank 1 made no progress",),
-    "mismatch": ("rank 0 waits for", "rank 1 for"),
+    "mismatch": ("The ranks disagree", "rank 0", "rank 1"),
 }
 STACKS = {"loop": "spin_for_ever", "lock": "wait_for_a_lock"}
 

@@ -5,6 +5,7 @@ It is passed as an object; there is no global registry.
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import sys
@@ -198,7 +199,11 @@ def _leave(mesh: Mesh) -> None:
     """At the end of the process: after an uncaught exception say why, else end the process groups in order."""
     error = getattr(sys, "last_value", None)
     if error is not None:
-        announce_failure(mesh, error)  # peers may be gone, and waiting for them is no use
+        with contextlib.suppress(dist.DistError):  # the store may be gone with the rank that kept it
+            announce_failure(mesh, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the end of the process groups would wait for peers that are gone
     elif dist.is_initialized():
         # gloo's threads drop their tensors a little after a result is there, and need Python's lock for it; one that
         # asks for the lock of an interpreter that is ending aborts the process.

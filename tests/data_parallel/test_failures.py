@@ -72,7 +72,7 @@ def test_the_rank_with_the_server_raises_and_ends_as_any_python_does() -> None:
     answers = launch(2, 0, "raises")
     assert [code for code, _ in answers] == [1, 1]
     assert "ValueError: out of luck" in answers[0][1]
-    assert "rank 0 failed: ValueError: out of luck" in answers[1][1]
+    assert "ValueError: out of luck" in answers[1][1]
 
 
 def test_a_rank_that_forgets_to_finish_is_told_of() -> None:

@@ -1,6 +1,9 @@
 """Shared memory and the network give the same bits; groups of ranks that slice among themselves follow a plain loop."""
 
 import functools
+import gc
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
+from zeroshard import shared
 from zeroshard.errors import PlanError
 
 STEPS = 4
@@ -181,3 +185,43 @@ def uneven(mesh: zs.Mesh) -> str:
 def test_ranks_that_do_not_divide_into_groups(pool: Pool) -> None:
     for words in pool.run(uneven, 3):
         assert "3 ranks do not divide into groups of shard_ranks=2; start a multiple of 2" in words
+
+
+def one_step(mesh: zs.Mesh, settings: dict[str, Any]) -> zs.Engine:
+    torch.manual_seed(0)
+    engine = zs.Engine(nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), zs.Plan(**settings), mesh=mesh)
+    engine.backward(engine(torch.ones(2, 3)).sum())
+    engine.step()
+    return engine
+
+
+def without_room(mesh: zs.Mesh) -> tuple[bool, str]:
+    """Whether this rank shares memory where one group's machine has no room for it, and what an order to share says."""
+    room = shared.room
+    if mesh.rank == 2:
+        shared.room = lambda: 0
+    try:
+        shares = one_step(mesh, {"zero": 2, "shard_ranks": 2}).comm.shared is not None
+        with pytest.raises(PlanError) as caught:
+            one_step(mesh, {"zero": 2, "shard_ranks": 2, "transport": "shared"})
+    finally:
+        shared.room = room
+    return shares, str(caught.value)
+
+
+def test_all_groups_share_memory_or_none(pool: Pool) -> None:
+    for shares, words in pool.run(without_room, 4):
+        assert not shares and "transport='shared' cannot be" in words and "which has" in words
+
+
+def left_behind(mesh: zs.Mesh) -> tuple[bool, int]:
+    """Whether an engine that nobody holds is still there, and how many files it left open."""
+    before = len(os.listdir("/proc/self/fd"))
+    engine = weakref.ref(one_step(mesh, {"zero": 2}))
+    gc.collect()
+    return engine() is not None, len(os.listdir("/proc/self/fd")) - before
+
+
+def test_an_engine_that_nobody_holds_is_freed(pool: Pool) -> None:
+    pool.run(left_behind, 2)  # the first makes what stays
+    assert pool.run(left_behind, 2) == [(False, 0)] * 2

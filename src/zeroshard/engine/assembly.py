@@ -149,6 +149,10 @@ class Assembler:
         reason: str | None = "the ranks do not compute on CPUs"
         if mesh.device.type == "cpu":
             reason = self._comm.share(nbytes)
+            reasons = self._groups.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
+            reason = next((found for found in reasons if found), None)
+            if reason is not None:
+                self._comm.shared = None
         if reason is not None and plan.transport == "shared":
             raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 

@@ -6,6 +6,7 @@ every parameter that ever got a gradient has one; what is left is launched when 
 A gradient that comes after its unit was launched (re-entrant recomputation) waits for the next reduction or the update.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -273,11 +274,14 @@ class _Arrival:
     __slots__ = ("backward", "parameter")
 
     def __init__(self, backward: Backward, parameter: torch.Tensor) -> None:
-        self.backward, self.parameter = backward, parameter
+        # weak, because Python cannot see a ring through what autograd holds, and would never free the engine
+        self.backward, self.parameter = weakref.ref(backward), weakref.ref(parameter)
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self.backward.begin()
-        self.parameter.grad = None
+        backward, parameter = self.backward(), self.parameter()
+        if backward is not None and parameter is not None:
+            backward.begin()
+            parameter.grad = None
 
 
 class _Receipt:
@@ -286,9 +290,12 @@ class _Receipt:
     __slots__ = ("absent", "backward", "gradients", "number")
 
     def __init__(self, backward: Backward, gradients: GradientShards, number: int, absent: torch.Tensor) -> None:
-        self.backward, self.gradients, self.number, self.absent = backward, gradients, number, absent
+        self.backward, self.gradients = weakref.ref(backward), weakref.ref(gradients)
+        self.number, self.absent = number, absent
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, self.absent
-        assert gradient is not None
-        self.backward.receive(self.gradients, self.number, gradient.detach())
+        backward, gradients = self.backward(), self.gradients()
+        if backward is not None and gradients is not None:
+            gradient, parameter.grad = parameter.grad, self.absent
+            assert gradient is not None
+            backward.receive(gradients, self.number, gradient.detach())

@@ -34,7 +34,9 @@ def write_report(
     path = folder / f"{now:%Y-%m-%d-%H%M%S-%f}-attempt-{attempt}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        fresh = path.with_suffix(".fresh")  # whoever waits for a report sees a whole one
+        fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(path)
     except OSError:
         return None
     return path
