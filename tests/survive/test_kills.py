@@ -34,7 +34,16 @@ def lines(folder: Path, name: str) -> dict[int, set[str]]:
 
 def test_killed_three_times_under_every_plan(pool: Pool, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    words = ["run", "--nproc-per-node", "2", "--max-restarts", str(KILLS), "--reports", str(tmp_path / "crashes"), "--"]
+    words = [
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        str(2 * KILLS + 2),
+        "--reports",
+        str(tmp_path / "crashes"),
+        "--",
+    ]
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     job = subprocess.Popen(
         [sys.executable, "-m", "zeroshard", *words, str(JOB), str(killed), str(KILLS), str(SEED)],

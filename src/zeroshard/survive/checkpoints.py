@@ -11,7 +11,7 @@ from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 
 
 class Checkpoints:
-    """A folder of checkpoints such as `step-00000100`, named by the engine's step.
+    """A folder of checkpoints such as `step-00000100`, named by the engine's step, in a loop such as::
 
         checkpoints = zs.Checkpoints(engine, "runs/a", keep=3)
         extra = checkpoints.resume()                       # None in a new run
