@@ -113,6 +113,9 @@ class Pool:
             self._pipes.append(here)
 
 
+_ENDED: list[Any] = []  # gloo waits for what is under way when a group is freed, and tests leave things half done
+
+
 def _start_groups_afresh(kept: set[Any], number: int) -> None:
     """End the groups that the last test made, and let torch name new ones alike on all workers and unlike before.
 
@@ -123,6 +126,7 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
     names = dist.distributed_c10d._world.pg_names
     for group in [group for group in names if isinstance(group, dist.ProcessGroup) and group not in kept]:
         dist.destroy_process_group(group)
+        _ENDED.append(group)
     while len(names) < 100 + 20 * number:
         names[object()] = f"filler {len(names)}"
 

@@ -31,6 +31,7 @@ from zeroshard.shared import Signal, share
 from zeroshard.transport import Arrival, Network, Scratch, Shared
 from zeroshard.watch import PATIENCE, Watch
 
+ABANDONED: list[Any] = []  # operations that were under way when nobody waited for them any more, after an error
 REMEMBERED = 32  # messages per channel whose names a rank can still tell
 LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
 
@@ -94,6 +95,11 @@ class Pending:
         self._work = work
         self._place = place
         self._count = count
+
+    def __del__(self) -> None:
+        """gloo waits for an operation under way when it is freed, so one that will never end is kept."""
+        if self._work is not None and not self._work.is_completed():
+            ABANDONED.append(self._work)
 
     def arrives_within(self, seconds: float) -> bool:
         """Wait a little; False when the result is not there yet."""
