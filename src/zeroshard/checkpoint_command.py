@@ -17,7 +17,7 @@ from rich.table import Table
 
 from zeroshard.checkpoint import MANIFEST, Reader
 from zeroshard.checkpoint.compare import Comparison, compare
-from zeroshard.checkpoint.find import find_checkpoint
+from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError
 from zeroshard.pipeline.cluster import format_size
 

@@ -13,7 +13,7 @@ import torch
 import tyro
 
 from zeroshard.checkpoint import Disk, Reader, Slot, write_tensors
-from zeroshard.checkpoint.find import find_checkpoint
+from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.stream import in_order
 from zeroshard.checkpoint.weights import INDEX, SINGLE
 from zeroshard.errors import CheckpointError, ConfigError

@@ -338,4 +338,5 @@ def test_any_words_on_the_command_line_are_obeyed_or_refused(
         refused = contextlib.suppress(SystemExit, ZeroshardError)
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), refused:
             cli.main(argv)
+        assert "Traceback" not in said.getvalue(), argv
     capsys.readouterr()

@@ -4,7 +4,7 @@ This package knows files, names and intervals; `zeroshard.engine.state` knows wh
 """
 
 from zeroshard.checkpoint.disk import Disk
-from zeroshard.checkpoint.folder import clear, committed, name_of, put_aside, retain
+from zeroshard.checkpoint.folder import clear, committed, find_checkpoint, name_of, put_aside, retain
 from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import Slot, write_tensors
@@ -27,6 +27,7 @@ __all__ = [
     "WeightFiles",
     "clear",
     "committed",
+    "find_checkpoint",
     "name_of",
     "put_aside",
     "retain",

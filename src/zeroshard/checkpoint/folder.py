@@ -26,6 +26,15 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and (path / MANIFEST).is_file())
 
 
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`; of a run folder or a folder of checkpoints, the newest; else `path` itself."""
+    if not (path / MANIFEST).exists():
+        for folder in (path / "checkpoints", path):
+            if found := committed(folder):
+                return found[-1][1]
+    return path
+
+
 def put_aside(path: Path, disk: Disk | None = None) -> Path:
     """Rename a damaged checkpoint to `NAME.bad`, so that it is no candidate any more; nothing is deleted."""
     for number in range(1000):

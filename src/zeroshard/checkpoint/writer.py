@@ -121,13 +121,13 @@ class Notes:
         if mesh.ranks == 1 or store is None:
             return [word]
         if mesh.rank:
-            with self._naming():
+            with _Naming():
                 store.set(f"save/{self._token}/{mesh.rank}", json.dumps(word))
             return []
         words = [word]
         for rank in range(1, mesh.ranks):
             words.append(json.loads(self._look_for(f"save/{self._token}/{rank}")))
-            with self._naming():
+            with _Naming():
                 store.delete_key(f"save/{self._token}/{rank}")
         return words
 
@@ -137,7 +137,7 @@ class Notes:
         if mesh.ranks == 1 or store is None:
             return word
         if mesh.rank == 0:
-            with self._naming():
+            with _Naming():
                 store.set(f"save/{self._token}/end", json.dumps(word))
             return word
         return json.loads(self._look_for(f"save/{self._token}/end"))
@@ -147,7 +147,7 @@ class Notes:
         mesh, pause, moved = self._mesh, POLLS[0], time.monotonic()
         assert mesh.store is not None and mesh.failures is not None
         while True:
-            with self._naming():
+            with _Naming():
                 if mesh.store.check([key]):
                     return mesh.store.get(key)
                 if mesh.failures.check(["failure"]):
@@ -158,9 +158,6 @@ class Notes:
                 raise CheckpointError(f"another rank was silent for {mesh.timeout:g} s")
             time.sleep(pause)
             pause = min(2 * pause, POLLS[1])
-
-    def _naming(self) -> "_Naming":
-        return _Naming()
 
 
 class _Naming:

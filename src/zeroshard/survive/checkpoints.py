@@ -48,9 +48,10 @@ class Checkpoints:
         return self._saving
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints that were committed, oldest first, as rank 0 sees them."""
-        found: list[int] = self.engine.world.agree_on([step for step, _ in committed(self.folder)], "checkpoints")[0]
-        return found
+        """The steps of all checkpoints, oldest first; one that is being written is waited for."""
+        if self._saving is not None:
+            self._saving.join()
+        return _steps(self.engine, self.folder)
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest good checkpoint; returns what was saved beside it, or None where there is none.
@@ -60,18 +61,7 @@ class Checkpoints:
         Raises:
             DamagedError: all are damaged. CheckpointError: the newest is of another model or optimizer.
         """
-        steps, problem = self.steps(), ""
-        for step in reversed(steps):
-            path = self.folder / name_of(step)
-            try:
-                return self.engine.load(path)
-            except DamagedError as error:
-                problem = str(error)
-                aside = self._put_aside(step)
-                warnings.warn(f"{problem} It is now {aside}; trying the one before.", CheckpointWarning, stacklevel=2)
-        if steps:
-            raise DamagedError(f"None of the {len(steps)} checkpoints in {self.folder} is whole; the last: {problem}")
-        return None
+        return resume(self.engine, self.folder)
 
     def back_to(self, step: int) -> dict[str, Any]:
         """Go back to the checkpoint of `step`; later ones are put aside.
@@ -80,19 +70,40 @@ class Checkpoints:
             CheckpointError: it is not there, or cannot be read.
         """
         self.engine.flush()
-        if self._saving is not None:
-            self._saving.join()  # it may be of a later step
         steps = self.steps()
         for later in (other for other in steps if other > step and step in steps):
-            self._put_aside(later)
+            _put_aside(self.engine, self.folder / name_of(later))
         return self.engine.load(self.folder / name_of(step))
 
-    def _put_aside(self, step: int) -> str:
-        """Rename a checkpoint on rank 0; the name that it has now, or why it has not."""
-        now = ""
-        if self.engine.world.mesh.rank == 0:
-            try:
-                now = put_aside(self.folder / name_of(step)).name
-            except OSError as error:
-                now = f"still there ({error.strerror})"
-        return str(self.engine.world.agree_on(now, "a checkpoint is put aside")[0])
+
+def resume(engine: Engine, folder: Path) -> dict[str, Any] | None:
+    """Go on from the newest good checkpoint of any folder; see `Checkpoints.resume`."""
+    steps, problem = _steps(engine, folder), ""
+    for step in reversed(steps):
+        path = folder / name_of(step)
+        try:
+            return engine.load(path)
+        except DamagedError as error:
+            problem = str(error)
+            aside = _put_aside(engine, path)
+            warnings.warn(f"{problem} It is now {aside}; trying the one before.", CheckpointWarning, stacklevel=3)
+    if steps:
+        raise DamagedError(f"None of the {len(steps)} checkpoints in {folder} is whole; the last: {problem}")
+    return None
+
+
+def _steps(engine: Engine, folder: Path) -> list[int]:
+    """The steps of all committed checkpoints, oldest first, as rank 0 sees them."""
+    found: list[int] = engine.world.agree_on([step for step, _ in committed(folder)], "checkpoints")[0]
+    return found
+
+
+def _put_aside(engine: Engine, path: Path) -> str:
+    """Rename a checkpoint on rank 0; the name that it has now, or why it has not."""
+    now = ""
+    if engine.world.mesh.rank == 0:
+        try:
+            now = put_aside(path).name
+        except OSError as error:
+            now = f"still there ({error.strerror})"
+    return str(engine.world.agree_on(now, "a checkpoint is put aside")[0])

@@ -8,10 +8,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from zeroshard.checkpoint import Saving
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
-from zeroshard.survive import Checkpoints, Guard, Verdict
+from zeroshard.survive import Checkpoints, Guard, Verdict, resume
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Corpus
 from zeroshard.train.cursor import Cursor
@@ -39,7 +38,6 @@ class Keeping:
         self._config, self._engine, self._corpus, self._say = config, engine, corpus, say
         self._folder = folder / CHECKPOINTS
         self._checkpoints = Checkpoints(engine, self._folder, config.keep)
-        self._saving: Saving | None = None
         self.cursor = Cursor()
         self.asked = False
         self.exposed_seconds: float | None = None
@@ -60,8 +58,8 @@ class Keeping:
         given = self._config.resume
         if extra is not None:
             self._say(f"going on from step {extra['step']} of {self._folder.parent}")
-        elif isinstance(given, Path) and (given / CHECKPOINTS).is_dir() and not continued:
-            extra = Checkpoints(self._engine, given / CHECKPOINTS, self._config.keep).resume()
+        elif isinstance(given, Path) and (given / CHECKPOINTS).is_dir():
+            extra = resume(self._engine, given / CHECKPOINTS)
             if extra is None:
                 raise CheckpointError(f"{given / CHECKPOINTS} holds no checkpoint; give a folder that does.")
         elif isinstance(given, Path):
@@ -69,7 +67,7 @@ class Keeping:
         elif self._config.weights is not None:
             self._engine.load_weights(self._config.weights)
         if extra is None:
-            if self.guard is not None and self._config.checkpoint and not continued:
+            if self.guard is not None:
                 self.save(0, wait=True)  # so that there is always one to go back to
             return 0
         _check_corpus(extra, self._corpus)
@@ -102,8 +100,6 @@ class Keeping:
             return step
         origin, reached = self.guard.origin, self.cursor.position
         assert origin is not None
-        if self._saving is not None:
-            self._saving.join()  # so that every attempt sees the same checkpoints
         chosen = self.guard.choose(self._checkpoints.steps())
         if chosen is None:
             raise self.guard.give_up("there is no checkpoint from before")
@@ -139,8 +135,7 @@ class Keeping:
             "cursor": self.cursor.state(),
             "guard": self.guard.state() if self.guard else None,
         }
-        self._saving = self._checkpoints.save(extra, wait=wait)
-        self.exposed_seconds = self._saving.exposed_seconds
+        self.exposed_seconds = self._checkpoints.save(extra, wait=wait).exposed_seconds
 
     def stop(self, step: int) -> None:
         """Save and stop.
@@ -150,8 +145,6 @@ class Keeping:
         """
         if not self._config.checkpoint:
             raise Stopped(f"Stopped on request after step {step}; nothing was saved (--no-checkpoint).")
-        if self._saving is not None:
-            self._saving.wait()
         if step not in self._checkpoints.steps():
             self.save(step, wait=True)
         raise Stopped(f"Stopped on request after step {step}, which is saved; go on with --resume auto.")
