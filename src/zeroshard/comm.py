@@ -16,17 +16,18 @@ import json
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
 from datetime import timedelta
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from zeroshard.counts import BACKWARDS as BACKWARDS
+from zeroshard.counts import Count as Count
+from zeroshard.counts import Purpose as Purpose
 from zeroshard.errors import CommError
 from zeroshard.mesh import Mesh
+from zeroshard.rehearsal import Nobody, stand_in
 from zeroshard.shared import Signal, share
 from zeroshard.transport import Arrival, Network, Scratch, Shared
 from zeroshard.watch import PATIENCE, Watch
@@ -34,46 +35,6 @@ from zeroshard.watch import PATIENCE, Watch
 ABANDONED: list[Any] = []  # operations that were under way when nobody waited for them any more, after an error
 REMEMBERED = 32  # messages per channel whose names a rank can still tell
 LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
-
-
-class Purpose(StrEnum):
-    """What a collective is for."""
-
-    GATHER_PARAMETERS = "gather parameters"
-    GATHER_TO_EVALUATE = "gather to evaluate"
-    REDUCE_GRADIENTS = "reduce gradients"
-    GATHER_GRADIENTS = "gather gradients"
-    AVERAGE_REPLICAS = "average replicas"
-    SEND_ACTIVATIONS = "send activations"
-    SEND_GRADIENTS = "send their gradients"
-    LEND_WEIGHTS = "lend weights"
-    REPAY_GRADIENTS = "repay their gradients"
-    CONTROL = "agreement"
-    SETUP = "set-up"
-
-
-BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages go apart from those of the forwards
-
-
-@dataclass(slots=True)
-class Count:
-    """What went over the wire for one purpose.
-
-    Attributes:
-        elements: elements moved, by the paper's count, without padding.
-        padding: padding elements moved with them.
-        nbytes: bytes of both.
-        sent_nbytes: bytes that this rank itself sent.
-        calls: number of collectives.
-        seconds: time this rank stood waiting.
-    """
-
-    elements: int = 0
-    padding: int = 0
-    nbytes: int = 0
-    sent_nbytes: int = 0
-    calls: int = 0
-    seconds: float = 0.0
 
 
 class Place(NamedTuple):
@@ -180,7 +141,8 @@ class Comm:
         self.digests = {"gather": 0, "reduce": 0}
         self.session = 0
         self.shared: Shared | None = None
-        self._network = Network(mesh.rank, mesh.ranks, mesh.device)
+        place = (mesh.rank, mesh.ranks, mesh.device)
+        self._network = Network(*place) if mesh.rehearsal is None else Nobody(*place, mesh.rehearsal)
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
         self._watch: Watch | None = None
@@ -199,7 +161,11 @@ class Comm:
         Returns:
             why it cannot be, or None.
         """
-        found = share(self.mesh.rank, self.mesh.ranks, self.agree_on, nbytes)
+        mesh = self.mesh
+        if mesh.rehearsal is not None:
+            found = stand_in(mesh.rehearsal, mesh.rank, mesh.ranks)
+        else:
+            found = share(mesh.rank, mesh.ranks, self.agree_on, nbytes)
         if isinstance(found, str):
             return found
         self.shared = Shared(found)
@@ -252,7 +218,7 @@ class Comm:
         place, count = self._enter("gather", Purpose.SETUP, label)
         self._add(count, tensor, 0, sent=True)
         with self._naming(place):
-            work = dist.broadcast(tensor, group=self._groups["gather"], group_src=source, async_op=True)
+            work = self._network.broadcast(tensor, source, self._groups["gather"])
         Pending(self, work, place, count).wait()
 
     def send(self, tensor: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
@@ -263,14 +229,14 @@ class Comm:
         count.sent_nbytes += tensor.nbytes
         count.calls += 1
         with self._naming(place):
-            work = dist.isend(tensor, group=group, group_dst=peer, tag=_tag(label, self.session))
+            work = self._network.send(tensor, peer, _tag(label, self.session), group)
         return Pending(self, work, place, count)
 
     def receive(self, into: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
         """Start to fill `into` with what rank `peer` sends under the same label."""
         place, count, group = self._channel(peer, self.mesh.rank, purpose, label)
         with self._naming(place):
-            work = dist.irecv(into, group=group, group_src=peer, tag=_tag(label, self.session))
+            work = self._network.receive(into, peer, _tag(label, self.session), group)
         return Pending(self, work, place, count)
 
     def agree(self, words: bytes, label: str) -> list[bytes]:
@@ -300,6 +266,9 @@ class Comm:
 
     def _spread(self, frame: bytes, label: str) -> list[bytes]:
         """Every rank's `frame`, which must be equally long on all ranks."""
+        if self.mesh.rehearsal is not None:
+            self.mesh.rehearsal.begin("gather", len(frame) * self.mesh.ranks).wait()
+            return [frame] * self.mesh.ranks
         mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         everyone = torch.empty(self.mesh.ranks * len(frame), dtype=torch.uint8)
         place = self._place("control", label)
@@ -450,16 +419,6 @@ class Comm:
             return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
         except dist.DistError:
             return None
-
-
-def merged(counts: Iterable[Mapping[Purpose, Count]]) -> dict[Purpose, Count]:
-    """The sums of several `Comm.counts`."""
-    total: dict[Purpose, Count] = {}
-    for each in counts:
-        for purpose, count in each.items():
-            sofar = astuple(total.get(purpose, Count()))
-            total[purpose] = Count(*(a + b for a, b in zip(sofar, astuple(count), strict=True)))
-    return total
 
 
 def _in(rank: int, group: str) -> bool:

@@ -115,7 +115,7 @@ def _unset(tensor: torch.Tensor | None) -> bool:
     if tensor is None:
         return False
     if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
+        return not bool((tensor == tensor).all())
     return tensor._version == 0 and not bool(tensor.any())
 
 

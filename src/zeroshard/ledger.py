@@ -61,10 +61,14 @@ class Ledger:
 
     Args:
         budgets: bytes that a tier (`"device"`, `"host"`, ...) may hold; a tier that is absent has no limit.
+        now: seconds of the clock by which changes are recorded.
     """
 
-    def __init__(self, budgets: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, budgets: Mapping[str, int] | None = None, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.budgets = dict(budgets or {})
+        self._now = now
         self._accounts: dict[tuple[str, Category], Account] = defaultdict(Account)
         self._recording: Recording | None = None
 
@@ -146,7 +150,7 @@ class Ledger:
 
     def record(self) -> None:
         """Keep every change from now on, for the picture of memory over one step."""
-        self._recording = Recording(time.perf_counter())
+        self._recording = Recording(self._now())
         self._note("start")
 
     @property
@@ -161,7 +165,7 @@ class Ledger:
 
     def _note(self, label: str) -> None:
         if self._recording is not None:
-            elapsed = time.perf_counter() - self._recording.start
+            elapsed = self._now() - self._recording.start
             self._recording.events.append(Event(elapsed, label, self.snapshot()))
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.errors import PlanError
 from zeroshard.pulse import Pulse
+from zeroshard.rehearsal import Rehearsal
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
@@ -44,6 +45,7 @@ class Mesh:
         failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
         timeout: seconds that a collective may wait before it is an error.
         pulse: where this rank says what it does, for its supervisor; None without one.
+        rehearsal: set where the other ranks do not exist and are imagined.
     """
 
     rank: int = 0
@@ -56,6 +58,7 @@ class Mesh:
     failures: Store | None = None
     timeout: float = 300.0
     pulse: Pulse | None = None
+    rehearsal: Rehearsal | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -64,6 +67,10 @@ class Mesh:
             )
         if not 0 <= self.rank < self.ranks:
             raise PlanError(f"Rank {self.rank} is outside a mesh of {self.ranks} ranks; ranks count from 0.")
+
+    def now(self) -> float:
+        """Seconds of a clock that the processes of a machine share; in a rehearsal, of its own."""
+        return time.monotonic() if self.rehearsal is None else self.rehearsal.now()
 
 
 def attempt() -> int:
@@ -83,6 +90,17 @@ def attempt() -> int:
 def job() -> str:
     """What names this job through all its attempts: from `zeroshard run`, else from torchrun; empty without either."""
     return os.environ.get("ZEROSHARD_JOB", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+
+
+def local_ranks() -> int | None:
+    """How many ranks of this job the launcher started on this machine; None without a launcher."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() and int(count) else None
+
+
+def cache_home() -> str:
+    """The folder that the user wants caches to be kept in (XDG base directories); empty where it is not said."""
+    return os.environ.get("XDG_CACHE_HOME", "")
 
 
 def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
@@ -156,7 +174,12 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     """
     members = next(part for part in parts if mesh.rank in part)
     if max(map(len, parts)) == 1:
-        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
+        alone = Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
+        return replace(alone, rehearsal=mesh.rehearsal)
+    if mesh.rehearsal is not None:
+        rank = members.index(mesh.rank)
+        part = mesh.rehearsal.part(members)
+        return Mesh(rank, len(members), mesh.device, timeout=mesh.timeout, rehearsal=part)
     assert mesh.gathers is not None and mesh.store is not None
     world = [dist.get_global_rank(mesh.gathers, rank) for rank in members]
     patience = timedelta(seconds=mesh.timeout + 30.0)

@@ -16,6 +16,8 @@ from zeroshard.shared import SharedMemory, Signal, Signals
 MOST_ROTATIONS = 8  # with more ranks their zero-length messages cost more than they save
 
 Scratch = Callable[[int], torch.Tensor]  # a buffer of so many elements, from an arena
+Group = dist.ProcessGroup | None
+Sizes = list[int] | None
 
 
 class Several(dist.Work):
@@ -60,14 +62,13 @@ class Network:
         self._rank, self._ranks = rank, ranks
         self._rotates = device.type == "cpu" and ranks <= MOST_ROTATIONS
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
         """Start to fill `full` [N*S] with all ranks' `own` [S], which may be this rank's part of it."""
         if not self._rotates:
-            work: dist.Work = dist.all_gather_single(full, own, group=group, async_op=True)
-            return work
+            return self.all_gather(full, own, group)
         size = own.numel()
         mine = full[self._rank * size : (self._rank + 1) * size]
-        if mine.data_ptr() != own.data_ptr():
+        if not same_place(mine, own):
             mine.copy_(own)
         works = []
         for step in range(1, self._ranks):
@@ -75,14 +76,12 @@ class Network:
             works.append(self._rotate(full[source * size : (source + 1) * size], source, own, to, group))
         return Several(works)
 
-    def exchange(
-        self, full: torch.Tensor, group: dist.ProcessGroup | None, scratch: Scratch
-    ) -> tuple[dist.Work, Arrival]:
+    def exchange(self, full: torch.Tensor, group: Group, scratch: Scratch) -> tuple[dist.Work, Arrival]:
         """Start to send every rank its slice of `full` [N*S], and to receive all copies of this rank's own."""
         size = full.numel() // self._ranks
         if not self._rotates:
             into = scratch(full.numel())
-            work: dist.Work = dist.all_to_all_single(into, full, group=group, async_op=True)
+            work = self.all_to_all(into, full, None, None, group)
             return work, Arrival(lambda: list(into.view(self._ranks, -1)), into)
         others = scratch((self._ranks - 1) * size)
         copies = {self._rank: full[self._rank * size : (self._rank + 1) * size]}
@@ -93,13 +92,40 @@ class Network:
             works.append(self._rotate(copies[source], source, full[to * size : (to + 1) * size], to, group))
         return Several(works), Arrival(lambda: [copies[rank] for rank in range(self._ranks)], others)
 
-    def _rotate(
-        self, into: torch.Tensor, source: int, out: torch.Tensor, to: int, group: dist.ProcessGroup | None
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
+        """Start to fill `full` [N*S] with all ranks' `own` [S]."""
+        work: dist.Work = dist.all_gather_single(full, own, group=group, async_op=True)
+        return work
+
+    def all_to_all(
+        self, into: torch.Tensor, out: torch.Tensor, receives: Sizes, sends: Sizes, group: Group
     ) -> dist.Work:
-        sends, receives = [0] * self._ranks, [0] * self._ranks
-        sends[to], receives[source] = out.numel(), into.numel()
+        """Start to send each rank its part of `out`, and to receive `into`; even parts where no sizes are given."""
         work: dist.Work = dist.all_to_all_single(into, out, receives, sends, group=group, async_op=True)
         return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
+        """Start to overwrite `tensor` with that of rank `source`."""
+        work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+        return work
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
+        """Start to send `tensor` to a rank."""
+        return dist.isend(tensor, group=group, group_dst=peer, tag=tag)
+
+    def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
+        """Start to fill `into` with what a rank sends."""
+        return dist.irecv(into, group=group, group_src=peer, tag=tag)
+
+    def _rotate(self, into: torch.Tensor, source: int, out: torch.Tensor, to: int, group: Group) -> dist.Work:
+        sends, receives = [0] * self._ranks, [0] * self._ranks
+        sends[to], receives[source] = out.numel(), into.numel()
+        return self.all_to_all(into, out, receives, sends, group)
+
+
+def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors begin at the same element of the same memory."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 class Shared:
@@ -154,7 +180,7 @@ class _Copying(dist.Work):
             for rank, part in enumerate(self._full.split(size)):
                 if rank != self._memory.rank:
                     part.copy_(self._memory.theirs(rank, self._label, 0, size, self._own.dtype))
-                elif part.data_ptr() != self._own.data_ptr():
+                elif not same_place(part, self._own):
                     part.copy_(self._own)
             self._memory.post(Signal.COPIED)
             self._copied = self._memory.work(Signal.COPIED)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zeroshard.comm import Comm, Count, Purpose, merged
+from zeroshard.comm import Comm, Count, Purpose
+from zeroshard.counts import merged
 from zeroshard.data_parallel import messages
 from zeroshard.data_parallel.server import OptimizerFactory, Reply, Server
 from zeroshard.data_parallel.wire import Wire

@@ -268,7 +268,7 @@ def _precise(flat: Flat) -> torch.dtype:
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
-        if float(state.get("step", 0)) > 0 or "momentum_buffer" in state:
+        if "momentum_buffer" in state or not bool(torch.as_tensor(state.get("step", 0)) == 0):
             raise OptimizerError(
                 f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give "
                 f"the engine a new "

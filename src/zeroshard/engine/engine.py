@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Saving
-from zeroshard.comm import Count, Purpose, merged
+from zeroshard.counts import Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
@@ -78,7 +78,7 @@ class Engine:
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
         budget = self.plan.device_budget
-        self.ledger = Ledger({} if budget is None else {"device": budget})
+        self.ledger = Ledger({} if budget is None else {"device": budget}, self.mesh.now)
         self._loss = loss or (lambda output, batch: loss_in(output))
         self._stage = self._cut(example)
         self._groups = Groups.of(self.plan, self.mesh, self._stage)
@@ -95,12 +95,10 @@ class Engine:
         self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
         self._update = Update(self._assembly, self._backward, self._groups)
         self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
-        self._savings = Savings()
-        self._judge = Judge(self.plan)
+        self._savings, self._judge = Savings(), Judge(self.plan)
         self._pipelined = self._make_pipelined() if self._stage else None
         self._counts: Mapping[Purpose, Count] = {}
-        self.steps = 0
-        self.skipped = 0
+        self.steps = self.skipped = 0
         self.schedule = self._make_schedule()
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         self._reset_counts()
@@ -173,6 +171,11 @@ class Engine:
     def split(self) -> tuple[str, ...]:
         """The layers with which the chunks after the first begin; a plan with this `split` cuts the model alike."""
         return self._stage.split if self._stage else ()
+
+    @property
+    def checkpoint_nbytes(self) -> int:
+        """Bytes of this rank's part of a checkpoint."""
+        return self._state.nbytes
 
     @property
     def order(self) -> dict[str, list[str]]:
@@ -459,9 +462,9 @@ class Engine:
 
     def _make_pipelined(self) -> Pipelined:
         assert self._stage is not None
-        parts = (self._stage, self._assembly, self._backward, self._update, self._judge)
         if self.plan.streams:
             watch_versions(self._stage, self._assembly, self._backward, self.ledger)
+        parts = (self._stage, self._assembly, self._backward, self._update, self._judge)
         return Pipelined(*parts, self.plan, self._run)
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:

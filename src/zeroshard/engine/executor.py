@@ -3,7 +3,6 @@
 The messages of a list are asynchronous; a forward or backward waits for its own input and for nothing else.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -153,7 +152,7 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j] = self._enter(action)
         flight.recomputes = self._recomputes and (chunk, j) not in self._at_once
-        start = time.monotonic()
+        start = self._stage.world.mesh.now()
         if flight.recomputes:
             flight.random = self._random_state()
             with torch.no_grad():
@@ -216,7 +215,7 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j]
         gradient = self._gradient_of_output(chunk, j, flight)
-        start = time.monotonic()
+        start = self._stage.world.mesh.now()
         self.loans.again((chunk, j))  # whatever the model itself computes again needs the weights that it had
         self._use(action)
         if flight.recomputes:
@@ -268,7 +267,7 @@ class Executor:
         return [torch.get_rng_state(), *own]
 
     def _weight_gradients(self, action: Action) -> None:
-        start = time.monotonic()
+        start = self._stage.world.mesh.now()
         self._backward.under_scale = True
         try:
             with self._backward.local():
@@ -326,7 +325,7 @@ class Executor:
     def _update_chunk(self, action: Action) -> None:
         if not self._decided:
             self._factor, self._decided = self._decide(), True
-        start = time.monotonic()
+        start = self._stage.world.mesh.now()
         shards = self._shards_of[action.chunk]
         if self._factor is None:
             self._update.skip(shards)
@@ -346,7 +345,7 @@ class Executor:
 
     def _note(self, action: Action, start: float) -> None:
         if self.tracing:
-            self.spans.append((action, start, time.monotonic()))
+            self.spans.append((action, start, self._stage.world.mesh.now()))
 
 
 def _shards_by_chunk(stage: Stage, assembly: Assembly) -> dict[int, list[Shard]]:

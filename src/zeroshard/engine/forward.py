@@ -45,6 +45,7 @@ class Forward:
             for shard in shards
             if shard.parameters.sliced
         }
+        self._flats = {_place_of(shard.parameters.full) for shard in assembly.all_shards}
         self._activations: dict[int, int] = {}
         self.editing = False
         model.register_forward_pre_hook(_outside(self._enter_model), with_kwargs=True, prepend=True)
@@ -137,7 +138,9 @@ class Forward:
         home = self._homes.get(_place_of(tensor))
         if home is not None:
             return _SavedWeight(tensor, *home)
-        return _Activation(tensor, self) if self._ledger.recording and tensor.layout is torch.strided else tensor
+        weight = isinstance(tensor, nn.Parameter) or _place_of(tensor) in self._flats
+        counts = self._ledger.recording and tensor.layout is torch.strided and not weight
+        return _Activation(tensor, self) if counts else tensor
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):

@@ -188,7 +188,7 @@ def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Calla
             weights = [sum(p.numel() for p in layer.parameters.values()) for layer in chain.layers]
         elif world.mesh.rank == 0:
             with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing here
-                costs = measure(model, chain, forward, world.mesh.device)
+                costs = measure(model, chain, forward, world.mesh.device, now=world.mesh.now)
             weights = [cost.forward_seconds + cost.backward_seconds for cost in costs]
         weights = world.agree_on(weights, "times of the layers")[0]
         blocks = weights[1:-1]

@@ -188,6 +188,11 @@ class State:
             raise TypeError("skipped or never_written is none")
         return facts
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part of a checkpoint."""
+        return sum(piece.values.nbytes for piece in self._pieces())
+
     def _pieces(self) -> Iterator[Piece]:
         """This rank's slice of every tensor, whatever the stage."""
         rank = self._comm.mesh.rank

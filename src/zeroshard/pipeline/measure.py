@@ -19,7 +19,12 @@ REPEATS = 5
 
 
 def measure(
-    model: nn.Module, chain: Chain, forward: Callable[[], Any], device: torch.device, repeats: int = REPEATS
+    model: nn.Module,
+    chain: Chain,
+    forward: Callable[[], Any],
+    device: torch.device,
+    repeats: int = REPEATS,
+    now: Callable[[], float] = time.perf_counter,
 ) -> list[LayerCost]:
     """What each layer costs on this machine: medians of `repeats` forwards and backwards after one to warm up.
 
@@ -27,6 +32,7 @@ def measure(
 
     Args:
         forward: runs the model on a microbatch that is on `device`, down to the loss.
+        now: seconds of the clock to measure by.
     """
     costs = []
     gpus = [device] if device.type == "cuda" else []
@@ -35,7 +41,7 @@ def measure(
             with _standing_in(chain, device):
                 hidden = chain.boundary(layer.number, forward) if layer.number else None
             with _real_parameters(chain, layer, device) as parameters, _standing_in(chain, device):
-                costs.append(_Measurement(chain, layer, forward, parameters, hidden, device).of(repeats))
+                costs.append(_Measurement(chain, layer, forward, parameters, hidden, (device, now)).of(repeats))
     return costs
 
 
@@ -49,9 +55,10 @@ class _Measurement:
         forward: Callable[[], Any],
         parameters: list[nn.Parameter],
         hidden: Tensor | None,
-        device: torch.device,
+        place: tuple[torch.device, Callable[[], float]],
     ) -> None:
-        self._chain, self._layer, self._forward, self._device = chain, layer, forward, device
+        self._chain, self._layer, self._forward = chain, layer, forward
+        self._device, self._now = place
         self._parameters = [p for p in parameters if p.requires_grad]
         self._hidden = None if hidden is None else torch.randn(hidden.shape, device=hidden.device).to(hidden.dtype)
         self._weights = {p.untyped_storage()._cdata for p in parameters}
@@ -72,16 +79,16 @@ class _Measurement:
         number = self._layer.number
         hidden = None if self._hidden is None else self._hidden.detach().requires_grad_()
         self._wait()
-        start = time.perf_counter()
+        start = self._now()
         output = self._chain.run(number, number + 1, self._forward, hidden)
         self._wait()
-        middle = time.perf_counter()
+        middle = self._now()
         ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         wanted = [*self._parameters, *([] if hidden is None else [hidden])]
         if ends and wanted:
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
         self._wait()
-        return output, middle - start, time.perf_counter() - middle
+        return output, middle - start, self._now() - middle
 
     def _wait(self) -> None:
         """Let the device finish."""

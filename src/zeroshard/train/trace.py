@@ -1,24 +1,15 @@
 """The timeline of a few steps as they ran, beside what the simulator makes of the same times."""
 
 import json
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from zeroshard.engine import Engine
-from zeroshard.schedule import Action, Kind, Pipeline
-from zeroshard.schedule.simulate import Costs, simulate
+from zeroshard.schedule import Action
+from zeroshard.schedule.simulate import simulate
+from zeroshard.schedule.spans import Span, costs_of
 
 TIMELINE = "timeline.json"
-Span = tuple[Action, float, float]
-TIMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "input_gradient",
-    Kind.WEIGHT_GRADIENT: "weight_gradient",
-    Kind.UPDATE: "update",
-}
 
 
 def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, writes: bool) -> None:
@@ -50,20 +41,6 @@ def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, 
     ]
     content = {"measured_seconds": took, "simulated_seconds": simulation.makespan, "timelines": timelines}
     (folder / TIMELINE).write_text(json.dumps(content))
-
-
-def costs_of(spans: list[list[Span]], pipeline: Pipeline) -> Costs:
-    """What each chunk cost: the median time of each kind of action. Messages cost nothing."""
-    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for rank in spans:
-        for action, start, end in rank:
-            times[action.kind, action.chunk].append(end - start)
-    given: dict[str, Any] = {}
-    for kind, name in TIMES.items():
-        values = tuple(median(times.get((kind, c), [0.0])) for c in range(pipeline.layout.all_chunks))
-        if any(values) or name in ("forward", "backward"):
-            given[name] = values
-    return Costs(**given)
 
 
 def _bubble(spans: list[list[Span]], took: float) -> float:

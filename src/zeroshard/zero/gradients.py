@@ -22,10 +22,12 @@ import torch
 from zeroshard.comm import Comm, Exchange, Purpose
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Arena, Category, Ledger
+from zeroshard.transport import same_place
 from zeroshard.units import Flat
 from zeroshard.zero.residency import Residency
 
 CHUNK = 2**16  # elements that are added over the ranks at a time, so that sums stay in the cache
+LAUNCH = 2**24  # on GPUs, so that each launch has enough to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ class GradientShards:
         exchange.wait()
         # In place, unless the total lies where a copy does that is needed later.
         apart = self._total is not None or self._ranks == 2
-        _add_mean(self.total, exchange.copies, self._arena, self._reduced, apart)
+        _add_mean(self._comm, self.total, exchange.copies, self._arena, self._reduced, apart)
         self._reduced = True
         exchange.done()
         if exchange.scratch is not None:
@@ -298,7 +300,7 @@ class GradientShards:
         exchange = comm.exchange(padded, scratch, label, padding, purpose)
         exchange.wait()
         own = padded[comm.mesh.rank * size : (comm.mesh.rank + 1) * size]
-        _add_mean(own, exchange.copies, arena, add=False, apart=ranks == 2)
+        _add_mean(comm, own, exchange.copies, arena, add=False, apart=ranks == 2)
         exchange.done()
         comm.gather(padded, own, purpose, label, padding).wait()
         total.copy_(padded[: total.numel()])
@@ -318,7 +320,7 @@ class GradientShards:
         if total.dtype != whole.dtype:
             whole = self._wide = self._arena.take(index.padded_numel, total.dtype, f"sums {self.flat.label}")
         own = whole[self.interval[0] : self.interval[1]]
-        if own.data_ptr() != total.data_ptr():
+        if not same_place(own, total):
             own.copy_(total)
         self._comm.gather(whole, own, Purpose.GATHER_GRADIENTS, self.flat.label, index.padding).wait()
         return whole
@@ -404,7 +406,7 @@ class GradientShards:
         self._landing.copy_(old)
 
 
-def _add_mean(into: torch.Tensor, copies: list[torch.Tensor], arena: Arena, add: bool, apart: bool) -> None:
+def _add_mean(comm: Comm, into: torch.Tensor, copies: list[torch.Tensor], arena: Arena, add: bool, apart: bool) -> None:
     """Set `into` [S] to the mean of the ranks' copies [S], or add that to it; summed in rank order, in fp32 at least.
 
     Args:
@@ -412,8 +414,20 @@ def _add_mean(into: torch.Tensor, copies: list[torch.Tensor], arena: Arena, add:
     """
     sums = torch.promote_types(copies[0].dtype, torch.float32)
     at_once = apart and not add and into.dtype == sums
-    scratch = None if at_once else arena.take(min(CHUNK, into.numel()), sums, "sum over ranks")
-    for part, *others in zip(into.split(CHUNK), *(copy.split(CHUNK) for copy in copies), strict=True):
+    chunk = CHUNK if into.device.type == "cpu" else LAUNCH
+    scratch = None if at_once else arena.take(min(chunk, into.numel()), sums, "sum over ranks")
+    rehearsal = comm.mesh.rehearsal
+    if rehearsal is not None and not rehearsal.values:  # which need not see every addition
+        rehearsal.compute((len(copies) + 1) * copies[0].nbytes + into.nbytes, len(copies) + 1)
+    else:
+        _sum(into, copies, chunk, scratch, add)
+    if scratch is not None:
+        arena.give(scratch)
+
+
+def _sum(into: torch.Tensor, copies: list[torch.Tensor], chunk: int, scratch: torch.Tensor | None, add: bool) -> None:
+    sums = torch.promote_types(copies[0].dtype, torch.float32)
+    for part, *others in zip(into.split(chunk), *(copy.split(chunk) for copy in copies), strict=True):
         mean = part if scratch is None else scratch[: part.numel()]
         if others[0].dtype == sums:
             torch.add(others[0], others[1], out=mean)
@@ -424,5 +438,3 @@ def _add_mean(into: torch.Tensor, copies: list[torch.Tensor], arena: Arena, add:
         mean.mul_(1.0 / len(copies))
         if scratch is not None:
             part.add_(mean) if add else part.copy_(mean)
-    if scratch is not None:
-        arena.give(scratch)

@@ -1,0 +1,55 @@
+"""What went over the wire, by purpose. Counts follow the ZeRO paper (1910.02054, section 7)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+
+
+class Purpose(StrEnum):
+    """What a collective is for."""
+
+    GATHER_PARAMETERS = "gather parameters"
+    GATHER_TO_EVALUATE = "gather to evaluate"
+    REDUCE_GRADIENTS = "reduce gradients"
+    GATHER_GRADIENTS = "gather gradients"
+    AVERAGE_REPLICAS = "average replicas"
+    SEND_ACTIVATIONS = "send activations"
+    SEND_GRADIENTS = "send their gradients"
+    LEND_WEIGHTS = "lend weights"
+    REPAY_GRADIENTS = "repay their gradients"
+    CONTROL = "agreement"
+    SETUP = "set-up"
+
+
+BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages go apart from those of the forwards
+
+
+@dataclass(slots=True)
+class Count:
+    """What went over the wire for one purpose.
+
+    Attributes:
+        elements: elements moved, by the paper's count, without padding.
+        padding: padding elements moved with them.
+        nbytes: bytes of both.
+        sent_nbytes: bytes that this rank itself sent.
+        calls: number of collectives.
+        seconds: time this rank stood waiting.
+    """
+
+    elements: int = 0
+    padding: int = 0
+    nbytes: int = 0
+    sent_nbytes: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+
+def merged(counts: Iterable[Mapping[Purpose, Count]]) -> dict[Purpose, Count]:
+    """The sums of several `Comm.counts`."""
+    total: dict[Purpose, Count] = {}
+    for each in counts:
+        for purpose, count in each.items():
+            sofar = astuple(total.get(purpose, Count()))
+            total[purpose] = Count(*(a + b for a, b in zip(sofar, astuple(count), strict=True)))
+    return total

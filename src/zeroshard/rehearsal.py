@@ -1,0 +1,208 @@
+"""Rehearsal: the collectives of one rank when no other process exists, so that an engine can be run to be looked at.
+
+A collective ends at once. Every other rank is taken to say what this one says, and to hold what this one holds; on
+tensors without values nothing is moved at all. What comm counts, and the buffers it asks for, are those of a real run.
+
+[Note: predicted time] A clock of its own goes on by what each operation would take. A collective occupies the wire from
+its start, and whoever waits for it loses only what is left; so what overlaps in the engine overlaps here.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.shared import SharedMemory, Signal
+from zeroshard.transport import Arrival, Group, Network, Scratch, Sizes
+
+WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes, the ranks that take part
+
+
+@dataclass(slots=True)
+class Clock:
+    """Predicted time on one rank.
+
+    Attributes:
+        now: seconds since the start.
+        spent: seconds by cause; they add up to `now`.
+        cause: what is being done.
+        wire_free: when the wire has nothing to carry any more.
+    """
+
+    now: float = 0.0
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    cause: str = "compute"
+    wire_free: float = 0.0
+
+    def spend(self, seconds: float, cause: str | None = None) -> None:
+        """Let time pass."""
+        self.now += seconds
+        self.spent[cause or self.cause] += seconds
+
+    def occupy_wire(self, seconds: float) -> float:
+        """Put something on the wire; returns when it has arrived."""
+        self.wire_free = max(self.now, self.wire_free) + seconds
+        return self.wire_free
+
+    def wait_until(self, end: float) -> None:
+        """Wait for something on the wire."""
+        if end > self.now:
+            self.spend(end - self.now, "wire")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """That a mesh is rehearsed, and how.
+
+    Attributes:
+        members: the ranks of the mesh by their numbers in the whole world.
+        shares: whether the ranks are taken to share memory, where the plan lets them.
+        values: whether tensors have values, which a collective then fills in with this rank's own.
+        clock: of the rehearsal.
+        wire_seconds: what a collective takes; nothing by default.
+        made: told of each buffer that ranks have in common.
+        compute: told of so many bytes that were to be moved by so many operations, and were not.
+    """
+
+    members: Sequence[int]
+    shares: bool = False
+    values: bool = False
+    clock: Clock = field(default_factory=Clock)
+    wire_seconds: WireSeconds = lambda operation, nbytes, members: 0.0
+    made: Callable[[torch.Tensor], None] = lambda buffer: None
+    compute: Callable[[int, int], None] = lambda nbytes, operations: None
+
+    def part(self, ranks: Sequence[int]) -> "Rehearsal":
+        """The rehearsal of some of its ranks."""
+        return replace(self, members=[self.members[rank] for rank in ranks])
+
+    def now(self) -> float:
+        """Seconds of the clock; of CPU time, where tensors have values."""
+        return time.process_time() if self.values else self.clock.now
+
+    def begin(self, operation: str, nbytes: int) -> dist.Work:
+        """Put a collective onto the wire; on real CPUs its time is the CPU's, and nothing hides it."""
+        seconds = self.wire_seconds(operation, nbytes, self.members)
+        if self.values:
+            self.clock.spent["wire"] += seconds
+            return Imagined(self.clock)
+        return Imagined(self.clock, self.clock.occupy_wire(seconds) if seconds else 0.0)
+
+    def fill(self, into: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill a buffer with copies of `values`, where there are any; elsewhere this is done by other ranks."""
+        if self.values and into.numel() and values.numel():
+            start = time.process_time()
+            into.view(-1, values.numel()).copy_(values)
+            self.clock.spent["aside"] += time.process_time() - start
+
+
+class Nobody(Network):
+    """The network of a rehearsal."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device, rehearsal: Rehearsal) -> None:
+        super().__init__(rank, ranks, device)
+        self._rehearsal = rehearsal
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
+        """As if every rank held `own`."""
+        super().gather(full, own, group)
+        return self._rehearsal.begin("gather", full.nbytes)
+
+    def exchange(self, full: torch.Tensor, group: Group, scratch: Scratch) -> tuple[dist.Work, Arrival]:
+        """As if every rank sent what this one sends."""
+        _, arrival = super().exchange(full, group, scratch)
+        return self._rehearsal.begin("exchange", full.nbytes), arrival
+
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
+        """Copies of what is here."""
+        self._rehearsal.fill(full, own)
+        return Imagined(self._rehearsal.clock)
+
+    def all_to_all(
+        self, into: torch.Tensor, out: torch.Tensor, receives: Sizes, sends: Sizes, group: Group
+    ) -> dist.Work:
+        """Copies of what is here."""
+        self._rehearsal.fill(into, out)
+        return Imagined(self._rehearsal.clock)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
+        """As if the source had what this rank has."""
+        return Imagined(self._rehearsal.clock)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
+        """Gone; messages of pipelines are left to the simulator, but for the CPU's time."""
+        rehearsal = self._rehearsal
+        return rehearsal.begin("send", tensor.nbytes) if rehearsal.values else Imagined(rehearsal.clock)
+
+    def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
+        """Zeros, if values at all."""
+        self._rehearsal.fill(into, torch.zeros(1, dtype=into.dtype))
+        return Imagined(self._rehearsal.clock)
+
+
+class OwnMemory(SharedMemory):
+    """What stands for memory shared with ranks that do not exist: ordinary buffers of this process."""
+
+    def __init__(self, rank: int, ranks: int, rehearsal: Rehearsal) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._rehearsal = rehearsal
+        self._shared: set[int] = set()
+        self._published: dict[str, torch.Tensor] = {}
+
+    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed buffer."""
+        buffer = torch.zeros(numel, dtype=dtype)
+        self._shared.add(buffer.untyped_storage()._cdata)
+        self._rehearsal.made(buffer)
+        return buffer
+
+    def mine(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed buffer."""
+        return torch.zeros(numel, dtype=dtype)
+
+    def is_common(self, tensor: torch.Tensor) -> bool:
+        """Whether `common` made it."""
+        return tensor.untyped_storage()._cdata in self._shared
+
+    def publish(self, label: str, tensor: torch.Tensor) -> None:
+        """Keep a buffer, to be read as if it were another rank's."""
+        self._published[label] = tensor
+
+    def theirs(self, rank: int, label: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's own."""
+        return self._published[label].view(dtype)[start : start + numel]
+
+    def post(self, signal: Signal) -> None:
+        """Nobody listens."""
+
+    def work(self, signal: Signal) -> dist.Work:  # type: ignore[override]
+        """A word to the other ranks."""
+        return self._rehearsal.begin("signal", 0)
+
+
+class Imagined(dist.Work):
+    """What is over when the clock says so; who waits for it lets the clock go on."""
+
+    def __init__(self, clock: Clock, end: float = 0.0) -> None:
+        super().__init__()
+        self._clock, self._end = clock, end
+
+    def is_completed(self) -> bool:
+        """Whether it has arrived by now."""
+        return self._end <= self._clock.now
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the time pass."""
+        self._clock.wait_until(self._end)
+        return True
+
+
+def stand_in(rehearsal: Rehearsal, rank: int, ranks: int) -> SharedMemory | str:
+    """Memory to share with nobody, or why there is none."""
+    if not rehearsal.shares:
+        return "the ranks are taken to be on different machines"
+    return OwnMemory(rank, ranks, rehearsal)

@@ -1,0 +1,33 @@
+"""Spans: what each chunk cost, read from when its actions ran."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from zeroshard.schedule.actions import Action, Kind
+from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.simulate import Costs
+
+Span = tuple[Action, float, float]
+TIMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input_gradient",
+    Kind.WEIGHT_GRADIENT: "weight_gradient",
+    Kind.UPDATE: "update",
+}
+
+
+def costs_of(spans: Sequence[Sequence[Span]], pipeline: Pipeline) -> Costs:
+    """What each chunk cost: the median time of each kind of action. Messages cost nothing."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for rank in spans:
+        for action, start, end in rank:
+            times[action.kind, action.chunk].append(end - start)
+    given: dict[str, Any] = {}
+    for kind, name in TIMES.items():
+        values = tuple(median(times.get((kind, c), [0.0])) for c in range(pipeline.layout.all_chunks))
+        if any(values) or name in ("forward", "backward"):
+            given[name] = values
+    return Costs(**given)
