@@ -15,7 +15,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
-    **dict.fromkeys(("errors", "ledger", "comm", "transport", "shared", "watch", "pulse", "mesh", "version"), 0),
+    **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "mesh"), 0),
+    **dict.fromkeys(("rehearsal", "version"), 0),
     **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
     **dict.fromkeys(("zero", "optim", "precision", "pipeline"), 2),  # the techniques, which never import each other
     "data_parallel": 2,
@@ -23,10 +24,13 @@ FLOORS = {
     "engine": 4,
     "adopt": 4.5,
     "survive": 4.5,
+    "planner": 5,
     "": 5.5,  # zeroshard itself, the public names; for the main job and the command line only
     "train": 6,
     "partition_command": 7,
+    "plan_command": 7,
     "profile_command": 7,
+    "doctor_command": 7,
     "simulate_command": 7,
     **dict.fromkeys(("run_command", "launch_command", "checkpoint_command", "export_command", "supervise"), 7),
     **dict.fromkeys(("report", "launch", "cli", "__main__"), 7),
@@ -37,8 +41,13 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     *(("watch", "mesh"), ("cli", "report"), ("cli", "launch"), ("launch", "report"), ("__main__", "cli")),
     ("cli", "partition_command"),
     ("cli", "profile_command"),
+    *(("cli", "plan_command"), ("plan_command", "report")),
+    ("cli", "doctor_command"),
     *(("cli", "simulate_command"), ("simulate_command", "report")),
     *(("cli", f"{name}_command") for name in ("run", "launch", "checkpoint", "export")),
+    *((name, "rehearsal") for name in ("comm", "mesh")),
+    *(("rehearsal", name) for name in ("transport", "shared")),
+    ("comm", "counts"),
     *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}

@@ -1,0 +1,1 @@
+"""The planner: know before you run."""

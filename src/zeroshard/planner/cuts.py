@@ -1,0 +1,93 @@
+"""Where to cut a model into stages: PipeDream's dynamic program over layer costs that are traced, not measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from zeroshard.engine.batch import call_with, loss_in
+from zeroshard.errors import PlanError
+from zeroshard.pipeline.chain import Chain
+from zeroshard.pipeline.cluster import Cluster
+from zeroshard.pipeline.measure import measure
+from zeroshard.pipeline.partition import partition
+from zeroshard.pipeline.profile import LayerCost
+from zeroshard.planner.hardware import Machines
+from zeroshard.planner.private import fakes
+from zeroshard.planner.rehearse import Rates, Task, quiet
+from zeroshard.planner.tracker import Tracker
+from zeroshard.rehearsal import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The blocks of a chain, with what comes before the first in it and what comes after the last."""
+
+    names: tuple[str, ...]
+    costs: tuple[LayerCost, ...]
+    bandwidth: float
+
+    def split(self, chunks: int) -> tuple[str, ...]:
+        """The first layer of every chunk but the first, so that the slowest chunk or message is as fast as can be.
+
+        Raises:
+            PlanError: fewer blocks than chunks.
+        """
+        if chunks > len(self.costs):
+            raise PlanError(f"{len(self.costs)} blocks do not make {chunks} chunks; use at most {len(self.costs)}.")
+        if chunks == 1:
+            return ()
+        found = partition(self.costs, Cluster.flat(chunks, self.bandwidth), shape="straight")
+        return tuple(self.names[stage.first] for stage in found.stages[1:])
+
+
+def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
+    """Rehearse a model layer by layer.
+
+    Args:
+        rows: of one microbatch.
+
+    Raises:
+        ModelError: the model is no chain of blocks.
+    """
+    clock = Clock()
+    rates = Rates(clock, machines)
+    with fakes(), quiet(), Tracker(rates.hear, answers=True):
+        model = task.build()
+        batch = task.batch(rows)
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        chain = Chain(model, lambda: _run(model, tree_map(_to_meta, batch) if on_meta else batch))
+        costs = measure(model, chain, lambda: _run(model, batch), torch.device("cpu"), repeats=1, now=lambda: clock.now)
+    first, *blocks, last = costs
+    blocks[0] = _joined(first, blocks[0])
+    blocks[-1] = _joined(blocks[-1], last)
+    names = tuple(layer.name for layer in chain.layers[1:-1])
+    return Layers(names, tuple(blocks), _bandwidth(machines, blocks))
+
+
+def _bandwidth(machines: Machines, blocks: Sequence[LayerCost]) -> float:
+    """Of the link between neighbours, for messages as long as theirs."""
+    nbytes = max(1, max(block.activation_bytes for block in blocks))
+    seconds = machines.wire_seconds("send", nbytes, max(2, machines.count))
+    return nbytes / seconds if seconds else float("inf")
+
+
+def _joined(a: LayerCost, b: LayerCost) -> LayerCost:
+    return replace(
+        a if b.activation_bytes == 0 else b,
+        forward_seconds=a.forward_seconds + b.forward_seconds,
+        backward_seconds=a.backward_seconds + b.backward_seconds,
+        saved_bytes=a.saved_bytes + b.saved_bytes,
+        parameter_bytes=a.parameter_bytes + b.parameter_bytes,
+    )
+
+
+def _run(model: nn.Module, batch: Any) -> Tensor:
+    return loss_in(call_with(model, batch))
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,242 @@
+"""A prediction: what one plan needs and how long its step takes, put together from rehearsals of its ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeroshard.comm import Purpose
+from zeroshard.plan import Plan
+from zeroshard.planner.hardware import Machines
+from zeroshard.planner.private import fakes
+from zeroshard.planner.rehearse import ALIKE, Rehearsed, Task, messages_of, rehearse
+from zeroshard.planner.result import Prediction, Span
+from zeroshard.planner.shallow import FEW, Stack, deepen, probes, shallow, stacks_of
+from zeroshard.schedule import Pipeline
+from zeroshard.schedule.simulate import Costs, Simulation, simulate
+from zeroshard.schedule.spans import costs_of
+
+MOST_SPANS = 20_000  # of a pipeline's timeline
+PER_MICROBATCH = (str(Purpose.SEND_ACTIVATIONS), str(Purpose.SEND_GRADIENTS))
+PILES_UP = ("gpipe", "naive")  # schedules that keep every microbatch of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """One rank's numbers, at the model's depth and the plan's microbatches.
+
+    Attributes:
+        memory: bytes by category at the peak.
+        wire: bytes by purpose.
+        spent: seconds by cause.
+        snapshot_nbytes: of its part of a checkpoint.
+        last: the rehearsal that came closest to it.
+        exact: whether it was just that.
+    """
+
+    rank: int
+    memory: Mapping[str, int]
+    wire: Mapping[str, int]
+    spent: Mapping[str, float]
+    snapshot_nbytes: int
+    last: Rehearsed
+    exact: bool
+
+
+def predict(task: Task, plan: Plan, machines: Machines, rows: int, deep: bool = False) -> Prediction:
+    """What a plan needs on the rank that needs most, and how long a step takes.
+
+    Args:
+        rows: of one lane in one step.
+        deep: rehearse every block and every stage, instead of few and what a further one adds.
+
+    Raises:
+        ZeroshardError: whatever the engine refuses.
+    """
+    plan = on_machines(plan, machines)
+    if not plan.pipelined:
+        return put_together([_alone(task, plan, machines, rows, deep)], task, plan, machines, rows)
+    chosen = sorted(set(range(plan.stages)) if deep else {0, plan.stages - 1})
+    return put_together(_of_stages(task, plan, machines, rows, chosen), task, plan, machines, rows)
+
+
+def put_together(
+    needs: Sequence[Needs], task: Task, plan: Plan, machines: Machines, rows: int, real: bool = False
+) -> Prediction:
+    """The prediction that follows from what was rehearsed: one rank, or one of each of some stages."""
+    ranks, notes = machines.count, []
+    if plan.pipelined:
+        lanes = plan.pipeline(ranks).layout.replicas[0]
+        causes, spans = _pipeline_times(needs, plan, machines)
+        if len(needs) < plan.stages:
+            notes.append(f"{len(needs)} of {plan.stages} stages were rehearsed, the first and the last.")
+    else:
+        lanes = ranks
+        causes, spans = {cause: seconds for cause, seconds in needs[0].spent.items() if seconds}, ()
+    if not all(one.exact for one in needs):
+        notes.append("Few blocks and microbatches were rehearsed; every further one adds as much as the last.")
+    fullest = max(needs, key=lambda one: sum(one.memory.values()))
+    split = fullest.last.split
+    return Prediction(
+        plan=replace(plan, split=split) if split else plan,
+        batch=rows,
+        ranks=ranks,
+        rank=fullest.rank,
+        mode="shallow-real" if real else "fake",
+        time_mode="shallow-real" if real else "roofline",
+        memory=fullest.memory,
+        capacity_bytes=machines.device.capacity_bytes,
+        host_bytes=fullest.snapshot_nbytes * min(machines.per_node, ranks),
+        wire_bytes=fullest.wire,
+        causes=causes,
+        tokens=rows * lanes * task.sequence,
+        events=fullest.last.events if fullest.exact else (),
+        spans=spans,
+        notes=tuple(notes),
+    )
+
+
+def on_machines(plan: Plan, machines: Machines) -> Plan:
+    """The plan with the transport that the engine would choose there."""
+    if plan.transport != "auto" or plan.pipelined or machines.count == 1:
+        return plan
+    shares = machines.device.kind == "cpu" and machines.nodes == 1
+    return replace(plan, transport="shared" if shares else "network")
+
+
+def _alone(task: Task, plan: Plan, machines: Machines, rows: int, deep: bool) -> Needs:
+    """One rank of a plan without stages, which are all alike."""
+    with fakes():
+        stacks = [] if deep else [stack for stack in stacks_of(task.build()) if stack.depth > FEW + 1]
+    m = plan.microbatches
+    few = m if deep else min(m, ALIKE)
+    less = replace(plan, microbatches=few)
+    seen: list[Rehearsed] = []
+    for depths in probes(stacks):
+        probe = replace(task, build=shallow(task.build, depths)) if stacks else task
+        seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines))
+    return needs_of(seen[-1], seen, stacks, m - few)
+
+
+def needs_of(
+    last: Rehearsed,
+    seen: Sequence[Rehearsed] = (),
+    stacks: Sequence[Stack] = (),
+    more: int = 0,
+    depths: tuple[int, int] = (FEW, 1),
+) -> Needs:
+    """A rank's numbers from rehearsals at few depths, with `more` microbatches than were rehearsed."""
+    numbers = deepen(stacks, [_numbers(one, more) for one in seen or [last]], *depths)
+    memory, wire = (_whole(_part(numbers, name)) for name in ("memory", "wire"))
+    exact = not stacks and not more
+    return Needs(last.rank, memory, wire, _part(numbers, "spent"), round(numbers["snapshot"]), last, exact)
+
+
+def _numbers(one: Rehearsed, more: int) -> dict[str, float]:
+    """All numbers of a rehearsal with `more` further microbatches, in one mapping, to be deepened together."""
+    each = one.each
+    numbers: dict[str, float] = {f"memory/{name}": nbytes for name, nbytes in one.memory.items()}
+    for purpose, (_, nbytes, _) in one.wire.items():
+        numbers[f"wire/{purpose}"] = nbytes + (more * each.wire.get(purpose, 0) if each and more else 0)
+    for cause, seconds in one.spent.items():
+        numbers[f"spent/{cause}"] = seconds + (more * each.spent.get(cause, 0.0) if each and more else 0.0)
+    return numbers | {"snapshot": one.snapshot_nbytes}
+
+
+def _of_stages(task: Task, plan: Plan, machines: Machines, rows: int, stages: Sequence[int]) -> list[Needs]:
+    """The first replica of each of some stages.
+
+    In a schedule that flushes and does not keep all microbatches, memory is highest once the pipeline is full.
+    """
+    first = plan.pipeline(machines.count).layout.first_ranks
+    m, full = plan.microbatches, 2 * plan.stages if plan.chunks > 1 or plan.schedule in PILES_UP else plan.stages + 1
+    if plan.streams or m <= full:
+        return [_of_stage(rehearse(task, plan, first[s], machines.count, rows, machines), 1, True) for s in stages]
+    each, found = rows // m, []
+    for stage in stages:
+        one = rehearse(task, replace(plan, microbatches=full), first[stage], machines.count, each * full, machines)
+        needs = _of_stage(one, m / full, False)
+        if plan.schedule in PILES_UP:
+            half = replace(plan, microbatches=full // 2)
+            less = rehearse(task, half, first[stage], machines.count, each * full // 2, machines)
+            slope = {name: (n - less.memory[name]) / (full - full // 2) for name, n in one.memory.items()}
+            memory = {name: n + (m - full) * slope[name] for name, n in one.memory.items()}
+            needs = replace(needs, memory=_whole(memory))
+        found.append(needs)
+    return found
+
+
+def _of_stage(one: Rehearsed, times: float, exact: bool) -> Needs:
+    """A stage's numbers, with `times` as many messages as were seen."""
+    wire = {p: round(nbytes * (times if p in PER_MICROBATCH else 1)) for p, (_, nbytes, _) in one.wire.items()}
+    return Needs(one.rank, one.memory, wire, one.spent, one.snapshot_nbytes, one, exact)
+
+
+def _pipeline_times(
+    needs: Sequence[Needs], plan: Plan, machines: Machines
+) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
+    """Seconds of one step by cause, and who does what when."""
+    pipeline = needs[0].last.pipeline
+    assert pipeline is not None
+    pipeline = replace(pipeline, microbatches=plan.microbatches)
+    one_lane = replace(pipeline, layout=type(pipeline.layout).equal(plan.stages, plan.chunks), loans=())
+    even = not pipeline.layout.uneven
+    lists_of = one_lane if even else pipeline  # lanes of an even layout do not meet but at reductions
+    costs = _costs(needs, lists_of, machines)
+    simulation = simulate(lists_of.stretch(4 if plan.streams else 1), lists_of.layout, costs)
+    spent = [_spent(one, plan, costs, lists_of) for one in needs]
+    causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"])
+    wire = max(each["wire"] for each in spent)
+    overhead = max(each.pop("overhead") for each in spent)
+    bubble = _step_seconds(simulation, plan) + overhead - causes["compute"] - causes["optimizer"]
+    causes |= {"wire": wire, "bubble": max(0.0, bubble)}
+    spans = tuple(tuple(rank) for rank in simulation.spans)
+    return causes, spans if sum(map(len, spans)) <= MOST_SPANS else ()
+
+
+def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: Pipeline) -> dict[str, float]:
+    """What a stage spends in one step, by cause; "overhead" is what lies beside its actions."""
+    assert one.last.pipeline is not None
+    stage = one.last.pipeline.layout.stage_of(one.rank)
+    actions = sum(end - start for _, start, end in one.last.spans)
+    spent = {cause: one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire")}
+    overhead = max(0.0, spent["compute"] + spent["optimizer"] - actions)
+    chunks = pipeline.layout.chunks_of(stage)
+    passes = sum(costs.forward[c] + _backward(costs, c, pipeline) for c in chunks)
+    updates = sum(costs.update[c] for c in chunks) * (plan.microbatches // plan.microbatches_per_update)
+    compute = plan.microbatches * passes + updates - spent["optimizer"] + overhead
+    return {**spent, "compute": compute, "overhead": overhead}
+
+
+def _backward(costs: Costs, chunk: int, pipeline: Pipeline) -> float:
+    """Seconds of a chunk's backward, in one part or in two."""
+    if pipeline.name == "zb-h1":
+        return costs.input_gradient[chunk] + costs.weight_gradient[chunk]
+    return costs.backward[chunk]
+
+
+def _step_seconds(simulation: Simulation, plan: Plan) -> float:
+    steady = simulation.steady
+    return simulation.makespan if steady is None else steady.microbatch_seconds * plan.microbatches
+
+
+def _costs(needs: Sequence[Needs], pipeline: Pipeline, machines: Machines) -> Costs:
+    """What each chunk costs, from the spans of the stages that were rehearsed; the others are like those before."""
+    layout = pipeline.layout
+    costs = costs_of([list(one.last.spans) for one in needs], pipeline)
+    seen = {action.chunk for one in needs for action, _, _ in one.last.spans}
+    like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
+    fields = ("forward", "backward", "input_gradient", "weight_gradient", "update")
+    spread: dict[str, Any] = {name: tuple(getattr(costs, name)[c] for c in like) for name in fields}
+    share = max(1, needs[0].last.plan.microbatches * layout.chunks)
+    sent = max(messages_of(one.last.wire) for one in needs) // share // 2 or 0
+    seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
+    rate = sent / seconds if seconds else float("inf")
+    return replace(costs, **spread, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)
+
+
+def _part(numbers: Mapping[str, float], name: str) -> dict[str, float]:
+    return {key.partition("/")[2]: value for key, value in numbers.items() if key.startswith(f"{name}/")}
+
+
+def _whole(numbers: Mapping[str, float]) -> dict[str, int]:
+    return {name: round(value) for name, value in numbers.items()}

@@ -1,0 +1,317 @@
+"""One rank of a run, rehearsed: the real engine takes real steps, on tensors without values and with nobody beside it.
+
+Nothing here knows how ZeRO or a pipeline work. What the ledger, comm and the schedule say afterwards is what they
+would say in the run; what torch allocates beside them is seen by the tracker.
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.comm import Purpose
+from zeroshard.engine import Engine
+from zeroshard.ledger import Category, Event
+from zeroshard.mesh import Mesh
+from zeroshard.plan import Plan
+from zeroshard.planner.hardware import Machines, Operation
+from zeroshard.planner.private import fakes
+from zeroshard.planner.result import TEMPORARIES, Span
+from zeroshard.planner.tracker import Tracker
+from zeroshard.rehearsal import Clock, Rehearsal
+from zeroshard.schedule import Pipeline
+
+ALIKE = 3  # microbatches from which on every further one costs the same
+TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
+EVENTS = 400  # moments of a step that are kept for its picture
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained.
+
+    Attributes:
+        build: makes the model, best on the meta device.
+        batch: so many rows as the engine takes them.
+        optimizer: of the model's parameters, or of the model where `whole_model`.
+        rows: of one step, all lanes together.
+        sequence: tokens of one row.
+        name: what people call the model.
+        whole_model: whether `optimizer` takes the model itself.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    rows: int
+    sequence: int = 1
+    name: str = "model"
+    whole_model: bool = False
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over a model."""
+        return self.optimizer(model if self.whole_model else model.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """What one microbatch costs: seconds by cause, and bytes on the wire by purpose."""
+
+    spent: Mapping[str, float]
+    wire: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What one rank did.
+
+    Attributes:
+        states: bytes by category as the ledger holds them after the last step.
+        memory: bytes by category at the highest moment of all, `TEMPORARIES` among them.
+        wire: by purpose, of the last step: elements, bytes, calls.
+        spent: seconds of the last step, by cause.
+        spans: of a pipeline's last step.
+        split: where the model was cut.
+        snapshot_nbytes: of a copy of the states, as a checkpoint on its way to the disk holds it.
+        each: what one more microbatch costs (seconds by cause, bytes by purpose), where there were three or more.
+    """
+
+    rank: int
+    plan: Plan
+    states: Mapping[str, int]
+    memory: Mapping[str, int]
+    wire: Mapping[str, tuple[int, int, int]]
+    spent: Mapping[str, float]
+    pipeline: Pipeline | None
+    spans: tuple[Span, ...]
+    split: tuple[str, ...]
+    events: tuple[Event, ...]
+    snapshot_nbytes: int
+    each: "Each | None" = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest that memory stood."""
+        return sum(self.memory.values())
+
+
+def rehearse(
+    task: Task,
+    plan: Plan,
+    rank: int,
+    ranks: int,
+    rows: int,
+    machines: Machines | None = None,
+    real: bool = False,
+) -> Rehearsed:
+    """Build the engine of one rank and let it take steps until they are all alike.
+
+    Args:
+        rows: of this rank's lane in one step.
+        machines: what operations and collectives take, and the granularity of allocations; without, time stands still.
+        real: on real tensors on this machine's CPUs; what is spent is then CPU time that was measured.
+
+    Raises:
+        PlanError, ModelError, OptimizerError, BatchError: what the engine refuses.
+    """
+    clock = Clock()
+    rates = Rates(clock, machines)
+    rounds = machines.device.rounds if machines else 1
+    with contextlib.nullcontext() if real else fakes(), quiet():
+        tracker = Tracker(None, rounds=rounds) if real else Tracker(rates.hear, answers=True, rounds=rounds)
+        rehearsal = Rehearsal(
+            range(ranks),
+            shares=plan.transport != "network" and not plan.pipelined,
+            values=real,
+            clock=clock,
+            wire_seconds=rates.wire,
+            made=lambda buffer: tracker.share(buffer, ranks),
+            compute=rates.compute,
+        )
+        with tracker, tracker.resizing():
+            mesh = Mesh(rank, ranks, rehearsal=rehearsal)
+            stage = _Stage(task, plan, rows, mesh, tracker)
+            rehearsed = stage.run()
+        if not real:
+            return rehearsed
+        return stage.timed(rehearsed)
+
+
+class _Stage:
+    """The engine on its stage."""
+
+    def __init__(self, task: Task, plan: Plan, rows: int, mesh: Mesh, tracker: Tracker) -> None:
+        self._tracker, self._mesh, self._plan = tracker, mesh, plan
+        self._batch = task.batch(rows)
+        example = task.batch(max(1, rows // plan.microbatches)) if plan.pipelined else None
+        model = task.build()
+        assert mesh.rehearsal is not None
+        self._clock, self._real, self._last = mesh.rehearsal.clock, mesh.rehearsal.values, 0.0
+        whole = replace(plan, device_memory=None)
+        if self._real:  # whose numbers mean nothing
+            whole = replace(whole, nonfinite="ignore", loss_scale=1.0 if plan.scales_loss else "auto")
+        self.engine = Engine(model, task.optimizer_of(model), whole, mesh=mesh, example=example)
+        self._marks: list[Each] = []
+        model.register_forward_pre_hook(lambda *_: self._mark())
+        self.engine.optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer"))
+        self.engine.optimizer.register_step_post_hook(lambda *_: self._begin("compute"))
+
+    def run(self) -> Rehearsed:
+        """Take steps until they are alike, and look at the last."""
+        engine, tracker, clock = self.engine, self._tracker, self._clock
+        highest = self._split_up(tracker.peak.nbytes)
+        tracker.note = self._note
+        tracker.start_again()
+        for _ in range(self._warm_up):
+            engine.train_step(self._batch)
+        events: list[Event] = []
+        clock.spent.clear()
+        self._marks.clear()
+        start = clock.now
+        if engine.pipeline is not None:
+            engine.trace()
+        with engine.recording(), tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note()))):
+            if tracker.peak.nbytes == tracker.current:
+                tracker.start_again()
+            engine.train_step(self._batch)
+        spans = tuple(engine.trace_end()) if engine.pipeline is not None else ()
+        if tracker.peak.nbytes > sum(highest.values()):
+            highest = tracker.peak.snapshot
+        return Rehearsed(
+            self._mesh.rank,
+            self._plan,
+            engine.ledger.snapshot(),
+            highest,
+            {str(row.purpose): (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()},
+            dict(clock.spent),
+            engine.pipeline,
+            spans,
+            engine.split,
+            tuple(_thin(events)),
+            engine.checkpoint_nbytes,
+            self._each(),
+        )
+
+    def timed(self, tracked: Rehearsed) -> Rehearsed:
+        """Take further steps that nobody looks at; the median one says what was spent."""
+        engine, clock = self.engine, self._clock
+        steps: list[tuple[float, dict[str, float], Each | None, tuple[Span, ...]]] = []
+        began = time.perf_counter()
+        while len(steps) < TIMED or (time.perf_counter() - began < LEAST_SECONDS and len(steps) < MOST_TIMED):
+            clock.spent.clear()
+            self._marks.clear()
+            if engine.pipeline is not None:
+                engine.trace()
+            self._last = time.process_time()
+            engine.train_step(self._batch)
+            self._tick()
+            spans = tuple(engine.trace_end()) if engine.pipeline is not None else ()
+            spent = {cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"}
+            steps.append((sum(spent.values()), spent, self._each(), spans))
+        _, spent, each, spans = sorted(steps, key=lambda step: step[0])[len(steps) // 2]
+        return replace(tracked, spent=spent, each=each, spans=spans)
+
+    def _tick(self) -> None:
+        """Write down the CPU time since the last look, without what stands for other ranks' work."""
+        now, aside = time.process_time(), self._clock.spent.pop("aside", 0.0)
+        self._clock.spent[self._clock.cause] += now - self._last - aside
+        self._last = now
+
+    def _mark(self) -> None:
+        """Look at what was spent and sent so far, at the begin of a microbatch's forward."""
+        if self._real:
+            self._tick()
+        wire = {str(purpose): count.nbytes for purpose, count in self.engine.comm.counts.items()}
+        self._marks.append(Each(dict(self._clock.spent), wire))
+
+    def _each(self) -> Each | None:
+        """From the begin of the second microbatch to that of the third: the first finds other buffers."""
+        if len(self._marks) < ALIKE:
+            return None
+        a, b = self._marks[ALIKE - 2], self._marks[ALIKE - 1]
+        spent = {cause: seconds - a.spent.get(cause, 0.0) for cause, seconds in b.spent.items()}
+        return Each(spent, {purpose: nbytes - a.wire.get(purpose, 0) for purpose, nbytes in b.wire.items()})
+
+    @property
+    def _warm_up(self) -> int:
+        """Steps before one that is like all that follow: states are made in the first, versions until all are there."""
+        plan = self._plan
+        if not plan.streams:
+            return 2 if plan.pipelined else 1  # until there are buffers for all messages
+        in_flight = 2 * plan.stages * plan.chunks
+        return 2 + -(-in_flight // plan.microbatches)
+
+    def _begin(self, cause: str) -> None:
+        if self._real:
+            self._tick()
+        self._clock.cause = cause
+
+    def _note(self) -> dict[str, int]:
+        return self._split_up(self._tracker.current)
+
+    def _split_up(self, nbytes: int) -> dict[str, int]:
+        """All bytes by category; what the ledger does not know is temporary."""
+        known = self.engine.ledger.snapshot()
+        return {**known, TEMPORARIES: nbytes - sum(known.values())}
+
+
+class Rates:
+    """Lets the clock go on by what operations and collectives take on given machines."""
+
+    def __init__(self, clock: Clock, machines: Machines | None) -> None:
+        self._clock, self._machines = clock, machines
+        self.hear = None if machines is None else self._hear
+
+    def _hear(self, operation: str, flops: int, nbytes: int, dtype: torch.dtype) -> None:
+        assert self._machines is not None
+        self._clock.spend(self._machines.device.op_seconds(flops, nbytes, NAMES.get(dtype, "fp32")))
+
+    def compute(self, nbytes: int, operations: int) -> None:
+        """Let pass what operations that move so many bytes in all would take."""
+        if self._machines is not None:
+            each = self._machines.device.op_seconds(0, nbytes / operations)
+            self._clock.spend(each * operations)
+
+    def wire(self, operation: str, nbytes: int, members: Sequence[int]) -> float:
+        """Seconds of a collective among some ranks, or of a message or a word to them."""
+        if self._machines is None or len(members) < 2:
+            return 0.0
+        if operation == "signal":
+            return self._machines.inside.latency
+        kind: Operation = "gather" if operation == "gather" else "exchange" if operation == "exchange" else "send"
+        return self._machines.wire_seconds(kind, nbytes, len(members), members[1] - members[0])
+
+
+def messages_of(wire: Mapping[str, tuple[int, int, int]]) -> int:
+    """Bytes of activations and their gradients that a rank sends in a step."""
+    purposes = (Purpose.SEND_ACTIVATIONS, Purpose.SEND_GRADIENTS)
+    return sum(wire[str(purpose)][1] for purpose in purposes if str(purpose) in wire)
+
+
+def states_of(memory: Mapping[str, int]) -> int:
+    """Bytes of model states among bytes by category."""
+    wanted = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
+    return sum(memory.get(str(category), 0) for category in wanted)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What torch warns of in a rehearsal is not the user's concern."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _thin(events: Sequence[Event]) -> list[Event]:
+    """At most some of many moments: of each stretch the highest."""
+    size = -(-len(events) // EVENTS) or 1
+    stretches = (events[start : start + size] for start in range(0, len(events), size))
+    return [max(stretch, key=lambda event: sum(event.nbytes.values())) for stretch in stretches]

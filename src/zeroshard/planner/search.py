@@ -1,0 +1,297 @@
+"""The search: all ways to share a job out over the machines, pruned by exact states, the rest rehearsed.
+
+For each number of stages, ZeRO stage and schedule, the rows of a microbatch are found by bisection: memory rises with
+them. What needs more for its states alone than a device has is refused without a rehearsal. Deterministic.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zeroshard.errors import PlanError, ZeroshardError
+from zeroshard.plan import Plan
+from zeroshard.planner.cuts import Layers, layers_of
+from zeroshard.planner.hardware import Machines
+from zeroshard.planner.predict import predict
+from zeroshard.planner.private import fakes
+from zeroshard.planner.rehearse import Task
+from zeroshard.planner.result import Found, Prediction, Refusal
+from zeroshard.planner.shallow import stacks_of
+from zeroshard.planner.states import Sizes, least_bytes, sizes_of
+from zeroshard.planner.words import short
+
+FASTER: tuple[dict[str, Any], ...] = ({"schedule": "interleaved", "chunks": 2}, {"schedule": "zb-h1"})
+LEANER: dict[str, Any] = {"recompute": "chunk"}
+MOST_DEEP = 32  # blocks times microbatches, or stages, that are all rehearsed for the best plan
+FINEST = 4  # microbatches per stage, from which on the bubble is small
+Say = Callable[[str], None]
+Key = tuple[Plan, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A plan but for its microbatches, and the rows of one lane."""
+
+    plan: Plan
+    rows: int
+
+
+def search(
+    task: Task,
+    machines: Machines,
+    base: Plan | None = None,
+    top: int = 5,
+    plans: Iterable[tuple[Plan, int]] | None = None,
+    say: Say = lambda text: None,
+) -> Found:
+    """The plans that fit, the fastest first, and the refused ones with the way out.
+
+    Args:
+        base: what all plans have in common (precision, clipping and the like).
+        top: how many to keep.
+        plans: plans and rows per lane to look at, instead of all there are.
+        say: told what is being looked at.
+    """
+    began = time.perf_counter()
+    hunt = _Hunt(task, machines, base or Plan(), say)
+    if plans is None:
+        for shape in hunt.shapes():
+            hunt.try_shape(shape)
+    else:
+        for plan, rows in plans:
+            hunt.try_plan(plan, rows)
+    order = sorted(hunt.fitting, key=lambda p: (p.seconds, p.peak_bytes))
+    best = [hunt.whole(order[0]), *order[1:top]] if order else []
+    return Found(tuple(best), tuple(hunt.refused), hunt.looked_at, time.perf_counter() - began)
+
+
+@dataclass
+class _Hunt:
+    """One search under way."""
+
+    task: Task
+    machines: Machines
+    base: Plan
+    say: Say
+    fitting: list[Prediction] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    looked_at: int = 0
+    _seen: dict[Key, Prediction] = field(default_factory=dict)
+    _layers: dict[int, Layers | str] = field(default_factory=dict)
+    _sizes: Sizes | None = None
+    _fewest_so_far: int = 0
+    _no_chain: bool = False
+
+    def shapes(self) -> Iterator[Shape]:
+        """Every way to share out the ranks, those without stages first."""
+        ranks, rows = self.machines.count, self.task.rows
+        for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
+            groups: list[int | None] = [None]
+            if zero and self.machines.nodes > 1 and ranks % self.machines.per_node == 0:
+                groups.append(self.machines.per_node)
+            for group in groups:
+                if rows % ranks == 0:
+                    yield Shape(replace(self.base, zero=zero, shard_ranks=group), rows // ranks)
+                else:
+                    why = f"{rows} rows of a step do not divide among {ranks} ranks."
+                    self._refuse(replace(self.base, zero=zero), 0, why, f"Use a multiple of {ranks} rows.")
+                    break
+        for stages in (d for d in _divisors(ranks) if d > 1):
+            yield from self._pipelines(stages)
+
+    def _pipelines(self, stages: int) -> Iterator[Shape]:
+        replicas = self.machines.count // stages
+        if self.task.rows % replicas:
+            return
+        if self._no_chain:
+            return
+        try:
+            blocks = self._blocks()
+        except PlanError as error:
+            self._no_chain = True
+            self._refuse(replace(self.base, stages=stages, zero=0, microbatches=stages), 0, str(error), "")
+            return
+        if blocks < stages:
+            why, way_out = f"The model has {blocks} blocks for {stages} stages.", f"Use {blocks} stages or fewer."
+            self._refuse(replace(self.base, stages=stages, zero=0, microbatches=stages), 0, why, way_out)
+            return
+        plan = replace(self.base, stages=stages, zero=1 if replicas > 1 else 0, transport="auto", microbatches=stages)
+        yield Shape(plan, self.task.rows // replicas)
+
+    def try_shape(self, shape: Shape) -> None:
+        """Find the microbatches of a shape: the fewest that fit; with stages, as many as make it faster."""
+        counts = self._counts(shape)
+        if not counts:
+            return
+        finest = self._look(shape, counts[-1])
+        if finest is None:
+            return
+        if not finest.fits:
+            self._refuse_size(finest)
+            if shape.plan.pipelined and shape.plan.recompute != "chunk":
+                self.try_shape(Shape(replace(shape.plan, **LEANER), shape.rows))
+            return
+        if not shape.plan.pipelined:
+            self.fitting.append(self._fewest(shape, counts, finest))
+            return
+        found = self._coarser(shape, counts, finest)
+        self.fitting.append(found)
+        for other in FASTER:
+            m, stages = found.plan.microbatches, found.plan.stages
+            if (other.get("chunks", 1) == 1 or m % stages == 0) and stages * other.get("chunks", 1) <= self._blocks():
+                again = self._look(Shape(replace(shape.plan, **other, microbatches=m), shape.rows), m)
+                if again is not None and again.fits:
+                    self.fitting.append(again)
+
+    def _coarser(self, shape: Shape, counts: Sequence[int], finest: Prediction) -> Prediction:
+        """Fewer microbatches for as long as that is faster and fits."""
+        best = finest
+        for count in reversed(counts[:-1]):
+            found = self._look(shape, count)
+            if found is None or not found.fits or found.seconds >= best.seconds:
+                return best
+            best = found
+        return best
+
+    def _fewest(self, shape: Shape, counts: Sequence[int], finest: Prediction) -> Prediction:
+        """The fewest microbatches that fit, by bisection: memory falls with their number.
+
+        A higher ZeRO stage needs no more of them than a lower one, and often as many.
+        """
+        best, low, high = finest, 0, len(counts) - 1  # counts[high] fits
+        guess = self._fewest_so_far
+        middle = counts.index(guess) if guess in counts[:-1] else high // 2
+        while low < high:
+            found = self._look(shape, counts[middle])
+            if found is not None and found.fits:
+                best, high = found, middle
+            else:
+                low = middle + 1
+            middle = high - 1 if high and guess == counts[high] else (low + high) // 2
+        self._fewest_so_far = counts[high]
+        return best
+
+    def try_plan(self, plan: Plan, rows: int) -> None:
+        """Look at one given plan."""
+        found = self._look(Shape(plan, rows), plan.microbatches)
+        if found is not None and found.fits:
+            self.fitting.append(found)
+        elif found is not None:
+            self._refuse_size(found)
+
+    def whole(self, prediction: Prediction) -> Prediction:
+        """The prediction again, from a rehearsal of every stage, and of every block where they are not too many."""
+        plan = prediction.plan
+        with fakes():
+            depth = sum(stack.depth for stack in stacks_of(self.task.build()))
+        if (plan.stages if plan.pipelined else depth * plan.microbatches) > MOST_DEEP:
+            return prediction
+        self.say("the best once more, whole")
+        return predict(self.task, plan, self.machines, prediction.batch, deep=True)
+
+    def _counts(self, shape: Shape) -> list[int]:
+        """Numbers of microbatches that divide the rows of a lane, ascending, so that memory falls along them."""
+        counts = _divisors(shape.rows)
+        plan = shape.plan
+        if not plan.pipelined:
+            return counts
+        counts = [m for m in counts if m >= plan.stages and (plan.chunks == 1 or m % plan.stages == 0)]
+        if not counts:
+            why = f"{shape.rows} rows per lane do not make the {plan.stages} microbatches that fill the stages."
+            self._refuse(plan, shape.rows, why, "Use more rows per step, or fewer stages.")
+        return [m for m in counts if m <= FINEST * plan.stages] or counts[:1]
+
+    def _with(self, shape: Shape, count: int) -> Plan:
+        return replace(shape.plan, microbatches=count)
+
+    def _look(self, shape: Shape, count: int) -> Prediction | None:
+        """Rehearse a plan, unless its states alone are too much or the engine refuses it."""
+        plan = self._with(shape, count)
+        key = (plan, shape.rows)
+        if key in self._seen:
+            return self._seen[key]
+        self.looked_at += 1
+        try:
+            if self._too_large(plan, shape.rows):
+                return None
+            if plan.pipelined and not plan.split:
+                layers = self._layers_of(max(1, shape.rows // count))
+                plan = replace(plan, split=layers.split(plan.stages * plan.chunks))
+            self.say(f"{short(plan, self.machines.count)}, {shape.rows} rows per lane")
+            self._seen[key] = predict(self.task, plan, self.machines, shape.rows)
+        except ZeroshardError as error:
+            self._refuse(plan, shape.rows, str(error), "")
+            return None
+        return self._seen[key]
+
+    def _too_large(self, plan: Plan, rows: int) -> bool:
+        """Refuse what needs more for its states than a device has."""
+        if self._sizes is None:
+            self._sizes = sizes_of(self.task)
+        room = self.machines.device.capacity_bytes
+        needed = least_bytes(self._sizes, plan, self.machines.count)
+        if needed <= room:
+            return False
+        why = f"Its model states alone take {_gib(needed)} on every rank, and a device has {_gib(room)}."
+        self._refuse(plan, rows, why, self._way_out(plan, needed))
+        return True
+
+    def _way_out(self, plan: Plan, needed: int) -> str:
+        """The smallest single change with which the states would fit."""
+        assert self._sizes is not None
+        room, ranks = self.machines.device.capacity_bytes, self.machines.count
+        for zero in (z for z in (1, 2, 3) if z > plan.zero and ranks > 1 and not plan.pipelined):
+            if least_bytes(self._sizes, replace(plan, zero=zero), ranks) <= room:
+                return f"zero={zero} would bring the states down to fit."
+        for times in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+            if least_bytes(self._sizes, replace(self.base, zero=3), ranks * times) <= room:
+                return f"zero=3 on {ranks * times} devices would hold them."
+        return f"Devices with {_gib(needed)} or more would hold them."
+
+    def _refuse_size(self, found: Prediction) -> None:
+        need = found.peak_bytes / (1 - found.margin)
+        why = f"The fullest rank needs {_gib(found.peak_bytes)} of {_gib(found.capacity_bytes)} at the peak."
+        self._refuse(found.plan, found.batch, why, f"A device with {_gib(need)} for tensors would hold it.")
+
+    def _refuse(self, plan: Plan, rows: int, why: str, way_out: str) -> None:
+        self.refused.append(Refusal(plan, rows, why, way_out))
+
+    def _blocks(self) -> int:
+        """Blocks of the model.
+
+        Raises:
+            PlanError: it is no chain.
+        """
+        return len(self._layers_of(1).names)
+
+    def _layers_of(self, rows: int) -> Layers:
+        """The layers of the model, rehearsed once; relative times hardly depend on the rows."""
+        if 1 not in self._layers:
+            try:
+                self._layers[1] = layers_of(self.task, self.machines, rows)
+            except ZeroshardError as error:
+                self._layers[1] = str(error)
+        found = self._layers[1]
+        if isinstance(found, str):
+            raise PlanError(found)
+        return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def fastest(found: Sequence[Prediction]) -> Prediction:
+    """The plan with the shortest step.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if not found:
+        raise PlanError("No plan fits; `zeroshard plan` says what each would need.")
+    return found[0]

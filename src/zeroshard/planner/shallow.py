@@ -1,0 +1,82 @@
+"""Shallow models: the same model with few of its repeated blocks, and what it says of the deep one.
+
+Memory, traffic and time grow by the same amount with every further block once there are a few, so that two depths
+tell all others; whether they do is tested against the engine at full depth.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zeroshard.errors import PlanError
+
+FEW = 3  # blocks from which on every further one costs the same
+STACKS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Repeated blocks: where they stand in the model, and how many there are."""
+
+    path: str
+    depth: int
+
+
+def stacks_of(model: nn.Module) -> list[Stack]:
+    """The outermost lists of three or more blocks of one class, with parameters of the same shapes."""
+    found: list[Stack] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{stack.path}.") or stack.path == "" for stack in found)
+        if isinstance(module, STACKS) and not inside and len(module) > FEW and _alike(list(module)):
+            found.append(Stack(path, len(module)))
+    return found
+
+
+def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:
+    """Keep of each stack only the first so many blocks, in place."""
+    for path, depth in depths.items():
+        stack = model.get_submodule(path)
+        assert isinstance(stack, STACKS)
+        for name in list(stack._modules)[depth:]:
+            del stack._modules[name]
+    config = getattr(model, "config", None)
+    if len(depths) == 1 and config is not None and hasattr(config, "num_hidden_layers"):
+        config.num_hidden_layers = next(iter(depths.values()))
+    return model
+
+
+def probes(stacks: Sequence[Stack], few: int = FEW, step: int = 1) -> list[dict[str, int]]:
+    """The depths to look at: few blocks everywhere, and for each stack `step` blocks more in it alone."""
+    base = {stack.path: few for stack in stacks}
+    return [base, *({**base, stack.path: few + step} for stack in stacks)]
+
+
+def deepen(
+    stacks: Sequence[Stack], seen: Sequence[Mapping[str, float]], few: int = FEW, step: int = 1
+) -> dict[str, float]:
+    """What the whole model has, from what was seen at each of `probes`.
+
+    Raises:
+        PlanError: as many numbers were not seen as there are probes.
+    """
+    base, *more = seen
+    if len(more) != len(stacks):
+        raise PlanError(f"{len(seen)} depths were seen and {len(stacks) + 1} are needed.")
+    whole = {}
+    for name in dict.fromkeys(key for numbers in seen for key in numbers):
+        start = base.get(name, 0)
+        further = (numbers.get(name, 0) - start for numbers in more)
+        pairs = zip(further, stacks, strict=True)
+        whole[name] = start + sum(change * (stack.depth - few) / step for change, stack in pairs)
+    return whole
+
+
+def shallow(build: Callable[[], nn.Module], depths: Mapping[str, int]) -> Callable[[], nn.Module]:
+    """A function that builds the model with so many blocks."""
+    return lambda: cut(build(), depths)
+
+
+def _alike(blocks: Sequence[nn.Module]) -> bool:
+    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in blocks]
+    return len({type(block) for block in blocks}) == 1 and bool(shapes[0]) and all(s == shapes[0] for s in shapes)

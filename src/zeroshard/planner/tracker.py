@@ -1,0 +1,168 @@
+"""The tracker: every byte of every tensor that is alive, and the cost of every operation, while an engine runs.
+
+It stands below autograd, so it also sees what backwards and optimizers allocate. One look per operation and storage
+(torch's own `MemTracker` walks all modules at each); a storage is struck out when Python is told that it is freed.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.planner.private import ANSWERS, DEVICE, DispatchMode, Packet, device_of, flops_of, is_view
+
+
+@dataclass(slots=True)
+class Peak:
+    """The highest that memory stood.
+
+    Attributes:
+        nbytes: of all storages together.
+        snapshot: what `Tracker.note` said of that moment.
+    """
+
+    nbytes: int = 0
+    snapshot: dict[str, int] = field(default_factory=dict)
+
+
+Listener = Callable[[str, int, int, torch.dtype], None]  # operation, floating-point operations, bytes moved, dtype
+
+
+class Tracker(DispatchMode):
+    """Counts storages and operations between entering and leaving it.
+
+    Args:
+        listener: told the cost of each operation that computes.
+        answers: answer questions about values with yes and 1, for tensors that have none.
+        rounds: every storage counts as a multiple of so many bytes.
+
+    Attributes:
+        current: bytes alive now.
+        peak: the most so far.
+        note: asked for a snapshot whenever memory stands higher than ever before.
+    """
+
+    def __init__(
+        self,
+        listener: Listener | None = None,
+        answers: bool = False,
+        rounds: int = 1,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.note: Callable[[], dict[str, int]] = dict
+        self._listener, self._answers, self._rounds = listener, answers, rounds
+        self._list: Callable[[], None] | None = None
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._shared: dict[int, int] = {}
+        self.current = 0
+        self.peak = Peak()
+
+    def __torch_dispatch__(
+        self, func: Packet, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation and look at what it made."""
+        if func is DEVICE:
+            return device_of(args[0])
+        if self._answers and func in ANSWERS:
+            return ANSWERS[func](*args)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.see(result)
+        elif result is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
+        if self._listener is not None and not is_view(func):
+            self._tell(func, args, kwargs or {}, result)
+        return result
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Enter a tensor's storage, if it is new or has another size."""
+        if tensor.layout is not torch.strided or device_of(tensor).type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        nbytes = self._round(storage.nbytes() // self._shared.get(key, 1))
+        entry = self._alive.get(key)
+        if entry is not None:
+            if entry[0] != nbytes:
+                self._alive[key] = (nbytes, entry[1])
+                self._add(nbytes - entry[0])
+            return
+        self._alive[key] = (nbytes, weakref.ref(storage, lambda _: self._gone(key)))
+        self._add(nbytes)
+
+    def share(self, tensor: torch.Tensor, ranks: int) -> None:
+        """Count of a tensor's storage only the part of one of `ranks` ranks that have it in common."""
+        key = tensor.untyped_storage()._cdata
+        self._shared[key] = ranks
+        self.see(tensor)
+
+    @contextmanager
+    def listing(self, call: Callable[[], None]) -> Iterator[None]:
+        """Have `call` called after every change."""
+        self._list = call
+        try:
+            yield
+        finally:
+            self._list = None
+
+    def start_again(self) -> None:
+        """Let the peak start from what is alive."""
+        self.peak = Peak(self.current, self.note())
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """See what no operation tells: storages emptied and refilled, and states of random numbers."""
+        original, state_of = torch.UntypedStorage.resize_, torch.get_rng_state
+
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = original(storage, nbytes)
+            entry = self._alive.get(storage._cdata)
+            if entry is not None:
+                self._alive[storage._cdata] = (self._round(nbytes), entry[1])
+                self._add(self._round(nbytes) - entry[0])
+            return result
+
+        def random_state() -> torch.Tensor:
+            state: torch.Tensor = state_of()
+            self.see(state)
+            return state
+
+        torch.get_rng_state = torch.random.get_rng_state = random_state
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.get_rng_state = torch.random.get_rng_state = state_of
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def _round(self, nbytes: int) -> int:
+        return -(-nbytes // self._rounds) * self._rounds
+
+    def _add(self, change: int) -> None:
+        self.current += change
+        if self.current > self.peak.nbytes:
+            self.peak = Peak(self.current, self.note())
+        if self._list is not None:
+            self._list()
+
+    def _gone(self, key: int) -> None:
+        entry = self._alive.pop(key, None)
+        self._shared.pop(key, None)
+        if entry is not None:
+            self.current -= entry[0]
+            if self._list is not None:
+                self._list()
+
+    def _tell(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        assert self._listener is not None
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            moved = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+            floating = next((t.dtype for t in tensors if t.is_floating_point()), tensors[0].dtype)
+            self._listener(str(func), flops_of(func, args, kwargs, result), moved, floating)

@@ -1,0 +1,81 @@
+"""A run and its rehearsal, side by side: what the tests of the planner compare."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import zeroshard as zs
+from zeroshard.planner.rehearse import Task
+from zeroshard.train.gpt import GPT, GPTConfig
+
+SHAPE = GPTConfig(vocabulary=256, context=64, width=64, heads=2, layers=4)
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-3),
+}
+
+
+def gpt() -> nn.Module:
+    """A small built-in model, on the meta device."""
+    with torch.device("meta"):
+        return GPT(SHAPE)
+
+
+def tokens(rows: int) -> dict[str, Tensor]:
+    """So many rows of text."""
+    drawn = torch.randint(SHAPE.vocabulary, (rows, SHAPE.context))
+    return {"tokens": drawn, "targets": drawn}
+
+
+def task(optimizer: str = "adamw", rows: int = 8, build: Callable[[], nn.Module] = gpt) -> Task:
+    """The job of the tests."""
+    return Task(build, tokens, OPTIMIZERS[optimizer], rows, SHAPE.context)
+
+
+def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str, rows: int, steps: int = 3) -> dict[str, Any]:
+    """Train for real; the ledger's bytes, what went over the wire, and the peak of all that torch allocated."""
+    wanted = zs.Plan(**plan)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        batch, example = tokens(rows), tokens(max(1, rows // wanted.microbatches))
+        job = task(optimizer)
+        model = job.build()
+        engine = zs.Engine(model, OPTIMIZERS[optimizer], wanted, mesh=mesh, example=example)
+        for _ in range(steps):
+            engine.train_step(batch)
+        states, wire = engine.ledger.snapshot(), wire_of(engine)
+        engine.flush()
+    return {"states": states, "wire": wire, "peak": peak_of(watched)}
+
+
+def wire_of(engine: zs.Engine) -> dict[str, tuple[int, int, int]]:
+    """Elements, bytes and calls of the last step by purpose."""
+    return {row.purpose: (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()}
+
+
+def peak_of(watched: Any) -> int:
+    """The highest sum of all allocations that the profiler saw, and of the frees of what was allocated so."""
+    found: list[tuple[int, int, int]] = []
+    pending = list(watched.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        if event.name == "[memory]":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        pending += event.children
+    highest = 0
+    held: dict[int, int] = {}
+    total = 0
+    for _, place, change in sorted(found, key=lambda one: one[0]):
+        if change < 0:
+            total -= held.pop(place, 0)
+        else:
+            held[place] = change
+            total += change
+        highest = max(highest, total)
+    return highest
