@@ -24,6 +24,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard checkpoint list, verify, describe or compare checkpoints
   zeroshard export     write a checkpoint's weights as safetensors under the model's own names
   zeroshard plan       bytes of model states per rank, by the formulas of the ZeRO paper
+  zeroshard doctor     check this machine's set-up, and measure what it can do for the planner
   zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
   zeroshard report     draw the report of a run folder again
   zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
     commands |= {"partition": _partition, "run": _run, "launch": _cluster, "checkpoint": _checkpoint, "export": _export}
+    commands |= {"doctor": _doctor}
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if words else 2)
@@ -109,6 +111,12 @@ def _launch(ranks: int, argv: list[str]) -> None:
         torchrun(["--standalone", "--nproc-per-node", str(ranks), "-m", "zeroshard", "train", *argv])
     except ChildFailedError as error:
         sys.exit(error.get_first_failure()[1].exitcode)
+
+
+def _doctor(argv: list[str]) -> None:
+    from zeroshard.doctor_command import run_doctor
+
+    run_doctor(argv, dict(os.environ))
 
 
 def _plan(argv: list[str]) -> None:
