@@ -64,9 +64,7 @@ class Ledger:
         now: seconds of the clock by which changes are recorded.
     """
 
-    def __init__(
-        self, budgets: Mapping[str, int] | None = None, now: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, budgets: Mapping[str, int] | None = None, now: Callable[[], float] = time.perf_counter) -> None:
         self.budgets = dict(budgets or {})
         self._now = now
         self._accounts: dict[tuple[str, Category], Account] = defaultdict(Account)

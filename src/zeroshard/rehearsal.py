@@ -62,6 +62,7 @@ class Rehearsal:
         members: the ranks of the mesh by their numbers in the whole world.
         shares: whether the ranks are taken to share memory, where the plan lets them.
         values: whether tensors have values, which a collective then fills in with this rank's own.
+        measured: whether time is the CPU's own, which is measured, and the clock only adds what comes beside it.
         clock: of the rehearsal.
         wire_seconds: what a collective takes; nothing by default.
         made: told of each buffer that ranks have in common.
@@ -71,6 +72,7 @@ class Rehearsal:
     members: Sequence[int]
     shares: bool = False
     values: bool = False
+    measured: bool = False
     clock: Clock = field(default_factory=Clock)
     wire_seconds: WireSeconds = lambda operation, nbytes, members: 0.0
     made: Callable[[torch.Tensor], None] = lambda buffer: None
@@ -81,13 +83,13 @@ class Rehearsal:
         return replace(self, members=[self.members[rank] for rank in ranks])
 
     def now(self) -> float:
-        """Seconds of the clock; of CPU time, where tensors have values."""
-        return time.process_time() if self.values else self.clock.now
+        """Seconds of the clock, or of CPU time."""
+        return time.process_time() if self.measured else self.clock.now
 
     def begin(self, operation: str, nbytes: int) -> dist.Work:
         """Put a collective onto the wire; on real CPUs its time is the CPU's, and nothing hides it."""
         seconds = self.wire_seconds(operation, nbytes, self.members)
-        if self.values:
+        if self.measured:
             self.clock.spent["wire"] += seconds
             return Imagined(self.clock)
         return Imagined(self.clock, self.clock.occupy_wire(seconds) if seconds else 0.0)
@@ -136,7 +138,7 @@ class Nobody(Network):
     def send(self, tensor: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
         """Gone; messages of pipelines are left to the simulator, but for the CPU's time."""
         rehearsal = self._rehearsal
-        return rehearsal.begin("send", tensor.nbytes) if rehearsal.values else Imagined(rehearsal.clock)
+        return rehearsal.begin("send", tensor.nbytes) if rehearsal.measured else Imagined(rehearsal.clock)
 
     def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
         """Zeros, if values at all."""

@@ -40,7 +40,7 @@ def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
 def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int, str, dict[str, Any]]) -> None:
     ranks, optimizer, plan = case
     wanted = zs.Plan(**plan)
-    steps = 8 if wanted.streams else 3
+    steps = 8 if wanted.streams else 5
     real = pool.run(run, ranks, plan, optimizer, 8, steps) if ranks > 1 else [run(zs.Mesh(), plan, optimizer, 8)]
     for rank in range(ranks):
         found = rehearse(task(optimizer), wanted, rank, ranks, 8)

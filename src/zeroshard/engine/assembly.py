@@ -53,6 +53,11 @@ class Shard:
         whole = self.owned.numel() == self.flat.index.padded_numel
         return self.parameters.full if whole and not self.parameters.sliced else self.parameters.own
 
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The buffers of all versions of the parameters."""
+        return [self.parameters.full] if self.versions is None else self.versions.buffers
+
     def keep_what_was_written(self) -> None:
         """Take over what the user wrote into the gathered parameters: into this rank's slice and master weights."""
         self.parameters.end_edit()

@@ -45,7 +45,7 @@ class Forward:
             for shard in shards
             if shard.parameters.sliced
         }
-        self._flats = {_place_of(shard.parameters.full) for shard in assembly.all_shards}
+        self._weights: set[int] = set()  # storages of weights, which are no activations
         self._activations: dict[int, int] = {}
         self.editing = False
         model.register_forward_pre_hook(_outside(self._enter_model), with_kwargs=True, prepend=True)
@@ -113,6 +113,8 @@ class Forward:
                 begins = True
             self._gatherer.need(self._root)
         hooks = None
+        if self._ledger.recording:
+            self._weights = {_place_of(buffer) for shard in self._assembly.all_shards for buffer in shard.weights}
         if torch.is_grad_enabled() and (self._homes or self._ledger.recording):
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
@@ -138,7 +140,7 @@ class Forward:
         home = self._homes.get(_place_of(tensor))
         if home is not None:
             return _SavedWeight(tensor, *home)
-        weight = isinstance(tensor, nn.Parameter) or _place_of(tensor) in self._flats
+        weight = isinstance(tensor, nn.Parameter) or _place_of(tensor) in self._weights
         counts = self._ledger.recording and tensor.layout is torch.strided and not weight
         return _Activation(tensor, self) if counts else tensor
 

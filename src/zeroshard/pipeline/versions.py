@@ -47,6 +47,11 @@ class Versions:
         """The versions that are kept."""
         return sorted(self._slot_of)
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Those of all versions, whether in use or not."""
+        return [buffer for buffer, _ in self._slots]
+
     def use(self, version: int) -> None:
         """Put a version's parameters into the modules."""
         for parameter, sites in zip(self._slots[self._slot_of[version]][1], self._sites, strict=True):

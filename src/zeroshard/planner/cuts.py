@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from zeroshard.engine.batch import call_with, loss_in
@@ -59,8 +59,14 @@ def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
         model = task.build()
         batch = task.batch(rows)
         on_meta = any(parameter.is_meta for parameter in model.parameters())
-        chain = Chain(model, lambda: _run(model, tree_map(_to_meta, batch) if on_meta else batch))
-        costs = measure(model, chain, lambda: _run(model, batch), torch.device("cpu"), repeats=1, now=lambda: clock.now)
+        loss_of = task.loss or (lambda output, batch: loss_in(output))
+
+        def run(inputs: Any) -> Tensor:
+            found: Tensor = loss_of(call_with(model, inputs), inputs)
+            return found
+
+        chain = Chain(model, lambda: run(tree_map(_to_meta, batch) if on_meta else batch))
+        costs = measure(model, chain, lambda: run(batch), torch.device("cpu"), repeats=1, now=lambda: clock.now)
     first, *blocks, last = costs
     blocks[0] = _joined(first, blocks[0])
     blocks[-1] = _joined(blocks[-1], last)
@@ -83,10 +89,6 @@ def _joined(a: LayerCost, b: LayerCost) -> LayerCost:
         saved_bytes=a.saved_bytes + b.saved_bytes,
         parameter_bytes=a.parameter_bytes + b.parameter_bytes,
     )
-
-
-def _run(model: nn.Module, batch: Any) -> Tensor:
-    return loss_in(call_with(model, batch))
 
 
 def _to_meta(leaf: Any) -> Any:

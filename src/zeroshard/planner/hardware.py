@@ -191,6 +191,7 @@ class Machines:
         inside: the link of devices of one node, each with its own.
         between: the link of one node to the others, which its devices share.
         host_memory: bytes of one node's host memory; None is no limit.
+        here: whether these are the CPUs of this machine, on which a step can be tried out.
 
     Raises:
         ConfigError: a number out of range.
@@ -202,6 +203,7 @@ class Machines:
     inside: Link
     between: Link
     host_memory: int | None = None
+    here: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "per_node"):

@@ -2,22 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
+import psutil
+
 from zeroshard.comm import Purpose
+from zeroshard.errors import PlanError
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines
 from zeroshard.planner.private import fakes
-from zeroshard.planner.rehearse import ALIKE, Rehearsed, Task, messages_of, rehearse
-from zeroshard.planner.result import Prediction, Span
-from zeroshard.planner.shallow import FEW, Stack, deepen, probes, shallow, stacks_of
-from zeroshard.schedule import Pipeline
+from zeroshard.planner.rehearse import ALIKE, Rehearsed, Task, highest_of, messages_of, rehearse
+from zeroshard.planner.result import TEMPORARIES, Prediction, Span
+from zeroshard.planner.shallow import FEW, Stack, deepen, needs_values, probes, shallow, stacks_of
+from zeroshard.schedule import Layout, Pipeline
+from zeroshard.schedule.peaks import peaks
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
 from zeroshard.schedule.spans import costs_of
 
+BIASED = "Without values transformers builds other masks, and this machine cannot hold it with: up to 6 % high."
+STATES_EACH = 16  # bytes per parameter in fp32, AdamW
+ROOM = 0.7  # of this machine's free memory
+MOST_FILLED = 8  # stages up to which a rehearsal fills the pipeline
 MOST_SPANS = 20_000  # of a pipeline's timeline
 PER_MICROBATCH = (str(Purpose.SEND_ACTIVATIONS), str(Purpose.SEND_GRADIENTS))
-PILES_UP = ("gpipe", "naive")  # schedules that keep every microbatch of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +60,18 @@ def predict(task: Task, plan: Plan, machines: Machines, rows: int, deep: bool = 
     Raises:
         ZeroshardError: whatever the engine refuses.
     """
-    plan = on_machines(plan, machines)
+    there = on_machines(plan, machines)
+    task, note = _with_values(task, there, machines, rows)
     if not plan.pipelined:
-        return put_together([_alone(task, plan, machines, rows, deep)], task, plan, machines, rows)
-    chosen = sorted(set(range(plan.stages)) if deep else {0, plan.stages - 1})
-    return put_together(_of_stages(task, plan, machines, rows, chosen), task, plan, machines, rows)
+        found = put_together([_alone(task, there, machines, rows, deep)], task, plan, machines, rows)
+    else:
+        chosen = sorted(set(range(plan.stages)) if deep else {0, plan.stages - 1})
+        found = put_together(_of_stages(task, plan, machines, rows, chosen), task, plan, machines, rows)
+    return replace(found, notes=(*found.notes, *note))
 
 
 def put_together(
-    needs: Sequence[Needs], task: Task, plan: Plan, machines: Machines, rows: int, real: bool = False
+    needs: Sequence[Needs], task: Task, plan: Plan, machines: Machines, rows: int, timed: bool = False
 ) -> Prediction:
     """The prediction that follows from what was rehearsed: one rank, or one of each of some stages."""
     ranks, notes = machines.count, []
@@ -81,8 +92,8 @@ def put_together(
         batch=rows,
         ranks=ranks,
         rank=fullest.rank,
-        mode="shallow-real" if real else "fake",
-        time_mode="shallow-real" if real else "roofline",
+        mode="shallow-real" if timed or task.values else "fake",
+        time_mode="shallow-real" if timed else "roofline",
         memory=fullest.memory,
         capacity_bytes=machines.device.capacity_bytes,
         host_bytes=fullest.snapshot_nbytes * min(machines.per_node, ranks),
@@ -126,15 +137,15 @@ def needs_of(
 ) -> Needs:
     """A rank's numbers from rehearsals at few depths, with `more` microbatches than were rehearsed."""
     numbers = deepen(stacks, [_numbers(one, more) for one in seen or [last]], *depths)
-    memory, wire = (_whole(_part(numbers, name)) for name in ("memory", "wire"))
+    wire = _whole(_part(numbers, "wire"))
     exact = not stacks and not more
-    return Needs(last.rank, memory, wire, _part(numbers, "spent"), round(numbers["snapshot"]), last, exact)
+    return Needs(last.rank, _highest(numbers), wire, _part(numbers, "spent"), round(numbers["snapshot"]), last, exact)
 
 
 def _numbers(one: Rehearsed, more: int) -> dict[str, float]:
     """All numbers of a rehearsal with `more` further microbatches, in one mapping, to be deepened together."""
     each = one.each
-    numbers: dict[str, float] = {f"memory/{name}": nbytes for name, nbytes in one.memory.items()}
+    numbers = _memory_numbers(one, one.plan.microbatches + more)
     for purpose, (_, nbytes, _) in one.wire.items():
         numbers[f"wire/{purpose}"] = nbytes + (more * each.wire.get(purpose, 0) if each and more else 0)
     for cause, seconds in one.spent.items():
@@ -145,24 +156,62 @@ def _numbers(one: Rehearsed, more: int) -> dict[str, float]:
 def _of_stages(task: Task, plan: Plan, machines: Machines, rows: int, stages: Sequence[int]) -> list[Needs]:
     """The first replica of each of some stages.
 
-    In a schedule that flushes and does not keep all microbatches, memory is highest once the pipeline is full.
+    Of many microbatches only some are rehearsed, with two numbers of them: memory grows with those that are in flight
+    at once, which the schedule's own lists say.
     """
-    first = plan.pipeline(machines.count).layout.first_ranks
-    m, full = plan.microbatches, 2 * plan.stages if plan.chunks > 1 or plan.schedule in PILES_UP else plan.stages + 1
-    if plan.streams or m <= full:
-        return [_of_stage(rehearse(task, plan, first[s], machines.count, rows, machines), 1, True) for s in stages]
+    m, ranks = plan.microbatches, machines.count
+    first = plan.pipeline(ranks).layout.first_ranks
+    less, more = _some_microbatches(plan)
+    if plan.streams or m <= less + more:
+        return [_of_stage(rehearse(task, plan, first[s], ranks, rows, machines), 1, True) for s in stages]
     each, found = rows // m, []
     for stage in stages:
-        one = rehearse(task, replace(plan, microbatches=full), first[stage], machines.count, each * full, machines)
-        needs = _of_stage(one, m / full, False)
-        if plan.schedule in PILES_UP:
-            half = replace(plan, microbatches=full // 2)
-            less = rehearse(task, half, first[stage], machines.count, each * full // 2, machines)
-            slope = {name: (n - less.memory[name]) / (full - full // 2) for name, n in one.memory.items()}
-            memory = {name: n + (m - full) * slope[name] for name, n in one.memory.items()}
-            needs = replace(needs, memory=_whole(memory))
-        found.append(needs)
+        rank = first[stage]
+        some, further, all_of_them = (_in_flight(plan, stage, k) for k in (less, more, m))
+        growth = (all_of_them - further) / (further - some) if further > some else 0
+        b = rehearse(task, replace(plan, microbatches=more), rank, ranks, each * more, machines)
+        a = b
+        if growth:
+            a = rehearse(task, replace(plan, microbatches=less), rank, ranks, each * less, machines)
+        low, high = _memory_numbers(a, m), _memory_numbers(b, m)
+        memory = {name: n + float(growth) * (n - low.get(name, 0)) for name, n in high.items()}
+        found.append(replace(_of_stage(b, m / more, False), memory=_highest(memory)))
     return found
+
+
+def _some_microbatches(plan: Plan) -> tuple[int, int]:
+    """Two numbers of microbatches to rehearse; where stages are few, the larger one fills them."""
+    d = plan.stages
+    if plan.schedule in ("gpipe", "naive"):
+        return 2 * d, 3 * d
+    if plan.chunks > 1:
+        return d, 2 * d
+    return (d, d + 1) if d <= MOST_FILLED else (ALIKE, ALIKE + 1)
+
+
+def _memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
+    """Bytes by phase and category, with the batch of so many microbatches beside what was rehearsed."""
+    numbers = {f"memory/{p}/{name}": float(n) for p, memory in one.phases.items() for name, n in memory.items()}
+    further = one.batch_nbytes / one.plan.microbatches * (microbatches - one.plan.microbatches)
+    for phase in one.phases:
+        numbers[f"memory/{phase}/{TEMPORARIES}"] += further
+    return numbers
+
+
+def _highest(numbers: Mapping[str, float]) -> dict[str, int]:
+    """Bytes by category in the phase that stands highest."""
+    phases: dict[str, dict[str, int]] = {}
+    for key, nbytes in _part(numbers, "memory").items():
+        phase, _, name = key.partition("/")
+        phases.setdefault(phase, {})[name] = round(nbytes)
+    return dict(highest_of(phases))
+
+
+def _in_flight(plan: Plan, stage: int, microbatches: int) -> Fraction:
+    """Microbatches whose activations a stage keeps at once, at most."""
+    layout = Layout.equal(plan.stages, plan.chunks)
+    pipeline = Pipeline(plan.schedule, layout, microbatches, reduce_each=plan.reduces_each_microbatch)
+    return peaks([pipeline.step(stage)], plan.chunks)[0].in_flight
 
 
 def _of_stage(one: Rehearsed, times: float, exact: bool) -> Needs:
@@ -232,6 +281,40 @@ def _costs(needs: Sequence[Needs], pipeline: Pipeline, machines: Machines) -> Co
     seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
     rate = sent / seconds if seconds else float("inf")
     return replace(costs, **spread, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)
+
+
+def _with_values(task: Task, plan: Plan, machines: Machines, rows: int) -> tuple[Task, tuple[str, ...]]:
+    """The task on tensors with values, where the model needs them and this machine can hold them."""
+    with fakes():
+        if not task.values and not needs_values(task.build()):
+            return task, ()
+    task = replace(task, values=True)
+    try:
+        refuse_too_large(task, plan, machines, rows)
+    except PlanError:
+        return replace(task, values=False), (BIASED,)
+    return task, ()
+
+
+def refuse_too_large(task: Task, plan: Plan, machines: Machines, rows: int) -> None:
+    """Refuse a rehearsal on tensors with values that this machine cannot hold.
+
+    Raises:
+        PlanError: with what it would need.
+    """
+    few = plan.microbatches if plan.pipelined else min(2, plan.microbatches)
+    less, part = replace(plan, microbatches=few), rows // plan.microbatches * few
+    try:
+        needed = rehearse(replace(task, values=False), less, 0, machines.count, part).peak_bytes
+    except RuntimeError:  # an operation that torch cannot do without values; then by the states alone, twice over
+        with fakes():
+            needed = 2 * STATES_EACH * sum(parameter.numel() for parameter in task.build().parameters())
+    room = int(ROOM * psutil.virtual_memory().available)
+    if needed > room:
+        raise PlanError(
+            f"A rehearsal on tensors with values needs {needed:,} bytes and {room:,} are free here. Use fewer rows, or "
+            f"a model of the same kind with smaller layers."
+        )
 
 
 def _part(numbers: Mapping[str, float], name: str) -> dict[str, float]:

@@ -53,6 +53,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward now."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def device_of(tensor: torch.Tensor) -> torch.device:
     """The device that a tensor is taken to be on."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

@@ -148,7 +148,7 @@ class Profile:
         shared = self.host_memory // count
         link = self._link(transport, clock) if count > 1 else Link(math.inf)
         device = self._device(count, memory or (shared if self.kind == "cpu" else self.device_memory))
-        return Machines(device, count, count, link, link, self.host_memory)
+        return Machines(device, count, count, link, link, self.host_memory, here=self.kind == "cpu")
 
     def _device(self, count: int, memory: int) -> Device:
         matrix, copies = 1.0, 1.0

@@ -8,20 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import psutil
 import torch
 
-from zeroshard.errors import PlanError
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines
-from zeroshard.planner.predict import Needs, needs_of, put_together
+from zeroshard.planner.predict import Needs, needs_of, on_machines, put_together, refuse_too_large
 from zeroshard.planner.private import fakes
 from zeroshard.planner.rehearse import ALIKE, Task, rehearse
 from zeroshard.planner.result import Prediction
 from zeroshard.planner.shallow import probes, shallow, stacks_of
 
 FEW, STEP = 4, 4  # blocks that are run, and further ones: far enough apart for what is measured
-ROOM = 0.7  # of the free memory
 
 
 def predict_really(task: Task, plan: Plan, machines: Machines, rows: int, threads: int | None = None) -> Prediction:
@@ -38,10 +35,11 @@ def predict_really(task: Task, plan: Plan, machines: Machines, rows: int, thread
     with _threads(threads):
         if plan.pipelined:
             first = plan.pipeline(machines.count).layout.first_ranks
-            _refuse_too_large(task, plan, machines, rows, first[0])
-            ones = [rehearse(task, plan, rank, machines.count, rows, machines, real=True) for rank in first]
-            return put_together([needs_of(one) for one in ones], task, plan, machines, rows, real=True)
-        return put_together([_alone(task, plan, machines, rows)], task, plan, machines, rows, real=True)
+            refuse_too_large(task, plan, machines, rows)
+            ones = [rehearse(task, plan, rank, machines.count, rows, machines, timed=True) for rank in first]
+            return put_together([needs_of(one) for one in ones], task, plan, machines, rows, timed=True)
+        needs = _alone(task, on_machines(plan, machines), machines, rows)
+        return put_together([needs], task, plan, machines, rows, timed=True)
 
 
 def _alone(task: Task, plan: Plan, machines: Machines, rows: int) -> Needs:
@@ -54,19 +52,9 @@ def _alone(task: Task, plan: Plan, machines: Machines, rows: int) -> Needs:
     for number, depths in enumerate(probes(stacks, FEW, STEP)):
         probe = replace(task, build=shallow(task.build, depths)) if stacks else task
         if number == 0:
-            _refuse_too_large(probe, less, machines, rows // m * few, 0)
-        seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines, real=True))
+            refuse_too_large(probe, less, machines, rows // m * few)
+        seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines, timed=True))
     return needs_of(seen[-1], seen, stacks, m - few, (FEW, STEP))
-
-
-def _refuse_too_large(task: Task, plan: Plan, machines: Machines, rows: int, rank: int) -> None:
-    needed = rehearse(task, plan, rank, machines.count, rows).peak_bytes
-    room = int(ROOM * psutil.virtual_memory().available)
-    if needed > room:
-        raise PlanError(
-            f"A rehearsal on real tensors needs {needed:,} bytes and {room:,} are free; rehearse on tensors without "
-            f"values, or use fewer rows."
-        )
 
 
 @contextmanager

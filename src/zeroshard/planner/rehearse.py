@@ -17,15 +17,17 @@ from torch import nn
 
 from zeroshard.comm import Purpose
 from zeroshard.engine import Engine
+from zeroshard.engine.tensors import tensors_in
 from zeroshard.ledger import Category, Event
 from zeroshard.mesh import Mesh
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines, Operation
-from zeroshard.planner.private import fakes
+from zeroshard.planner.private import fakes, in_backward
 from zeroshard.planner.result import TEMPORARIES, Span
 from zeroshard.planner.tracker import Tracker
 from zeroshard.rehearsal import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
+from zeroshard.schedule.lower import LOANS_UNDER_WAY
 
 ALIKE = 3  # microbatches from which on every further one costs the same
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
@@ -46,6 +48,8 @@ class Task:
         sequence: tokens of one row.
         name: what people call the model.
         whole_model: whether `optimizer` takes the model itself.
+        loss: function of (output, batch), as `Engine` takes it.
+        values: whether the model must be run on tensors with values: without, transformers builds other masks.
     """
 
     build: Callable[[], nn.Module]
@@ -55,6 +59,8 @@ class Task:
     sequence: int = 1
     name: str = "model"
     whole_model: bool = False
+    values: bool = False
+    loss: Any = None
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model."""
@@ -75,19 +81,21 @@ class Rehearsed:
 
     Attributes:
         states: bytes by category as the ledger holds them after the last step.
-        memory: bytes by category at the highest moment of all, `TEMPORARIES` among them.
+        phases: for each phase of the run (build, forward, backward, update) the bytes by category, `TEMPORARIES` among
+            them, when it stood highest. Each grows evenly with blocks and microbatches; which is highest may change.
         wire: by purpose, of the last step: elements, bytes, calls.
         spent: seconds of the last step, by cause.
         spans: of a pipeline's last step.
         split: where the model was cut.
         snapshot_nbytes: of a copy of the states, as a checkpoint on its way to the disk holds it.
+        batch_nbytes: of the batch itself, which is among the temporaries.
         each: what one more microbatch costs (seconds by cause, bytes by purpose), where there were three or more.
     """
 
     rank: int
     plan: Plan
     states: Mapping[str, int]
-    memory: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
     wire: Mapping[str, tuple[int, int, int]]
     spent: Mapping[str, float]
     pipeline: Pipeline | None
@@ -95,7 +103,13 @@ class Rehearsed:
     split: tuple[str, ...]
     events: tuple[Event, ...]
     snapshot_nbytes: int
+    batch_nbytes: int
     each: "Each | None" = None
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by category at the highest moment of all."""
+        return highest_of(self.phases)
 
     @property
     def peak_bytes(self) -> int:
@@ -110,14 +124,14 @@ def rehearse(
     ranks: int,
     rows: int,
     machines: Machines | None = None,
-    real: bool = False,
+    timed: bool = False,
 ) -> Rehearsed:
     """Build the engine of one rank and let it take steps until they are all alike.
 
     Args:
         rows: of this rank's lane in one step.
         machines: what operations and collectives take, and the granularity of allocations; without, time stands still.
-        real: on real tensors on this machine's CPUs; what is spent is then CPU time that was measured.
+        timed: on tensors with values, on this machine's CPUs; what is spent is then CPU time that was measured.
 
     Raises:
         PlanError, ModelError, OptimizerError, BatchError: what the engine refuses.
@@ -125,12 +139,14 @@ def rehearse(
     clock = Clock()
     rates = Rates(clock, machines)
     rounds = machines.device.rounds if machines else 1
-    with contextlib.nullcontext() if real else fakes(), quiet():
-        tracker = Tracker(None, rounds=rounds) if real else Tracker(rates.hear, answers=True, rounds=rounds)
+    values = timed or task.values
+    with contextlib.nullcontext() if values else fakes(), quiet():
+        tracker = Tracker(None if timed else rates.hear, answers=not values, rounds=rounds)
         rehearsal = Rehearsal(
             range(ranks),
             shares=plan.transport != "network" and not plan.pipelined,
-            values=real,
+            values=values,
+            measured=timed,
             clock=clock,
             wire_seconds=rates.wire,
             made=lambda buffer: tracker.share(buffer, ranks),
@@ -140,9 +156,7 @@ def rehearse(
             mesh = Mesh(rank, ranks, rehearsal=rehearsal)
             stage = _Stage(task, plan, rows, mesh, tracker)
             rehearsed = stage.run()
-        if not real:
-            return rehearsed
-        return stage.timed(rehearsed)
+        return stage.timed(rehearsed) if timed else rehearsed
 
 
 class _Stage:
@@ -154,11 +168,12 @@ class _Stage:
         example = task.batch(max(1, rows // plan.microbatches)) if plan.pipelined else None
         model = task.build()
         assert mesh.rehearsal is not None
-        self._clock, self._real, self._last = mesh.rehearsal.clock, mesh.rehearsal.values, 0.0
+        self._clock, self._timed, self._last = mesh.rehearsal.clock, mesh.rehearsal.measured, 0.0
         whole = replace(plan, device_memory=None)
-        if self._real:  # whose numbers mean nothing
+        if mesh.rehearsal.values:  # which mean nothing
             whole = replace(whole, nonfinite="ignore", loss_scale=1.0 if plan.scales_loss else "auto")
-        self.engine = Engine(model, task.optimizer_of(model), whole, mesh=mesh, example=example)
+        self.engine = Engine(model, task.optimizer_of(model), whole, mesh=mesh, loss=task.loss, example=example)
+        self._updating = False
         self._marks: list[Each] = []
         model.register_forward_pre_hook(lambda *_: self._mark())
         self.engine.optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer"))
@@ -167,11 +182,14 @@ class _Stage:
     def run(self) -> Rehearsed:
         """Take steps until they are alike, and look at the last."""
         engine, tracker, clock = self.engine, self._tracker, self._clock
-        highest = self._split_up(tracker.peak.nbytes)
-        tracker.note = self._note
+        phases = {"build": self._split_up(tracker.peak.nbytes)}
+        tracker.note, tracker.phase = self._note, self._phase
         tracker.start_again()
         for _ in range(self._warm_up):
             engine.train_step(self._batch)
+        before = {phase: peak.snapshot for phase, peak in tracker.peaks.items()}
+        tracker.start_again()
+        self._updating = False
         events: list[Event] = []
         clock.spent.clear()
         self._marks.clear()
@@ -179,17 +197,17 @@ class _Stage:
         if engine.pipeline is not None:
             engine.trace()
         with engine.recording(), tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note()))):
-            if tracker.peak.nbytes == tracker.current:
-                tracker.start_again()
             engine.train_step(self._batch)
         spans = tuple(engine.trace_end()) if engine.pipeline is not None else ()
-        if tracker.peak.nbytes > sum(highest.values()):
-            highest = tracker.peak.snapshot
+        phases |= {phase: peak.snapshot for phase, peak in tracker.peaks.items()}
+        for phase, memory in before.items():
+            if sum(memory.values()) > sum(phases.get(phase, {}).values()):
+                phases[phase] = memory
         return Rehearsed(
             self._mesh.rank,
             self._plan,
             engine.ledger.snapshot(),
-            highest,
+            phases,
             {str(row.purpose): (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()},
             dict(clock.spent),
             engine.pipeline,
@@ -197,6 +215,7 @@ class _Stage:
             engine.split,
             tuple(_thin(events)),
             engine.checkpoint_nbytes,
+            _nbytes(self._batch),
             self._each(),
         )
 
@@ -227,7 +246,8 @@ class _Stage:
 
     def _mark(self) -> None:
         """Look at what was spent and sent so far, at the begin of a microbatch's forward."""
-        if self._real:
+        self._updating = False
+        if self._timed:
             self._tick()
         wire = {str(purpose): count.nbytes for purpose, count in self.engine.comm.counts.items()}
         self._marks.append(Each(dict(self._clock.spent), wire))
@@ -244,13 +264,18 @@ class _Stage:
     def _warm_up(self) -> int:
         """Steps before one that is like all that follow: states are made in the first, versions until all are there."""
         plan = self._plan
+        settled = 1 + LOANS_UNDER_WAY if plan.pipelined else 1  # until there are buffers for all messages
         if not plan.streams:
-            return 2 if plan.pipelined else 1  # until there are buffers for all messages
+            return settled
         in_flight = 2 * plan.stages * plan.chunks
-        return 2 + -(-in_flight // plan.microbatches)
+        return max(settled, 2 + -(-in_flight // plan.microbatches))
+
+    def _phase(self) -> str:
+        return "backward" if in_backward() else "update" if self._updating else "forward"
 
     def _begin(self, cause: str) -> None:
-        if self._real:
+        self._updating = True
+        if self._timed:
             self._tick()
         self._clock.cause = cause
 
@@ -288,6 +313,17 @@ class Rates:
             return self._machines.inside.latency
         kind: Operation = "gather" if operation == "gather" else "exchange" if operation == "exchange" else "send"
         return self._machines.wire_seconds(kind, nbytes, len(members), members[1] - members[0])
+
+
+def _nbytes(batch: Any) -> int:
+    """Bytes of the storages of a batch, each once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(batch)}
+    return sum(storages.values())
+
+
+def highest_of(phases: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
+    """Bytes by category in the phase in which they are most."""
+    return max(phases.values(), key=lambda memory: sum(memory.values()))
 
 
 def messages_of(wire: Mapping[str, tuple[int, int, int]]) -> int:

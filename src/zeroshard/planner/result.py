@@ -11,6 +11,7 @@ from zeroshard.schedule import Action
 Mode = Literal["fake", "shallow-real"]
 TimeMode = Literal["roofline", "shallow-real"]
 CAUSES = ("compute", "optimizer", "wire", "host link", "bubble")
+MARGIN = 0.03  # of a device's memory, that stays free
 TEMPORARIES = "temporaries"  # what torch holds at the peak beside what the ledger knows
 Span = tuple[Action, float, float]
 
@@ -49,7 +50,7 @@ class Prediction:
     wire_bytes: Mapping[str, int]
     causes: Mapping[str, float]
     tokens: int
-    margin: float = 0.03
+    margin: float = MARGIN
     events: tuple[Event, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     notes: tuple[str, ...] = field(default=())

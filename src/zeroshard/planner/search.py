@@ -4,17 +4,21 @@ For each number of stages, ZeRO stage and schedule, the rows of a microbatch are
 them. What needs more for its states alone than a device has is refused without a rehearsal. Deterministic.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroshard.errors import PlanError, ZeroshardError
+from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
+from zeroshard.planner.company import company
 from zeroshard.planner.cuts import Layers, layers_of
 from zeroshard.planner.hardware import Machines
 from zeroshard.planner.predict import predict
 from zeroshard.planner.private import fakes
+from zeroshard.planner.really import predict_really
 from zeroshard.planner.rehearse import Task
 from zeroshard.planner.result import Found, Prediction, Refusal
 from zeroshard.planner.shallow import stacks_of
@@ -62,6 +66,10 @@ def search(
         for plan, rows in plans:
             hunt.try_plan(plan, rows)
     order = sorted(hunt.fitting, key=lambda p: (p.seconds, p.peak_bytes))
+    if machines.here:
+        with company(min(machines.count, os.cpu_count() or 1) - 1):
+            timed = [hunt.timed(prediction) for prediction in order]
+        order = sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds, p.peak_bytes))
     best = [hunt.whole(order[0]), *order[1:top]] if order else []
     return Found(tuple(best), tuple(hunt.refused), hunt.looked_at, time.perf_counter() - began)
 
@@ -90,21 +98,18 @@ class _Hunt:
             groups: list[int | None] = [None]
             if zero and self.machines.nodes > 1 and ranks % self.machines.per_node == 0:
                 groups.append(self.machines.per_node)
+            if rows % ranks:
+                why = f"{rows} rows of a step do not divide among {ranks} ranks."
+                self._refuse(replace(self.base, zero=zero), 0, why, f"Use a multiple of {ranks} rows.")
+                continue
             for group in groups:
-                if rows % ranks == 0:
-                    yield Shape(replace(self.base, zero=zero, shard_ranks=group), rows // ranks)
-                else:
-                    why = f"{rows} rows of a step do not divide among {ranks} ranks."
-                    self._refuse(replace(self.base, zero=zero), 0, why, f"Use a multiple of {ranks} rows.")
-                    break
+                yield Shape(replace(self.base, zero=zero, shard_ranks=group, reduce_every="auto"), rows // ranks)
         for stages in (d for d in _divisors(ranks) if d > 1):
             yield from self._pipelines(stages)
 
     def _pipelines(self, stages: int) -> Iterator[Shape]:
         replicas = self.machines.count // stages
-        if self.task.rows % replicas:
-            return
-        if self._no_chain:
+        if self.task.rows % replicas or self._no_chain:
             return
         try:
             blocks = self._blocks()
@@ -116,8 +121,8 @@ class _Hunt:
             why, way_out = f"The model has {blocks} blocks for {stages} stages.", f"Use {blocks} stages or fewer."
             self._refuse(replace(self.base, stages=stages, zero=0, microbatches=stages), 0, why, way_out)
             return
-        plan = replace(self.base, stages=stages, zero=1 if replicas > 1 else 0, transport="auto", microbatches=stages)
-        yield Shape(plan, self.task.rows // replicas)
+        common = replace(self.base, transport="auto", reduce_every="auto", zero=1 if replicas > 1 else 0)
+        yield Shape(replace(common, stages=stages, microbatches=stages), self.task.rows // replicas)
 
     def try_shape(self, shape: Shape) -> None:
         """Find the microbatches of a shape: the fewest that fit; with stages, as many as make it faster."""
@@ -180,6 +185,15 @@ class _Hunt:
         elif found is not None:
             self._refuse_size(found)
 
+    def timed(self, prediction: Prediction) -> Prediction:
+        """The prediction with a time that was measured on few blocks, where this machine can hold them."""
+        self.say(f"timing {short(prediction.plan, self.machines.count)}")
+        try:
+            found = predict_really(self.task, prediction.plan, self.machines, prediction.batch)
+        except ZeroshardError:
+            return prediction
+        return replace(prediction, causes=found.causes, time_mode=found.time_mode)
+
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction again, from a rehearsal of every stage, and of every block where they are not too many."""
         plan = prediction.plan
@@ -188,7 +202,10 @@ class _Hunt:
         if (plan.stages if plan.pipelined else depth * plan.microbatches) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
-        return predict(self.task, plan, self.machines, prediction.batch, deep=True)
+        found = predict(self.task, plan, self.machines, prediction.batch, deep=True)
+        if prediction.time_mode == found.time_mode:
+            return found
+        return replace(found, causes=prediction.causes, time_mode=prediction.time_mode)
 
     def _counts(self, shape: Shape) -> list[int]:
         """Numbers of microbatches that divide the rows of a lane, ascending, so that memory falls along them."""
@@ -233,7 +250,7 @@ class _Hunt:
         needed = least_bytes(self._sizes, plan, self.machines.count)
         if needed <= room:
             return False
-        why = f"Its model states alone take {_gib(needed)} on every rank, and a device has {_gib(room)}."
+        why = f"Its model states alone take {format_size(needed)} on every rank, and a device has {format_size(room)}."
         self._refuse(plan, rows, why, self._way_out(plan, needed))
         return True
 
@@ -247,12 +264,14 @@ class _Hunt:
         for times in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
             if least_bytes(self._sizes, replace(self.base, zero=3), ranks * times) <= room:
                 return f"zero=3 on {ranks * times} devices would hold them."
-        return f"Devices with {_gib(needed)} or more would hold them."
+        return f"Devices with {format_size(needed)} or more would hold them."
 
     def _refuse_size(self, found: Prediction) -> None:
         need = found.peak_bytes / (1 - found.margin)
-        why = f"The fullest rank needs {_gib(found.peak_bytes)} of {_gib(found.capacity_bytes)} at the peak."
-        self._refuse(found.plan, found.batch, why, f"A device with {_gib(need)} for tensors would hold it.")
+        held, room = format_size(found.peak_bytes), format_size(found.capacity_bytes)
+        why = f"The fullest rank needs {held} of {room} at the peak."
+        way_out = f"A device with {format_size(need)} for tensors would hold it."
+        self._refuse(found.plan, found.batch, why, way_out)
 
     def _refuse(self, plan: Plan, rows: int, why: str, way_out: str) -> None:
         self.refused.append(Refusal(plan, rows, why, way_out))
@@ -280,10 +299,6 @@ class _Hunt:
 
 def _divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def fastest(found: Sequence[Prediction]) -> Prediction:

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 
-FEW = 3  # blocks from which on every further one costs the same
+FEW = 4  # blocks from which on every further one costs the same
 STACKS = (nn.ModuleList, nn.Sequential)
 
 
@@ -31,6 +31,11 @@ def stacks_of(model: nn.Module) -> list[Stack]:
         if isinstance(module, STACKS) and not inside and len(module) > FEW and _alike(list(module)):
             found.append(Stack(path, len(module)))
     return found
+
+
+def needs_values(model: nn.Module) -> bool:
+    """Whether a model takes another way where tensors have no values: transformers' models do, in their masks."""
+    return any(kind.__module__.partition(".")[0] == "transformers" for kind in type(model).__mro__)
 
 
 def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:

@@ -42,7 +42,8 @@ class Tracker(DispatchMode):
 
     Attributes:
         current: bytes alive now.
-        peak: the most so far.
+        peaks: the most so far in each phase.
+        phase: asked which phase this is.
         note: asked for a snapshot whenever memory stands higher than ever before.
     """
 
@@ -54,12 +55,13 @@ class Tracker(DispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.note: Callable[[], dict[str, int]] = dict
+        self.phase: Callable[[], str] = str
         self._listener, self._answers, self._rounds = listener, answers, rounds
         self._list: Callable[[], None] | None = None
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._shared: dict[int, int] = {}
         self.current = 0
-        self.peak = Peak()
+        self.peaks: dict[str, Peak] = {}
 
     def __torch_dispatch__(
         self, func: Packet, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,9 +113,14 @@ class Tracker(DispatchMode):
         finally:
             self._list = None
 
+    @property
+    def peak(self) -> Peak:
+        """The most in any phase."""
+        return max(self.peaks.values(), key=lambda peak: peak.nbytes, default=Peak())
+
     def start_again(self) -> None:
-        """Let the peak start from what is alive."""
-        self.peak = Peak(self.current, self.note())
+        """Let all peaks start from what is alive."""
+        self.peaks = {self.phase(): Peak(self.current, self.note())}
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
@@ -146,8 +153,11 @@ class Tracker(DispatchMode):
 
     def _add(self, change: int) -> None:
         self.current += change
-        if self.current > self.peak.nbytes:
-            self.peak = Peak(self.current, self.note())
+        if change > 0:
+            phase = self.phase()
+            highest = self.peaks.get(phase)
+            if highest is None or self.current > highest.nbytes:
+                self.peaks[phase] = Peak(self.current, self.note())
         if self._list is not None:
             self._list()
 

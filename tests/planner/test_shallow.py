@@ -1,0 +1,102 @@
+"""Few blocks for many, and tensors with values where those without lie: against runs of the whole on real tensors."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from planner.rehearsed import SHAPE, peak_of, task
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import zeroshard as zs
+from zeroshard.planner.hardware import Device, Link, Machines
+from zeroshard.planner.predict import predict
+from zeroshard.planner.really import predict_really
+from zeroshard.planner.rehearse import Task
+from zeroshard.planner.shallow import deepen, probes, stacks_of
+from zeroshard.train.gpt import GPT
+
+CPU = Device("some CPU", "cpu", 2**36, {"fp32": 5e10}, 1e10, 5e-6)  # no rounding, so that bytes can be compared
+ALONE = Machines(CPU, 1, 1, Link(1e9), Link(1e9))
+PAIR = Machines.of("A100-80", 2)
+TEXT: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4,
+                        "intermediate_size": 128, "max_position_embeddings": 64, "use_cache": False}  # fmt: skip
+
+
+def ten_blocks() -> nn.Module:
+    with torch.device("meta"):
+        return GPT(type(SHAPE)(**{**vars(SHAPE), "layers": 10}))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"zero": 3, "precision": "bf16"},
+        {"zero": 1, "microbatches": 8, "reduce_every": "step"},
+        {"stages": 2, "zero": 0, "schedule": "1f1b", "microbatches": 8, "balance": "parameters"},
+        {"stages": 2, "zero": 0, "schedule": "gpipe", "microbatches": 8, "balance": "parameters"},
+    ],
+    ids=str,
+)
+def test_few_blocks_and_microbatches_tell_all(plan: dict[str, Any]) -> None:
+    job = task(build=ten_blocks, rows=16)
+    few, whole = (predict(job, zs.Plan(**plan), PAIR, 8 if "stages" not in plan else 16, deep=deep) for deep in (0, 1))
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+    assert few.wire_bytes == whole.wire_bytes
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
+
+
+def test_depths_are_extrapolated_stack_by_stack() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList(nn.Linear(3, 3) for _ in range(9)),
+                           "b": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))})  # fmt: skip
+    stacks = stacks_of(model)
+    assert [(stack.path, stack.depth) for stack in stacks] == [("a", 9), ("b", 6)]
+
+    def seen(depths: dict[str, int]) -> dict[str, float]:
+        return {"bytes": 100 + 7 * depths["a"] + 11 * depths["b"]}
+
+    assert deepen(stacks, [seen(depths) for depths in probes(stacks)]) == {"bytes": 100 + 7 * 9 + 11 * 6}
+
+
+def causal_model(kind: str, recomputes: bool) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    more: dict[str, Any] = {"num_key_value_heads": 2, "pad_token_id": 0}
+    more |= {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "Mixtral" else {}
+    if kind == "GPT2":
+        shape = {"vocab_size": 300, "n_embd": 64, "n_layer": 7, "n_head": 4, "n_positions": 64, "use_cache": False}
+        config = transformers.GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**TEXT, **more)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def words(rows: int) -> dict[str, torch.Tensor]:
+    drawn = torch.randint(2, 300, (rows, 48))
+    return {"input_ids": drawn, "labels": drawn}
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen2", "Mixtral"])
+def test_models_of_transformers_within_a_percent(kind: str, recomputes: bool) -> None:
+    make = partial(torch.optim.AdamW, lr=1e-3)
+    plan = zs.Plan(zero=0)
+    job = Task(partial(causal_model, kind, recomputes), words, make, 8, 48)
+    predicted = predict(job, plan, ALONE, 8)
+    assert predicted.mode == "shallow-real"
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        engine = zs.Engine(job.build(), make, plan, mesh=zs.Mesh())
+        batch = words(8)
+        for _ in range(3):
+            engine.train_step(batch)
+    assert predicted.peak_bytes == pytest.approx(peak_of(watched), rel=0.01)
+
+
+def test_a_timed_prediction_is_of_real_steps() -> None:
+    found = predict_really(task(), zs.Plan(zero=0), ALONE, 4)
+    assert (found.mode, found.time_mode) == ("shallow-real", "shallow-real")
+    assert found.causes["compute"] > found.causes["optimizer"] > 0
+    assert found.memory == predict(task(), zs.Plan(zero=0), ALONE, 4, deep=True).memory
