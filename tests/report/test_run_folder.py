@@ -166,3 +166,21 @@ def test_metrics_without_a_training_line_say_what_was_read(tmp_path: Path) -> No
     run = write_run(tmp_path, [validation_line(1, 3.0), '{"step": 1, "lo'])
     with pytest.raises(ReportError, match=r"no training line \(1 readable lines, 1 unreadable\).*one step"):
         read_run(run)
+
+
+@pytest.mark.parametrize(
+    "text, rows, notes",
+    [
+        ('{"predicted": {}}', None, 0),  # the run ended before it could compare
+        ('{"rows": [{"part": "memory", "name": "peak", "predicted": 4}], "warnings": 3}', 1, 0),
+        ('{"rows": [', None, 1),
+    ],
+)
+def test_a_prediction_is_read_as_far_as_it_goes(tmp_path: Path, text: str, rows: int | None, notes: int) -> None:
+    folder = write_run(tmp_path, [training_line(1, 8.0)], summary(), memory([(0.0, "begin", (1, 1, 1))]))
+    (folder / "prediction.json").write_text(text)
+    run = read_run(folder)
+    assert (None if run.forecast is None else len(run.forecast.rows)) == rows
+    assert len(run.notes) == notes
+    if run.forecast is not None:
+        assert math.isnan(run.forecast.rows[0].measured) and run.forecast.warnings == ()

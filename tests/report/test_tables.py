@@ -1,7 +1,7 @@
 import math
 
-from zeroshard.report.run_folder import MemoryRow, TrafficRow
-from zeroshard.report.tables import Row, fields_table, memory_table, traffic_table
+from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow
+from zeroshard.report.tables import Row, fields_table, memory_table, prediction_table, traffic_table
 from zeroshard.report.wording import DASH
 
 
@@ -57,3 +57,17 @@ def test_fields_read_as_text() -> None:
         ("train bytes", "2.00 KiB (2,048 B)"),
         ("digest", "ab"),
     )
+
+
+def test_what_was_predicted_beside_what_was_measured() -> None:
+    numbers = (("memory", "peak", 1024, 1024), ("wire", "reduce", 0, 8), ("time", "step", 0.01, 0.0125))
+    forecast = Forecast(1, 20, tuple(PredictionRow(*row) for row in numbers), ("a step takes longer.",))
+    table = prediction_table(forecast)
+    assert table is not None
+    assert [(row.name, _words(row)) for row in table.rows] == [
+        ("memory: peak", ["1.00 KiB", "1.00 KiB", "equal"]),
+        ("wire: reduce", ["0 B", "8 B", DASH]),
+        ("time: step", ["10 ms", "12.5 ms", "+25.00 %"]),
+    ]
+    assert table.note == "Rank 1, up to step 20. Times are medians of a step. Missed: a step takes longer."
+    assert prediction_table(None) is None

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.run_folder import Run, Summary, read_run
-from zeroshard.report.tables import fields_table, memory_table, traffic_table
+from zeroshard.report.tables import fields_table, memory_table, prediction_table, traffic_table
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
 from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
@@ -37,14 +37,22 @@ def write_report(run: Path) -> Path:
     return target
 
 
-def _page(run: Run, timeline: TimelineSection | None) -> str:
-    summary = run.summary
+def compose(**content: object) -> str:
+    """The page of what the template asks for; style and script are its own."""
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_resource("template.html.j2"))
-    return template.render(
-        style=Markup(_resource("style.css")),
-        script=Markup(_resource("hover.js")),
+    return template.render(style=Markup(_resource("style.css")), script=Markup(_resource("hover.js")), **content)
+
+
+def _page(run: Run, timeline: TimelineSection | None) -> str:
+    summary = run.summary
+    tables = (
+        (prediction_table(run.forecast), None),
+        (memory_table(summary.memory, _styles(run)), None),
+        (traffic_table(summary.traffic), traffic_figure(summary.traffic)),
+    )
+    return compose(
         title=summary.title or f"Run {run.path.resolve().name}",
         versions=_versions(summary),
         notes=run.notes,
@@ -53,9 +61,7 @@ def _page(run: Run, timeline: TimelineSection | None) -> str:
         loss=loss_figure(run),
         timeline=timeline,
         memory=memory_figure(run.memory) if run.memory else None,
-        memory_table=memory_table(summary.memory, _styles(run)),
-        traffic=traffic_figure(summary.traffic),
-        traffic_table=traffic_table(summary.traffic),
+        tables=[(table, figure) for table, figure in tables if table],
         plan=fields_table(summary.plan),
         corpus=fields_table(summary.corpus),
         sample=summary.sample.replace("\r\n", "\n").translate(_VISIBLE_CONTROLS),

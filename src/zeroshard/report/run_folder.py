@@ -18,6 +18,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 MEMORY = "memory.json"
 TIMELINE = "timeline.json"
+PREDICTION = "prediction.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,26 @@ class Timelines:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionRow:
+    """One number as predicted before the run and as measured: of `part` memory or wire in bytes, of time in seconds."""
+
+    part: str
+    name: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What was predicted of one rank beside what it took up to a step, and which bars were missed."""
+
+    rank: float
+    step: float
+    rows: tuple[PredictionRow, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What the run said of itself at its end; all unknown when it died before."""
 
@@ -124,6 +145,7 @@ class Run:
     summary: Summary
     memory: MemoryStep | None
     timelines: Timelines | None
+    forecast: Forecast | None
     notes: tuple[str, ...]
 
 
@@ -178,8 +200,9 @@ def read_run(run: Path) -> Run:
     summary = _summary(_json_file(run / SUMMARY, f"the run ended before it was complete, at step {last}", notes))
     memory = _memory(_json_file(run / MEMORY, "no memory over a step was recorded", notes))
     timelines = _timelines(run / TIMELINE, notes)
+    forecast = _forecast(run / PREDICTION, notes)
     ordered = tuple(training[step] for step in sorted(training))
-    return Run(run, ordered, _validation(lines), summary, memory, timelines, tuple(notes))
+    return Run(run, ordered, _validation(lines), summary, memory, timelines, forecast, tuple(notes))
 
 
 def _metrics_file(run: Path) -> Path:
@@ -290,6 +313,18 @@ def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
     # a category that an event does not name holds nothing at that moment
     nbytes = (held.number(name) for name in categories)
     return MemoryEvent(row.number("t"), row.text("label"), tuple(n if math.isfinite(n) else 0.0 for n in nbytes))
+
+
+def _forecast(path: Path, notes: list[str]) -> Forecast | None:
+    """What was predicted, where anything was and the run came far enough to compare it."""
+    record = _json_file(path, "", notes) if path.is_file() else Record(None)
+    rows = [(row, row.number("predicted"), row.number("measured")) for row in record.records("rows")]
+    if not rows:
+        return None
+    told = record.fields.get("warnings")
+    warnings = tuple(map(str, told)) if isinstance(told, list) else ()
+    kept = tuple(PredictionRow(row.text("part"), row.text("name"), *numbers) for row, *numbers in rows)
+    return Forecast(record.number("rank"), record.number("step"), kept, warnings)
 
 
 def _timelines(path: Path, notes: list[str]) -> Timelines | None:

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroshard.report.run_folder import MemoryRow, TrafficRow
-from zeroshard.report.wording import DASH, format_bytes, format_difference, format_exact
+from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow
+from zeroshard.report.wording import DASH, format_bytes, format_difference, format_exact, format_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Column heads (the first names the rows), rows, closing sums, and what the reader must know of a column."""
+    """Title, column heads (the first names the rows), rows, closing sums, and what one must know of a column."""
 
+    title: str
     heads: tuple[str, ...]
     rows: tuple[Row, ...]
     sums: tuple[Row, ...]
@@ -54,6 +55,7 @@ def memory_table(rows: tuple[MemoryRow, ...], styles: Mapping[str, str]) -> Tabl
         )
         sums.insert(0, Row("Those with a formula", _memory_cells(total)))
     return Table(
+        "Bytes per rank: formula and ledger",
         ("Category", "Formula", "Padding", "Ledger", "Difference", "Peak"),
         tuple(Row(row.category.replace("_", " "), _memory_cells(row), styles.get(row.category, "")) for row in rows),
         tuple(sums),
@@ -73,10 +75,26 @@ def traffic_table(rows: tuple[TrafficRow, ...]) -> Table | None:
         sum(row.calls for row in rows),
     )
     return Table(
+        "Wire volume per step: formula and measured",
         ("Purpose", "Formula, elements", "Measured, elements", "Difference", "Measured bytes", "Calls"),
         tuple(_traffic_row(row) for row in rows),
         (_traffic_row(total),),
         "Difference: measured − formula, in elements; “equal” is less than one element apart.",
+    )
+
+
+def prediction_table(forecast: Forecast | None) -> Table | None:
+    """Memory, traffic and time of a step as predicted before the run and as measured; None without a prediction."""
+    if forecast is None:
+        return None
+    missed = "".join(f" Missed: {warning}" for warning in forecast.warnings)
+    place = f"Rank {format_exact(forecast.rank)}, up to step {format_exact(forecast.step)}."
+    return Table(
+        "Predicted and measured",
+        ("Quantity", "Predicted", "Measured", "Difference"),
+        tuple(Row(f"{row.part}: {row.name}", _prediction_cells(row)) for row in forecast.rows),
+        (),
+        f"{place} Times are medians of a step.{missed}",
     )
 
 
@@ -105,6 +123,14 @@ def _traffic_row(row: TrafficRow) -> Row:
         Cell(format_exact(row.calls)),
     )
     return Row(row.purpose, cells)
+
+
+def _prediction_cells(row: PredictionRow) -> tuple[Cell, ...]:
+    share = format_share(row.measured / row.predicted - 1) if row.predicted else DASH
+    if row.part == "time":
+        return *(Cell(f"{format_exact(1e3 * n)} ms") for n in (row.predicted, row.measured)), Cell(share)
+    equal = row.predicted == row.measured
+    return _bytes(row.predicted), _bytes(row.measured), Cell("equal" if equal else share)
 
 
 def _bytes(n: float) -> Cell:

@@ -54,6 +54,11 @@ def format_decimal(n: float, decimals: int = 4) -> str:
     return _signed(f"{n:.{decimals}f}") if math.isfinite(n) else DASH
 
 
+def format_share(n: float) -> str:
+    """``0.0312`` -> ``+3.12 %``."""
+    return _signed(f"{100 * n:+.2f} %") if math.isfinite(n) else DASH
+
+
 def format_seconds(seconds: float) -> str:
     """``3723`` -> ``1 h 02 min``; ``75`` -> ``1 min 15 s``; ``9.53`` -> ``9.5 s``."""
     if not math.isfinite(seconds):

@@ -1,0 +1,130 @@
+"""One plan of the planner as a page of its own: memory over the step, its timeline, its traffic, its time."""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+from markupsafe import Markup
+
+from zeroshard.errors import ReportError
+from zeroshard.ledger import Event
+from zeroshard.planner.result import Prediction
+from zeroshard.planner.words import MODES, NO_WAITING, TIME_MODES, categories, seconds, shares, short
+from zeroshard.report.memory_figure import hue, memory_figure
+from zeroshard.report.page import compose
+from zeroshard.report.run_folder import MemoryEvent, MemoryStep
+from zeroshard.report.tables import Cell, Row, Table, fields_table
+from zeroshard.report.timeline_figure import timeline_svg
+from zeroshard.report.timeline_png import timeline_png
+from zeroshard.report.timeline_section import NAMESPACE, TimelineSection
+from zeroshard.report.timeline_trace import timeline_trace
+from zeroshard.report.wording import format_bytes, format_exact
+from zeroshard.schedule.simulate import Timeline
+
+
+def write_plan(p: Prediction, stem: Path, title: str, notes: tuple[str, ...] = ()) -> list[Path]:
+    """Write the page, and of a pipeline its timeline as a drawing, an image and a trace; returns where.
+
+    Args:
+        stem: path without the ends of the files' names.
+        notes: what else the reader must know, a sentence each.
+
+    Raises:
+        ReportError: a file that cannot be written.
+    """
+    drawn = [Timeline(short(p.plan, p.ranks), [list(row) for row in p.spans], (f"step {seconds(p.seconds)}",))]
+    files: dict[str, Callable[[], bytes]] = {".html": lambda: plan_page(p, title, notes).encode(errors="replace")}
+    if p.spans:
+        files["-timeline.svg"] = lambda: timeline_svg(drawn).encode()
+        files["-timeline.png"] = lambda: timeline_png(drawn)
+        files["-timeline.json"] = lambda: timeline_trace(drawn).encode()
+    written = {stem.with_name(stem.name + end): draw for end, draw in files.items()}
+    for path, draw in written.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(draw())
+        except OSError as error:
+            raise ReportError(f"{path} cannot be written ({error.strerror}); name a folder that can.") from error
+    return list(written)
+
+
+def plan_page(p: Prediction, title: str, notes: tuple[str, ...] = ()) -> str:
+    """The page as text."""
+    held = categories([p])
+    events = [
+        MemoryEvent(event.t, event.label or _moved(before, event), tuple(event.nbytes.get(c, 0) for c in held))
+        for before, event in pairwise((*p.events[:1], *p.events))
+    ]
+    return compose(
+        title=title,
+        versions=short(p.plan, p.ranks),
+        notes=(*p.notes, *((NO_WAITING,) if p.plan.pipelined and events else ()), *notes),
+        facts=_facts(p),
+        course=(),
+        loss=None,
+        timeline=_timeline(p),
+        memory=memory_figure(MemoryStep(p.rank, tuple(held), tuple(events))) if events else None,
+        tables=[(table, None) for table in (_memory(p, held), _time(p), _wire(p)) if table.rows],
+        plan=fields_table(p.plan.as_dict()),
+        corpus={},
+        sample="",
+    )
+
+
+def _moved(before: Event, event: Event) -> str:
+    """The category that changed most."""
+    return max(event.nbytes, key=lambda name: abs(event.nbytes[name] - before.nbytes.get(name, 0)), default="")
+
+
+def _facts(p: Prediction) -> tuple[tuple[str, str], ...]:
+    return (
+        ("Ranks", format_exact(p.ranks)),
+        ("Rows per lane and step", format_exact(p.batch)),
+        ("Fits", "yes" if p.fits else "no"),
+        (f"Peak, on rank {p.rank}", format_bytes(p.peak_bytes)),
+        ("Capacity", format_bytes(p.capacity_bytes)),
+        ("Step", seconds(p.seconds)),
+        ("Tokens per second", format_exact(round(p.tokens_per_second))),
+        ("Bound by", p.bound),
+    )
+
+
+def _timeline(p: Prediction) -> TimelineSection | None:
+    if not p.spans:
+        return None
+    drawing = timeline_svg([Timeline(short(p.plan, p.ranks), [list(row) for row in p.spans])])
+    caption = "Predicted. Beside this page it lies as a drawing, an image and a trace, which opens in ui.perfetto.dev."
+    # the drawing has escaped all text and attributes
+    return TimelineSection("Timeline of one step", Markup(drawing.replace(NAMESPACE, "", 1)), caption)
+
+
+def _memory(p: Prediction, held: list[str]) -> Table:
+    highest = {c: max([p.memory.get(c, 0), *(event.nbytes.get(c, 0) for event in p.events)]) for c in held}
+    rows = [Row(c, (_bytes(p.memory.get(c, 0)), _bytes(highest[c])), hue(i)) for i, c in enumerate(held) if highest[c]]
+    whole = Row("All", (_bytes(p.peak_bytes), Cell("")))
+    note = f"Found so ({p.mode}): {MODES[p.mode]}."
+    return Table("Bytes on this rank", ("Category", "At the peak", "At its own highest"), tuple(rows), (whole,), note)
+
+
+def _time(p: Prediction) -> Table:
+    ordered = {cause: p.causes[cause] for cause in shares(p)}
+    note = f"Found so ({p.time_mode}): {TIME_MODES[p.time_mode]}."
+    return _shared("What one step is spent on", ("Cause", "Time", "Share"), ordered, lambda t: Cell(seconds(t)), note)
+
+
+def _wire(p: Prediction) -> Table:
+    heads = ("Purpose", "Bytes", "Share")
+    note = "Of this rank, by the paper's count: an all-gather counts its result."
+    return _shared("On the wire in one step", heads, p.wire_bytes, _bytes, note)
+
+
+def _shared(
+    title: str, heads: tuple[str, ...], parts: Mapping[str, float], cell: Callable[[float], Cell], note: str
+) -> Table:
+    whole = sum(parts.values())
+    rows = [Row(name, (cell(part), Cell(f"{part / whole:.1%}"))) for name, part in parts.items() if part]
+    return Table(title, heads, tuple(rows), (Row("All", (cell(whole), Cell(""))),), note)
+
+
+def _bytes(nbytes: float) -> Cell:
+    return Cell(format_bytes(nbytes), format_exact(nbytes, "B") if nbytes >= 1024 else "")

@@ -1,0 +1,283 @@
+"""What the planner finds, on a terminal: tables of plans, of refusals and of one plan, and pictures in characters."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.planner.largest import Largest
+from zeroshard.planner.result import Prediction, Refusal, Span
+from zeroshard.planner.words import MODES, TIME_MODES, alike, categories, seconds, shares, short
+from zeroshard.report.timeline_figure import NAMES
+from zeroshard.schedule.actions import Kind
+
+HEADS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "master weights": "master\nweights",
+    "optimizer states": "optim.\nstates",
+    "activations": "activ.",
+    "buffers": "buffers",
+    "temporaries": "temp.",
+}
+COLOURS = ("blue", "cyan", "magenta", "yellow", "green", "red", "white", "bright_black")
+SHADES = "█▓▒░#=+-"  # where there are no colours
+PARTS = " ▁▂▃▄▅▆▇█"  # of one row, in eighths
+KIND_COLOURS = {
+    Kind.FORWARD: "white on blue",
+    Kind.BACKWARD: "black on green",
+    Kind.INPUT_GRADIENT: "black on green",
+    Kind.WEIGHT_GRADIENT: "black on bright_green",
+    Kind.UPDATE: "black on yellow",
+    Kind.REDUCE: "black on magenta",
+}
+EDGE = "▔"
+MEMORY_ROWS, TIMELINE_ROWS, PLANS_NAMED, BAR = 12, 16, 3, 30
+NEAR = 1.5  # times the peak, up to which the capacity is drawn
+
+
+def plans_table(predictions: Sequence[Prediction]) -> RenderableType:
+    """The plans, best first: what each needs and does, then its bytes by category; 80 columns are enough."""
+    return Group(_overview(predictions), _memory(predictions))
+
+
+def _table(title: str) -> Table:
+    # with rich's own edges and padding, the words of plans break too often in 80 columns
+    return Table(title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+
+
+def _overview(predictions: Sequence[Prediction]) -> Table:
+    unit, words = _unit(predictions)
+    capacities = {p.capacity_bytes for p in predictions}
+    of = f"\nof {_amount(capacities.pop() / unit)}" if len(capacities) == 1 else ""
+    table = _table("Plans, best first")
+    table.caption = "rows: of one step, on one rank or one replica of all stages"
+    table.caption_justify = "left"
+    table.add_column("", justify="right", style="bold")
+    table.add_column("plan", ratio=1)
+    table.add_column("fits")
+    for head in (f"peak {words}{of}", "step", "tokens/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    table.add_column("timed by")
+    for number, p in enumerate(predictions, 1):
+        table.add_row(
+            str(number),
+            f"{short(p.plan, p.ranks)}, {p.batch} row{'s' * (p.batch > 1)}",
+            "yes" if p.fits else Text("no", "red"),
+            _amount(p.peak_bytes / unit),
+            seconds(p.seconds),
+            f"{p.tokens_per_second:,.0f}",
+            p.bound,
+            p.time_mode.removesuffix("-real"),
+        )
+    return table
+
+
+def _memory(predictions: Sequence[Prediction]) -> Table:
+    unit, words = _unit(predictions)
+    table = _table(f"{words} at that peak, on the rank that needs most")
+    table.add_column("", justify="right", style="bold")
+    held = [c for c in categories(predictions) if any(p.memory.get(c) for p in predictions)]
+    for head in ("rank", *(HEADS.get(c, c) for c in held), "all"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("found by")
+    for number, p in enumerate(predictions, 1):
+        cells = (_amount(nbytes / unit) for nbytes in (*(p.memory.get(c, 0) for c in held), p.peak_bytes))
+        table.add_row(str(number), str(p.rank), *cells, p.mode.removesuffix("-real"))
+    return table
+
+
+def _unit(predictions: Sequence[Prediction]) -> tuple[int, str]:
+    """In what the bytes of these plans read well."""
+    return (2**30, "GiB") if max(p.peak_bytes for p in predictions) >= 2**30 else (2**20, "MiB")
+
+
+def _amount(number: float) -> str:
+    return "\N{EN DASH}" if not number else f"{number:,.{0 if number >= 1000 else 1 if number >= 100 else 2}f}"
+
+
+def refusals_table(refused: Sequence[Refusal], ranks: int, looked_at: int) -> RenderableType:
+    """Which plans cannot be, why, and what would make them fit; alike ones together."""
+    table = _table(f"Refused: {len(refused)} of {looked_at} plans")
+    table.leading = 1
+    table.add_column("plans", ratio=2)
+    table.add_column("why, and the way out", ratio=5)
+    for group in alike(refused):
+        names = list(dict.fromkeys(short(refusal.plan, ranks) for refusal in group))
+        more = f"\nand {len(names) - PLANS_NAMED} more" if len(names) > PLANS_NAMED else ""
+        first = group[0]
+        about = "For the first: " if len(group) > 1 and len({r.why + r.way_out for r in group}) > 1 else ""
+        table.add_row("\n".join(names[:PLANS_NAMED]) + more, f"{about}{first.why} {first.way_out}")
+    return table
+
+
+def sizes_table(found: Sequence[Largest]) -> Table:
+    """The largest member of a family under each plan, what it needs, and the next one, which does not fit."""
+    table = _table("Largest model under each plan")
+    table.add_column("plan", ratio=1)
+    table.add_column("what fits")
+    table.add_column("largest", no_wrap=True)
+    for head in ("needs GiB", "of"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("too large", no_wrap=True)
+    for one in found:
+        member, room = one.member, _amount(one.room_bytes / 2**30)
+        table.add_row(
+            short(one.plan, one.ranks),
+            one.counts,
+            member.name if member else "none",
+            _amount(member.needed_bytes / 2**30) if member else "",
+            room,
+            one.beyond.name if one.beyond else "",
+        )
+    return table
+
+
+def sizes_lines(found: Sequence[Largest]) -> list[str]:
+    """What the rows of `sizes_table` mean, and how they were found."""
+    predictions = [one.member.prediction for one in found if one.member and one.member.prediction]
+    return [
+        "Names: parameters, then layers x width; the next size has a layer more, or is the smallest of the next width.",
+        "states: what model states alone allow, against all of the memory, as ZeRO's table 2 counts.",
+        "step: what a whole step allows, against what tensors can use, with a margin left free.",
+        *(
+            f"Memory, {mode.removesuffix('-real')}: {MODES[mode]}."
+            for mode in dict.fromkeys(p.mode for p in predictions)
+        ),
+    ]
+
+
+def modes_lines(predictions: Sequence[Prediction], source: str) -> list[str]:
+    """How the numbers were found, a line for each way, and where the rates come from."""
+    memory = dict.fromkeys(p.mode for p in predictions)
+    time = dict.fromkeys(p.time_mode for p in predictions)
+    return [
+        *(f"Memory, {mode.removesuffix('-real')}: {MODES[mode]}." for mode in memory),
+        *(f"Time, {mode.removesuffix('-real')}: {TIME_MODES[mode]}." for mode in time),
+        *([f"Rates: {source.rstrip('.')}."] if source else []),
+        *dict.fromkeys(note for p in predictions for note in p.notes),
+    ]
+
+
+def memory_picture(p: Prediction, width: int, colour: bool) -> Text:
+    """Memory over one step as stacked columns of characters, with the capacity as a line where it is near.
+
+    Args:
+        p: with events.
+        width: columns of characters for all.
+        colour: tell categories apart by colours, and draw eighths of a row; else by shades.
+    """
+    held = categories([p])
+    looks = {c: ("█" if colour else SHADES[i % 8], COLOURS[i % 8]) for i, c in enumerate(held)}
+    highest = max(sum(event.nbytes.values()) for event in p.events)
+    top = float(max(highest, p.capacity_bytes) if p.capacity_bytes < NEAR * highest else highest)
+    each = top / MEMORY_ROWS
+    limit = int((top - p.capacity_bytes) / each) if p.capacity_bytes <= top else None
+    labels = [format_size(top - row * each) if row % 3 == 0 else "" for row in range(MEMORY_ROWS)]
+    margin = max(map(len, labels))
+    columns = _columns(p, width - margin - 2)
+    out = Text(no_wrap=True)
+    for row, label in enumerate(labels):
+        out.append(f"{label:>{margin}} {EDGE if label else ' '}", "dim")
+        for column in columns:
+            cell = _cell(column, top - (row + 1) * each, each, looks, colour)
+            out.append(*cell or (EDGE if row == limit else " ", "dim"))
+        out.append("\n")
+    out.append(f"{'0 B':>{margin}} {EDGE * (len(columns) + 1)}\n", "dim")
+    took = seconds(p.events[-1].t - p.events[0].t)
+    out.append(f"{'0':>{margin + 3}}{took:>{len(columns) - 1}}\n", "dim")
+    indent = " " * (margin + 2)
+    for category in reversed(held):
+        most = max(event.nbytes.get(category, 0) for event in p.events)
+        if most:
+            out.append(indent).append(looks[category][0] * 2, looks[category][1])
+            out.append(f" {category}, up to {format_size(most)}\n")
+    if limit is not None:
+        out.append(f"{indent}{EDGE * 2} what the device has for tensors, {format_size(p.capacity_bytes)}\n")
+    return out
+
+
+def _columns(p: Prediction, count: int) -> list[Mapping[str, int]]:
+    """Bytes by category in equal parts of the step: what was held when most was."""
+    start, end = p.events[0].t, p.events[-1].t
+    times = [event.t for event in p.events]
+    columns: list[Mapping[str, int]] = []
+    for i in range(count):
+        first, last = (start + (end - start) * j / count for j in (i, i + 1))
+        held = p.events[max(bisect_right(times, first) - 1, 0) : max(bisect_right(times, last), 1)]
+        columns.append(max((event.nbytes for event in held), key=lambda nbytes: sum(nbytes.values())))
+    return columns
+
+
+def _cell(
+    column: Mapping[str, int], low: float, each: float, looks: Mapping[str, tuple[str, str]], colour: bool
+) -> tuple[str, str] | None:
+    """Character and style of the cell from `low` bytes `each` bytes up, by what is in the middle of what it shows."""
+    share = min((sum(column.values()) - low) / each, 1.0)
+    if share <= 0 or (not colour and share < 0.5):
+        return None
+    heights = accumulate(column.get(category, 0) for category in looks)
+    glyph, style = next(
+        look for height, look in zip(heights, looks.values(), strict=True) if height > low + share * each / 2
+    )
+    return (PARTS[max(1, round(share * 8))] if colour and share < 1 else glyph), style
+
+
+def timeline_picture(spans: Sequence[Sequence[Span]], width: int) -> Text:
+    """What each rank does when, as characters: a letter for the kind, and the microbatch where there is room."""
+    drawn = [[s for s in row if s[0].kind in NAMES and s[2] > s[1]] for row in spans]
+    start = min((row[0][1] for row in drawn if row), default=0.0)
+    end = max((stop for row in drawn for _, _, stop in row), default=1.0)
+    label = max(8, len(f"rank {len(drawn) - 1} "))
+    scale = (width - label) / ((end - start) or 1.0)
+    out = Text(no_wrap=True)
+    for rank, row in enumerate(drawn[:TIMELINE_ROWS]):
+        out.append(f"{f'rank {rank}':<{label}}", "dim")
+        at = 0
+        for action, begin, stop in row:
+            first, last = (round((time - start) * scale) for time in (begin, stop))
+            out.append("·" * max(0, first - at), "dim")
+            first = max(first, at)
+            number = "" if action.microbatch is None else str(action.microbatch)
+            room = max(0, last - first)
+            out.append(f"{action.kind[0]}{number}".ljust(room, "─")[:room], KIND_COLOURS[action.kind])
+            at = max(at, last)
+        out.append("·" * (width - label - at) + "\n", "dim")
+    if len(drawn) > TIMELINE_ROWS:
+        out.append(f"and {len(drawn) - TIMELINE_ROWS} more ranks; the picture in the file has all\n", "dim")
+    kinds = dict.fromkeys(action.kind for row in drawn for action, _, _ in row)
+    legend = [f"{kind[0]} {name}" for kind, name in NAMES.items() if kind in kinds]
+    out.append(f"{' ' * label}0{seconds(end - start):>{width - label - 1}}\n", "dim")
+    out.append(f"{' ' * label}{', '.join(legend)}; then the microbatch; · idle\n")
+    return out
+
+
+def causes_table(p: Prediction) -> Table:
+    """What the step is spent on."""
+    return _bars("What one step is spent on", {c: p.causes[c] for c in shares(p)}, seconds)
+
+
+def wire_table(p: Prediction) -> Table:
+    """What the rank sends and receives in one step, by purpose."""
+    return _bars("On the wire in one step, on this rank", dict(p.wire_bytes), format_size)
+
+
+def _bars(title: str, values: Mapping[str, float], words: Callable[[float], str]) -> Table:
+    table = _table(title)
+    table.show_header = False
+    sides: tuple[Literal["left", "right"], ...] = ("left", "right", "right", "left")
+    for justify in sides:
+        table.add_column(justify=justify, no_wrap=True)
+    whole = sum(values.values())
+    for name, value in values.items():
+        if value:
+            table.add_row(name, words(value), f"{value / whole:.0%}", Text("█" * round(BAR * value / whole), "blue"))
+    table.add_row("all", words(whole), style="bold")
+    return table
