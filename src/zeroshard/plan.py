@@ -2,14 +2,18 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from zeroshard.errors import PlanError
 from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, Pipeline
 from zeroshard.schedule.orders import check
+
+if TYPE_CHECKING:
+    from torch import nn
 
 UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -19,6 +23,10 @@ POSITIVE = (
 )
 WHOLE = ("microbatches", "stages", "chunks", "shard_ranks", "loss_scale_window", "loss_scale_hysteresis", "seed")
 MOST_CHUNKS = 2**16
+SEARCHED = (  # what `Plan.auto` chooses; it keeps everything else
+    *("zero", "shard_ranks", "microbatches", "stages", "schedule", "chunks", "replicas", "split", "recompute"),
+    "vertical_sync",
+)
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
 
@@ -111,6 +119,45 @@ class Plan:
                 f"more, "
                 "or leave reduce_every='auto'."
             )
+
+    @classmethod
+    def auto(
+        cls,
+        model: "nn.Module",
+        batch: Any,
+        *,
+        optimizer: Any,
+        machines: Any = None,
+        ranks: int | None = None,
+        base: "Plan | None" = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> "Plan":
+        """The fastest plan that fits; found by rehearsing the engine on tensors without values, which takes no memory.
+
+        A step is as many rows as one batch has, times the number of ranks. With stages there are fewer lanes than
+        ranks, and each takes as many more rows. In a job of several processes all must call this: rank 0 plans, and
+        all get its plan.
+
+        Args:
+            model: returns its loss; on the meta device, or real (nothing of it is copied or changed).
+            batch: of one rank, as `engine.train_step` takes it: tensors [B, ...].
+            optimizer: a torch.optim class, a function of the parameters, or an optimizer over this model's parameters.
+            machines: a `zeroshard.planner.hardware.Machines`; by default this machine, as `zeroshard doctor` measured
+                it, else as its GPU is known by name, else with rates that are assumed.
+            ranks: how many ranks there will be; by default as many as the launcher started.
+            base: what is kept: precision, clipping, seed and the like. Fields that are searched are left at their
+                defaults: zero, shard_ranks, microbatches, stages, schedule, chunks, replicas, split, recompute,
+                vertical_sync.
+            say: told on rank 0 what is being looked at, and in the end what was chosen and why.
+
+        Raises:
+            PlanError: no plan fits, with the way out; or arguments that contradict each other.
+            ModelError, OptimizerError, BatchError: what no plan can train.
+        """
+        # The planner stands above plans, because it runs the engine with them.
+        plan_for = import_module("zeroshard.planner.auto").plan_for
+        found: Plan = plan_for(model, batch, optimizer, machines, ranks, base, say)
+        return found
 
     @property
     def pipelined(self) -> bool:

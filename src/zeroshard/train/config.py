@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
@@ -14,6 +16,11 @@ class TrainConfig:
 
     plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
     """How to train."""
+    planning: Annotated[Literal["given", "auto"], tyro.conf.arg(name="plan")] = "given"
+    """Train as the options of the plan say ("given"), or as the fastest plan that fits ("auto"): found before the run,
+    which keeps it; options that a search does not choose hold for it too."""
+    predict: bool = False
+    """Predict memory, traffic and time of the given plan, and compare after 20 steps; "auto" always does."""
     model: str = "tiny"
     """A built-in size (tiny, small, medium, gpt2, gpt2-xl), or a Hugging Face folder or config.json (extra: hf)."""
     data: tuple[Path, ...] = ()
@@ -93,6 +100,8 @@ class TrainConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
         self._check_guard()
+        if self.planning == "auto" and self.trace:
+            raise ConfigError("trace is for stages, and --plan auto chooses whether there are any; leave one out.")
         if self.trace and not self.plan.pipelined:
             raise ConfigError("trace draws the stages of a pipeline; set stages to 2 or more, or leave trace out.")
         if self.batch % self.plan.microbatches:

@@ -42,7 +42,7 @@ class RunFolder:
         """
         names = comm.agree_on(time.strftime("%Y%m%d-%H%M%S"), "name of the run folder")
         problem, path = None, config.out / names[0]
-        found = _unfinished(config) if comm.mesh.rank == 0 else None
+        found = unfinished(config) if comm.mesh.rank == 0 else None
         if comm.mesh.rank == 0 and found is None:
             try:
                 for number in range(1, 1000):
@@ -52,7 +52,7 @@ class RunFolder:
                     except FileExistsError:
                         path = config.out / f"{names[0]}-{number}"
                 dump_toml(replace(config), path / "config.toml")
-                _replace(path / SAME, {"job": job(), **_same(config)})
+                _replace(path / SAME, {"job": job(), "ranks": comm.mesh.ranks, **_same(config)})
             except OSError as error:
                 problem = f"The run folder {path} cannot be made ({error.strerror}); choose another with --out."
         split = json.loads((found / SAME).read_text()).get("split", {}) if found else {}
@@ -87,6 +87,11 @@ class RunFolder:
             content = {"rank": rank, "categories": [str(category) for category in Category], "events": rows}
             (self.path / "memory.json").write_text(json.dumps(content))
 
+    def write_prediction(self, content: dict[str, Any]) -> None:
+        """Keep what was predicted, and when it is known, what was measured."""
+        if self._metrics is not None:
+            _replace(self.path / "prediction.json", content)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep what the run came to."""
         if self._metrics is not None:
@@ -113,7 +118,7 @@ def _cut(config: TrainConfig) -> str:
     return json.dumps([plan.stages, plan.chunks, plan.balance, plan.split])
 
 
-def _unfinished(config: TrainConfig) -> Path | None:
+def unfinished(config: TrainConfig) -> Path | None:
     """The newest run below `config.out` that this start is to go on with, if there is one."""
     automatic = config.resume == "auto"
     if not (automatic or attempt()) or not config.out.is_dir():

@@ -5,7 +5,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.comm import Comm
 from zeroshard.engine import Engine, StepResult
@@ -24,9 +24,12 @@ from zeroshard.survive import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.train.folder import RunFolder
+from zeroshard.train.forecast import FEWEST, Forecast
 from zeroshard.train.gpt import generate
 from zeroshard.train.keeping import Keeping
 from zeroshard.train.model import BuiltModel, build_model
+from zeroshard.train.optimizers import make_optimizer
+from zeroshard.train.planning import Outlook, plan_ahead
 from zeroshard.train.progress import Progress
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 from zeroshard.train.trace import write_timeline
@@ -69,14 +72,6 @@ def load_text(config: TrainConfig) -> Text:
     return Text(corpus, tokenizer, train, validation, tokenizer.bytes_per_token(validation, corpus.validation))
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices, which decay, and norms, biases and other vectors, which do not."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The learning rate of a step (from 0): linear warm-up, then a cosine down to the final fraction."""
     if step < config.warmup_steps:
@@ -97,11 +92,14 @@ class _Done:
 class Run:
     """The main job on one rank.
 
+    Args:
+        outlook: what was planned and predicted of it.
+
     Raises:
         ZeroshardError: what is wrong with the options, the data or the model.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, outlook: Outlook | None = None) -> None:
         self.config, self.mesh = config, mesh
         self.text = load_text(config)
         torch.manual_seed(config.plan.seed)
@@ -111,7 +109,8 @@ class Run:
         self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
         self.folder = RunFolder.create(config, Comm(mesh))
         plan = replace(config.plan, split=self.folder.split) if self.folder.split else config.plan
-        self.engine = Engine(self.built.module, self._optimizer(), plan, mesh=mesh, example=self._example())
+        optimizer = make_optimizer(config, self.built.module)
+        self.engine = Engine(self.built.module, optimizer, plan, mesh=mesh, example=self._example())
         self.reports = self.engine.reports
         torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
         if self.reports:
@@ -119,6 +118,8 @@ class Run:
         self.progress = Progress(config.steps, shown=self.reports)
         parts = (self.engine, self.text.corpus, self.folder.path)
         self.keeping = Keeping(config, *parts, self.progress.note)
+        self._outlook = outlook or Outlook()
+        self._forecast: Forecast | None = None
         self._stragglers = Stragglers(mesh.ranks)
         self._started = time.perf_counter()
 
@@ -133,6 +134,7 @@ class Run:
         losses: dict[int, float] = {}
         with self.progress, keeping.listening(), self._showing_warnings():
             step = first = keeping.begin(self.folder.continued)
+            self._forecast = self._begin_forecast(config.steps - first)
             while step < config.steps:
                 position = keeping.cursor.position
                 samples = keeping.cursor.take(config.batch * self.engine.lanes)
@@ -147,9 +149,36 @@ class Run:
             summary = self._finish(first, [losses[step] for step in sorted(losses)], validation)
         return summary
 
+    def _begin_forecast(self, steps: int) -> Forecast | None:
+        """Look at the first of so many steps, where something was predicted of them."""
+        prediction = self._outlook.prediction
+        if prediction is None:
+            return None
+        self.folder.write_prediction({"predicted": prediction.as_dict()})
+        if self.engine.split != prediction.plan.split:
+            cuts = [" ".join(split) for split in (self.engine.split, prediction.plan.split)]
+            self.progress.note(f"warning: the stages begin at {cuts[0]}, and are predicted for {cuts[1]}")
+        forecast = Forecast(prediction, self._outlook.rates, self.engine, steps)
+        if not forecast.last:
+            self.progress.note(f"{steps} steps are too few to compare with the prediction; {FEWEST} are enough.")
+        return forecast
+
+    def _compare(self, step: int, forecast: Forecast) -> None:
+        """Show and keep what was predicted beside what was measured."""
+        comparison = forecast.compare()
+        for line in (*comparison.lines, *(f"warning: {warning}" for warning in comparison.warnings)):
+            self.progress.note(line)
+        predicted = forecast.prediction.as_dict()
+        content = {"predicted": predicted, "rows": comparison.rows, "warnings": comparison.warnings}
+        self.folder.write_prediction({**content, "step": step, "rank": forecast.prediction.rank})
+        self.folder.write_metrics({"step": step, **comparison.metrics()})
+
     def _between_steps(self, step: int, stop: bool) -> None:
         """What is due after `step` steps: validation first, so that a resumed run has it too."""
         config = self.config
+        if self._forecast is not None and self._forecast.due:
+            self._compare(step, self._forecast)
+            self._forecast = None
         if config.check_replicas and step % config.check_replicas == 0:
             self.engine.check_replicas()
         if config.validate_every and step % config.validate_every == 0 and step < config.steps:
@@ -231,13 +260,15 @@ class Run:
     def _train_step(self, step: int, batch: Any) -> tuple[StepResult, float | None]:
         """The engine's step, recorded once, and this rank's loss; one that is refused has the loss NaN for a guard."""
         engine = self.engine
+        watched = nullcontext() if self._forecast is None else self._forecast.step(batch)
         try:
             if step == RECORDED_STEP:
-                with engine.recording() as events:
+                with watched, engine.recording() as events:
                     result = engine.train_step(batch)
                 self.folder.write_memory(events, self.mesh.rank)
             else:
-                result = engine.train_step(batch)
+                with watched:
+                    result = engine.train_step(batch)
         except NonFiniteError:
             if self.keeping.guard is None:
                 raise
@@ -350,21 +381,15 @@ class Run:
         )
         return config.prompt + tokenizer.decode(tokens)
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        config = self.config
-        groups = decay_groups(self.built.module, config.weight_decay)
-        match config.optimizer:
-            case "adamw":
-                return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=True)
-            case "sgd":
-                return torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9)
-            case "adagrad":
-                return torch.optim.Adagrad(groups, lr=config.learning_rate)
 
+def run(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> tuple[dict[str, Any], Path] | None:
+    """Carry out the main job; returns its summary and its folder, on the one rank that reports.
 
-def run(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], Path] | None:
-    """Carry out the main job; returns its summary and its folder, on the one rank that reports."""
-    job = Run(config, mesh)
+    Args:
+        profile: of this machine, for a plan that is chosen or predicted; by default where `zeroshard doctor` writes it.
+    """
+    config, outlook = plan_ahead(config, mesh, profile)
+    job = Run(config, mesh, outlook)
     try:
         summary = job.train()
     finally:

@@ -1,7 +1,8 @@
 """Every option on the command line and in a TOML file: one frozen dataclass describes both.
 
 Fields that are dataclasses themselves only group options: their options have flat names on the command line, and
-stand in a file at top level or in a table named after the field.
+stand in a file at top level or in a table named after the field. An option may be called like a group
+(`tyro.conf.arg(name=...)`): in a file, a table is the group then, and anything else the option.
 """
 
 import argparse
@@ -88,6 +89,13 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
+def _called(cls: Any) -> dict[str, str]:
+    """The fields of `cls` that are called otherwise on the command line, by that name."""
+    hints = get_type_hints(cls, include_extras=True)
+    said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {extra.name: name for name, extras in said.items() for extra in extras if getattr(extra, "name", None)}
+
+
 def _options(cls: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(place, type) of every option, groups entered; the last name of a place is the flat name."""
     for name, hint in _hints(cls).items():
@@ -103,9 +111,10 @@ def _given(
     """(place, key as written, value, type) of every option in `table`, where `cls` says what may stand in it."""
     hints = _hints(cls)
     options = {inside[-1]: (inside, hint) for inside, hint in reversed(list(_options(cls, place)))}
+    options |= {called: options[name] for called, name in _called(cls).items()}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if dataclasses.is_dataclass(hints.get(name)):
+        if dataclasses.is_dataclass(hints.get(name)) and (isinstance(value, dict) or name not in options):
             if not isinstance(value, dict):
                 raise ConfigError(_wrong(key, value, "a table of options", file))
             yield from _given(value, hints[name], (*place, name), file)
@@ -208,16 +217,17 @@ def _spell(hint: Any) -> str:
     return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _table(config: Any) -> dict[str, Any]:
-    """`config` as TOML values."""
+def _table(config: Any, usual: Any = None) -> dict[str, Any]:
+    """`config` as TOML values; `usual` is what a reader takes for what is left out, where its group has a default."""
     table: dict[str, Any] = {}
     for field in (field for field in dataclasses.fields(config) if field.init):
         value = getattr(config, field.name)
+        default = _default(field) if usual is None else getattr(usual, field.name)
         if dataclasses.is_dataclass(value):
-            table[field.name] = _table(value)
+            table[field.name] = _table(value, None if default is dataclasses.MISSING else default)
         elif value is not None:
             table[field.name] = _plain(value)
-        elif _default(field) is not None:
+        elif default is not None:
             table[field.name] = NONE
     return table
 

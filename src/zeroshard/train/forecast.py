@@ -1,0 +1,315 @@
+"""What was predicted of a run beside what its first steps really took: memory, bytes on the wire, time.
+
+The prediction is of one rank, so that rank's numbers count; what a step takes is that of the slowest.
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from zeroshard.comm import Purpose
+from zeroshard.engine import Engine
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.planner.result import TEMPORARIES, Prediction
+from zeroshard.planner.tracker import Tracker
+from zeroshard.planner.words import seconds as time_words
+
+STEPS = 20  # after which both are compared
+TRACKED, TIMED = 5, 6  # the step whose every allocation is seen; the first whose time counts
+FEWEST = 8  # steps that say something
+MEMORY_BAR, TIME_BAR = 0.03, 0.2  # shares of what was predicted; on the wire there is no error to bear
+NOT_PREDICTED = (Purpose.CONTROL, Purpose.SETUP, Purpose.GATHER_TO_EVALUATE)
+ADDRESSES = 2**37  # bytes; a storage as long as this is a mapping of what belongs to others
+NO_PART = (type, ModuleType, FrameType, str, bytes, int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the first steps of one rank took.
+
+    Attributes:
+        memory: bytes by category at the peak of one step.
+        allocated: the most that CUDA's allocator gave out since the start; None elsewhere.
+        wire: bytes by purpose, of the last step.
+        wall: seconds of a step, the median.
+        cpu: CPU time of this process in a step, the median.
+        causes: seconds of a step by cause, the median of each; empty where they cannot be told apart.
+    """
+
+    memory: Mapping[str, int]
+    allocated: int | None
+    wire: Mapping[str, int]
+    wall: float
+    cpu: float
+    causes: Mapping[str, float]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory."""
+        return self.allocated if self.allocated is not None else sum(self.memory.values())
+
+
+class Forecast:
+    """Looks at the first steps of a run for which there is a prediction; every rank has one.
+
+    Args:
+        rates: where the rates come from that the prediction's time rests on.
+        steps: that this process is going to take.
+
+    Attributes:
+        prediction: of the run.
+        rates: as given.
+        last: the number of the step after which to compare; 0 for never.
+    """
+
+    def __init__(self, prediction: Prediction, rates: str, engine: Engine, steps: int) -> None:
+        self.prediction, self.rates, self._engine = prediction, rates, engine
+        self.last = min(STEPS, steps) if steps >= FEWEST else 0
+        self._cuda = engine.mesh.device.type == "cuda"
+        self._taken = 0
+        self._tracking = ExitStack()
+        self._tracker: Tracker | None = None
+        self._memory: dict[str, int] = {}
+        self._times: list[tuple[float, float, float, float]] = []  # wall, CPU, in the optimizer, waiting
+        self._entered = self._optimizing = 0.0
+        self._hooks = [
+            engine.optimizer.register_step_pre_hook(lambda *_: self._enter()),
+            engine.optimizer.register_step_post_hook(lambda *_: self._leave()),
+        ]
+
+    @contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """Around one step of the engine on this batch."""
+        self._taken += 1
+        number = self._taken
+        if number == TRACKED and self.last:
+            self._track(batch)
+        if self._tracker is not None and number == self._tracked:
+            self._tracking.enter_context(self._engine.recording())
+            self._tracker.start_again()
+        self._optimizing = 0.0
+        self._wait()
+        began, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        except BaseException:
+            self._stop_tracking()
+            raise
+        self._wait()
+        if self._tracker is None and TIMED <= number <= self.last:
+            took = time.perf_counter() - began, time.process_time() - cpu
+            self._times.append((*took, self._optimizing, self._engine.seconds_waiting))
+        if self._tracker is not None and number == self._tracked:
+            self._memory = self._tracker.peak.snapshot
+            self._stop_tracking()
+        if number == self.last:
+            for hook in self._hooks:
+                hook.remove()
+
+    @property
+    def due(self) -> bool:
+        """Whether now is the time to compare."""
+        return self._taken == self.last > 0
+
+    def compare(self) -> "Comparison":
+        """All ranks' numbers put together; a collective call."""
+        wire = {row.purpose: row.measured_bytes for row in self._engine.traffic()}
+        walls, cpus, optimizing, waiting = map(median, zip(*self._times, strict=True))
+        causes = {"compute": walls - optimizing - waiting, "optimizer": optimizing, "wire": waiting}
+        allocated = torch.cuda.max_memory_allocated() if self._cuda else None
+        mine = [self._memory, allocated, wire, walls, cpus, {} if self._cuda else causes]
+        everyone = self._engine.world.agree_on(mine, "what the steps took")
+        memory, allocated, wire, _, _, _ = everyone[self.prediction.rank]
+        _, _, _, wall, cpu, causes = max(everyone, key=lambda rank: float(rank[3]))
+        measured = Measured(memory=memory, allocated=allocated, wire=wire, wall=wall, cpu=cpu, causes=causes)
+        return Comparison(self.prediction, measured, self.rates, self.last)
+
+    @property
+    def _tracked(self) -> int:
+        """The step whose peak counts: where nothing flushes, what began before it has ended by then."""
+        plan = self._engine.plan
+        return TRACKED + (-(-2 * plan.stages * plan.chunks // plan.microbatches) if plan.streams else 0)
+
+    def _track(self, batch: Any) -> None:
+        """See every allocation from now on, on top of all tensors that the engine holds."""
+        engine, tracker = self._engine, Tracker()
+        shared = engine.comm.shared
+        for tensor in tensors_of([engine, batch]):
+            if shared is not None and tensor.untyped_storage().nbytes() > ADDRESSES:
+                tracker.share(tensor, tensor.untyped_storage().nbytes() + 1)
+            elif shared is not None and shared.memory.is_common(tensor):
+                tracker.share(tensor, engine.comm.mesh.ranks)
+            else:
+                tracker.see(tensor)
+        tracker.note = lambda: _split_up(engine, tracker.current)
+        self._tracker = tracker
+        self._tracking.enter_context(tracker)
+        self._tracking.enter_context(tracker.resizing())
+
+    def _stop_tracking(self) -> None:
+        self._tracker = None
+        self._tracking.close()
+
+    def _enter(self) -> None:
+        self._entered = time.perf_counter()
+
+    def _leave(self) -> None:
+        self._optimizing += time.perf_counter() - self._entered
+
+    def _wait(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Predicted beside measured."""
+
+    prediction: Prediction
+    measured: Measured
+    rates: str
+    steps: int
+
+    @property
+    def warnings(self) -> list[str]:
+        """Which bars are missed, and why: a sentence each."""
+        return [warning for warning in (self._memory(), self._wire(), self._time()) if warning]
+
+    @property
+    def lines(self) -> list[str]:
+        """The comparison in words."""
+        p, m = self.prediction, self.measured
+        sent, found = sum(_told(p.wire_bytes).values()), sum(_told(m.wire).values())
+        wire = "equal" if _told(p.wire_bytes) == _told(m.wire) else f"measured {format_size(found)}"
+        return [
+            f"predicted against measured after {self.steps} steps, rank {p.rank}:",
+            f"  memory  predicted {format_size(p.peak_bytes)}, measured {format_size(m.peak_bytes)} "
+            f"({_off(m.peak_bytes, p.peak_bytes)})",
+            f"  wire    predicted {format_size(sent)} per step, {wire}",
+            f"  time    predicted {time_words(p.seconds)} per step, measured {time_words(m.wall)} "
+            f"({_off(m.wall, p.seconds)}), CPU time {time_words(m.cpu)}",
+        ]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Every number of both, as JSON holds them."""
+        p, m = self.prediction, self.measured
+        rows = [_row("memory", "peak", p.peak_bytes, m.peak_bytes)]
+        rows += [_row("memory", name, *pair) for name, pair in _pairs(p.memory, m.memory).items()]
+        rows += [_row("wire", name, *pair) for name, pair in _pairs(_told(p.wire_bytes), _told(m.wire)).items()]
+        rows += [_row("time", "step", p.seconds, m.wall), _row("time", "CPU time", self._busy, m.cpu)]
+        return rows + [_row("time", name, *pair) for name, pair in self._causes.items()]
+
+    def metrics(self) -> dict[str, Any]:
+        """The sums, for the lines of the run's metrics."""
+        p, m = self.prediction, self.measured
+        return {
+            "predicted_peak_bytes": p.peak_bytes,
+            "measured_peak_bytes": m.peak_bytes,
+            "predicted_wire_bytes": sum(_told(p.wire_bytes).values()),
+            "measured_wire_bytes": sum(_told(m.wire).values()),
+            "predicted_step_seconds": p.seconds,
+            "measured_step_seconds": m.wall,
+            "measured_cpu_seconds": m.cpu,
+        }
+
+    @property
+    def _busy(self) -> float:
+        """Predicted seconds in which this process works."""
+        return sum(self.prediction.causes.get(cause, 0.0) for cause in ("compute", "optimizer"))
+
+    @property
+    def _causes(self) -> dict[str, tuple[float, float]]:
+        """Predicted and measured seconds by cause; a wait for a stage is one for the wire when it is measured."""
+        if not self.measured.causes:
+            return {}
+        predicted = dict(self.prediction.causes)
+        predicted["wire"] = predicted.get("wire", 0.0) + predicted.pop("bubble", 0.0)
+        return _pairs(predicted, self.measured.causes)
+
+    def _memory(self) -> str:
+        p, m = self.prediction, self.measured
+        if abs(m.peak_bytes - p.peak_bytes) <= MEMORY_BAR * p.peak_bytes:
+            return ""
+        name, (there, here) = _furthest(_pairs(p.memory, m.memory))
+        return (
+            f"memory is {_off(m.peak_bytes, p.peak_bytes)} off the prediction, more than {MEMORY_BAR:.0%}; most of it "
+            f"is in {name}: predicted {format_size(there)}, measured {format_size(here)}."
+        )
+
+    def _wire(self) -> str:
+        pairs = _pairs(_told(self.prediction.wire_bytes), _told(self.measured.wire))
+        name, (there, here) = _furthest(pairs)
+        if there == here:
+            return ""
+        return f"the wire carries other bytes than predicted to {name}: {there:,.0f} predicted, {here:,.0f} measured."
+
+    def _time(self) -> str:
+        p, m = self.prediction, self.measured
+        if abs(m.wall - p.seconds) <= TIME_BAR * p.seconds:
+            return ""
+        text = f"a step takes {time_words(m.wall)} ({_off(m.wall, p.seconds)}), more than {TIME_BAR:.0%} off"
+        if not self._causes:
+            return f"{text}; of what, cannot be told apart on this device. {self.rates}"
+        if abs(m.cpu - self._busy) <= TIME_BAR * self._busy:
+            return f"{text}; its CPU time, {time_words(m.cpu)}, is as predicted: other load or waiting took the rest."
+        name, (there, here) = _furthest(self._causes)
+        text += f"; most of that is {name}: predicted {time_words(there)}, measured {time_words(max(0.0, here))}."
+        if m.wall > (1 + TIME_BAR) * (m.cpu + self._causes.get("wire", (0.0, 0.0))[1]):
+            text += f" Other load took some of it: the CPU time of this process is {time_words(m.cpu)}."
+        return f"{text} {self.rates}"
+
+
+def tensors_of(roots: list[Any]) -> Iterator[torch.Tensor]:
+    """Every tensor that Python objects hold, gradients included; not what classes, modules and globals hold."""
+    seen: dict[int, Any] = {}
+    stack = list(roots)
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen or isinstance(thing, NO_PART):
+            continue
+        seen[id(thing)] = thing
+        if isinstance(thing, torch.Tensor):
+            yield thing
+            if thing.is_leaf and thing.grad is not None:
+                stack.append(thing.grad)
+        if isinstance(thing, FunctionType):
+            stack += [thing.__closure__, thing.__defaults__]
+        else:
+            stack += gc.get_referents(thing)
+
+
+def _split_up(engine: Engine, nbytes: int) -> dict[str, int]:
+    known = engine.ledger.snapshot()
+    return {**known, TEMPORARIES: nbytes - sum(known.values())}
+
+
+def _told(wire: Mapping[str, int]) -> dict[str, int]:
+    """Of the purposes that are predicted, those with any bytes."""
+    return {purpose: nbytes for purpose, nbytes in wire.items() if nbytes and purpose not in NOT_PREDICTED}
+
+
+def _pairs(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    names = dict.fromkeys([*predicted, *measured])
+    pairs = {name: (predicted.get(name, 0), measured.get(name, 0)) for name in names}
+    return {name: pair for name, pair in pairs.items() if any(pair)}
+
+
+def _furthest(pairs: Mapping[str, tuple[float, float]]) -> tuple[str, tuple[float, float]]:
+    """The pair that lies apart most."""
+    return max(pairs.items(), key=lambda pair: abs(pair[1][0] - pair[1][1]), default=("nothing", (0, 0)))
+
+
+def _row(part: str, name: str, predicted: float, measured: float) -> dict[str, Any]:
+    return {"part": part, "name": name, "predicted": predicted, "measured": measured}
+
+
+def _off(measured: float, predicted: float) -> str:
+    return f"{(measured / predicted - 1) * 100:+.1f} %" if predicted else "from nothing"

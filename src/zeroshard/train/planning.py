@@ -1,0 +1,142 @@
+"""The plan of a run, before it begins: the fastest that fits, the one that the run had, or the given one predicted.
+
+Rank 0 plans, and all ranks get the same.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from zeroshard.errors import ConfigError
+from zeroshard.mesh import Mesh
+from zeroshard.plan import SEARCHED, Plan
+from zeroshard.planner.auto import best_plans, on_rank_zero, refuse_chosen, why
+from zeroshard.planner.here import machines_here
+from zeroshard.planner.predict import predict
+from zeroshard.planner.result import Prediction
+from zeroshard.planner.search import Say, search
+from zeroshard.planner.words import describe, short
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.folder import SAME, unfinished
+from zeroshard.train.task import language_task
+from zeroshard.train.toml_config import load_toml
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known of a run before it begins.
+
+    Attributes:
+        prediction: of its plan; None where nobody asked for one.
+        rates: where the rates come from that the prediction's time rests on.
+    """
+
+    prediction: Prediction | None = None
+    rates: str = ""
+
+
+def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> tuple[TrainConfig, Outlook]:
+    """The options with the plan chosen where they ask for it, and what is predicted of it; a collective call.
+
+    Rank 0 prints which plan it is and why.
+
+    Args:
+        profile: what `zeroshard doctor` wrote of this machine.
+
+    Raises:
+        PlanError: no plan fits, with the way out; or an option that a search chooses was given.
+        ConfigError, ModelError: what no run can have.
+    """
+    if config.planning == "given" and not config.predict:
+        return config, Outlook()
+    if config.planning == "auto":
+        refuse_chosen(config.plan)
+    if mesh.rank == 0:
+        what = "every plan" if config.planning == "auto" else "this plan"
+        _tell([f"rehearsing {what} before the run begins"])
+    with Console(stderr=True, quiet=mesh.rank != 0).status("Planning") as status:
+
+        def show(text: str) -> None:
+            status.update(Text(f"Planning: {text}", no_wrap=True, overflow="ellipsis"))
+
+        answer = on_rank_zero(mesh, partial(_answer, config, mesh, profile), "planning", show)
+    if mesh.rank == 0:
+        _tell(answer["lines"])
+    if config.planning == "auto":
+        plan = replace(Plan(**answer["plan"]), transport=config.plan.transport)
+        batch = _rows(config, mesh) // lanes_of(plan, mesh.ranks)
+        config = replace(config, planning="given", plan=plan, batch=batch)
+    found = answer["prediction"]
+    return config, Outlook(None if found is None else _prediction(found), answer["rates"])
+
+
+def _tell(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(f"zeroshard: {line}", flush=True)
+
+
+def lanes_of(plan: Plan, ranks: int) -> int:
+    """How many batches make up a step: one per rank, or per replica of the first stage.
+
+    Raises:
+        PlanError: the ranks do not divide among the stages.
+    """
+    return plan.pipeline(ranks).layout.replicas[0] if plan.pipelined else ranks
+
+
+def _rows(config: TrainConfig, mesh: Mesh) -> int:
+    """Of one step, all lanes together."""
+    if config.planning == "auto":
+        return config.batch * mesh.ranks
+    return config.batch * lanes_of(config.plan, mesh.ranks)
+
+
+def _answer(config: TrainConfig, mesh: Mesh, profile: Path | None, say: Say) -> dict[str, Any]:
+    """On rank 0: the plan, its prediction, and what to say of it."""
+    kept = _kept(config, mesh) if config.planning == "auto" else None
+    if kept is not None and not config.predict:
+        folder, plan = kept
+        line = f"going on with the plan of {folder}, which is not chosen anew: {short(plan, mesh.ranks)}"
+        return {"plan": plan.as_dict(), "prediction": None, "rates": "", "lines": [line]}
+    machines = machines_here(mesh.ranks, mesh.device.type, profile)
+    task = language_task(config, _rows(config, mesh))
+    if config.planning == "auto" and kept is None:
+        found = best_plans(task, machines, config.plan, say)
+        best, lines = found.best[0], why(found)
+    else:
+        plan = config.plan if kept is None else kept[1]
+        rows = task.rows // lanes_of(plan, mesh.ranks)
+        found = search(task, machines, plan, plans=[(plan, rows)], say=say)
+        best = found.best[0] if found.best else predict(task, plan, machines, rows)
+        lines = [*describe(best), *(f"warning: {refusal.why} {refusal.way_out}" for refusal in found.refused)]
+    return {"plan": best.plan.as_dict(), "prediction": best.as_dict(), "rates": machines.device.source, "lines": lines}
+
+
+def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
+    """The run that is gone on from and its plan with the options of this start, if it was made for the same job."""
+    folder = unfinished(config)
+    if folder is None and isinstance(config.resume, Path):
+        folder = next((path for path in (config.resume, *config.resume.parents) if (path / SAME).is_file()), None)
+    if folder is None:
+        return None
+    try:
+        before = load_toml(folder / "config.toml", TrainConfig)
+        ranks = json.loads((folder / SAME).read_text()).get("ranks")
+    except (ConfigError, OSError, ValueError):
+        return None
+    if ranks != mesh.ranks or before.batch * lanes_of(before.plan, ranks) != _rows(config, mesh):
+        return None
+    return folder, replace(config.plan, **{name: getattr(before.plan, name) for name in SEARCHED})
+
+
+def _prediction(found: Mapping[str, Any]) -> Prediction:
+    """What `Prediction.as_dict` made."""
+    names = ("batch", "ranks", "rank", "mode", "time_mode", "memory", "capacity_bytes", "margin", "host_bytes")
+    values = {name: found[name] for name in (*names, "wire_bytes", "causes", "tokens")}
+    return Prediction(plan=Plan(**found["plan"]), notes=tuple(found["notes"]), **values)
