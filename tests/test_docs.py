@@ -14,12 +14,15 @@ import pytest
 
 import zeroshard as zs
 from zeroshard.checkpoint_command import OPTIONS as CHECKPOINT_OPTIONS
-from zeroshard.cli import PlanOptions, ReportOptions
+from zeroshard.cli import ReportOptions
+from zeroshard.doctor_command import DoctorOptions
 from zeroshard.export_command import ExportOptions
 from zeroshard.launch_command import CLUSTERS
 from zeroshard.partition_command import PartitionOptions
 from zeroshard.pipeline.cluster import Cluster
+from zeroshard.plan_command import PlanOptions
 from zeroshard.profile_command import ProfileOptions
+from zeroshard.reproduce_command import ReproduceOptions
 from zeroshard.run_command import RunOptions
 from zeroshard.simulate_command import SimulateOptions
 from zeroshard.simulate_command import run as run_simulate
@@ -36,6 +39,8 @@ THE_READERS_OWN = {"train.py"}  # files that a page asks its reader to write
 COMMANDS: dict[str, Any] = {
     "train": TrainConfig,
     "plan": PlanOptions,
+    "doctor": DoctorOptions,
+    "reproduce": ReproduceOptions,
     "report": ReportOptions,
     "simulate": SimulateOptions,
     "profile": ProfileOptions,
@@ -179,7 +184,7 @@ def test_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str])
 def test_options_in_prose_exist(page: Path) -> None:
     kinds = (*COMMANDS.values(), zs.Plan)
     options = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)}
-    known = {f"--{name}" for name in options} | {"--config", "--help", "--version"}
+    known = {f"--{name}" for name in options} | {"--config", "--help", "--version", "--plan"}
     for name in quoted(page):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", name):
             ours = not re.match(r"(torchrun|pip|pytest|git|python)\b", name)
@@ -251,7 +256,8 @@ def test_every_option_has_its_row(command: str) -> None:
     rows = re.findall(r"^\| `--([a-z0-9-]+)`", section, re.MULTILINE)
     kinds = (TrainConfig, zs.Plan) if command == "train" else (COMMANDS[command],)
     fields = {field.name for kind in kinds for field in dataclasses.fields(kind)} - {"plan", "path"}
-    assert sorted(rows) == sorted(name.replace("_", "-") for name in fields)
+    options = {{"planning": "plan"}.get(name, name) for name in fields}
+    assert sorted(rows) == sorted(name.replace("_", "-") for name in options)
 
 
 def test_every_error_has_its_row() -> None:

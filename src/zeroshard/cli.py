@@ -1,7 +1,6 @@
 """The command line: `zeroshard train | run | launch | checkpoint | export | plan | simulate | report | ...`."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from zeroshard.errors import ConfigError, NonFiniteError, ZeroshardError
 from zeroshard.version import __version__
@@ -23,32 +20,15 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard launch     print the files that run a job on a SLURM or Kubernetes cluster
   zeroshard checkpoint list, verify, describe or compare checkpoints
   zeroshard export     write a checkpoint's weights as safetensors under the model's own names
-  zeroshard plan       bytes of model states per rank, by the formulas of the ZeRO paper
+  zeroshard plan       which plans fit and how long a step takes, before anything runs
   zeroshard doctor     check this machine's set-up, and measure what it can do for the planner
+  zeroshard reproduce  compute published numbers again: published, ours, how
   zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
   zeroshard report     draw the report of a run folder again
   zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
   zeroshard partition  split a profiled model into stages and replicas for a cluster
 
 zeroshard COMMAND --help lists the options of a command; zeroshard --version says the version."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Bytes of model states per rank for every ZeRO stage, mixed-precision Adam (ZeRO paper, table 1)."""
-
-    params: float
-    """Number of parameters, such as 7.5e9."""
-    ranks: int
-    """Number of data-parallel ranks."""
-    json: bool = False
-    """Print JSON instead of a table."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.params < float("inf"):
-            raise ConfigError(f"params is {self.params}; it must be 1 or more and finite.")
-        if self.ranks < 1:
-            raise ConfigError(f"ranks is {self.ranks}; it must be 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
     commands |= {"partition": _partition, "run": _run, "launch": _cluster, "checkpoint": _checkpoint, "export": _export}
-    commands |= {"doctor": _doctor}
+    commands |= {"doctor": _doctor, "reproduce": _reproduce}
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if words else 2)
@@ -119,24 +99,16 @@ def _doctor(argv: list[str]) -> None:
     run_doctor(argv, dict(os.environ))
 
 
-def _plan(argv: list[str]) -> None:
-    from zeroshard.train.toml_config import parse
-    from zeroshard.zero.formulas import state_bytes
+def _reproduce(argv: list[str]) -> None:
+    from zeroshard.reproduce_command import run_reproduce
 
-    options = parse(PlanOptions, argv, "zeroshard plan")
-    states = [state_bytes(int(options.params), options.ranks, zero) for zero in range(4)]
-    if options.json:
-        print(json.dumps([{"zero": zero, "model_state_bytes": round(s.total)} for zero, s in enumerate(states)]))
-        return
-    table = Table(
-        title=f"GB of model states per rank: {options.params:.4g} parameters, {options.ranks} ranks, 16-bit Adam"
-    )
-    for column in ("zero", "parameters", "gradients", "master weights", "optimizer states", "total"):
-        table.add_column(column, justify="right")
-    for zero, s in enumerate(states):
-        parts = (s.parameters, s.gradients, s.master_weights, s.optimizer_states, s.total)
-        table.add_row(str(zero), *(f"{float(part) / 1e9:,.2f}" for part in parts))
-    Console().print(table)
+    run_reproduce(argv)
+
+
+def _plan(argv: list[str]) -> None:
+    from zeroshard.plan_command import run_plan
+
+    run_plan(argv, os.environ)
 
 
 def _simulate(argv: list[str]) -> None:
