@@ -18,6 +18,7 @@ from torch import nn
 from zeroshard.comm import Purpose
 from zeroshard.engine import Engine
 from zeroshard.engine.tensors import tensors_in
+from zeroshard.engine.wires import UNDER_WAY
 from zeroshard.ledger import Category, Event
 from zeroshard.mesh import Mesh
 from zeroshard.plan import Plan
@@ -27,7 +28,6 @@ from zeroshard.planner.result import TEMPORARIES, Span
 from zeroshard.planner.tracker import Tracker
 from zeroshard.rehearsal import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
-from zeroshard.schedule.lower import LOANS_UNDER_WAY
 
 ALIKE = 3  # microbatches from which on every further one costs the same
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
@@ -263,8 +263,10 @@ class _Stage:
     @property
     def _warm_up(self) -> int:
         """Steps before one that is like all that follow: states are made in the first, versions until all are there."""
-        plan = self._plan
-        settled = 1 + LOANS_UNDER_WAY if plan.pipelined else 1  # until there are buffers for all messages
+        plan, pipeline = self._plan, self.engine.pipeline
+        settled = 1
+        if pipeline is not None:  # until as many messages are kept as are ever under way; of a loan one comes per step
+            settled = 1 + UNDER_WAY if pipeline.loans else 2
         if not plan.streams:
             return settled
         in_flight = 2 * plan.stages * plan.chunks
