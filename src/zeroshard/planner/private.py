@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -41,13 +41,6 @@ def fakes() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-@contextmanager
-def real() -> Iterator[None]:
-    """Real tensors again, inside of `fakes`."""
-    with _disable_current_modes():
-        yield
-
-
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no values."""
     return isinstance(tensor, FakeTensor)
@@ -61,11 +54,6 @@ def in_backward() -> bool:
 def device_of(tensor: torch.Tensor) -> torch.device:
     """The device that a tensor is taken to be on."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-
-
-def faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without values like a real one."""
-    return mode.from_tensor(tensor)
 
 
 _views: dict[Packet, bool] = {}

@@ -28,6 +28,7 @@ from zeroshard.planner.words import short
 FASTER: tuple[dict[str, Any], ...] = ({"schedule": "interleaved", "chunks": 2}, {"schedule": "zb-h1"})
 LEANER: dict[str, Any] = {"recompute": "chunk"}
 MOST_DEEP = 32  # blocks times microbatches, or stages, that are all rehearsed for the best plan
+MOST_TIMED = 8  # plans that are tried out on this machine, the best by the rates of its profile
 FINEST = 4  # microbatches per stage, from which on the bubble is small
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
@@ -68,8 +69,8 @@ def search(
     order = sorted(hunt.fitting, key=lambda p: (p.seconds, p.peak_bytes))
     if machines.here:
         with company(min(machines.count, os.cpu_count() or 1) - 1):
-            timed = [hunt.timed(prediction) for prediction in order]
-        order = sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds, p.peak_bytes))
+            timed = [hunt.timed(prediction) for prediction in order[:MOST_TIMED]]
+        order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
     best = [hunt.whole(order[0]), *order[1:top]] if order else []
     return Found(tuple(best), tuple(hunt.refused), hunt.looked_at, time.perf_counter() - began)
 
@@ -299,14 +300,3 @@ class _Hunt:
 
 def _divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
-
-
-def fastest(found: Sequence[Prediction]) -> Prediction:
-    """The plan with the shortest step.
-
-    Raises:
-        PlanError: there is none.
-    """
-    if not found:
-        raise PlanError("No plan fits; `zeroshard plan` says what each would need.")
-    return found[0]
