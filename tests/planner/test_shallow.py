@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
+from zeroshard.planner.cuts import layers_of
 from zeroshard.planner.hardware import Device, Link, Machines
 from zeroshard.planner.predict import predict
 from zeroshard.planner.really import predict_really
@@ -45,6 +46,17 @@ def test_few_blocks_and_microbatches_tell_all(plan: dict[str, Any]) -> None:
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
     assert few.wire_bytes == whole.wire_bytes
     assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
+
+
+def test_a_chain_of_equal_blocks_is_cut_by_few_of_them() -> None:
+    layers = layers_of(task(build=six_blocks), PAIR, 1)
+    assert layers.names == tuple(f"blocks.{number}" for number in range(6))
+    assert len({layer.forward_seconds for layer in layers.costs[1:-1]}) == 1
+    assert layers.costs[-1].forward_seconds > layers.costs[1].forward_seconds  # the head is in it
+    assert layers.split(1) == ()
+    split = layers.split(2)
+    found = zs.Plan(stages=2, zero=0, microbatches=2, split=split)
+    assert predict(task(build=six_blocks, rows=4), found, PAIR, 4).plan.split == split
 
 
 def test_depths_are_extrapolated_stack_by_stack() -> None:

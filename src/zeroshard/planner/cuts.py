@@ -18,6 +18,7 @@ from zeroshard.pipeline.profile import LayerCost
 from zeroshard.planner.hardware import Machines
 from zeroshard.planner.private import fakes
 from zeroshard.planner.rehearse import Rates, Task, quiet
+from zeroshard.planner.shallow import FEW, cut, stacks_of
 from zeroshard.planner.tracker import Tracker
 from zeroshard.rehearsal import Clock
 
@@ -45,7 +46,7 @@ class Layers:
 
 
 def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
-    """Rehearse a model layer by layer.
+    """Rehearse a model layer by layer; of one long stack of equal blocks, few of them.
 
     Args:
         rows: of one microbatch.
@@ -57,6 +58,10 @@ def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
     rates = Rates(clock, machines)
     with fakes(), quiet(), Tracker(rates.hear, answers=True):
         model = task.build()
+        stacks = stacks_of(model)
+        deep = stacks[0] if len(stacks) == 1 and stacks[0].depth > FEW else None
+        if deep is not None:
+            cut(model, {deep.path: FEW})
         batch = task.batch(rows)
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         loss_of = task.loss or (lambda output, batch: loss_in(output))
@@ -70,8 +75,11 @@ def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
     first, *blocks, last = costs
     blocks[0] = _joined(first, blocks[0])
     blocks[-1] = _joined(blocks[-1], last)
-    names = tuple(layer.name for layer in chain.layers[1:-1])
-    return Layers(names, tuple(blocks), _bandwidth(machines, blocks))
+    names = [layer.name for layer in chain.layers[1:-1]]
+    if deep is not None:  # what runs before and after the blocks is in the first and the last
+        blocks = [blocks[0], *[blocks[FEW // 2]] * (deep.depth - 2), blocks[-1]]
+        names = [f"{deep.path}.{number}" for number in range(deep.depth)]
+    return Layers(tuple(names), tuple(blocks), _bandwidth(machines, blocks))
 
 
 def _bandwidth(machines: Machines, blocks: Sequence[LayerCost]) -> float:
