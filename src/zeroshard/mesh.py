@@ -26,6 +26,7 @@ from zeroshard.rehearsal import Rehearsal
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
+HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than watch.PATIENCE)
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -226,6 +227,8 @@ def _leave(mesh: Mesh) -> None:
             announce_failure(mesh, error)
         sys.stdout.flush()
         sys.stderr.flush()
+        if mesh.rank == 0 and mesh.pulse is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+            time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
         os._exit(1)  # the end of the process groups would wait for peers that are gone
     elif dist.is_initialized():
         # gloo's threads drop their tensors a little after a result is there, and need Python's lock for it; one that
