@@ -41,10 +41,10 @@ FLOORS = {
 SAME_FLOOR = {  # besides `errors`, which all may import
     *(("comm", "mesh"), ("comm", "transport"), ("comm", "shared"), ("comm", "watch"), ("transport", "shared")),
     *(("watch", "mesh"), ("cli", "report"), ("cli", "launch"), ("launch", "report"), ("__main__", "cli")),
-    ("cli", "partition_command"),
+    *(("cli", "partition_command"), ("partition_command", "report")),
     ("cli", "profile_command"),
     *(("cli", "plan_command"), ("plan_command", "report")),
-    ("cli", "doctor_command"),
+    *(("cli", "doctor_command"), ("doctor_command", "report")),
     ("cli", "reproduce_command"),
     *(("cli", "simulate_command"), ("simulate_command", "report")),
     *(("cli", f"{name}_command") for name in ("run", "launch", "checkpoint", "export")),

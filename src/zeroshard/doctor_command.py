@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +16,7 @@ from zeroshard.planner.checkup import Finding, Level, judge
 from zeroshard.planner.facts import Facts, gather_facts
 from zeroshard.planner.measure import Effort, measure
 from zeroshard.planner.profile import PAIR, Profile, Timing, default_path
+from zeroshard.report.plain_table import plain_table
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
 WIDTHS = (len("warning"), len("measuring network"))  # alike in both tables of findings
@@ -122,21 +122,9 @@ def _print_profile(console: Console, profile: Profile) -> None:
         console.print(_collectives(profile, [row.nbytes for row in sizes]))
 
 
-def _table(title: str, caption: str = "") -> Table:
-    return Table(
-        title=f"\n{title}",
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-
-
 def _rates(profile: Profile) -> Table:
     threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"
-    table = _table(f"{profile.machine}, {threads} per process, torch {profile.torch}")
+    table = plain_table(f"{profile.machine}, {threads} per process, torch {profile.torch}")
     table.add_column("")
     table.add_column("one process", justify="right", no_wrap=True)
     table.add_column(f"each of {PAIR}", justify="right", no_wrap=True)
@@ -160,7 +148,7 @@ def _collectives(profile: Profile, sizes: Sequence[int]) -> Table:
     if profile.signal is not None:
         words = _milliseconds(profile.signal)
         signal = f" A signal through shared memory takes {words} ms."
-    table = _table(
+    table = plain_table(
         f"Collectives between {PAIR} processes: ms, and in brackets ms of CPU time, by the bytes that each sends",
         f"An exchange includes the sum of the copies.{signal}",
     )

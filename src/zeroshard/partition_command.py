@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,6 +15,7 @@ from zeroshard.errors import ConfigError, PlanError
 from zeroshard.pipeline.cluster import Cluster, format_size, parse_size
 from zeroshard.pipeline.partition import Partition, Shape, Stage, partition
 from zeroshard.pipeline.profile import LayerCost, Profile
+from zeroshard.report.plain_table import plain_table
 
 RIVALS: dict[str, Shape] = {"data parallel": "data parallel", "straight pipeline": "straight", "one device": "any"}
 
@@ -172,20 +172,8 @@ def _print(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequen
     console.print("  " + " ".join(train_options(profile.layers, chosen)), soft_wrap=True, markup=False)
 
 
-def _table(title: str, caption: str = "") -> Table:
-    return Table(
-        title=f"\n{title}",
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),  # with the edges and rich's own padding, names of layers break in 80 columns
-    )
-
-
 def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
-    table = _table(
+    table = plain_table(
         "The chosen split, times in ms per microbatch",
         "exchange: gradients, between replicas; send: to the next stage and back; versions: of the weights, and as "
         "many microbatches in flight, under schedule pipedream. Bold is the slowest.",
@@ -216,7 +204,7 @@ def _span(layers: Sequence[LayerCost], stage: Stage) -> str:
 
 
 def _rival_table(chosen: Partition, rivals: Sequence[Rival]) -> Table:
-    table = _table("Against alternatives")
+    table = plain_table("Against alternatives")
     table.add_column("", no_wrap=True)
     table.add_column("replicas", overflow="fold")
     for column in ("ms/microbatch", "microbatches/s", "memory"):

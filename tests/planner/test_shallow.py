@@ -1,5 +1,6 @@
 """Few blocks for many, and tensors with values where those without lie: against runs of the whole on real tensors."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from zeroshard.planner.hardware import Device, Link, Machines
 from zeroshard.planner.predict import predict
 from zeroshard.planner.really import predict_really
 from zeroshard.planner.rehearse import Task
+from zeroshard.planner.search import search
 from zeroshard.planner.shallow import deepen, probes, stacks_of
 from zeroshard.train.gpt import GPT
 
@@ -115,3 +117,10 @@ def test_a_timed_prediction_is_of_real_steps() -> None:
     assert (found.mode, found.time_mode) == ("shallow-real", "shallow-real")
     assert found.causes["compute"] > found.causes["optimizer"] > 0
     assert found.memory == predict(task(), zs.Plan(zero=0), ALONE, 4, deep=True).memory
+
+
+def test_a_host_that_cannot_hold_a_checkpoint_is_a_refusal() -> None:
+    small = replace(PAIR, host_memory=10_000)
+    found = search(task(rows=2), small, plans=[(zs.Plan(zero=1), 1)])
+    assert not found.best
+    assert "host memory" in found.refused[0].why and "9.77 KiB" in found.refused[0].why

@@ -97,6 +97,7 @@ def put_together(
         memory=fullest.memory,
         capacity_bytes=machines.device.capacity_bytes,
         host_bytes=fullest.snapshot_nbytes * min(machines.per_node, ranks),
+        host_capacity_bytes=machines.host_memory,
         wire_bytes=fullest.wire,
         causes=causes,
         tokens=rows * lanes * task.sequence,

@@ -30,6 +30,7 @@ class Prediction:
         capacity_bytes: what the device has for tensors.
         margin: share of the capacity that stays free.
         host_bytes: on one node, for the copies of a checkpoint on its way to the disk.
+        host_capacity_bytes: what the node has for them; None is no limit.
         wire_bytes: by purpose, of this rank in one step, by the paper's count (an all-gather counts its result).
         causes: seconds of one step by what they are spent on; their sum is `seconds`.
         tokens: of one step, all ranks together.
@@ -51,6 +52,7 @@ class Prediction:
     causes: Mapping[str, float]
     tokens: int
     margin: float = MARGIN
+    host_capacity_bytes: int | None = None
     events: tuple[Event, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
@@ -62,8 +64,13 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves the margin free."""
-        return self.peak_bytes <= self.capacity_bytes * (1 - self.margin)
+        """Whether the peak leaves the margin free, and the host holds the copies of a checkpoint."""
+        return self.peak_bytes <= self.capacity_bytes * (1 - self.margin) and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host holds the copies of a checkpoint."""
+        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
 
     @property
     def seconds(self) -> float:
@@ -95,6 +102,7 @@ class Prediction:
             "margin": self.margin,
             "memory": dict(self.memory),
             "host_bytes": self.host_bytes,
+            "host_capacity_bytes": self.host_capacity_bytes,
             "wire_bytes": dict(self.wire_bytes),
             "seconds": self.seconds,
             "causes": dict(self.causes),

@@ -87,7 +87,7 @@ class _Hunt:
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
     _seen: dict[Key, Prediction] = field(default_factory=dict)
-    _layers: dict[int, Layers | str] = field(default_factory=dict)
+    _layers: Layers | str | None = None
     _sizes: Sizes | None = None
     _fewest_so_far: int = 0
     _no_chain: bool = False
@@ -268,6 +268,11 @@ class _Hunt:
         return f"Devices with {format_size(needed)} or more would hold them."
 
     def _refuse_size(self, found: Prediction) -> None:
+        if not found.fits_host:
+            held, room = format_size(found.host_bytes), format_size(found.host_capacity_bytes or 0)
+            why = f"A checkpoint on its way to the disk needs {held} of each node's host memory, which is {room}."
+            self._refuse(found.plan, found.batch, why, f"Nodes with {held} of host memory would hold it.")
+            return
         need = found.peak_bytes / (1 - found.margin)
         held, room = format_size(found.peak_bytes), format_size(found.capacity_bytes)
         why = f"The fullest rank needs {held} of {room} at the peak."
@@ -287,15 +292,14 @@ class _Hunt:
 
     def _layers_of(self, rows: int) -> Layers:
         """The layers of the model, rehearsed once; relative times hardly depend on the rows."""
-        if 1 not in self._layers:
+        if self._layers is None:
             try:
-                self._layers[1] = layers_of(self.task, self.machines, rows)
+                self._layers = layers_of(self.task, self.machines, rows)
             except ZeroshardError as error:
-                self._layers[1] = str(error)
-        found = self._layers[1]
-        if isinstance(found, str):
-            raise PlanError(found)
-        return found
+                self._layers = str(error)
+        if isinstance(self._layers, str):
+            raise PlanError(self._layers)
+        return self._layers
 
 
 def _divisors(number: int) -> list[int]:
