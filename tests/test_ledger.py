@@ -92,13 +92,15 @@ def test_what_does_not_fit_leaves_no_trace() -> None:
     assert [event.label for event in ledger.stop()] == ["start"]
 
 
-def test_a_recording_keeps_every_change() -> None:
+def test_a_recording_keeps_every_change_on_the_device() -> None:
     ledger = Ledger()
     ledger.take(Category.PARAMETERS, 8, "before")
     assert not ledger.recording and ledger.stop() == []
     ledger.record()
     assert ledger.recording
     ledger.take(Category.GRADIENTS, 4, "gradients")
+    ledger.take(Category.GRADIENTS, 4, "elsewhere", tier="host")
+    ledger.give(Category.GRADIENTS, 4, "elsewhere", tier="host")
     ledger.give(Category.GRADIENTS, 4, "gradients")
     events = ledger.stop()
     assert [(e.label, e.nbytes["parameters"], e.nbytes["gradients"]) for e in events] == [
@@ -211,3 +213,18 @@ def test_the_arena_keeps_to_the_budget() -> None:
     arena = Arena(Ledger({"device": 100}), allocate)
     with pytest.raises(BudgetExceeded, match="scratch for gradients"):
         arena.take(26, torch.float32, "gradients")
+
+
+@pytest.mark.parametrize("tier, way", [("device", "ZeRO stage"), ("host", "offload_disk"), ("disk", "offload_share")])
+def test_each_tier_has_its_way_out(tier: str, way: str) -> None:
+    with pytest.raises(BudgetExceeded, match=f"bytes of buffers on the {tier}, .* Raise the budget, .*{way}"):
+        Ledger({tier: 10}).take(Category.BUFFERS, 11, "a ring", tier=tier)
+
+
+def test_activations_are_torchs_on_the_device_only() -> None:
+    ledger = Ledger({"device": 10, "host": 10})
+    ledger.take(Category.ACTIVATIONS, 100, "saved")
+    ledger.take(Category.PARAMETERS, 10, "weights")
+    ledger.take(Category.ACTIVATIONS, 6, "offloaded", tier="host")
+    with pytest.raises(BudgetExceeded, match="5 bytes of activations on the host, which holds 6 of its budget of 10"):
+        ledger.take(Category.ACTIVATIONS, 5, "offloaded", tier="host")

@@ -1,4 +1,4 @@
-"""What went over the wire, by purpose. Counts follow the ZeRO paper (1910.02054, section 7)."""
+"""What went over the wire and between tiers, by purpose. Counts follow the ZeRO paper (1910.02054, section 7)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Purpose(StrEnum):
-    """What a collective is for."""
+    """What a collective is for, or a copy between tiers (down: to the host; up: to the device)."""
 
     GATHER_PARAMETERS = "gather parameters"
     GATHER_TO_EVALUATE = "gather to evaluate"
@@ -17,10 +17,15 @@ class Purpose(StrEnum):
     SEND_GRADIENTS = "send their gradients"
     LEND_WEIGHTS = "lend weights"
     REPAY_GRADIENTS = "repay their gradients"
+    GRADIENTS_DOWN = "gradients down"
+    PARAMETERS_UP = "parameters up"
+    ACTIVATIONS_DOWN = "activations down"
+    ACTIVATIONS_UP = "activations up"
     CONTROL = "agreement"
     SETUP = "set-up"
 
 
+BETWEEN_TIERS = (Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP)
 BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages go apart from those of the forwards
 
 

@@ -56,6 +56,10 @@ class DamagedError(CheckpointError):
     """A checkpoint whose content is not what was written: a digest, a size or a file is wrong."""
 
 
+class OffloadError(ZeroshardError, RuntimeError):
+    """A tier that failed: a disk that is full or does not answer."""
+
+
 class DivergenceError(ZeroshardError, RuntimeError):
     """Replicas of the same weights that are not the same any more."""
 

@@ -6,7 +6,6 @@ A byte that is not taken here is a byte that no table shows, so all buffers of t
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +27,12 @@ class Category(StrEnum):
 
 
 MODEL_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
+WAYS_OUT = {  # of a tier that is too small
+    "device": "use more ranks, or a higher ZeRO stage",
+    "host": "keep fewer bytes there (a smaller offload_share, offload_moments of fewer bytes, offload_disk), "
+    "or use more ranks on more machines",
+    "disk": "keep fewer bytes there (a smaller offload_share, offload_moments of fewer bytes), or use more ranks",
+}
 
 
 @dataclass(slots=True)
@@ -41,7 +46,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change of the ledger during a recorded step: seconds since the start, why, and bytes by category."""
+    """One change on the device during a recorded step: seconds since the start, why, and its bytes by category."""
 
     t: float
     label: str
@@ -60,14 +65,16 @@ class Ledger:
     """Accounts of one rank.
 
     Args:
-        budgets: bytes that a tier (`"device"`, `"host"`, ...) may hold; a tier that is absent has no limit.
+        budgets: bytes that a tier (`"device"`, `"host"`, `"disk"`) may hold; a tier that is absent has no limit.
         now: seconds of the clock by which changes are recorded.
     """
 
     def __init__(self, budgets: Mapping[str, int] | None = None, now: Callable[[], float] = time.perf_counter) -> None:
         self.budgets = dict(budgets or {})
         self._now = now
-        self._accounts: dict[tuple[str, Category], Account] = defaultdict(Account)
+        self._accounts: dict[tuple[str, Category], Account] = {
+            (tier, category): Account() for tier in WAYS_OUT for category in Category
+        }
         self._recording: Recording | None = None
 
     def empty(
@@ -90,7 +97,8 @@ class Ledger:
     def take(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
         """Enter `nbytes` (of which `padding` bytes hold nothing) before they are allocated.
 
-        The budget covers what the engine allocates; activations are torch's, and only seen while a step is recorded.
+        The budget covers what the engine allocates; activations on the device are torch's, and only seen while a step
+        is recorded.
 
         Raises:
             BudgetExceeded: with the table of what the tier holds.
@@ -100,7 +108,8 @@ class Ledger:
         account.current += nbytes
         account.padding += padding
         account.peak = max(account.peak, account.current)
-        self._note(label)
+        if tier == "device":
+            self._note(label)
 
     def check_room(self, category: Category, nbytes: int, label: str, tier: str = "device") -> None:
         """Refuse what the budget cannot hold, before it is allocated.
@@ -109,12 +118,13 @@ class Ledger:
             BudgetExceeded: with the table of what the tier holds.
         """
         budget = self.budgets.get(tier)
-        limited = self.total(tier) - self._accounts[tier, Category.ACTIVATIONS].current
-        if budget is not None and category is not Category.ACTIVATIONS and limited + nbytes > budget:
+        exempt = category is Category.ACTIVATIONS and tier == "device"
+        limited = self.total(tier) - (self._accounts[tier, Category.ACTIVATIONS].current if tier == "device" else 0)
+        if budget is not None and not exempt and limited + nbytes > budget:
             held = ", ".join(f"{name} {n:,}" for name, n in self.snapshot(tier).items() if n)
             raise BudgetExceeded(
                 f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {limited:,} of its "
-                f"budget of {budget:,} ({held or 'nothing'}). Raise the budget, use more ranks, or a higher ZeRO stage."
+                f"budget of {budget:,} ({held or 'nothing'}). Raise the budget, {WAYS_OUT[tier]}."
             )
 
     def give(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
@@ -123,7 +133,8 @@ class Ledger:
         assert nbytes <= account.current, f"{label} gives back {nbytes} bytes of {category}, {account.current} are held"
         account.current -= nbytes
         account.padding -= padding
-        self._note("free " + label)
+        if tier == "device":
+            self._note("free " + label)
 
     def account(self, category: Category, tier: str = "device") -> Account:
         """The account of one category."""
