@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zeroshard.link import Task
 from zeroshard.shared import SharedMemory, Signal
 from zeroshard.transport import Arrival, Group, Network, Scratch, Sizes
 
@@ -67,6 +68,8 @@ class Rehearsal:
         wire_seconds: what a collective takes; nothing by default.
         made: told of each buffer that ranks have in common.
         compute: told of so many bytes that were to be moved by so many operations, and were not.
+        task_seconds: what a copy between tiers, or a job of the host, takes; nothing by default.
+        below: told of each buffer that is not on the device.
     """
 
     members: Sequence[int]
@@ -77,6 +80,8 @@ class Rehearsal:
     wire_seconds: WireSeconds = lambda operation, nbytes, members: 0.0
     made: Callable[[torch.Tensor], None] = lambda buffer: None
     compute: Callable[[int, int], None] = lambda nbytes, operations: None
+    task_seconds: Callable[[Task], float] = lambda task: 0.0
+    below: Callable[[torch.Tensor], None] = lambda buffer: None
 
     def part(self, ranks: Sequence[int]) -> "Rehearsal":
         """The rehearsal of some of its ranks."""
