@@ -16,10 +16,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "mesh"), 0),
-    **dict.fromkeys(("rehearsal", "version"), 0),
+    **dict.fromkeys(("rehearsal", "version", "link", "tiers"), 0),
     **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
     **dict.fromkeys(("zero", "optim", "precision", "pipeline"), 2),  # the techniques, which never import each other
-    "data_parallel": 2,
+    **dict.fromkeys(("data_parallel", "offload", "activations"), 2),
     "plan": 3,
     "engine": 4,
     "adopt": 4.5,
@@ -50,7 +50,7 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     *(("cli", f"{name}_command") for name in ("run", "launch", "checkpoint", "export")),
     *((name, "rehearsal") for name in ("comm", "mesh")),
     *(("rehearsal", name) for name in ("transport", "shared")),
-    ("comm", "counts"),
+    *(("comm", "counts"), ("link", "counts"), ("rehearsal", "link"), ("tiers", "ledger")),
     *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
+OFFLOADED = frozenset({"optimizer", "parameters", "activations"})
 POSITIVE = (
     *(f"loss_scale_{part}" for part in ("initial", "growth", "backoff", "window", "hysteresis", "floor")),
     *("microbatches", "stages", "chunks", "shard_ranks", "timeout", "clip_norm", "loss_scale"),
@@ -98,7 +99,23 @@ class Plan:
     seed: int = 0
     """Seed of the initial weights of a model on the meta device."""
     device_memory: str | int | None = None
-    """Budget for all that the ledger counts on the device, in bytes or like "512MiB"."""
+    """Budget for all that the ledger counts on the device, in bytes or like "512MiB"; activations count too."""
+    offload: str = ""
+    """What is kept below the device: "optimizer" (states and updates, ZeRO-Offload), "optimizer,parameters" (units come
+    up for use, two at a time; needs zero=3), and "activations" after either or alone."""
+    offload_share: float = 1.0
+    """Share of the parameters, in whole units, whose optimizer states are kept below; the last units first."""
+    offload_disk: str | None = None
+    """Folder of a disk on which the offloaded optimizer states are kept instead of in host memory."""
+    offload_moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How Adam's moments are kept below: exact, or rounded after each update."""
+    delayed_update: bool = False
+    """Let the update of a step run beside the next step, which uses weights that are one update old (ZeRO-Offload,
+    section 5)."""
+    delayed_warmup: int = 40
+    """Steps before the first delayed update."""
+    speculate: bool = True
+    """Let offloaded updates run during the backward, on copies, as if nothing were clipped; wrong ones are undone."""
     timeout: float = 300.0
     """Seconds that a collective may wait before it is an error."""
 
@@ -106,6 +123,7 @@ class Plan:
         self._check_choices()
         self._check_ranges()
         self._check_pipeline()
+        self._check_offload()
         if self.precision == "fp16" and self.loss_scale == "off" and self.nonfinite == "raise":
             raise PlanError(
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
@@ -212,6 +230,11 @@ class Plan:
         return Pipeline(self.schedule, layout, self.microbatches, self.vertical_sync, each, loans)
 
     @property
+    def offloads(self) -> frozenset[str]:
+        """What is kept below the device."""
+        return frozenset(part.strip() for part in self.offload.split(",")) - {""}
+
+    @property
     def scales_loss(self) -> bool:
         """Whether a loss scale is in use."""
         return self.precision == "fp16" if self.loss_scale == "auto" else self.loss_scale != "off"
@@ -236,6 +259,7 @@ class Plan:
             "schedule": SCHEDULES,
             "balance": ("time", "parameters"),
             "recompute": ("auto", "chunk", "off"),
+            "offload_moments": ("fp32", "bf16", "8bit"),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -302,6 +326,40 @@ class Plan:
                 f"schedule={self.schedule!r} never waits for all stages, so they cannot decide together to skip a step "
                 f"(loss scaling), nor reduce at other times than updates. Use precision='bf16' and "
                 f"reduce_every='auto', or schedule='1f1b'."
+            )
+
+    def _check_offload(self) -> None:
+        if not isinstance(self.offload, str) or self.offloads - OFFLOADED:
+            raise PlanError(
+                f"offload is {self.offload!r}; it must be some of 'optimizer', 'parameters' and 'activations', like "
+                f"'optimizer,activations'."
+            )
+        below = "optimizer" in self.offloads
+        if "parameters" in self.offloads and not (below and self.zero == 3):
+            raise PlanError(
+                f"offload={self.offload!r} with zero={self.zero} does not combine: parameters that come and go are "
+                f"those of stage 3, and their updates run where they are kept. Use zero=3 and "
+                f"offload='optimizer,parameters', on one device too."
+            )
+        if not below:
+            for name in ("offload_share", "offload_disk", "offload_moments", "delayed_update"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise PlanError(
+                        f"{name}={getattr(self, name)!r} is for offloaded optimizer states; set offload='optimizer'."
+                    )
+            return
+        if self.zero == 0 or self.pipelined or self.shard_ranks is not None:
+            found = "zero=0" if self.zero == 0 else f"stages={self.stages}" if self.pipelined else "shard_ranks"
+            raise PlanError(
+                f"offload='optimizer' and {found} do not combine: what goes down is each rank's own slice of the whole "
+                f"model. Use zero=1, 2 or 3 without stages and shard_ranks, on one device too."
+            )
+        if not isinstance(self.offload_share, (int, float)) or not 0 < self.offload_share <= 1:
+            raise PlanError(f"offload_share is {self.offload_share!r}; it must be a number above 0 and at most 1.")
+        if "parameters" in self.offloads and self.offload_share != 1:
+            raise PlanError(
+                "offload_share and offload='optimizer,parameters' do not combine: units that come and go are all kept "
+                "below. Leave offload_share out, or offload 'optimizer' alone."
             )
 
     def _check_ranges(self) -> None:

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Comm
+from zeroshard.engine.below import Below, units_below
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
+from zeroshard.offload.gradients import HostGradients
+from zeroshard.offload.slices import HostSlice
 from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
 from zeroshard.pipeline.borrowed import Borrowed
 from zeroshard.pipeline.versions import Versions
@@ -35,6 +38,8 @@ class Shard:
         spans: the number of the flat's spans in the optimizer; -1 when frozen.
         versions: older weights that a pipeline still needs; None where there is one version.
         edits: how often the user has written into the parameters where it was taken over.
+        below: whether `owned`, gradients and states are below the device.
+        home: where they are, if the host's own Adam updates them; None where the user's optimizer does.
     """
 
     flat: Flat
@@ -46,6 +51,8 @@ class Shard:
     spans: int = -1
     versions: Versions | None = None
     edits: int = 0
+    below: bool = False
+    home: HostSlice | None = None
 
     @property
     def target(self) -> torch.Tensor:
@@ -66,8 +73,9 @@ class Shard:
             self.parameters.own.copy_(self.parameters.full[start:stop])
         self.edits = self.flat.edits
         if self.master:
-            written = self.target != self.owned.to(self.target.dtype)
-            self.owned[written] = self.target[written].to(self.owned.dtype)
+            target = self.target.to(self.owned.device)
+            written = target != self.owned.to(target.dtype)
+            self.owned[written] = target[written].to(self.owned.dtype)
 
 
 @dataclass(slots=True)
@@ -81,6 +89,7 @@ class Assembly:
     precision: Precision
     arena: Arena
     borrowed: dict[Loan, Borrowed] = field(default_factory=dict)
+    below: Below | None = None
 
     @property
     def all_shards(self) -> list[Shard]:
@@ -116,6 +125,8 @@ class Assembler:
         units = stage.units if stage else find_units(self._model, self._plan.units)
         skip = stage.skipped_modules if stage else ()
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
+        self._below = Below(self._plan, self._comm.mesh, self._ledger, torch_optimizer) if self._plan.offloads else None
+        going = units_below(units, self._plan.offload_share) if "optimizer" in self._plan.offloads else set()
         self._share_memory(units)
         spans = SpanOptimizer(torch_optimizer, self._ledger)
         shards: list[list[Shard]] = []
@@ -127,10 +138,12 @@ class Assembler:
             for (dtype, trainable), members in kinds.items():
                 real = {name: materialiser.real(parameter) for name, parameter in members.items()}
                 flat = Flat(unit, real, dtype, trainable, self._comm.mesh.ranks)
-                shard = self._shard(flat, keyed=any(parameter.is_meta for parameter in members.values()))
+                keyed = any(parameter.is_meta for parameter in members.values())
+                shard = self._shard(flat, keyed, unit.number in going)
                 if trainable:
                     numbers = [groups[parameter] for parameter in members.values()]
-                    shard.spans = spans.add(flat.index, numbers, shard.owned, shard.start)
+                    tier = "device" if not shard.below else "host" if shard.home is None else None
+                    shard.spans = spans.add(flat.index, numbers, shard.owned, shard.start, tier)
                 shards[-1].append(shard)
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
@@ -141,12 +154,12 @@ class Assembler:
         states = sum(_state_nbytes(shard, layout) for unit in shards for shard in unit)
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
-        return Assembly(units, shards, spans, layout, self._precision, self._arena, borrowed)
+        return Assembly(units, shards, spans, layout, self._precision, self._arena, borrowed, self._below)
 
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""
         plan, mesh = self._plan, self._comm.mesh
-        if plan.transport == "network" or plan.pipelined or mesh.ranks == 1:
+        if plan.transport == "network" or plan.pipelined or mesh.ranks == 1 or "parameters" in plan.offloads:
             return
         sizes = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
         whole, gradients = sum(sizes), sum(sizes) if plan.zero <= 1 else 4 * max(sizes)
@@ -202,12 +215,14 @@ class Assembler:
             kinds.setdefault(key, {})[name] = parameter
         return kinds
 
-    def _shard(self, flat: Flat, keyed: bool) -> Shard:
+    def _shard(self, flat: Flat, keyed: bool, below: bool) -> Shard:
         """Give a flat its buffers and values; values that are not keyed by name are rank 0's."""
         index, rank = flat.index, self._comm.mesh.rank
-        parameters = ParameterShards(flat, self._residency, self._comm, self._ledger)
+        streamed = self._below if "parameters" in self._plan.offloads else None
+        parameters = ParameterShards(flat, self._residency, self._comm, self._ledger, streamed)
+        below = below and flat.trainable
         start, stop = index.interval(rank) if self._residency.slice_states else (0, index.padded_numel)
-        has_master = flat.trainable and flat.dtype.itemsize < 4
+        has_master = flat.trainable and (flat.dtype.itemsize < 4 or below)
         if has_master or parameters.sliced or _precise(flat) != flat.dtype:
             values = torch.zeros(index.padded_numel, dtype=_precise(flat), device=self._comm.mesh.device)
             self._fill(values, flat, keyed, self._source)
@@ -218,16 +233,33 @@ class Assembler:
                 self._fill(values, flat, keyed, self._groups.replicas if parameters.common else self._source)
             flat.attach()
         owned = parameters.own if self._residency.slice_states else parameters.full
-        if has_master:
-            padding = index.padding_in(start, stop)
-            label, device = f"master weights {flat.label}", self._comm.mesh.device
+        padding, home = index.padding_in(start, stop), None
+        label, device = f"master weights {flat.label}", self._comm.mesh.device
+        if below and self._below is not None and self._below.adam and flat.dtype.itemsize <= 4:
+            home = self._below.slice_of(flat, stop - start, padding)
+            with home.fetched(writes=True) as pages:
+                owned = pages.master.copy_(values[start:stop])
+        elif below and self._below is not None:
+            dtype, category = _precise(flat, torch.float32), Category.MASTER_WEIGHTS
+            owned = self._below.host.slab(stop - start, dtype, category, label, padding)
+            owned.copy_(values[start:stop])
+        elif has_master:
             owned = self._ledger.empty(stop - start, torch.float32, device, Category.MASTER_WEIGHTS, label, padding)
             owned.copy_(values[start:stop])
         gradients = None
         if flat.trainable:
-            parts = (self._residency, self._comm, self._ledger, self._arena, self._accumulation())
-            gradients = GradientShards(flat, *parts, self._groups.replicas)
-        return Shard(flat, parameters, gradients, owned, has_master, start, edits=flat.edits)
+            sums = self._accumulation()
+            parts = (self._residency, self._comm, self._ledger, self._arena, sums)
+            sink = self._sink(flat, stop - start, sums) if below else None
+            gradients = GradientShards(flat, *parts, self._groups.replicas, sink)
+        return Shard(flat, parameters, gradients, owned, has_master, start, edits=flat.edits, below=below, home=home)
+
+    def _sink(self, flat: Flat, numel: int, sums: Accumulation) -> HostGradients:
+        """Where the gradients of a slice [numel] go."""
+        assert self._below is not None
+        dtype = _precise(flat, torch.float32) if sums.local or sums.reduced else flat.dtype
+        padding = flat.index.padding_in(*flat.index.interval(self._comm.mesh.rank))
+        return HostGradients(*self._below.parts, numel, dtype, flat.label, padding, self._plan.delayed_update)
 
     @property
     def _source(self) -> Comm:
@@ -258,14 +290,14 @@ class Assembler:
 
 def _state_nbytes(shard: Shard, layout: StateLayout) -> int:
     """Bytes of optimizer states that the first step makes for a shard."""
-    if not shard.flat.trainable:
+    if not shard.flat.trainable or shard.below:
         return 0
     return shard.owned.numel() * layout.bytes_per_element * shard.owned.itemsize // 4
 
 
-def _precise(flat: Flat) -> torch.dtype:
-    """The widest dtype of a flat and of the user's parameters in it."""
-    dtype = flat.dtype
+def _precise(flat: Flat, least: torch.dtype | None = None) -> torch.dtype:
+    """The widest dtype of a flat and of the user's parameters in it, and of `least`."""
+    dtype = flat.dtype if least is None else torch.promote_types(flat.dtype, least)
     for parameter in flat.parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
     return dtype

@@ -134,9 +134,11 @@ class Backward:
         """The units that hold gradients of this rank which were not reduced yet."""
         for gradients in self.gradients:
             gradients.collect()
-        if self._comm.mesh.ranks == 1:
-            return []
-        return [u for u in range(len(self._order)) if any(any(g.written) for g in self._gradients[u])]
+        return [
+            unit
+            for unit, shards in enumerate(self._gradients)
+            if any(any(gradients.written) and not gradients.alone for gradients in shards)
+        ]
 
     def expect(self) -> None:
         """Expect from the next step every parameter that got a gradient in any step so far."""

@@ -1,6 +1,7 @@
 """A batch cut into microbatches, and the loss in what a model returned."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError
+from zeroshard.schedule import Kind, Schedule
 
 
 def microbatches(batch: Any, count: int) -> list[Any]:
@@ -46,6 +48,34 @@ def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
         [leaf[a:b] for a, b in pairwise(ends)] if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves
     ]
     return [(tree_unflatten([part[m] for part in cut], spec), (ends[m + 1] - ends[m]) / size) for m in range(count)]
+
+
+def accumulate(
+    schedule: Schedule,
+    parts: list[Any],
+    run: Callable[[Any], torch.Tensor],
+    backward: Callable[[torch.Tensor], None],
+    local: Callable[[], AbstractContextManager[None]],
+) -> Iterator[torch.Tensor]:
+    """Carry out a schedule of one stage up to its update; yields each microbatch's share of the mean loss.
+
+    Args:
+        parts: the microbatches.
+        run: a forward, to its loss.
+        local: a context in which backwards are not reduced.
+    """
+    reduced = {action.microbatch for action in schedule if action.kind is Kind.REDUCE}
+    losses: dict[int, torch.Tensor] = {}
+    for action in schedule:
+        m = action.microbatch
+        if action.kind is Kind.FORWARD and m is not None:
+            losses[m] = run(parts[m]) / len(parts)
+        elif action.kind is Kind.BACKWARD and m is not None:
+            loss = losses.pop(m)
+            yield loss.detach()
+            with nullcontext() if m in reduced else local():
+                backward(loss)
+        # [Note: hooks carry them out] gathers, frees and reductions, inside the forward or backward that they surround
 
 
 def _common_size(leaves: list[Any]) -> int:

@@ -15,15 +15,16 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Saving
-from zeroshard.counts import Count, Purpose, merged
+from zeroshard.counts import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
-from zeroshard.engine.batch import call_with, loss_in, microbatches
+from zeroshard.engine.batch import accumulate, call_with, loss_in, microbatches
 from zeroshard.engine.executor import Span
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, StepResult, Verdict
+from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.pipelined import Pipelined, watch_versions
 from zeroshard.engine.replicas import check_replicas
 from zeroshard.engine.saving import Savings
@@ -35,7 +36,7 @@ from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Event, Ledger
 from zeroshard.mesh import Mesh, init_mesh, keep_freed_memory
 from zeroshard.plan import Plan
-from zeroshard.schedule import Kind, Layout, Pipeline, Schedule, verify, with_gathers
+from zeroshard.schedule import Layout, Pipeline, Schedule, verify, with_gathers
 from zeroshard.version import __version__
 from zeroshard.zero import Gatherer
 
@@ -59,6 +60,9 @@ class Engine:
 
     Raises:
         PlanError, ModelError, OptimizerError, BudgetExceeded: what does not fit together.
+
+    Attributes:
+        exposed: seconds of the last step in which this rank stood still for what is offloaded, by cause.
     """
 
     def __init__(
@@ -92,12 +96,17 @@ class Engine:
         self._backward = Backward(
             self._assembly, self._gatherer, self.comm, self.plan.scales_loss, explicit=self._stage is not None
         )
-        self._forward = Forward(model, self._assembly, self._gatherer, self._backward, self.ledger)
-        self._update = Update(self._assembly, self._backward, self._groups)
+        self._judge = Judge(self.plan)
+        self._offloaded = Offloaded.of(self._assembly, self.plan, self._judge, self.comm.mesh.ranks)
+        self._forward = Forward(
+            model, self._assembly, self._gatherer, self._backward, self.ledger, self._offloaded, self.plan
+        )
+        self._update = Update(self._assembly, self._backward, self._groups, self._offloaded)
         self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
-        self._savings, self._judge = Savings(), Judge(self.plan)
+        self._savings = Savings()
         self._pipelined = self._make_pipelined() if self._stage else None
         self._counts: Mapping[Purpose, Count] = {}
+        self.exposed: Mapping[str, float] = {}
         self.steps = self.skipped = 0
         self.schedule = self._make_schedule()
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
@@ -133,7 +142,7 @@ class Engine:
     @property
     def seconds_waiting(self) -> float:
         """How long this rank stood waiting for others in the last step."""
-        return sum(count.seconds for count in self._counts.values())
+        return sum(count.seconds for purpose, count in self._counts.items() if purpose not in BETWEEN_TIERS)
 
     @property
     def lane(self) -> int:
@@ -230,6 +239,8 @@ class Engine:
             raise
         if not verdict.skip:
             self._update.apply(verdict.factor)
+        elif self._offloaded is not None:
+            self._offloaded.skip()
         self._backward.expect()
         self._update.consume()
         return self._conclude(verdict, None)
@@ -247,37 +258,18 @@ class Engine:
             loss = self._pipelined.step(batch)
             return self._conclude(self._pipelined.verdict, loss)
         parts = microbatches(batch, self.plan.microbatches)
-        reduced = {action.microbatch for action in self.schedule if action.kind is Kind.REDUCE}
-        losses: dict[int, torch.Tensor] = {}
         mean = torch.zeros((), device=self.mesh.device)
-        result: StepResult | None = None
-        for action in self.schedule:
-            m = action.microbatch
-            match action.kind:
-                case Kind.FORWARD:
-                    assert m is not None
-                    losses[m] = self._loss(call_with(self, parts[m]), parts[m]) / len(parts)
-                case Kind.BACKWARD:
-                    assert m is not None
-                    loss = losses.pop(m)
-                    mean += loss.detach().to(mean.device)
-                    if m in reduced:
-                        self.backward(loss)
-                    else:
-                        with self.no_sync():
-                            self.backward(loss)
-                case Kind.UPDATE:
-                    result = self.step()
-                case Kind.GATHER | Kind.FREE | Kind.REDUCE:
-                    pass  # [Note: hooks carry them out] unit by unit, inside the forward or backward that they surround
-        assert result is not None
-        return replace(result, loss=mean)
+        for loss in accumulate(self.schedule, parts, self._run, self.backward, self.no_sync):
+            mean += loss.to(mean.device)
+        return replace(self.step(), loss=mean)
 
     def flush(self) -> None:
-        """Finish the microbatches that a schedule without flushes has in flight; a collective call.
+        """Finish what is in flight: microbatches of a schedule without flushes, offloaded updates; a collective call.
 
         Evaluating, saving and taking the model out do it by themselves.
         """
+        if self._offloaded is not None:
+            self._offloaded.flush()
         if self._pipelined is not None:
             self._pipelined.flush()
 
@@ -291,6 +283,7 @@ class Engine:
         if self._forward.editing:  # inside of another such context, which takes everything over
             yield
             return
+        self.flush()
         with self._whole():
             for shard in self._assembly.all_shards:
                 shard.parameters.begin_edit()
@@ -398,6 +391,7 @@ class Engine:
         Raises:
             DivergenceError: they differ, with the parameters and the ranks.
         """
+        self.flush()
         check_replicas(self._assembly, self._groups, self._stage)
 
     def _take_over(self) -> None:
@@ -422,13 +416,12 @@ class Engine:
         """Keep from now on when every forward, backward and update of a pipeline ran, until `trace_end`."""
         if self._pipelined is None:
             raise PlanError("engine.trace() is for pipelines; set stages to 2 or more, or use torch.profiler.")
-        self._pipelined.executor.spans, self._pipelined.executor.tracing = [], True
+        self._pipelined.executor.trace()
 
     def trace_end(self) -> list[Span]:
         """(action, start, end) of each, in seconds of the machine's monotonic clock."""
         assert self._pipelined is not None
-        self._pipelined.executor.tracing = False
-        return self._pipelined.executor.spans
+        return self._pipelined.executor.trace_end()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -474,7 +467,10 @@ class Engine:
             self.mesh.pulse.step(self.steps)
         self._savings.look()
         self.skipped += verdict.skip if verdict else False
-        self._counts = merged(comm.counts for comm in self._groups.all)
+        moved: dict[Purpose, Count] = {}
+        if self._assembly.below is not None:
+            moved, self.exposed = self._assembly.below.link.reset()
+        self._counts = merged([*(comm.counts for comm in self._groups.all), moved])
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
         return StepResult(self.steps, norm, scale, verdict.skip if verdict else False, loss)
@@ -491,6 +487,8 @@ class Engine:
             )
 
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._offloaded is not None:
+            self._offloaded.flush()
         if self._gatherer is not None and not self._gatherer.everything_here():
             raise PlanError(
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "

@@ -12,17 +12,21 @@ the graph, which is cut there; those of the modules inside of a unit vanish from
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zeroshard.activations.offload import ActivationStore
 from zeroshard.engine.assembly import Assembly
 from zeroshard.engine.backward import Backward
+from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.tensors import tensors_in, with_tensors
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
+from zeroshard.plan import Plan
 from zeroshard.zero import Gatherer, ParameterShards, PassKind
 
 
@@ -34,9 +38,20 @@ class Forward:
     """
 
     def __init__(
-        self, model: nn.Module, assembly: Assembly, gatherer: Gatherer | None, backward: Backward, ledger: Ledger
+        self,
+        model: nn.Module,
+        assembly: Assembly,
+        gatherer: Gatherer | None,
+        backward: Backward,
+        ledger: Ledger,
+        offloaded: Offloaded | None,
+        plan: Plan,
     ) -> None:
         self._assembly, self._gatherer, self._backward, self._ledger = assembly, gatherer, backward, ledger
+        self._offloaded = offloaded
+        self._store: ActivationStore | None = None
+        if "activations" in plan.offloads and assembly.below is not None:
+            self._store = ActivationStore(*assembly.below.parts, ledger)
         self._root = len(assembly.units) - 1
         self._open: list[tuple[saved_tensors_hooks | None, bool]] = []
         self._homes = {
@@ -53,6 +68,8 @@ class Forward:
         _refuse_renormalising(model, assembly)
         if gatherer is not None and self._homes:
             self._watch_units(gatherer)
+        elif offloaded is not None:
+            self._watch_updates(offloaded)
 
     def need(self, unit: int) -> None:
         """Have a unit here, for a module that is about to run.
@@ -100,9 +117,18 @@ class Forward:
                 if any(not shard.flat.trainable for shard in shards):
                     unit.module.register_forward_pre_hook(_outside(watch.inputs), with_kwargs=True)
 
+    def _watch_updates(self, offloaded: Offloaded) -> None:
+        """Have each unit's new weights here before they are used; the root's when the model is entered."""
+        for unit in self._assembly.units[: self._root]:
+            for module in {unit.module, *unit.owners}:
+                wait = partial(_need, offloaded, unit.number)
+                module.register_forward_pre_hook(_outside(wait), prepend=True)
+
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
         begins = False
+        if self._offloaded is not None:
+            self._offloaded.entering(self._root, trains=torch.is_grad_enabled())
         if not self.editing:
             self._refuse_writes()
         if self._gatherer is not None and not self._gatherer.everything_here():
@@ -113,9 +139,9 @@ class Forward:
                 begins = True
             self._gatherer.need(self._root)
         hooks = None
-        if self._ledger.recording:
+        if self._ledger.recording or self._store is not None:
             self._weights = {_place_of(buffer) for shard in self._assembly.all_shards for buffer in shard.weights}
-        if torch.is_grad_enabled() and (self._homes or self._ledger.recording):
+        if torch.is_grad_enabled() and (self._homes or self._ledger.recording or self._store is not None):
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
         self._open.append((hooks, begins))
@@ -126,6 +152,8 @@ class Forward:
         hooks, begins = self._open.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
+        if self._offloaded is not None:
+            self._offloaded.finish()
         if self._gatherer is not None and begins:
             if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()
@@ -141,6 +169,8 @@ class Forward:
         if home is not None:
             return _SavedWeight(tensor, *home)
         weight = isinstance(tensor, nn.Parameter) or _place_of(tensor) in self._weights
+        if self._store is not None and not weight:
+            return _Stored(self._store.pack(tensor))
         counts = self._ledger.recording and tensor.layout is torch.strided and not weight
         return _Activation(tensor, self) if counts else tensor
 
@@ -150,6 +180,8 @@ class Forward:
             assert self._gatherer is not None
             self._gatherer.need(saved.unit)
             return saved.weight()
+        if isinstance(saved, _Stored) and self._store is not None:
+            return self._store.unpack(saved.saved)
         tensor: torch.Tensor = saved.tensor if isinstance(saved, _Activation) else saved
         return tensor
 
@@ -218,6 +250,10 @@ def _outside(call: Callable[..., Any]) -> Hook:
     return Hook(torch.compiler.disable(call))
 
 
+def _need(offloaded: Offloaded, unit: int, *_: Any) -> None:
+    offloaded.need(unit)
+
+
 def _nothing(*args: Any) -> None:
     pass
 
@@ -236,6 +272,15 @@ class _SavedWeight:
         if saved.untyped_storage().nbytes():
             return saved
         return self.parameters.full.as_strided(saved.shape, saved.stride(), saved.storage_offset())
+
+
+class _Stored:
+    """A saved tensor in the store of activations."""
+
+    __slots__ = ("saved",)
+
+    def __init__(self, saved: Any) -> None:
+        self.saved = saved
 
 
 class _Activation:

@@ -47,7 +47,7 @@ class Copies:
             updated = [*_masters(shard), *_states(shard, assembly)]
             if groups.replicas is not None:
                 copies.slices.append([*own, *updated])
-            elif shard.owned.numel() == index.padded_numel:
+            elif shard.owned.numel() == index.padded_numel and not shard.below:
                 copies.whole.append(updated)
         return copies
 

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
+from zeroshard.offload.moments import Blockwise
+from zeroshard.offload.slices import MOMENTS, expanded
 from zeroshard.optim import Span
 
 NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are not the optimizer's
@@ -95,7 +98,8 @@ class State:
             source.fit(self._shapes(), dict(self._buffer_shapes()), ignored)
             self._check_shapes(source)
             for shard in self._assembly.all_shards:
-                self._load_weights(shard, source)
+                with at_hand(shard, writes=True):
+                    self._load_weights(shard, source)
             for name, buffer in self._buffers():
                 if source.shape(f"buffer:{name}") is not None:
                     buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
@@ -116,7 +120,8 @@ class State:
         """Let the weights that are computed with be those that this rank owns."""
         for shard in self._assembly.all_shards:
             if shard.master:
-                shard.target.copy_(shard.owned)
+                with at_hand(shard):
+                    shard.target.copy_(shard.owned)
             shard.parameters.start_spread()
             shard.parameters.finish_spread()
 
@@ -166,9 +171,10 @@ class State:
         self._check_shapes(reader)
         self._check_optimizer(reader, optimizer)
         for shard in self._assembly.all_shards:
-            self._load_weights(shard, reader)
-            if shard.gradients is not None:
-                self._load_optimizer(shard, reader, optimizer["scalars"])
+            with at_hand(shard, writes=True):
+                self._load_weights(shard, reader)
+                if shard.gradients is not None:
+                    self._load_optimizer(shard, reader, optimizer["scalars"])
         for group, saved in zip(self._assembly.optimizer.optimizer.param_groups, optimizer["groups"], strict=True):
             group.update({k: _setting(v) for k, v in saved.items() if k in group and k != "params"})
         mesh = self._world.mesh
@@ -197,20 +203,27 @@ class State:
         """This rank's slice of every tensor, whatever the stage."""
         rank = self._comm.mesh.rank
         for shard in self._assembly.all_shards if self._writes_slices else []:
-            index, start = shard.flat.index, shard.start
-            for number, low, high in index.overlaps(*index.interval(rank)):
-                entry = index.entries[number]
-                shape, first = tuple(entry.shape), low - entry.offset
-                yield Piece(f"weight:{entry.name}", shape, first, shard.owned[low - start : high - start])
-                for key, value in self._elements(shard, low, high):
-                    yield Piece(f"{key}:{entry.name}", shape, first, value)
-            if rank == 0:
-                for entry in (entry for entry in index.entries if entry.numel == 0):
-                    yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, shard.owned[:0])
+            with at_hand(shard):
+                yield from self._pieces_of(shard, rank)
         for name, buffer in self._buffers():
             yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer)
         for name, state in rng.streams(self._comm.mesh.device):
             yield Piece(f"rng:{name}", tuple(state.shape), 0, state)
+
+    def _pieces_of(self, shard: Shard, rank: int) -> Iterator[Piece]:
+        index, start = shard.flat.index, shard.start
+        for number, low, high in index.overlaps(*index.interval(rank)):
+            entry = index.entries[number]
+            shape, first = tuple(entry.shape), low - entry.offset
+            weights = shard.owned[low - start : high - start]
+            if shard.home is not None and shard.home.on_disk:
+                weights = weights.clone()  # for it is here no longer than this takes
+            yield Piece(f"weight:{entry.name}", shape, first, weights)
+            for key, value in self._elements(shard, low, high):
+                yield Piece(f"{key}:{entry.name}", shape, first, value)
+        if rank == 0:
+            for entry in (entry for entry in index.entries if entry.numel == 0):
+                yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, shard.owned[:0])
 
     def _elements(self, shard: Shard, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
@@ -219,8 +232,8 @@ class State:
             a, b = max(low, span.start), min(high, span.stop)
             if a < b:
                 for key, value in self._state(span).items():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == span.tensor.shape:
-                        parts.setdefault(key, []).append(value[a - span.start : b - span.start])
+                    if _elementwise(value, span):
+                        parts.setdefault(key, []).append(_precise(value, shard)[a - span.start : b - span.start])
         for key, values in parts.items():
             yield key, values[0] if len(values) == 1 else torch.cat(values)
 
@@ -280,12 +293,17 @@ class State:
         kept = [scalars.get(entry.name) for entry in entries]
         cuts = [after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b]
         self._assembly.optimizer.split(shard.spans, cuts)
+        if shard.home is not None:
+            spans = self._spans(shard)
+            shard.home.lay_out([(span.start - shard.start, span.stop - shard.start) for span in spans])
         state = self._assembly.optimizer.optimizer.state
         for span in self._spans(shard):
             entry = entries[shard.flat.index.number_at(span.start)]
             known = scalars.get(entry.name)
             state.pop(span.tensor, None)
             if known is None:
+                if shard.home is not None:
+                    shard.home.forget_moments(span.start - shard.start, span.stop - shard.start)
                 continue
             loaded: dict[str, Any] = {k: _setting(v) for k, v in known.items()}
             for key in (kind for kind in reader.kinds(entry.name) if kind not in NO_STATES):
@@ -294,6 +312,10 @@ class State:
                     name, first = entries[number].name, low - entries[number].offset
                     reader.read(f"{key}:{name}", values[low - span.start : high - span.start], first)
             state[span.tensor] = loaded
+            if shard.home is not None:
+                start, stop = span.start - shard.start, span.stop - shard.start
+                shard.home.keep_moments(start, stop, *(loaded[name] for name in MOMENTS))
+                loaded.update(shard.home.moments(start, stop))
 
     def _spans(self, shard: Shard) -> list[Span]:
         return self._assembly.optimizer.spans(shard.spans) if shard.gradients is not None else []
@@ -321,6 +343,16 @@ class State:
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set and not buffer.is_meta:
                     yield f"{path}.{name}" if path else name, buffer
+
+
+@contextmanager
+def at_hand(shard: Shard, writes: bool = False) -> Iterator[None]:
+    """Have what a shard owns in memory inside, wherever it is kept; take what was written there if `writes`."""
+    if shard.home is None:
+        yield
+        return
+    with shard.home.fetched(writes):
+        yield
 
 
 def whole_state_dict(model: nn.Module, stage: Stage) -> dict[str, Any]:
@@ -375,7 +407,16 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _elementwise(value: Any, span: Span) -> bool:
+    if isinstance(value, Blockwise):
+        return True
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == span.tensor.shape
+
+
+def _precise(value: Any, shard: Shard) -> torch.Tensor:
+    """A state as a checkpoint holds it: moments that are kept in fewer bits become fp32."""
+    if shard.home is None:
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    return expanded(value).clone() if shard.home.on_disk else expanded(value)
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from zeroshard.comm import Comm
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.groups import Groups
+from zeroshard.engine.offloading import Offloaded
 from zeroshard.errors import CommError, NonFiniteError
 from zeroshard.optim import Span
 
@@ -40,11 +41,14 @@ class Settled:
 class Update:
     """Takes steps with the gradients of one model."""
 
-    def __init__(self, assembly: Assembly, backward: Backward, groups: Groups) -> None:
+    def __init__(
+        self, assembly: Assembly, backward: Backward, groups: Groups, offloaded: Offloaded | None = None
+    ) -> None:
         self._assembly, self._backward, self._groups = assembly, backward, groups
         self._comm = groups.slices if groups.replicas is None else groups.world
         self._shards = [shard for shard in assembly.all_shards if shard.gradients is not None]
         self._settled: tuple[int, Settled] | None = None
+        self.offloaded = offloaded
 
     def settle(self, step: int) -> Settled:
         """Reduce what is left and agree with all ranks; a collective call, made once per step.
@@ -54,6 +58,8 @@ class Update:
         """
         if self._settled is not None and self._settled[0] == self._backward.count:
             return self._settled[1]
+        if self.offloaded is not None:
+            self.offloaded.finish()
         words = self._agree(step)
         left = sorted({unit for word in words for unit in word.unreduced})
         if left:
@@ -98,6 +104,7 @@ class Update:
         """
         place = 0
         assert self._settled is not None
+        later = []
         for shard in self._shards:
             count = len(shard.flat.parameters)
             written = self._settled[1].written[place : place + count]
@@ -105,10 +112,15 @@ class Update:
             if shards is not None and shard not in shards:
                 continue
             self._next_version(shard)
-            if any(written):
+            if any(written) and shard.home is not None:
+                later.append((shard, written))
+            elif any(written):
                 self._update(shard, written, factor)
         for shard in self._shards:
-            shard.parameters.finish_spread()
+            if not shard.below:
+                shard.parameters.finish_spread()
+        if self.offloaded is not None:
+            self.offloaded.start(later, factor)
         self._assembly.optimizer.account()
 
     def skip(self, shards: Sequence[Shard]) -> None:
@@ -127,6 +139,8 @@ class Update:
 
     def consume(self) -> None:
         """Drop the step's gradients."""
+        if self.offloaded is not None:
+            self.offloaded.forget()
         for shard in self._shards:
             assert shard.gradients is not None
             shard.gradients.consume()
@@ -138,11 +152,11 @@ class Update:
 
     def _update(self, shard: Shard, written: list[bool], factor: float) -> None:
         assert shard.gradients is not None
-        optimizer, arena, index = self._assembly.optimizer, self._assembly.arena, shard.flat.index
+        optimizer, index = self._assembly.optimizer, shard.flat.index
         gradient = shard.gradients.for_update()
         scratch = None
         if gradient.dtype != shard.owned.dtype:
-            scratch = arena.take(gradient.numel(), shard.owned.dtype, "gradients in fp32")
+            scratch = self._take(shard, gradient.numel())
             gradient = scratch.copy_(gradient)
         if factor != 1.0:
             gradient.mul_(factor)
@@ -156,11 +170,26 @@ class Update:
 
         optimizer.step(shard.spans, gradient_of)
         if scratch is not None:
-            arena.give(scratch)
+            self._give(shard, scratch)
+        if shard.below:
+            assert self.offloaded is not None
+            self.offloaded.raise_weights(shard)
+            return
         shard.gradients.updated()
         if shard.master:
             shard.target.copy_(shard.owned)
         shard.parameters.start_spread()
+
+    def _take(self, shard: Shard, numel: int) -> torch.Tensor:
+        """Scratch where a shard is updated."""
+        below, dtype = self._assembly.below, shard.owned.dtype
+        if shard.below and below is not None:
+            return below.host.borrow(numel * dtype.itemsize).view(dtype)
+        return self._assembly.arena.take(numel, dtype, "gradients in fp32")
+
+    def _give(self, shard: Shard, scratch: torch.Tensor) -> None:
+        below = self._assembly.below
+        below.host.give_back(scratch) if shard.below and below is not None else self._assembly.arena.give(scratch)
 
     def _agree(self, step: int) -> "list[_Word]":
         unreduced = self._backward.unreduced()
@@ -183,14 +212,15 @@ class Update:
 
     def _squares(self) -> float:
         """This rank's share of the squared norm."""
-        norms = []
-        for shard in self._shards:
-            assert shard.gradients is not None
-            total = shard.gradients.settle()
-            norm = float(torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32)))
+        gradients = [shard.gradients for shard in self._shards if shard.gradients is not None]
+        found = [each.norm() for each in gradients]
+        if len({norm.device for norm in found}) == 1 and len({norm.dtype for norm in found}) == 1:
+            norms: list[float] = torch.stack(found).tolist()  # one wait for the device, not one per flat
+        else:
+            norms = [float(norm) for norm in found]
+        for number, norm in enumerate(norms):
             if math.isinf(norm):  # perhaps only their squares do not fit
-                norm = float(torch.linalg.vector_norm(total, dtype=torch.float64))
-            norms.append(norm)
+                norms[number] = float(torch.linalg.vector_norm(gradients[number].settle(), dtype=torch.float64))
         return sum(norm * norm for norm in norms)
 
     def _spread_written(self, settled: Settled) -> None:

@@ -42,19 +42,21 @@ class SpanOptimizer:
         self.optimizer = optimizer
         self._ledger = ledger
         self._spans: list[list[Span]] = []
+        self._tiers: list[str | None] = []
         self._seen_bytes = 0
         self._templates = [dict(group) for group in optimizer.param_groups]
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_by_hand)
         self._fresh: list[tuple[Span, dict[str, Any]]] = []
 
-    def add(self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int) -> int:
+    def add(self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None) -> int:
         """Enter the elements of one flat that this rank updates; returns the number of their list of spans.
 
         Args:
             groups: the parameter group of each entry of the index.
             owned: the values [stop - start] that are updated, fp32 or the parameters' own dtype.
             start: the place of `owned` in the flat.
+            tier: of the ledger, on which the optimizer's states are; None where somebody else enters them.
         """
         stop = start + owned.numel()
         spans: list[Span] = []
@@ -72,6 +74,7 @@ class SpanOptimizer:
             state = fresh_state(self.optimizer, self._templates[span.group], span.tensor)
             self._fresh.append((span, state))
         self._spans.append(spans)
+        self._tiers.append(tier)
         return len(self._spans) - 1
 
     def adopt(self) -> None:
@@ -113,7 +116,10 @@ class SpanOptimizer:
 
     def step(self, number: int, gradient_of: Callable[[Span], torch.Tensor | None]) -> None:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
-        spans, groups = self._spans[number], self.optimizer.param_groups
+        self._step(self._spans[number], gradient_of)
+
+    def _step(self, spans: Sequence[Span], gradient_of: Callable[[Span], torch.Tensor | None]) -> None:
+        groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
         for span in spans:
             span.tensor.grad = gradient_of(span)
@@ -129,17 +135,23 @@ class SpanOptimizer:
         for span in spans:
             span.tensor.grad = None
 
+    def touch(self) -> None:
+        """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
+        self._step([], lambda span: None)
+
     def account(self) -> None:
         """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""
-        states, scalars = 0, 0
-        for span in (span for spans in self._spans for span in spans):
+        scalars, states = 0, dict.fromkeys(self._tiers, 0)
+        for tier, span in ((tier, s) for tier, spans in zip(self._tiers, self._spans, strict=True) for s in spans):
             for value in self.optimizer.state.get(span.tensor, {}).values():
                 if isinstance(value, torch.Tensor):
                     whole = value.shape == span.tensor.shape and value.dim() > 0
-                    states, scalars = (states + value.nbytes, scalars) if whole else (states, scalars + value.nbytes)
-        held = self._ledger.account(Category.OPTIMIZER_STATES).current
-        if states > held:
-            self._ledger.take(Category.OPTIMIZER_STATES, states - held, "optimizer states")
+                    states[tier] += value.nbytes if whole else 0
+                    scalars += 0 if whole else value.nbytes
+        for tier, nbytes in states.items():
+            held = 0 if tier is None else self._ledger.account(Category.OPTIMIZER_STATES, tier).current
+            if tier is not None and nbytes > held:
+                self._ledger.take(Category.OPTIMIZER_STATES, nbytes - held, "optimizer states", tier=tier)
         if scalars > self._seen_bytes:
             self._ledger.take(Category.BUFFERS, scalars - self._seen_bytes, "optimizer scalars")
             self._seen_bytes = scalars

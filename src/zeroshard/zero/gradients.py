@@ -16,18 +16,18 @@ number. Big gradients are copied one by one, while they are in the cache: cheape
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from zeroshard.comm import Comm, Exchange, Purpose
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Arena, Category, Ledger
+from zeroshard.link import Task
 from zeroshard.transport import same_place
 from zeroshard.units import Flat
+from zeroshard.zero.mean import add_mean
 from zeroshard.zero.residency import Residency
-
-CHUNK = 2**16  # elements that are added over the ranks at a time, so that sums stay in the cache
-LAUNCH = 2**24  # on GPUs, so that each launch has enough to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,41 @@ class Accumulation:
     reduced: bool = False
 
 
+class Sink(Protocol):
+    """Where the mean of a slice [S] adds up when it does not stay on the device.
+
+    Attributes:
+        dtype: of the sum.
+    """
+
+    dtype: torch.dtype
+
+    def put(self, mean: torch.Tensor) -> Task:
+        """Add `mean` [S], which stays as it is until the task's `wait` returns."""
+
+    def settle(self) -> torch.Tensor:
+        """The sum [S] since the last `consume`, zeros if there was none; readable by the host."""
+
+    def norm(self) -> torch.Tensor:
+        """Its 2-norm, a scalar on the device or the host."""
+
+    def widen(self) -> None:
+        """Keep the sum in fp32 from now on."""
+
+    def consume(self) -> None:
+        """The next mean begins a new sum."""
+
+
 class GradientShards:
     """The gradients of a trainable flat under a residency.
 
     Args:
         replicas: the ranks of other groups that hold the same slice (hybrid sharding).
+        sink: where the total is kept instead of on the device.
 
     Attributes:
         interval: first and one past the last element of the slice that this rank owns.
+        alone: whether there is one rank and no sink, so that nothing ever leaves.
         arrived: per parameter, whether its gradient came in the backward under way.
         written: per parameter, whether it got a gradient since the last reduction.
         written_in_step: per parameter, whether it got a gradient since the last update.
@@ -67,13 +94,17 @@ class GradientShards:
         arena: Arena,
         accumulation: Accumulation = Accumulation(),
         replicas: Comm | None = None,
+        sink: Sink | None = None,
     ) -> None:
         self.flat = flat
+        self.sink = sink
+        self._leaving: tuple[Task, torch.Tensor | None] | None = None  # to the sink, and its scratch
         self._comm, self._ledger, self._arena, self._replicas = comm, ledger, arena, replicas
         self._wire_dtype = accumulation.wire_dtype
         self._ranks = comm.mesh.ranks
         self.interval = flat.index.interval(comm.mesh.rank)
-        self._keeps_landing = not residency.slice_gradients or self._ranks == 1
+        self.alone = self._ranks == 1 and sink is None
+        self._keeps_landing = not residency.slice_gradients or self.alone
         self._gathers = not residency.slice_states and self._ranks > 1
         sums = torch.promote_types(flat.dtype, torch.float32)
         adds_locally = accumulation.local or (accumulation.reduced and self._ranks == 1)
@@ -93,7 +124,9 @@ class GradientShards:
         self.written_in_step = bytearray(len(flat.parameters))
         if self._keeps_landing:
             self._landing = self._persistent_landing()
-        if not self._keeps_landing or (accumulation.reduced and self._ranks > 1):
+        if sink is not None:
+            pass
+        elif not self._keeps_landing or (accumulation.reduced and self._ranks > 1):
             self._total = self._new_total(sums if accumulation.reduced or accumulation.local else flat.dtype)
 
     @property
@@ -175,7 +208,9 @@ class GradientShards:
         """Keep sums over several backwards in fp32 from now on ([Note: fp32 accumulation])."""
         if self.flat.dtype.itemsize >= 4:
             return
-        if self._keeps_landing and self._total is None and self._reduced:
+        if self.sink is not None:
+            self.sink.widen()
+        elif self._keeps_landing and self._total is None and self._reduced:
             self._separate_total()
         if self._total is not None and self._total.dtype.itemsize < 4:
             self._separate_total()
@@ -186,15 +221,16 @@ class GradientShards:
     def layout(self) -> tuple[bool, bool]:
         """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
         narrow = self.flat.dtype.itemsize < 4
+        total = self.sink or self._total
         return (
-            narrow and self._total is not None and self._total.itemsize >= 4,
+            narrow and total is not None and total.dtype.itemsize >= 4,
             narrow and self._landing_dtype.itemsize >= 4,
         )
 
     def restore_layout(self, wide_total: bool, wide_landing: bool) -> None:
         """Take the buffers that an earlier run had come to need, so that sums round alike here."""
         if wide_total and not self.layout[0]:
-            self._separate_total()
+            self._separate_total() if self.sink is None else self.sink.widen()
         if wide_landing and not self.layout[1]:
             if self._landing is None:
                 self._landing_dtype = torch.float32
@@ -208,11 +244,17 @@ class GradientShards:
 
     def start_reduce(self) -> None:
         """Bring every slice of what was received to its owner; parameters without a gradient count as zeros."""
-        if self._ranks == 1:
+        if self.alone:
             return
         self.collect()
+        if self._ranks == 1 and not any(self.written):
+            return  # zeros that nobody waits for
         landing, index, arena = self._ready_landing(), self.flat.index, self._arena
         self._zero_unwritten(landing)
+        if self._ranks == 1:
+            self._send(landing, None)
+            self.written = bytearray(len(self.written))
+            return
         wire = landing
         if self._wire_dtype is not None and self._wire_dtype != wire.dtype:
             wire = arena.take(index.padded_numel, self._wire_dtype, f"wire {self.flat.label}")
@@ -245,19 +287,42 @@ class GradientShards:
         exchange, wire = self._exchange
         self._exchange = None
         exchange.wait()
-        # In place, unless the total lies where a copy does that is needed later.
-        apart = self._total is not None or self._ranks == 2
-        _add_mean(self._comm, self.total, exchange.copies, self._arena, self._reduced, apart)
-        self._reduced = True
+        if self.sink is None:
+            # In place, unless the total lies where a copy does that is needed later.
+            apart = self._total is not None or self._ranks == 2
+            add_mean(self._comm, self.total, exchange.copies, self._arena, self._reduced, apart)
+            self._reduced = True
+        else:
+            mean = self._arena.take(self.flat.index.slice_numel, self.sink.dtype, f"mean of {self.flat.label}")
+            add_mean(self._comm, mean, exchange.copies, self._arena, add=False, apart=True)
         exchange.done()
         if exchange.scratch is not None:
             self._arena.give(exchange.scratch)
         self._unread = (exchange, wire)
         if self._comm.shared is None:
-            self.release()
+            self._release_read()
+        if self.sink is not None:
+            self._send(mean, mean)
+
+    def _send(self, mean: torch.Tensor, scratch: torch.Tensor | None) -> None:
+        """Begin to add a mean to the sink."""
+        assert self.sink is not None
+        if mean.dtype.itemsize > self.sink.dtype.itemsize:
+            self.sink.widen()
+        self._leaving, self._reduced = (self.sink.put(mean), scratch), True
 
     def release(self) -> None:
-        """Hand back what the other ranks have read by now, waiting for them if need be."""
+        """Hand back what the other ranks have read by now, or the sink has, waiting for them if need be."""
+        self._release_read()
+        if self._leaving is not None:
+            (task, scratch), self._leaving = self._leaving, None
+            task.wait()
+            if scratch is not None:
+                self._arena.give(scratch)
+            else:
+                self._drop_landing()
+
+    def _release_read(self) -> None:
         if self._unread is None:
             return
         exchange, wire = self._unread
@@ -270,6 +335,8 @@ class GradientShards:
     @property
     def total(self) -> torch.Tensor:
         """The reduced mean of this rank's slice [S]; it may lie inside `landing`, whose other slices are then spent."""
+        if self.sink is not None:
+            return self.sink.settle()
         if self._total is not None:
             return self._total
         assert self._landing is not None
@@ -279,11 +346,21 @@ class GradientShards:
         """The total of the step [S], zero where nothing was written; call it when nothing is left to reduce."""
         self.finish_reduce()
         self.release()
-        if self._ranks == 1 and self._landing is not None:
+        if self.alone and self._landing is not None:
             self._zero_unwritten(self._landing)
-        elif not self._reduced:
+        elif not self._reduced and self.sink is None:
             self.total.zero_()
         return self.total
+
+    def norm(self) -> torch.Tensor:
+        """The 2-norm of the total, a scalar; in fp32 at least."""
+        if self.sink is not None:
+            self.finish_reduce()
+            self.release()
+            return self.sink.norm()
+        total = self.settle()
+        norm: torch.Tensor = torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32))
+        return norm
 
     def average_replicas(self) -> None:
         """Let the total be the mean over all groups of ranks; a collective call, before the update."""
@@ -300,7 +377,7 @@ class GradientShards:
         exchange = comm.exchange(padded, scratch, label, padding, purpose)
         exchange.wait()
         own = padded[comm.mesh.rank * size : (comm.mesh.rank + 1) * size]
-        _add_mean(comm, own, exchange.copies, arena, add=False, apart=ranks == 2)
+        add_mean(comm, own, exchange.copies, arena, add=False, apart=ranks == 2)
         exchange.done()
         comm.gather(padded, own, purpose, label, padding).wait()
         total.copy_(padded[: total.numel()])
@@ -341,6 +418,8 @@ class GradientShards:
             self._small.zero_()
         self._fresh.clear()
         self._reduced = False
+        if self.sink is not None:
+            self.sink.consume()
         self.written = bytearray(len(self.written))
         self.written_in_step = bytearray(len(self.written))
 
@@ -351,7 +430,7 @@ class GradientShards:
         if self._landing is None:
             label = f"gradients {self.flat.label}"
             self._landing = self._arena.take(self.flat.index.padded_numel, self._landing_dtype, label)
-        if self._reduced and self._total is None:
+        if self._reduced and self._total is None and self.sink is None:
             self._separate_total()
         return self._landing
 
@@ -404,37 +483,3 @@ class GradientShards:
             self._landing = self._arena.take(index.padded_numel, torch.float32, label)
             self._arena.give(old)
         self._landing.copy_(old)
-
-
-def _add_mean(comm: Comm, into: torch.Tensor, copies: list[torch.Tensor], arena: Arena, add: bool, apart: bool) -> None:
-    """Set `into` [S] to the mean of the ranks' copies [S], or add that to it; summed in rank order, in fp32 at least.
-
-    Args:
-        apart: whether `into` overlaps no copy after the second.
-    """
-    sums = torch.promote_types(copies[0].dtype, torch.float32)
-    at_once = apart and not add and into.dtype == sums
-    chunk = CHUNK if into.device.type == "cpu" else LAUNCH
-    scratch = None if at_once else arena.take(min(chunk, into.numel()), sums, "sum over ranks")
-    rehearsal = comm.mesh.rehearsal
-    if rehearsal is not None and not rehearsal.values:  # which need not see every addition
-        rehearsal.compute((len(copies) + 1) * copies[0].nbytes + into.nbytes, len(copies) + 1)
-    else:
-        _sum(into, copies, chunk, scratch, add)
-    if scratch is not None:
-        arena.give(scratch)
-
-
-def _sum(into: torch.Tensor, copies: list[torch.Tensor], chunk: int, scratch: torch.Tensor | None, add: bool) -> None:
-    sums = torch.promote_types(copies[0].dtype, torch.float32)
-    for part, *others in zip(into.split(chunk), *(copy.split(chunk) for copy in copies), strict=True):
-        mean = part if scratch is None else scratch[: part.numel()]
-        if others[0].dtype == sums:
-            torch.add(others[0], others[1], out=mean)
-        else:
-            mean.copy_(others[0]).add_(others[1])
-        for other in others[2:]:
-            mean.add_(other)
-        mean.mul_(1.0 / len(copies))
-        if scratch is not None:
-            part.add_(mean) if add else part.copy_(mean)

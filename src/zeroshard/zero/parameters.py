@@ -1,11 +1,14 @@
 """Parameters of one flat buffer: whole on every rank, or a slice that is gathered for use and freed after it."""
 
 from enum import Enum, auto
+from typing import Protocol
 
 import torch
 
 from zeroshard.comm import Comm, Pending, Purpose
 from zeroshard.ledger import Category, Ledger
+from zeroshard.link import Link, Task
+from zeroshard.tiers import HostMemory
 from zeroshard.units import Flat
 from zeroshard.zero.residency import Residency
 
@@ -18,6 +21,13 @@ class Residence(Enum):
     GATHERED = auto()  # whole on this rank; the parameters may be used
 
 
+class Under(Protocol):
+    """The tier below the device."""
+
+    host: HostMemory
+    link: Link
+
+
 class ParameterShards:
     """The parameter buffer of a flat under a residency.
 
@@ -28,22 +38,31 @@ class ParameterShards:
     autograd saved stay valid once it is refilled, and pin nothing while it is empty. What is gathered for the user is
     lent in a storage of its own, which lives for as long as the user keeps views of it.
 
+    Args:
+        under: where this rank's slice is kept instead of on the device; then one rank, too, gathers and frees.
+
     Attributes:
         own: this rank's slice [S]; where parameters stay whole, a view into `full`.
         full: the whole buffer [N*S].
         residence: where the values are now.
+        lives_below: whether `own` is not on the device.
+        update: of `own`, under way; a gather comes after it.
     """
 
-    def __init__(self, flat: Flat, residency: Residency, comm: Comm, ledger: Ledger) -> None:
+    def __init__(
+        self, flat: Flat, residency: Residency, comm: Comm, ledger: Ledger, under: Under | None = None
+    ) -> None:
         mesh, index = comm.mesh, flat.index
         self.flat = flat
         self.rank = mesh.rank
         self.common = residency.slice_states and comm.shared is not None
-        self.sliced = residency.slice_parameters and mesh.ranks > 1 and not self.common
+        self.sliced = residency.slice_parameters and (mesh.ranks > 1 or under is not None) and not self.common
+        self.update: Task | None = None
+        self._under, self.lives_below = under, under is not None and self.sliced
         self._spread = (self.common or residency.spread_after_update) and mesh.ranks > 1 and flat.trainable
         self._comm = comm
         self._ledger = ledger
-        self._pending: Pending | None = None
+        self._pending: Pending | Task | None = None
         self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # the buffer and its views, while one is lent
         self._edited: torch.Tensor | None = None
         start, stop = index.interval(self.rank)
@@ -55,7 +74,10 @@ class ParameterShards:
             self.full = comm.shared.memory.common(index.padded_numel, flat.dtype)
             self.own = self.full[start:stop]
         elif self.sliced:
-            self.own = ledger.empty(index.slice_numel, flat.dtype, mesh.device, category, label, padding)
+            if under is None:
+                self.own = ledger.empty(index.slice_numel, flat.dtype, mesh.device, category, label, padding)
+            else:
+                self.own = under.host.slab(index.slice_numel, flat.dtype, category, label, padding)
             self.full = torch.empty(index.padded_numel, dtype=flat.dtype, device=mesh.device)
         else:
             self.full = ledger.empty(index.padded_numel, flat.dtype, mesh.device, category, label, index.padding)
@@ -107,9 +129,24 @@ class ParameterShards:
         if self.residence is Residence.SLICED:
             self._ledger.take(Category.BUFFERS, self._nbytes, f"gather {self.flat.label}")
             self.full.untyped_storage().resize_(self._nbytes)
-        padding = self.flat.index.padding
-        self._pending = self._comm.gather(self.full, self.own, purpose, self.flat.label, padding)
+        self._pending = self._fetch(purpose)
         self.residence = Residence.GATHERING
+
+    def _fetch(self, purpose: Purpose) -> Pending | Task:
+        index, label, own = self.flat.index, self.flat.label, self.own
+        if self._under is not None:
+            start, stop = index.interval(self.rank)
+            own = self.full[start:stop]
+            after, self.update = [] if self.update is None else [self.update], None
+            padding = index.padding_in(start, stop)
+            task = self._under.link.copy(self.own, own, Purpose.PARAMETERS_UP, label, after, padding)
+            if index.ranks == 1:
+                return task
+            task.wait()
+        elif self.update is not None:
+            self.update.wait()
+            self.update = None
+        return self._comm.gather(self.full, own, purpose, label, index.padding)
 
     def finish_gather(self) -> None:
         """Wait for the slices and let the parameters view the whole buffer."""

@@ -1,0 +1,342 @@
+"""Activations on the host: what autograd saves goes down in the forward and comes back before the backward reads it.
+
+vDNN (Rhu et al., 1602.08124, section 3) moves the input of each layer; here it is each saved tensor, as in
+`torch.autograd.graph.saved_tensors_hooks`, and several wait at a time.
+
+[Note: regions] What is moved is a region: bytes of one storage, from a multiple of 64 on, so that a tensor is aligned
+as it was. All tensors in a region share its one copy, whatever their dtype, shape and stride, and each comes back with
+its own: kernels choose by strides, so others could give other sums. A region is known by storage, bytes and version;
+the weak reference to the storage keeps its address from being given out again.
+
+[Note: parts of a storage] A tensor with gaps, or a small part of something large, brings its whole storage, which the
+graph would hold for it anyway: q, k and v that were cut out of one product go down once. Where the storage is no
+result of the graph (a column of the data, say) such a part stays where it is.
+
+[Note: changed in place] With hooks torch does not check whether a saved tensor was changed before the backward. So the
+version is recorded, and compared when the copy has been made, or when the tensor is read if it never left. As with
+torch itself, what is written through `.data` is not seen.
+
+[Note: dropped graphs] Handles belong to the graph. When it drops them, with or without a backward, what they share is
+given back at once, or at the next `pack`, `unpack` or `settle` if a copy is still under way: a graph may be dropped
+anywhere, even inside of the link, so nothing waits there.
+"""
+
+import math
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.counts import Purpose
+from zeroshard.errors import OffloadError
+from zeroshard.ledger import Category, Ledger
+from zeroshard.link import Link, Task
+
+ALIGNED = 64  # bytes; no kernel looks at more of an address
+SMALLEST = 2**14  # bytes; below it a copy costs more than it frees
+PATIENCE = 4  # so many times the window may others be asked for before a copy on the device is let go
+
+
+class HostMemory(Protocol):
+    """Where the host's copies live."""
+
+    def borrow(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of at least so many bytes."""
+
+    def give_back(self, slab: torch.Tensor) -> None:
+        """Take back what `borrow` returned."""
+
+
+class ActivationStore:
+    """Keeps saved tensors on the host between forward and backward.
+
+    Args:
+        link: carries them, as `ACTIVATIONS_DOWN` and `ACTIVATIONS_UP`.
+        host: lends the memory.
+        ledger: shows them in the tier "host".
+        smallest: bytes; smaller tensors stay where they are.
+        window: how many may be on their way down at a time, and how many come up before they are asked for; at least 1.
+
+    `pack` and `unpack` are the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Parameters and views of them
+    are not for `pack`: an optimizer changes them in place, and they are on the device anyway.
+    """
+
+    def __init__(self, link: Link, host: HostMemory, ledger: Ledger, smallest: int = SMALLEST, window: int = 2) -> None:
+        self._link, self._host, self._ledger = link, host, ledger
+        self._smallest, self._window = smallest, window
+        self._regions: dict[_Key, _Region] = {}
+        self._saved: dict[int, _Region] = {}  # by number of the handle
+        self._order: list[int] = []  # the numbers of live handles, ascending
+        self._made = 0
+        self._lowering: list[_Region] = []  # on their way down, oldest first
+        self._raised: dict[_Region, int] = {}  # on the device again or on their way, and when they were last touched
+        self._asked = 0
+        self._dropped: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes.
+
+        Raises:
+            OffloadError: an earlier copy failed.
+        """
+        extent = _extent(tensor, self._smallest)
+        if extent is None:
+            return Kept(tensor)
+        with self._alone():
+            key = (tensor.untyped_storage()._cdata, *extent, tensor._version)
+            region = self._regions.get(key) or self._lower(tensor, key)
+            handle = _Handle(self._made, region, tensor)
+            self._made += 1
+            region.readers += 1
+            self._saved[handle.number] = region
+            self._order.append(handle.number)
+            weakref.finalize(handle, self._drop, handle.number).atexit = False
+        return handle
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again, on its device, and those that were packed just before it on their way.
+
+        Raises:
+            OffloadError: it was changed in place since it was saved, or a copy failed.
+        """
+        if isinstance(saved, Kept):
+            return saved.tensor()
+        assert isinstance(saved, _Handle)
+        region = saved.region
+        with self._alone():
+            self._asked += 1
+            for other in [other for other in self._lowering if other.readers == 0]:
+                self._settle(other)  # or its source would stay, as nothing is packed in a backward
+            region.check()
+            if region.changed:
+                raise _changed(saved.shape, saved.dtype)
+            self._raise(region)
+            self._raise_before(saved.number)
+            self._land(region)
+            self._let_go_of_idle()
+            return saved.tensor()
+
+    def settle(self) -> None:
+        """Wait for all that is under way, and let go of what came up; at the end of a step.
+
+        Afterwards the store holds nothing on the device, and on the host what live graphs still need.
+
+        Raises:
+            OffloadError: a copy failed.
+        """
+        with self._alone():
+            while self._lowering:
+                self._settle(self._lowering[0])
+            for region in list(self._raised):
+                self._let_go(region)
+
+    def _lower(self, tensor: torch.Tensor, key: "_Key") -> "_Region":
+        """Begin to copy a region to the host."""
+        while len(self._lowering) >= self._window:
+            self._settle(self._lowering[0])
+        region = _Region(tensor, key, self._host)
+        self._ledger.take(Category.ACTIVATIONS, region.nbytes, "save on the host", tier="host")
+        assert region.source is not None
+        region.lowering = self._link.copy(region.source, region.saved, Purpose.ACTIVATIONS_DOWN, "activations")
+        self._lowering.append(region)
+        self._regions[key] = region
+        return region
+
+    def _settle(self, region: "_Region") -> None:
+        """Wait for a copy to the host, and free its source."""
+        self._lowering.remove(region)
+        task, region.lowering = region.lowering, None
+        assert task is not None
+        try:
+            task.wait()
+            region.check()
+            region.source = None  # which a copy that failed leaves here
+        finally:
+            self._free_if_done(region)
+
+    def _raise(self, region: "_Region") -> None:
+        """Begin to copy a region to the device, unless it is there."""
+        if region.source is None:
+            if region.copy is None:
+                region.copy = torch.empty(region.saved.shape, dtype=region.saved.dtype, device=region.device)
+                region.rising = self._link.copy(region.saved, region.copy, Purpose.ACTIVATIONS_UP, "activations")
+            self._raised[region] = self._asked
+
+    def _raise_before(self, number: int) -> None:
+        """Begin to copy up what was packed before a handle, for a backward reads in reverse."""
+        current = self._saved[number]
+        ahead = {region for region in self._raised if region.rising is not None} - {current}
+        at = bisect_left(self._order, number)
+        while len(ahead) < self._window and at > 0:
+            at -= 1
+            region = self._saved[self._order[at]]
+            if region is not current and region.copy is None and not region.changed:
+                self._raise(region)
+                ahead.add(region)
+
+    def _let_go_of_idle(self) -> None:
+        """Let go of copies that nobody has asked for in a while: another graph is read, or a graph is retained."""
+        for region, touched in list(self._raised.items()):
+            if self._asked - touched > PATIENCE * self._window:
+                self._let_go(region)
+
+    def _let_go(self, region: "_Region") -> None:
+        del self._raised[region]
+        try:
+            self._land(region)
+        finally:
+            region.copy = None
+            self._free_if_done(region)
+
+    def _land(self, region: "_Region") -> None:
+        """Wait for a copy to the device, which is worth nothing if it failed."""
+        task, region.rising = region.rising, None
+        copy, region.copy = region.copy, None
+        if task is not None:
+            task.wait()
+        region.copy = copy
+
+    def _free_if_done(self, region: "_Region") -> None:
+        """Give the host's memory back once no graph needs it and no copy touches it."""
+        if region.readers == 0 and region.lowering is None and region.rising is None:
+            region.copy = None
+            self._raised.pop(region, None)
+            del self._regions[region.key]
+            self._host.give_back(region.slab)
+            self._ledger.give(Category.ACTIVATIONS, region.nbytes, "activation on the host", tier="host")
+
+    def _drop(self, number: int) -> None:
+        """A graph has dropped a handle ([Note: dropped graphs])."""
+        self._dropped.append(number)
+        self._strike_out()
+
+    def _strike_out(self) -> None:
+        """Forget the handles that were dropped, unless the store is at work, which then does it at its end."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    number = self._dropped.popleft()
+                    del self._order[bisect_left(self._order, number)]
+                    region = self._saved.pop(number)
+                    region.readers -= 1
+                    self._free_if_done(region)
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep others out: a GPU's backward has a thread of its own, and garbage is collected anywhere."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._strike_out()
+
+
+_Key = tuple[int, int, int, int]  # storage, first byte, last byte + 1, version ([Note: regions])
+
+
+class _Region:
+    """Bytes of a storage that are on the host, or on their way ([Note: regions]).
+
+    Attributes:
+        source: the bytes on the device, until their copy has been waited for.
+        lowering: that copy.
+        slab: the memory of the host, and `saved`, what it holds.
+        copy: the bytes on the device again.
+        rising: their copy, until it has been waited for.
+        readers: handles that live.
+        changed: whether the source was changed before its copy was waited for.
+    """
+
+    __slots__ = ("changed", "copy", "device", "key", "lowering", "readers", "rising", "saved", "slab", "source",
+                 "storage")  # fmt: skip
+
+    def __init__(self, tensor: torch.Tensor, key: _Key, host: HostMemory) -> None:
+        size = tensor.itemsize
+        first, numel = key[1] // size, (key[2] - key[1]) // size
+        self.key, self.device = key, tensor.device
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.source: torch.Tensor | None = tensor.detach().as_strided((numel,), (1,), first)
+        self.slab = host.borrow(self.nbytes)
+        self.saved = self.slab[: self.nbytes].view(tensor.dtype)
+        self.lowering: Task | None = None
+        self.copy: torch.Tensor | None = None
+        self.rising: Task | None = None
+        self.readers, self.changed = 0, False
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.key[2] - self.key[1]
+
+    def check(self) -> None:
+        """Note whether the source was changed meanwhile ([Note: changed in place])."""
+        self.changed = self.changed or (self.source is not None and self.source._version != self.key[3])
+
+
+class _Handle:
+    """What the graph holds in the place of a tensor that went to the host."""
+
+    __slots__ = ("__weakref__", "dtype", "number", "offset", "region", "shape", "stride")
+
+    def __init__(self, number: int, region: _Region, tensor: torch.Tensor) -> None:
+        self.number, self.region = number, region
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset() - region.key[1] // tensor.itemsize
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was, over the bytes that are on the device."""
+        flat = self.region.source if self.region.source is not None else self.region.copy
+        assert flat is not None
+        if flat.dtype != self.dtype:
+            flat = flat.view(torch.uint8).view(self.dtype)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+class Kept:
+    """A saved tensor that stays where it is. Detached: a graph that holds its own output never dies."""
+
+    __slots__ = ("saved", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.saved, self.version = tensor.detach(), tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, if it is as it was."""
+        if self.saved._version != self.version:
+            raise _changed(self.saved.shape, self.saved.dtype)
+        return self.saved
+
+
+def _changed(shape: torch.Size, dtype: torch.dtype) -> OffloadError:
+    return OffloadError(
+        f"A tensor of shape {tuple(shape)} and {dtype} that the backward needs was changed in place after the forward "
+        f"saved it. Use the operation that is not in place there, or change a clone."
+    )
+
+
+def _extent(tensor: torch.Tensor, smallest: int) -> tuple[int, int] | None:
+    """The bytes of the storage that a tensor's region has, (first, last + 1); None for what stays on the device."""
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor) or not tensor.numel():
+        return None
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    held, size = int(tensor.untyped_storage().nbytes()), tensor.itemsize
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    first = int(tensor.storage_offset()) * size
+    last = first + span * size
+    if span > elements or last - first < smallest:  # [Note: parts of a storage]
+        if not tensor.requires_grad:
+            return None
+        first, last = 0, held - held % size
+    return (first - first % ALIGNED, last) if last <= held and last - first >= smallest else None

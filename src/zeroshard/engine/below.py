@@ -1,0 +1,87 @@
+"""What an engine has below its device: host memory, a disk, the link to them, and which units live there."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from zeroshard.errors import OptimizerError
+from zeroshard.ledger import Ledger
+from zeroshard.link import Executor, Link, Modelled, Worker
+from zeroshard.mesh import Mesh, local_ranks
+from zeroshard.offload.host_adam import stands_for
+from zeroshard.offload.moments import BLOCK
+from zeroshard.offload.slices import Form, HostSlice, Shadows
+from zeroshard.plan import Plan
+from zeroshard.tiers import Disk, HostMemory, find_rooms
+from zeroshard.units import Flat, Unit
+
+SPARED = 4  # of the host memory that is free at the start, the part that shadow pages may take
+executor_of: Callable[[torch.device, float], Executor] = Worker  # tests put others in its place
+
+
+class Below:
+    """The tiers below the device of one engine.
+
+    Attributes:
+        host: its memory.
+        link: to it.
+        disk: where states live, if not in host memory.
+        shadows: pages for updates that may have to be undone.
+        adam: whether the host's own Adam takes the place of the user's optimizer.
+        decoupled: whether that is AdamW.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
+        self._plan = plan
+        self.host = HostMemory(ledger, mesh.device)
+        rehearsal = mesh.rehearsal
+        executor = executor_of(mesh.device, plan.timeout)
+        if rehearsal is not None:
+            executor = Modelled(rehearsal.clock, rehearsal.task_seconds)
+        self.link = Link(executor, mesh.now)
+        self.disk = None if plan.offload_disk is None else Disk(Path(plan.offload_disk), ledger, plan.timeout)
+        reason = stands_for(optimizer)
+        self.adam, self.decoupled = reason is None, isinstance(optimizer, torch.optim.AdamW)
+        wanted = [name for name, off in (("offload_disk", None), ("delayed_update", False), ("offload_moments", "fp32"))
+                  if getattr(plan, name) != off]  # fmt: skip
+        if reason is not None and wanted:
+            raise OptimizerError(
+                f"{wanted[0]}={getattr(plan, wanted[0])!r} is for the host's own Adam, and {reason}. Use "
+                f"torch.optim.AdamW or Adam as they are, or leave {wanted[0]} out."
+            )
+        guesses = plan.speculate and rehearsal is None
+        self.shadows = Shadows(self.host, _spare(local_ranks() or mesh.ranks) // SPARED if guesses else 0)
+
+    @property
+    def parts(self) -> tuple[Link, HostMemory]:
+        """The link and the host's memory."""
+        return self.link, self.host
+
+    def slice_of(self, flat: Flat, numel: int, padding: int) -> HostSlice:
+        """The home of a slice [numel] of a flat."""
+        most = numel // BLOCK + 1 + len(flat.index.entries)  # of spans, each may end in a block that is not full
+        blocks = most if self._plan.offload_moments == "8bit" else 0
+        form = Form(numel, self._plan.offload_moments, blocks)
+        return HostSlice(self.link, self.host, form, flat.label, padding, self.disk)
+
+
+def _spare(ranks: int) -> int:
+    """Bytes of host memory that each of the machine's ranks may still take."""
+    return min((room.nbytes // (ranks if room.shared else 1) for room in find_rooms()), default=0)
+
+
+def units_below(units: Sequence[Unit], share: float) -> set[int]:
+    """The numbers of the units that live on the host: the last ones, until they hold at least `share` of all elements.
+
+    Their gradients come first in the backward and their weights are needed last, so they have the most time. The root,
+    which the forward needs at once, is the last to go.
+    """
+    sizes = [sum(parameter.numel() for parameter in unit.parameters.values()) for unit in units]
+    root = len(units) - 1
+    chosen: set[int] = set()
+    for number in [*reversed(range(root)), root]:
+        if sum(sizes[n] for n in chosen) >= share * sum(sizes) * (1 - 1e-9):
+            break
+        chosen.add(number)
+    return chosen

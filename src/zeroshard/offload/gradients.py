@@ -1,0 +1,137 @@
+"""Gradients on their way to the host, where the means of a slice add up (ZeRO-Offload, 2101.06840, section 4).
+
+A step's first mean is copied straight into the sum. Every further one lands in a slot beside it and is added there: so
+gradients go down once per reduction, and never up.
+
+[Note: norm] While the sum is one mean, its norm is taken on the device as it leaves, and nobody waits for it until all
+norms are read at once. A sum of several exists on the host alone, and so is its norm taken there.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from zeroshard.counts import Purpose
+from zeroshard.ledger import Category
+from zeroshard.link import UPDATE, Link, Task
+from zeroshard.tiers import HostMemory
+
+
+class HostGradients:
+    """The sum of the means of one slice [S] on the host.
+
+    Args:
+        numel: S.
+        padding: elements at its end that hold nothing.
+        spare: keep a second sum, for an update that still reads the first when the next step begins.
+
+    Attributes:
+        dtype: of the sum.
+        reader: the update that reads the sum; the next one waits for it.
+        on_put: called when a mean has been added, or will be by tasks under way.
+    """
+
+    def __init__(
+        self, link: Link, host: HostMemory, numel: int, dtype: torch.dtype, label: str, padding: int = 0,
+        spare: bool = False,
+    ) -> None:  # fmt: skip
+        self._link, self._host, self._label = link, host, label
+        self._numel, self._padding, self.dtype = numel, padding, dtype
+        self._sums = [self._slab() for _ in range(2 if spare else 1)]
+        self._tasks: list[Task] = []
+        self._puts = 0
+        self._norm: torch.Tensor | None = None
+        self._slots: list[torch.Tensor] = []
+        self.reader: Task | None = None
+        self.on_put: Callable[[], None] = lambda: None
+
+    @property
+    def puts(self) -> int:
+        """How many means were added since the last `consume`."""
+        return self._puts
+
+    @property
+    def arrived(self) -> list[Task]:
+        """What must have run before the sum may be read."""
+        return self._tasks[-1:]
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """Where it adds up [S]; to be read after `arrived`."""
+        return self._sums[0]
+
+    def put(self, mean: torch.Tensor) -> Task:
+        """Add `mean` [S], which stays as it is until the task's `wait` returns."""
+        self._puts += 1
+        label, after = self._label, [] if self.reader is None else [self.reader]
+        if self._puts == 1 and mean.dtype == self.dtype:
+            self._norm = torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))
+            task = self._link.copy(mean, self.sum, Purpose.GRADIENTS_DOWN, label, after, self._padding)
+            self._tasks.append(task)
+            self.on_put()
+            return task
+        slot = self._host.borrow(mean.nbytes)
+        landed = slot.view(mean.dtype)
+        task = self._link.copy(mean, landed, Purpose.GRADIENTS_DOWN, label, padding=self._padding)
+        into, first = self.sum, self._puts == 1
+
+        def add() -> None:
+            into.copy_(landed) if first else into.add_(landed)
+
+        self._slots.append(slot)
+        self._tasks.append(
+            self._link.run(add, UPDATE, f"sum of {label}", mean.nbytes, [task, *self._tasks[-1:], *after])
+        )
+        self._norm = None
+        self.on_put()
+        return task
+
+    def settle(self) -> torch.Tensor:
+        """The sum [S] since the last `consume`, zeros if there was none; readable by the host."""
+        self._empty()
+        if not self._puts:
+            if self.reader is not None:
+                self.reader.wait_here()
+            self.sum.zero_()
+        return self.sum
+
+    def norm(self) -> torch.Tensor:
+        """Its 2-norm, a scalar on the device or the host ([Note: norm])."""
+        if self._norm is None:
+            total = self.settle()
+            self._norm = torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32))
+        return self._norm
+
+    def widen(self) -> None:
+        """Keep the sum in fp32 from now on."""
+        if self.dtype.itemsize >= 4:
+            return
+        before, puts = self.settle(), self._puts
+        old, self.dtype = self._sums, torch.float32
+        self._sums = [self._slab() for _ in old]
+        if puts:
+            self.sum.copy_(before)
+        for slab in old:
+            self._host.free(slab)
+
+    def read_by(self, update: Task) -> None:
+        """Let the next sum wait for an update that reads this one, or take the spare one."""
+        self.reader = update if len(self._sums) == 1 else None
+        self._sums.reverse()
+
+    def consume(self) -> None:
+        """The next mean begins a new sum."""
+        self._empty()
+        self._puts, self._norm = 0, None
+
+    def _empty(self) -> None:
+        for task in self._tasks:
+            task.wait_here()
+        self._tasks.clear()
+        for slot in self._slots:
+            self._host.give_back(slot)
+        self._slots.clear()
+
+    def _slab(self) -> torch.Tensor:
+        label = f"gradients of {self._label}"
+        return self._host.slab(self._numel, self.dtype, Category.GRADIENTS, label, self._padding)

@@ -1,0 +1,389 @@
+// Adam and AdamW on the host in one pass over memory: a plain C interface, no headers of torch.
+//
+// Work goes in tiles that stay in the first-level cache: what is not fp32 in memory is widened into a local buffer, the
+// arithmetic runs on fp32, and the results are narrowed again. fp32 states are read and written in place, once.
+// The arithmetic is that of torch.optim's single-tensor path on the CPU, operation by operation: torch fuses lerp, addcmul
+// and add(alpha) into one rounding each, and so does this; compile with -ffp-contract=off so that nothing else is fused.
+// Its square root may be a library's, which is not always correctly rounded; then the caller passes that very function.
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace {
+
+constexpr int64_t BLOCK = 256;        // elements that share one scale
+constexpr int64_t TILE = 2 * BLOCK;   // elements; all local buffers of a tile fit the first-level cache
+constexpr int64_t SHARE = 64 * TILE;  // elements that a thread takes at a time
+
+enum Kind : int32_t { NONE, FP32, BF16, FP16, SPLIT, SIGNED, UNSIGNED };
+
+}  // namespace
+
+extern "C" {
+
+// A vector of n values: fp32; bf16 or fp16; bf16 and an int16 remainder; or 8-bit codes and a scale per block.
+struct Values {
+  void* data;
+  void* rest;  // remainders, or scales
+};
+
+// The map of an 8-bit kind: the value of each code, the boundary above it, and the lowest code for the upper half of a
+// float's bits, from which at most one boundary has to be crossed.
+struct Map {
+  const float* values;
+  const float* bounds;
+  const uint8_t* lowest;
+};
+
+// Square roots of n numbers as MKL's vmsSqrt takes them, and its setter of this thread's own number of threads, which
+// returns the one before.
+using Roots = void (*)(int64_t n, const float* from, float* into, int64_t mode);
+using SetThreads = int (*)(int threads);
+
+struct Update {
+  int64_t n;
+  const void* gradient;
+  void* out;
+  Values master, exp_avg, exp_avg_sq;              // read
+  Values new_master, new_exp_avg, new_exp_avg_sq;  // written; may be those that are read
+  Map signed_map, unsigned_map;
+  Roots roots;  // null: the processor's own
+  SetThreads set_threads;
+  int64_t roots_mode;
+  int32_t gradient_kind, master_kind, exp_avg_kind, exp_avg_sq_kind, out_kind;
+  float factor, decay, l2, weight1, beta2, weight2, root, eps, step_size;
+};
+
+}  // extern "C"
+
+namespace {
+
+inline float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// Nearest even; every NaN becomes the one that torch's vectorised conversion makes.
+inline uint16_t to_bf16(float value) {
+  const uint32_t bits = to_bits(value);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(value != value ? 0xFFFFu : rounded);
+}
+
+void widen_bf16(const uint16_t* from, float* into, int64_t n) {
+  INDEPENDENT
+  for (int64_t i = 0; i < n; i++) into[i] = from_bits(static_cast<uint32_t>(from[i]) << 16);
+}
+
+void narrow_bf16(const float* from, uint16_t* into, int64_t n) {
+  INDEPENDENT
+  for (int64_t i = 0; i < n; i++) into[i] = to_bf16(from[i]);
+}
+
+#if defined(__F16C__)
+void widen_fp16(const uint16_t* from, float* into, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(into + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  for (; i < n; i++) into[i] = _cvtsh_ss(from[i]);
+}
+
+void narrow_fp16(const float* from, uint16_t* into, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(into + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+  for (; i < n; i++) into[i] = _cvtss_sh(from[i], 0);
+}
+#else
+void widen_fp16(const uint16_t* from, float* into, int64_t n) {
+  const _Float16* halves = reinterpret_cast<const _Float16*>(from);
+  for (int64_t i = 0; i < n; i++) into[i] = static_cast<float>(halves[i]);
+}
+
+void narrow_fp16(const float* from, uint16_t* into, int64_t n) {
+  _Float16* halves = reinterpret_cast<_Float16*>(into);
+  for (int64_t i = 0; i < n; i++) halves[i] = static_cast<_Float16>(from[i]);
+}
+#endif
+
+// bits = (hi << 16) + lo, with lo signed: the value is exact and hi is it rounded to bf16, exact ties away from zero.
+void join(const uint16_t* hi, const int16_t* lo, float* into, int64_t n) {
+  INDEPENDENT
+  for (int64_t i = 0; i < n; i++)
+    into[i] = from_bits((static_cast<uint32_t>(hi[i]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo[i])));
+}
+
+void split(const float* from, uint16_t* hi, int16_t* lo, int64_t n) {
+  INDEPENDENT
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t bits = from[i] != from[i] ? 0x7FC00000u : to_bits(from[i]);  // no NaN may round to a number
+    hi[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    lo[i] = static_cast<int16_t>(bits & 0xFFFFu);
+  }
+}
+
+void decode(const uint8_t* codes, const float* scales, const Map& map, float* into, int64_t n) {
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t stop = start + BLOCK < n ? start + BLOCK : n;
+    const float scale = scales[start / BLOCK];
+    for (int64_t i = start; i < stop; i++) into[i] = map.values[codes[i]] * scale;
+  }
+}
+
+void encode(float* values, uint8_t* codes, float* scales, const Map& map, int64_t n) {
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t stop = start + BLOCK < n ? start + BLOCK : n;
+    uint32_t largest = 0;  // as bits, an order in which NaN is above all
+    for (int64_t i = start; i < stop; i++) {
+      const uint32_t size = to_bits(values[i]) & 0x7FFFFFFFu;
+      largest = size > largest ? size : largest;
+    }
+    const float scale = from_bits(largest), divisor = largest ? scale : 1.0f;
+    scales[start / BLOCK] = scale;
+    for (int64_t i = start; i < stop; i++) values[i] /= divisor;
+    for (int64_t i = start; i < stop; i++) {
+      const unsigned code = map.lowest[to_bits(values[i]) >> 16];
+      codes[i] = static_cast<uint8_t>(code + (values[i] > map.bounds[code]));
+    }
+  }
+}
+
+struct Buffers {
+  alignas(64) float gradient[TILE], master[TILE], exp_avg[TILE], exp_avg_sq[TILE], roots[TILE];
+  alignas(64) uint16_t out[TILE];
+};
+
+template <typename T>
+inline T* at(void* data, int64_t i) {
+  return static_cast<T*>(data) + i;
+}
+
+inline const Map& map_of(const Update& u, int32_t kind) { return kind == SIGNED ? u.signed_map : u.unsigned_map; }
+
+// Elements [i, i + n) as fp32: where they lie if they are that, else in the buffer.
+const float* load(const Update& u, const Values& values, int32_t kind, float* buffer, int64_t i, int64_t n) {
+  if (kind == FP32) return at<float>(values.data, i);
+  if (kind == BF16) widen_bf16(at<uint16_t>(values.data, i), buffer, n);
+  if (kind == SPLIT) join(at<uint16_t>(values.data, i), at<int16_t>(values.rest, i), buffer, n);
+  if (kind >= SIGNED) decode(at<uint8_t>(values.data, i), at<float>(values.rest, i / BLOCK), map_of(u, kind), buffer, n);
+  return buffer;
+}
+
+void store(const Update& u, const Values& values, int32_t kind, float* buffer, int64_t i, int64_t n) {
+  if (kind == BF16) narrow_bf16(buffer, at<uint16_t>(values.data, i), n);
+  if (kind == SPLIT) split(buffer, at<uint16_t>(values.data, i), at<int16_t>(values.rest, i), n);
+  if (kind >= SIGNED) encode(buffer, at<uint8_t>(values.data, i), at<float>(values.rest, i / BLOCK), map_of(u, kind), n);
+}
+
+const float* load_gradient(const Update& u, float* buffer, int64_t i, int64_t n) {
+  if (u.gradient_kind == FP32) return static_cast<const float*>(u.gradient) + i;
+  const uint16_t* from = static_cast<const uint16_t*>(u.gradient) + i;
+  u.gradient_kind == BF16 ? widen_bf16(from, buffer, n) : widen_fp16(from, buffer, n);
+  return buffer;
+}
+
+// Past the caches where the alignment allows it: the new parameters are read next by a copy to the device.
+void stream(const uint16_t* from, uint16_t* into, int64_t n) {
+  int64_t i = 0;
+#if defined(__SSE2__)
+  if (reinterpret_cast<uintptr_t>(into) % 16 == 0)
+    for (; i + 8 <= n; i += 8)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(into + i), _mm_load_si128(reinterpret_cast<const __m128i*>(from + i)));
+#endif
+  std::memcpy(into + i, from + i, (n - i) * sizeof(uint16_t));
+}
+
+void write_out(const Update& u, const float* master, uint16_t* buffer, int64_t i, int64_t n) {
+  if (u.out_kind == NONE) return;
+  if (u.out_kind == BF16) narrow_bf16(master, buffer, n);
+  if (u.out_kind == FP16) narrow_fp16(master, buffer, n);
+  stream(buffer, at<uint16_t>(u.out, i), n);
+}
+
+struct State {
+  const float *p, *m, *v;
+  float *new_p, *new_m, *new_v;
+};
+
+struct Pair {
+  float m, v;
+};
+
+// L2: weight decay goes into the gradient. SMALL: 1 - beta1 is below a half, where torch's lerp starts from the other end.
+template <bool L2, bool SMALL>
+inline Pair moments(const Update& u, float gradient, float p, float m, float v) {
+  float g = gradient * u.factor;
+  if (L2) g = __builtin_fmaf(p, u.l2, g);
+  const float weight1 = SMALL ? u.weight1 : u.weight1 - 1.0f;
+  return {__builtin_fmaf(weight1, g - m, SMALL ? m : g), __builtin_fmaf(u.weight2 * g, g, v * u.beta2)};
+}
+
+inline float parameter(const Update& u, float p, float m, float root) {
+  return p * u.decay + -u.step_size * m / (root / u.root + u.eps);
+}
+
+template <bool L2, bool SMALL>
+void adam(const Update& update, const State& s, const float* gradient, float* roots, int64_t n) {
+  const Update u = update;  // a copy, so that no store can change it
+  if (!u.roots) {
+    INDEPENDENT
+    for (int64_t i = 0; i < n; i++) {
+      const float p = s.p[i];
+      const Pair made = moments<L2, SMALL>(u, gradient[i], p, s.m[i], s.v[i]);
+      s.new_m[i] = made.m;
+      s.new_v[i] = made.v;
+      s.new_p[i] = parameter(u, p, made.m, __builtin_sqrtf(made.v));
+    }
+    return;
+  }
+  INDEPENDENT
+  for (int64_t i = 0; i < n; i++) {
+    const Pair made = moments<L2, SMALL>(u, gradient[i], s.p[i], s.m[i], s.v[i]);
+    s.new_m[i] = made.m;
+    s.new_v[i] = made.v;
+  }
+  u.roots(n, s.new_v, roots, u.roots_mode);
+  INDEPENDENT
+  for (int64_t i = 0; i < n; i++) s.new_p[i] = parameter(u, s.p[i], s.new_m[i], roots[i]);
+}
+
+void update_tile(const Update& u, Buffers& b, int64_t i, int64_t n) {
+  State s;
+  const float* gradient = load_gradient(u, b.gradient, i, n);
+  s.p = load(u, u.master, u.master_kind, b.master, i, n);
+  s.m = load(u, u.exp_avg, u.exp_avg_kind, b.exp_avg, i, n);
+  s.v = load(u, u.exp_avg_sq, u.exp_avg_sq_kind, b.exp_avg_sq, i, n);
+  s.new_p = u.master_kind == FP32 ? at<float>(u.new_master.data, i) : b.master;
+  s.new_m = u.exp_avg_kind == FP32 ? at<float>(u.new_exp_avg.data, i) : b.exp_avg;
+  s.new_v = u.exp_avg_sq_kind == FP32 ? at<float>(u.new_exp_avg_sq.data, i) : b.exp_avg_sq;
+  const bool small = u.weight1 < 0.5f;
+  const auto run = u.l2 != 0.0f ? (small ? adam<true, true> : adam<true, false>)
+                                : (small ? adam<false, true> : adam<false, false>);
+  run(u, s, gradient, b.roots, n);
+  store(u, u.new_master, u.master_kind, b.master, i, n);
+  store(u, u.new_exp_avg, u.exp_avg_kind, b.exp_avg, i, n);
+  store(u, u.new_exp_avg_sq, u.exp_avg_sq_kind, b.exp_avg_sq, i, n);
+  write_out(u, s.new_p, b.out, i, n);
+}
+
+// The memory traffic of an update with fp32 states and no arithmetic: what the benchmark holds the update against.
+void move_tile(const Update& u, Buffers& b, int64_t i, int64_t n) {
+  const uint16_t* g = static_cast<const uint16_t*>(u.gradient) + i;
+  const uint32_t *p = at<uint32_t>(u.master.data, i), *m = at<uint32_t>(u.exp_avg.data, i);
+  const uint32_t* v = at<uint32_t>(u.exp_avg_sq.data, i);
+  uint32_t *new_p = at<uint32_t>(u.new_master.data, i), *new_m = at<uint32_t>(u.new_exp_avg.data, i);
+  uint32_t* new_v = at<uint32_t>(u.new_exp_avg_sq.data, i);
+  const uint32_t mask = to_bits(u.factor);
+  INDEPENDENT
+  for (int64_t k = 0; k < n; k++) {
+    new_p[k] = p[k] ^ mask;
+    new_m[k] = m[k] ^ mask;
+    new_v[k] = v[k] ^ mask;
+    b.out[k] = static_cast<uint16_t>(g[k] ^ mask);
+  }
+  stream(b.out, at<uint16_t>(u.out, i), n);
+}
+
+using Tile = void (*)(const Update&, Buffers&, int64_t, int64_t);
+
+// Threads that sleep between updates. They never spin: torch's own pool and the training thread need the cores. The
+// caller works too, and elements are claimed, not dealt out, so a thread that wakes late delays nothing.
+class Crew {
+ public:
+  void run(const Update& update, Tile tile, int threads) {
+    std::lock_guard<std::mutex> one_at_a_time(turn_);
+    const int64_t shares = (update.n + SHARE - 1) / SHARE;
+    const int helpers = static_cast<int>(shares < threads ? shares : threads) - 1;
+    {
+      std::lock_guard<std::mutex> lock(state_);
+      update_ = &update, tile_ = tile, next_ = 0, wanted_ = helpers;
+    }
+    try {
+      for (; size_ < helpers; size_++) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // no more threads to be had: those there are do the work
+    }
+    for (int i = 0; i < helpers; i++) wake_.notify_one();
+    work(update, tile);
+    std::unique_lock<std::mutex> lock(state_);
+    wanted_ = 0;  // nothing is left for who has not begun
+    done_.wait(lock, [this] { return working_ == 0; });
+  }
+
+ private:
+  void serve() {
+    std::unique_lock<std::mutex> lock(state_);
+    for (;;) {
+      wake_.wait(lock, [this] { return wanted_ > 0; });
+      wanted_--, working_++;
+      const Update& update = *update_;
+      const Tile tile = tile_;
+      lock.unlock();
+      work(update, tile);
+      lock.lock();
+      if (--working_ == 0) done_.notify_one();
+    }
+  }
+
+  void work(const Update& update, Tile tile) {
+    Buffers buffers;
+    const int before = update.set_threads ? update.set_threads(1) : 0;  // who calls is one of many
+    for (int64_t start; (start = next_.fetch_add(SHARE)) < update.n;) {
+      const int64_t stop = start + SHARE < update.n ? start + SHARE : update.n;
+      for (int64_t i = start; i < stop; i += TILE) tile(update, buffers, i, i + TILE < stop ? TILE : stop - i);
+    }
+    if (update.set_threads) update.set_threads(before);
+#if defined(__SSE2__)
+    _mm_sfence();  // streamed stores are seen before the update counts as done
+#endif
+  }
+
+  std::mutex turn_, state_;
+  std::condition_variable wake_, done_;
+  std::atomic<int64_t> next_{0};
+  const Update* update_ = nullptr;
+  Tile tile_ = nullptr;
+  int size_ = 0, wanted_ = 0, working_ = 0;
+};
+
+// The crew of this process; a forked child has no threads of its parent's, so it gets a crew of its own. Crews are never
+// destroyed: their threads sleep until the process ends.
+Crew& crew() {
+  static std::mutex mutex;
+  static Crew* mine = nullptr;
+  static pid_t owner = 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (owner != getpid()) mine = new Crew, owner = getpid();
+  return *mine;
+}
+
+}  // namespace
+
+extern "C" {
+
+void zeroshard_adam(const Update* update, int32_t threads) { crew().run(*update, update_tile, threads); }
+
+void zeroshard_traffic(const Update* update, int32_t threads) { crew().run(*update, move_tile, threads); }
+
+}  // extern "C"

@@ -1,0 +1,178 @@
+"""Adam and AdamW on the host, in one pass over memory: the update of ZeRO-Offload (arXiv 2101.06840, section 5.1).
+
+One call takes the 16-bit gradient as it came from the device, divides out loss scale and clipping, updates master
+parameters and moments, and writes the 16-bit parameters that go back. With fp32 states the results are those of
+torch.optim's Adam or AdamW bit for bit.
+
+There are three back ends: "c++" (a kernel of our own, built at first use), "compile" (torch.compile, for compilers that our
+source does not please; a last place may differ from torch.optim's) and "torch" (tiles, in torch's own operations).
+"""
+
+import ctypes
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import OptimizerError
+from zeroshard.offload import kernel, tiled
+from zeroshard.offload.moments import BLOCK, Blockwise, code_map
+from zeroshard.offload.states import Moment, Scalars, Split, States, stands_for
+
+__all__ = ["BACKENDS", "Blockwise", "Scalars", "Split", "States", "adam_update", "backend", "stands_for", "using"]
+
+BACKENDS = ("c++", "compile", "torch")
+KINDS = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
+_chosen: str | None = None
+
+
+@torch.no_grad()
+def adam_update(
+    gradient: Tensor,
+    factor: float,
+    scalars: Scalars,
+    before: States,
+    after: States,
+    out: Tensor | None = None,
+    threads: int | None = None,
+) -> None:
+    """One step of Adam or AdamW on n elements.
+
+    The gradient is widened to fp32 and multiplied by `factor`, in fp32, before anything else. bf16 moments are computed in
+    fp32 and rounded to nearest even; 8-bit ones are encoded anew, after the fp32 values have moved the parameters.
+
+    Args:
+        gradient: bf16, fp16 or fp32 [n].
+        factor: what to multiply the gradient by: clipping over loss scale.
+        scalars: the numbers of this step.
+        before: the states to read.
+        after: the states to write, in the same layout: `before` itself, or others; then `before` stays as it was.
+        out: bf16 or fp16 [n], for the new parameters rounded to nearest even; None if they are not wanted, as with a split
+            master, whose `after.master.hi` they are.
+        threads: how many threads may work; by default as many as torch uses. The back ends in torch use torch's.
+
+    Raises:
+        OptimizerError: tensors of the wrong size, dtype or device.
+    """
+    _check(gradient, before, after, out)
+    if gradient.numel() == 0:
+        return
+    name = backend()
+    if name == "torch":
+        tiled.update(gradient, factor, scalars, before, after, out)
+    else:
+        described = describe(gradient, factor, scalars, before, after, out)
+        kernel.library().zeroshard_adam(ctypes.byref(described), threads or torch.get_num_threads())
+
+
+def backend() -> str:
+    """The back end in use: the one that `using` says, else the first that works on this machine."""
+    return _chosen or _first()
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Let a back end be used inside the block, whatever the machine has; for tests and benchmarks."""
+    global _chosen
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+@cache
+def _first() -> str:
+    try:
+        kernel.library()
+    except OptimizerError as error:
+        warnings.warn(f"Updates on the host run in torch's operations, which are slower: {error}", stacklevel=4)
+        return "torch"
+    return "c++"
+
+
+def describe(
+    gradient: Tensor, factor: float, scalars: Scalars, before: States, after: States, out: Tensor | None = None
+) -> kernel.Update:
+    """The update as the kernel takes it; the tensors must outlive it."""
+    names = ("master", "exp_avg", "exp_avg_sq")
+    signed, unsigned = (_map(s) for s in (True, False))
+    return kernel.Update(
+        n=gradient.numel(),
+        gradient=gradient.data_ptr(),
+        out=None if out is None else out.data_ptr(),
+        gradient_kind=KINDS[gradient.dtype],
+        out_kind=kernel.NONE if out is None else KINDS[out.dtype],
+        signed_map=signed,
+        unsigned_map=unsigned,
+        **kernel.torch_roots(),
+        factor=factor,
+        **{name: _values(getattr(before, name)) for name in names},
+        **{f"new_{name}": _values(getattr(after, name)) for name in names},
+        **{f"{name}_kind": _kind(getattr(before, name)) for name in names},
+        **{name: getattr(scalars, name) for name in Scalars.__slots__},
+    )
+
+
+@cache
+def _map(signed: bool) -> kernel.Map:
+    tables = code_map(signed)
+    return kernel.Map(tables.values.data_ptr(), tables.bounds.data_ptr(), tables.lowest.data_ptr())
+
+
+def _values(vector: Tensor | Split | Moment) -> kernel.Values:
+    if isinstance(vector, Split):
+        return kernel.Values(vector.hi.data_ptr(), vector.lo.data_ptr())
+    if isinstance(vector, Blockwise):
+        return kernel.Values(vector.codes.data_ptr(), vector.scales.data_ptr())
+    return kernel.Values(vector.data_ptr(), None)
+
+
+def _kind(vector: Tensor | Split | Moment) -> int:
+    if isinstance(vector, Split):
+        return kernel.SPLIT
+    if isinstance(vector, Blockwise):
+        return kernel.SIGNED if vector.signed else kernel.UNSIGNED
+    return KINDS[vector.dtype]
+
+
+def _check(gradient: Tensor, before: States, after: States, out: Tensor | None) -> None:
+    """The kernel trusts what it is given, so nothing wrong may reach it."""
+    n = gradient.numel()
+    half, full = (torch.bfloat16, torch.float16), (torch.float32,)
+    _check_one("the gradient", gradient, n, half + full)
+    if out is not None:
+        _check_one("out", out, n, half)
+    for states in (before, after):
+        if isinstance(states.master, Split):
+            _check_one("the master's upper half", states.master.hi, n, (torch.bfloat16,))
+            _check_one("the master's lower half", states.master.lo, n, (torch.int16,))
+        else:
+            _check_one("the master", states.master, n, full)
+        for name, moment, signed in (("exp_avg", states.exp_avg, True), ("exp_avg_sq", states.exp_avg_sq, False)):
+            if isinstance(moment, Tensor):
+                _check_one(name, moment, n, (*full, torch.bfloat16))
+                continue
+            _check_one(f"the codes of {name}", moment.codes, n, (torch.uint8,))
+            _check_one(f"the scales of {name}", moment.scales, math.ceil(n / BLOCK), full)
+            if moment.signed is not signed:
+                raise OptimizerError(f"{name} has signed={moment.signed}; it needs signed={signed}.")
+    if any(_kind(getattr(before, name)) != _kind(getattr(after, name)) for name in States.__slots__):
+        raise OptimizerError("States before and after an update differ in layout; give both the same dtypes.")
+    if out is not None and isinstance(before.master, Split):
+        raise OptimizerError("A split master leaves nothing for `out`: its upper half is the parameter. Pass no `out`.")
+
+
+def _check_one(name: str, tensor: Tensor, n: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    fine = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.shape == (n,) and tensor.dtype in dtypes
+    if not fine:
+        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        contiguous = "" if tensor.is_contiguous() else ", not contiguous"
+        raise OptimizerError(
+            f"{name} is {found}{contiguous}; a host update of {n} elements needs a contiguous vector [{n}] on the CPU of "
+            f"{' or '.join(map(str, dtypes))}."
+        )

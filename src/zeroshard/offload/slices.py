@@ -1,0 +1,290 @@
+"""Master weights and moments of one slice below the device, and the updates of it (ZeRO-Offload, 2101.06840).
+
+[Note: shadow pages] An update that may have to be undone reads one set of pages and writes another. To take it over is
+to swap the two; to undo it is to forget the other. Nothing is computed back, so it is exact, and clipping or an
+overflow that is known only when the backward has ended costs no more than the work that was in vain.
+
+[Note: pages on the disk] A slice that lives on the disk has pages in memory only while it is updated, saved or loaded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.ledger import Category
+from zeroshard.link import DISK, UPDATE, Link, Task
+from zeroshard.offload.host_adam import Scalars, States, adam_update
+from zeroshard.offload.moments import BLOCK, Blockwise
+from zeroshard.tiers import Disk, Extent, HostMemory
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Moment = torch.Tensor | Blockwise
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [start, stop) of a slice that are updated alike, and how; `block` is the first of their scales."""
+
+    start: int
+    stop: int
+    block: int
+    scalars: Scalars
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a slice of `numel` elements is kept: bytes of its master weights, moments and their scales.
+
+    Attributes:
+        moments: "fp32", "bf16" or "8bit" (2110.02861).
+        blocks: at most so many blocks of 8-bit moments.
+    """
+
+    numel: int
+    moments: str
+    blocks: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Bytes of master, the two moments, and their scales."""
+        each = {"fp32": 4, "bf16": 2, "8bit": 1}[self.moments] * self.numel
+        scales = 4 * self.blocks if self.moments == "8bit" else 0
+        return 4 * self.numel, each, each, scales, scales
+
+
+class Pages:
+    """Memory for one version of a slice: five byte buffers as `Form.sizes` says."""
+
+    def __init__(self, form: Form, buffers: Sequence[torch.Tensor]) -> None:
+        self.form, self.buffers = form, list(buffers)
+        self.master = self.buffers[0].view(torch.float32)[: form.numel]
+
+    def states(self, start: int, stop: int, block: int) -> States:
+        """The states of elements [start, stop), whose scales begin at `block`."""
+        return States(self.master[start:stop], *(self._moment(number, start, stop, block) for number in (0, 1)))
+
+    def _moment(self, number: int, start: int, stop: int, block: int) -> Moment:
+        values = self.buffers[1 + number]
+        if self.form.moments != "8bit":
+            dtype = torch.float32 if self.form.moments == "fp32" else torch.bfloat16
+            return values.view(dtype)[start:stop]
+        scales = self.buffers[3 + number].view(torch.float32)[block : block - (start - stop) // BLOCK]
+        return Blockwise(values[start:stop], scales, signed=number == 0)
+
+
+class Shadows:
+    """Pages that updates write which may have to be undone; none beyond a limit of bytes."""
+
+    def __init__(self, host: HostMemory, limit: int) -> None:
+        self._host, self._left = host, limit
+        self._free: dict[Form, list[Pages]] = {}
+
+    def take(self, form: Form) -> Pages | None:
+        """Pages for one slice, or None where there is no room."""
+        free = self._free.setdefault(form, [])
+        if free:
+            return free.pop()
+        if sum(form.sizes) > self._left:
+            return None
+        self._left -= sum(form.sizes)
+        return Pages(form, [self._host.borrow(size) for size in form.sizes])
+
+    def give(self, pages: Pages) -> None:
+        """Hand pages back that nobody reads any more."""
+        self._free[pages.form].append(pages)
+
+
+class HostSlice:
+    """One slice [S] whose updates run on the host.
+
+    Args:
+        form: how it is kept.
+        padding: elements at its end that hold nothing.
+        disk: where it lives between updates; in host memory by default.
+
+    Attributes:
+        form: how it is kept.
+        rebind: called with its pages whenever they are others, and with None when they are on the disk alone.
+    """
+
+    def __init__(
+        self, link: Link, host: HostMemory, form: Form, label: str, padding: int = 0, disk: Disk | None = None
+    ) -> None:
+        self._link, self._host, self._label, self._disk = link, host, label, disk
+        self.form = form
+        self.rebind: Callable[[Pages | None], None] = lambda pages: None
+        self._extents: list[Extent] = []
+        buffers: list[torch.Tensor] = []
+        self._pages: Pages | None = None
+        self._last: Task | None = None
+        self._layout: list[tuple[int, int, int]] = []  # start, stop and first scale of each span
+        names = ("master weights", *MOMENTS, *(f"scales of {name}" for name in MOMENTS))
+        tenure = (Category.MASTER_WEIGHTS, *[Category.OPTIMIZER_STATES] * 4)
+        for size, category, name in zip(form.sizes, tenure, names, strict=True):
+            if disk is None:
+                hollow = padding * size // form.numel
+                buffers.append(host.slab(size, torch.uint8, category, f"{name} {label}", hollow))
+            else:
+                self._extents.append(disk.reserve(size, category, f"{name} {label}"))
+        if disk is None:
+            self._pages = Pages(form, buffers)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it lives on the disk."""
+        return self._disk is not None
+
+    @property
+    def pages(self) -> Pages:
+        """Where it is in host memory; on the disk, only inside of `fetched`."""
+        assert self._pages is not None
+        return self._pages
+
+    @contextmanager
+    def fetched(self, writes: bool = False) -> Iterator[Pages]:
+        """Have the slice in host memory inside; what was written goes back to the disk if `writes`."""
+        if self._last is not None:
+            self._last.wait_here()
+        if self._disk is None or self._pages is not None:
+            yield self.pages
+            return
+        pages = self._borrow()
+        self._move(pages, write=False)
+        self._pages = pages
+        self.rebind(pages)
+        try:
+            yield pages
+            if writes:
+                self._move(pages, write=True)
+        finally:
+            self._pages = None
+            self.rebind(None)
+            self._give_back(pages)
+
+    def update(
+        self,
+        parts: Sequence[Part],
+        gradient: torch.Tensor,
+        factor: float,
+        out: torch.Tensor | None,
+        after: Sequence[Task],
+        shadow: Pages | None = None,
+    ) -> Task:
+        """Begin an update with `gradient` [S] times `factor`.
+
+        Args:
+            parts: what is updated, and how; the rest of `out` gets the weights as they are.
+            out: [S] in the dtype of computation, where the new weights go too.
+            shadow: pages to write instead of this slice's own ([Note: shadow pages]).
+        """
+
+        own = self._pages
+
+        def work() -> None:
+            with self._brought(own) as pages:
+                _update(parts, gradient, factor, out, pages, shadow or pages)
+
+        cause, nbytes = UPDATE if self._disk is None else DISK, sum(self.form.sizes)
+        before = [*after, *([] if self._last is None else [self._last])]
+        self._last = self._link.run(work, cause, self._label, nbytes, before)
+        return self._last
+
+    @contextmanager
+    def _brought(self, own: Pages | None) -> Iterator[Pages]:
+        """Its pages; those of a slice on the disk are read before and written after."""
+        if own is not None:
+            yield own
+            return
+        pages = self._borrow()
+        try:
+            self._move(pages, write=False)
+            yield pages
+            self._move(pages, write=True)
+        finally:
+            self._give_back(pages)
+
+    def lay_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Let each [start, stop) of the slice begin with a scale of its own; 8-bit moments are encoded anew for it."""
+        if self.form.moments != "8bit" or [span[:2] for span in self._layout] == list(spans):
+            return
+        with self.fetched(writes=True) as pages:
+            whole = [torch.zeros(self.form.numel), torch.zeros(self.form.numel)]
+            for start, stop, block in self._layout:
+                states = pages.states(start, stop, block)
+                for values, moment in zip(whole, (states.exp_avg, states.exp_avg_sq), strict=True):
+                    values[start:stop] = expanded(moment)
+            block = 0
+            self._layout = []
+            for start, stop in spans:
+                self._layout.append((start, stop, block))
+                block -= (start - stop) // BLOCK
+                self.keep_moments(start, stop, *(values[start:stop] for values in whole))
+
+    def block_of(self, start: int) -> int:
+        """The first scale of the span that begins at `start`."""
+        return next((block for first, _, block in self._layout if first == start), 0)
+
+    def moments(self, start: int, stop: int) -> dict[str, Moment]:
+        """The moments of a span by torch's names; NaN while they are on the disk."""
+        if self._pages is None:
+            return dict.fromkeys(MOMENTS, torch.full((), float("nan")).expand(stop - start))
+        states = self._pages.states(start, stop, self.block_of(start))
+        return dict(zip(MOMENTS, (states.exp_avg, states.exp_avg_sq), strict=True))
+
+    def keep_moments(self, start: int, stop: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """Set the moments of a span from fp32 values [stop - start]."""
+        states = self.pages.states(start, stop, self.block_of(start))
+        for moment, values, signed in ((states.exp_avg, exp_avg, True), (states.exp_avg_sq, exp_avg_sq, False)):
+            if isinstance(moment, Blockwise):
+                encoded = Blockwise.encode(values, signed)
+                moment.codes.copy_(encoded.codes)
+                moment.scales.copy_(encoded.scales)
+            else:
+                moment.copy_(values)
+
+    def forget_moments(self, start: int, stop: int) -> None:
+        """Let the moments of a span be zeros, as before the first step."""
+        nothing = torch.zeros(stop - start)
+        self.keep_moments(start, stop, nothing, nothing)
+
+    def take_over(self, shadow: Pages) -> Pages:
+        """Let `shadow` be this slice's pages from now on; returns those that were."""
+        before, self._pages = self.pages, shadow
+        self.rebind(shadow)
+        return before
+
+    def _borrow(self) -> Pages:
+        return Pages(self.form, [self._host.borrow(size) for size in self.form.sizes])
+
+    def _give_back(self, pages: Pages) -> None:
+        for buffer in pages.buffers:
+            self._host.give_back(buffer)
+
+    def _move(self, pages: Pages, write: bool) -> None:
+        assert self._disk is not None
+        for extent, buffer in zip(self._extents, pages.buffers, strict=True):
+            self._disk.write(extent, buffer) if write else self._disk.read(extent, buffer)
+
+
+def expanded(moment: Moment) -> torch.Tensor:
+    """A moment as fp32 values [n]."""
+    return moment.decode() if isinstance(moment, Blockwise) else moment.float()
+
+
+def _update(
+    parts: Sequence[Part],
+    gradient: torch.Tensor,
+    factor: float,
+    out: torch.Tensor | None,
+    before: Pages,
+    after: Pages,
+) -> None:
+    narrow = out if out is not None and out.dtype.itemsize < 4 else None
+    for part in parts:
+        here = slice(part.start, part.stop)
+        old, new = (pages.states(part.start, part.stop, part.block) for pages in (before, after))
+        adam_update(gradient[here], factor, part.scalars, old, new, None if narrow is None else narrow[here])
+    if out is not None and (narrow is None or sum(part.stop - part.start for part in parts) < out.numel()):
+        out.copy_(after.master)

@@ -1,0 +1,143 @@
+"""What an update of the host Adam reads and writes: optimizer states in their layouts, and the numbers of one step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from zeroshard.offload.moments import BLOCK, Blockwise
+
+CANONICAL_NAN = 0x7FC00000
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """What one step of Adam needs besides tensors: Python floats, computed in fp64 as torch.optim computes them.
+
+    Attributes:
+        decay: 1 - lr · weight decay, by which decoupled weight decay multiplies the parameters; 1 without it.
+        l2: the weight decay that is added to the gradient; 0 where it is decoupled.
+        weight1: 1 - beta1.
+        beta2: the decay of the second moment.
+        weight2: 1 - beta2.
+        root: the square root of the second moment's bias correction.
+        eps: added to the denominator.
+        step_size: lr over the first moment's bias correction.
+    """
+
+    decay: float
+    l2: float
+    weight1: float
+    beta2: float
+    weight2: float
+    root: float
+    eps: float
+    step_size: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: int, decoupled: bool) -> "Scalars":
+        """Those of an optimizer's parameter group.
+
+        A learning rate that is a tensor takes part as it is, since torch computes with it in its own precision.
+
+        Args:
+            group: with "lr", "betas", "eps" and "weight_decay".
+            step: the number of this step; the first is 1.
+            decoupled: weight decay as in AdamW, not as in Adam.
+        """
+        lr, (beta1, beta2), wd = group["lr"], group["betas"], group["weight_decay"]
+        return cls(
+            decay=float(1 - lr * wd) if decoupled and wd else 1.0,
+            l2=0.0 if decoupled else float(wd),
+            weight1=1 - beta1,
+            beta2=beta2,
+            weight2=1 - beta2,
+            root=(1 - beta2**step) ** 0.5,
+            eps=float(group["eps"]),
+            step_size=float(lr / (1 - beta1**step)),
+        )
+
+
+def stands_for(optimizer: Optimizer) -> str | None:
+    """None if the host Adam computes exactly what `optimizer` would; else why not, in words."""
+    if type(optimizer) not in (Adam, AdamW):
+        return f"the optimizer is {type(optimizer).__name__}, neither torch.optim.Adam nor torch.optim.AdamW itself"
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "maximize", "capturable", "differentiable", "fused"):
+            if group[option]:
+                return f"the optimizer has {option}=True"
+        if any(isinstance(beta, Tensor) for beta in group["betas"]):
+            return "the optimizer's betas are tensors"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """fp32 values [n] as bf16 and a remainder: (hi << 16) + lo are their bits, exactly.
+
+    `hi` is the working parameter: the value rounded to the nearest bf16. On an exact tie it is the one away from zero, where
+    torch takes the even one; a remainder of 16 bits leaves no choice.
+
+    Attributes:
+        hi: bf16 [n].
+        lo: int16 [n].
+    """
+
+    hi: Tensor
+    lo: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Split":
+        """Split fp32 values [n]. A NaN becomes the one with the plainest bits, lest it round to a number."""
+        parts = cls(torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16))
+        parts.write(values)
+        return parts
+
+    def write(self, values: Tensor) -> None:
+        """Split fp32 values [n] into these tensors."""
+        bits = torch.where(values.isnan(), CANONICAL_NAN, values.view(torch.int32))
+        self.hi.view(torch.int16).copy_((bits + 0x8000) >> 16)
+        self.lo.copy_(bits)
+
+    def values(self) -> Tensor:
+        """The fp32 values [n]."""
+        bits = self.hi.view(torch.int16).int() << 16
+        return bits.add_(self.lo).view(torch.float32)
+
+
+Moment = Tensor | Blockwise
+
+
+@dataclass(slots=True)
+class States:
+    """Adam's states of n elements, on the CPU, contiguous.
+
+    Attributes:
+        master: the parameters in fp32 [n], or split.
+        exp_avg: the first moment: fp32 or bf16 [n], or 8-bit and signed.
+        exp_avg_sq: the second: fp32 or bf16 [n], or 8-bit and unsigned.
+    """
+
+    master: Tensor | Split
+    exp_avg: Moment
+    exp_avg_sq: Moment
+
+    def part(self, start: int, stop: int) -> "States":
+        """Elements [start, stop), as views; `start` must be a multiple of 256 where a moment has 8 bits."""
+        master = self.master
+        if isinstance(master, Split):
+            cut: Tensor | Split = Split(master.hi[start:stop], master.lo[start:stop])
+        else:
+            cut = master[start:stop]
+        return States(cut, _part(self.exp_avg, start, stop), _part(self.exp_avg_sq, start, stop))
+
+
+def _part(moment: Moment, start: int, stop: int) -> Moment:
+    if isinstance(moment, Tensor):
+        return moment[start:stop]
+    assert start % BLOCK == 0, f"a part begins at element {start}, inside a block of {BLOCK}"
+    scales = moment.scales[start // BLOCK : (stop + BLOCK - 1) // BLOCK]
+    return Blockwise(moment.codes[start:stop], scales, moment.signed)
