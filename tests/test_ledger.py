@@ -221,10 +221,11 @@ def test_each_tier_has_its_way_out(tier: str, way: str) -> None:
         Ledger({tier: 10}).take(Category.BUFFERS, 11, "a ring", tier=tier)
 
 
-def test_activations_are_torchs_on_the_device_only() -> None:
+def test_budgets_cover_activations() -> None:
     ledger = Ledger({"device": 10, "host": 10})
-    ledger.take(Category.ACTIVATIONS, 100, "saved")
-    ledger.take(Category.PARAMETERS, 10, "weights")
+    ledger.take(Category.ACTIVATIONS, 4, "saved")
+    with pytest.raises(BudgetExceeded, match="7 bytes of parameters on the device, which holds 4 of its budget of 10"):
+        ledger.take(Category.PARAMETERS, 7, "weights")
     ledger.take(Category.ACTIVATIONS, 6, "offloaded", tier="host")
     with pytest.raises(BudgetExceeded, match="5 bytes of activations on the host, which holds 6 of its budget of 10"):
         ledger.take(Category.ACTIVATIONS, 5, "offloaded", tier="host")

@@ -6,7 +6,8 @@ A byte that is not taken here is a byte that no table shows, so all buffers of t
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -28,7 +29,8 @@ class Category(StrEnum):
 
 MODEL_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
 WAYS_OUT = {  # of a tier that is too small
-    "device": "use more ranks, or a higher ZeRO stage",
+    "device": "keep fewer bytes there (offload, recomputation, smaller microbatches), use more ranks, or a higher ZeRO "
+    "stage",
     "host": "keep fewer bytes there (a smaller offload_share, offload_moments of fewer bytes, offload_disk), "
     "or use more ranks on more machines",
     "disk": "keep fewer bytes there (a smaller offload_share, offload_moments of fewer bytes), or use more ranks",
@@ -97,8 +99,8 @@ class Ledger:
     def take(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
         """Enter `nbytes` (of which `padding` bytes hold nothing) before they are allocated.
 
-        The budget covers what the engine allocates; activations on the device are torch's, and only seen while a step
-        is recorded.
+        The budget covers what the engine allocates, and what autograd saves: that is torch's, and only seen where there
+        is a budget or while a step is recorded.
 
         Raises:
             BudgetExceeded: with the table of what the tier holds.
@@ -117,13 +119,11 @@ class Ledger:
         Raises:
             BudgetExceeded: with the table of what the tier holds.
         """
-        budget = self.budgets.get(tier)
-        exempt = category is Category.ACTIVATIONS and tier == "device"
-        limited = self.total(tier) - (self._accounts[tier, Category.ACTIVATIONS].current if tier == "device" else 0)
-        if budget is not None and not exempt and limited + nbytes > budget:
+        budget, held_now = self.budgets.get(tier), self.total(tier)
+        if budget is not None and held_now + nbytes > budget:
             held = ", ".join(f"{name} {n:,}" for name, n in self.snapshot(tier).items() if n)
             raise BudgetExceeded(
-                f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {limited:,} of its "
+                f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {held_now:,} of its "
                 f"budget of {budget:,} ({held or 'nothing'}). Raise the budget, {WAYS_OUT[tier]}."
             )
 
@@ -163,6 +163,11 @@ class Ledger:
         self._note("start")
 
     @property
+    def limits_activations(self) -> bool:
+        """Whether what autograd saves must be entered, because the device has a budget."""
+        return "device" in self.budgets
+
+    @property
     def recording(self) -> bool:
         """Whether changes are being kept."""
         return self._recording is not None
@@ -171,6 +176,16 @@ class Ledger:
         """End the recording and return its events."""
         recording, self._recording = self._recording, None
         return recording.events if recording else []
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        """Record inside; the list is filled when the block ends."""
+        events: list[Event] = []
+        self.record()
+        try:
+            yield events
+        finally:
+            events.extend(self.stop())
 
     def _note(self, label: str) -> None:
         if self._recording is not None:

@@ -28,30 +28,21 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.counts import Purpose
-from zeroshard.errors import OffloadError
+from zeroshard.errors import BudgetExceeded, OffloadError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.link import Link, Task
+from zeroshard.tiers import HostMemory
 
 ALIGNED = 64  # bytes; no kernel looks at more of an address
 SMALLEST = 2**14  # bytes; below it a copy costs more than it frees
 PATIENCE = 4  # so many times the window may others be asked for before a copy on the device is let go
-
-
-class HostMemory(Protocol):
-    """Where the host's copies live."""
-
-    def borrow(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of at least so many bytes."""
-
-    def give_back(self, slab: torch.Tensor) -> None:
-        """Take back what `borrow` returned."""
 
 
 class ActivationStore:
@@ -59,8 +50,9 @@ class ActivationStore:
 
     Args:
         link: carries them, as `ACTIVATIONS_DOWN` and `ACTIVATIONS_UP`.
-        host: lends the memory.
-        ledger: shows them in the tier "host".
+        host: lends the memory, and enters it on the ledger as activations.
+        ledger: shows what of them is on the device, while a step is recorded or where the device has a budget; close to
+            that budget fewer are under way.
         smallest: bytes; smaller tensors stay where they are.
         window: how many may be on their way down at a time, and how many come up before they are asked for; at least 1.
 
@@ -85,6 +77,7 @@ class ActivationStore:
         """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes.
 
         Raises:
+            BudgetExceeded: the host cannot hold it, or the device not even one.
             OffloadError: an earlier copy failed.
         """
         extent = _extent(tensor, self._smallest)
@@ -105,6 +98,7 @@ class ActivationStore:
         """The tensor again, on its device, and those that were packed just before it on their way.
 
         Raises:
+            BudgetExceeded: the device cannot hold it.
             OffloadError: it was changed in place since it was saved, or a copy failed.
         """
         if isinstance(saved, Kept):
@@ -140,14 +134,16 @@ class ActivationStore:
 
     def _lower(self, tensor: torch.Tensor, key: "_Key") -> "_Region":
         """Begin to copy a region to the host."""
-        while len(self._lowering) >= self._window:
+        nbytes = key[2] - key[1]
+        while self._lowering and (len(self._lowering) >= self._window or not self._fits(nbytes)):
             self._settle(self._lowering[0])
+        self._ledger.check_room(Category.ACTIVATIONS, nbytes, "what autograd saves")
         region = _Region(tensor, key, self._host)
-        self._ledger.take(Category.ACTIVATIONS, region.nbytes, "save on the host", tier="host")
         assert region.source is not None
         region.lowering = self._link.copy(region.source, region.saved, Purpose.ACTIVATIONS_DOWN, "activations")
         self._lowering.append(region)
         self._regions[key] = region
+        self._note(region)
         return region
 
     def _settle(self, region: "_Region") -> None:
@@ -159,16 +155,23 @@ class ActivationStore:
             task.wait()
             region.check()
             region.source = None  # which a copy that failed leaves here
+            self._note(region)
         finally:
             self._free_if_done(region)
 
     def _raise(self, region: "_Region") -> None:
         """Begin to copy a region to the device, unless it is there."""
-        if region.source is None:
-            if region.copy is None:
-                region.copy = torch.empty(region.saved.shape, dtype=region.saved.dtype, device=region.device)
-                region.rising = self._link.copy(region.saved, region.copy, Purpose.ACTIVATIONS_UP, "activations")
-            self._raised[region] = self._asked
+        if region.source is not None:
+            return
+        if region.copy is None:
+            for other in list(self._raised):
+                if not self._fits(region.nbytes):
+                    self._let_go(other)
+            self._ledger.check_room(Category.ACTIVATIONS, region.nbytes, "what autograd saved")
+            region.copy = torch.empty(region.saved.shape, dtype=region.saved.dtype, device=region.device)
+            region.rising = self._link.copy(region.saved, region.copy, Purpose.ACTIVATIONS_UP, "activations")
+            self._note(region)
+        self._raised[region] = self._asked
 
     def _raise_before(self, number: int) -> None:
         """Begin to copy up what was packed before a handle, for a backward reads in reverse."""
@@ -179,6 +182,8 @@ class ActivationStore:
             at -= 1
             region = self._saved[self._order[at]]
             if region is not current and region.copy is None and not region.changed:
+                if region.source is None and not self._fits(region.nbytes):
+                    return
                 self._raise(region)
                 ahead.add(region)
 
@@ -194,6 +199,7 @@ class ActivationStore:
             self._land(region)
         finally:
             region.copy = None
+            self._note(region)
             self._free_if_done(region)
 
     def _land(self, region: "_Region") -> None:
@@ -207,11 +213,29 @@ class ActivationStore:
     def _free_if_done(self, region: "_Region") -> None:
         """Give the host's memory back once no graph needs it and no copy touches it."""
         if region.readers == 0 and region.lowering is None and region.rising is None:
-            region.copy = None
+            region.source = region.copy = None
+            self._note(region)
             self._raised.pop(region, None)
             del self._regions[region.key]
             self._host.give_back(region.slab)
-            self._ledger.give(Category.ACTIVATIONS, region.nbytes, "activation on the host", tier="host")
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether the device may hold so much more."""
+        try:
+            self._ledger.check_room(Category.ACTIVATIONS, nbytes, "activations")
+        except BudgetExceeded:
+            return False
+        return True
+
+    def _note(self, region: "_Region") -> None:
+        """Enter in the ledger what of the region is on the device, where somebody wants to know."""
+        here = region.source is not None or region.copy is not None
+        if here and not region.seen and (self._ledger.recording or self._ledger.limits_activations):
+            self._ledger.take(Category.ACTIVATIONS, region.nbytes, "save or fetch an activation")
+            region.seen = True
+        elif region.seen and not here:
+            self._ledger.give(Category.ACTIVATIONS, region.nbytes, "activation")
+            region.seen = False
 
     def _drop(self, number: int) -> None:
         """A graph has dropped a handle ([Note: dropped graphs])."""
@@ -255,10 +279,11 @@ class _Region:
         rising: their copy, until it has been waited for.
         readers: handles that live.
         changed: whether the source was changed before its copy was waited for.
+        seen: whether the ledger holds it on the device.
     """
 
-    __slots__ = ("changed", "copy", "device", "key", "lowering", "readers", "rising", "saved", "slab", "source",
-                 "storage")  # fmt: skip
+    __slots__ = ("changed", "copy", "device", "key", "lowering", "readers", "rising", "saved", "seen", "slab",
+                 "source", "storage")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, key: _Key, host: HostMemory) -> None:
         size = tensor.itemsize
@@ -266,12 +291,12 @@ class _Region:
         self.key, self.device = key, tensor.device
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.source: torch.Tensor | None = tensor.detach().as_strided((numel,), (1,), first)
-        self.slab = host.borrow(self.nbytes)
-        self.saved = self.slab[: self.nbytes].view(tensor.dtype)
+        self.slab = host.borrow(self.nbytes, Category.ACTIVATIONS)
+        self.saved = self.slab.view(tensor.dtype)
         self.lowering: Task | None = None
         self.copy: torch.Tensor | None = None
         self.rising: Task | None = None
-        self.readers, self.changed = 0, False
+        self.readers, self.changed, self.seen = 0, False, False
 
     @property
     def nbytes(self) -> int:

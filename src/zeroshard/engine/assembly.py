@@ -127,6 +127,8 @@ class Assembler:
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         self._below = Below(self._plan, self._comm.mesh, self._ledger, torch_optimizer) if self._plan.offloads else None
         going = units_below(units, self._plan.offload_share) if "optimizer" in self._plan.offloads else set()
+        if self._below is not None:
+            self._below.check_room(units, going, self._precision.compute, layout.bytes_per_element)
         self._share_memory(units)
         spans = SpanOptimizer(torch_optimizer, self._ledger)
         shards: list[list[Shard]] = []

@@ -171,7 +171,7 @@ class Backward:
         if self._explicit and gradients.open_to_autograd:
             gradients.open(parameters)
             return
-        for number, parameter in enumerate(parameters[: gradients.flat.first_small]):
+        for number, parameter in enumerate(parameters[: gradients.first_small]):
             absent = shard_placeholder(parameter)
             parameter.register_hook(_Arrival(self, parameter))
             parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number, absent))
@@ -201,7 +201,7 @@ class Backward:
 
     def _came(self, unit: int, wanted: Sequence[bytes]) -> bool:
         pairs = list(zip(self._gradients[unit], wanted, strict=True))
-        big = [(g.arrived[: g.flat.first_small], flags[: g.flat.first_small]) for g, flags in pairs]
+        big = [(g.arrived[: g.first_small], flags[: g.first_small]) for g, flags in pairs]
         if not all(_covers(arrived, flags) for arrived, flags in big):
             return False  # without looking at the small ones
         for gradients, _ in pairs:

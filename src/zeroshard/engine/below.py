@@ -33,7 +33,7 @@ class Below:
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
-        self._plan = plan
+        self._plan, self._mesh = plan, mesh
         self.host = HostMemory(ledger, mesh.device)
         rehearsal = mesh.rehearsal
         executor = executor_of(mesh.device, plan.timeout)
@@ -57,6 +57,30 @@ class Below:
     def parts(self) -> tuple[Link, HostMemory]:
         """The link and the host's memory."""
         return self.link, self.host
+
+    def check_room(self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int) -> None:
+        """Refuse what host memory cannot hold, before any of it is taken.
+
+        Args:
+            going: the numbers of the units that are kept below.
+            compute: the dtype of computation; None is each parameter's own.
+            states: bytes of optimizer states per element.
+
+        Raises:
+            BudgetExceeded: with what is needed and what there is.
+        """
+        plan, ranks, nbytes = self._plan, self._mesh.ranks, 0
+        gradients = 2 if plan.delayed_update else 1
+        sums = plan.microbatches > 1
+        for unit in units:
+            for parameter in unit.parameters.values() if unit.number in going else ():
+                size = (compute or parameter.dtype).itemsize
+                each = (max(size, 4) if sums else size) * gradients + (size if "parameters" in plan.offloads else 0)
+                if self.disk is None:
+                    each += 4 + {"fp32": states, "bf16": 4, "8bit": 2}[plan.offload_moments]
+                nbytes += each * parameter.numel() // ranks
+        if self._mesh.rehearsal is None:
+            self.host.check_room(nbytes, "What is offloaded", local_ranks() or ranks)
 
     def slice_of(self, flat: Flat, numel: int, padding: int) -> HostSlice:
         """The home of a slice [numel] of a flat."""
@@ -85,3 +109,10 @@ def units_below(units: Sequence[Unit], share: float) -> set[int]:
             break
         chosen.add(number)
     return chosen
+
+
+def limit_device(device: torch.device, budget: int | None) -> None:
+    """Let torch's allocator refuse what is beyond a GPU's budget; elsewhere the ledger alone does."""
+    if device.type == "cuda" and budget is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)

@@ -6,7 +6,7 @@ stage. `train_step` runs the same actions from a schedule.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, t
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import accumulate, call_with, loss_in, microbatches
+from zeroshard.engine.below import limit_device
 from zeroshard.engine.executor import Span
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, StepResult, Verdict
-from zeroshard.engine.offloading import Offloaded
+from zeroshard.engine.offloading import Guesses, Offloaded
 from zeroshard.engine.pipelined import Pipelined, watch_versions
 from zeroshard.engine.replicas import check_replicas
 from zeroshard.engine.saving import Savings
 from zeroshard.engine.stage import Stage, make_stage
-from zeroshard.engine.state import State, tied_names, whole_state_dict
+from zeroshard.engine.state import State, state_dict_by_unit, tied_names, whole_state_dict
 from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
@@ -83,6 +84,7 @@ class Engine:
             keep_freed_memory()
         budget = self.plan.device_budget
         self.ledger = Ledger({} if budget is None else {"device": budget}, self.mesh.now)
+        limit_device(self.mesh.device, budget)
         self._loss = loss or (lambda output, batch: loss_in(output))
         self._stage = self._cut(example)
         self._groups = Groups.of(self.plan, self.mesh, self._stage)
@@ -108,6 +110,7 @@ class Engine:
         self._counts: Mapping[Purpose, Count] = {}
         self.exposed: Mapping[str, float] = {}
         self.steps = self.skipped = 0
+        self._takes_apart = False
         self.schedule = self._make_schedule()
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         self._reset_counts()
@@ -143,6 +146,11 @@ class Engine:
     def seconds_waiting(self) -> float:
         """How long this rank stood waiting for others in the last step."""
         return sum(count.seconds for purpose, count in self._counts.items() if purpose not in BETWEEN_TIERS)
+
+    @property
+    def guesses(self) -> Guesses:
+        """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
+        return self._offloaded.guesses if self._offloaded else Guesses()
 
     @property
     def lane(self) -> int:
@@ -302,6 +310,9 @@ class Engine:
         self.flush()
         if self._stage is not None:
             return whole_state_dict(self.model, self._stage)
+        if self._gatherer is not None and "parameters" in self.plan.offloads and not self._forward.editing:
+            self._takes_apart = True
+            return state_dict_by_unit(self.model, self._assembly, self._gatherer)
         with self._whole():
             return {
                 k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
@@ -402,15 +413,9 @@ class Engine:
             self._pipelined.executor.loans.lend_again()
         self._reset_counts()
 
-    @contextmanager
-    def recording(self) -> Iterator[list[Event]]:
+    def recording(self) -> AbstractContextManager[list[Event]]:
         """Keep every change of memory inside, activations included; the list is filled when the block ends."""
-        events: list[Event] = []
-        self.ledger.record()
-        try:
-            yield events
-        finally:
-            events.extend(self.ledger.stop())
+        return self.ledger.recorded()
 
     def trace(self) -> None:
         """Keep from now on when every forward, backward and update of a pipeline ran, until `trace_end`."""
@@ -423,16 +428,8 @@ class Engine:
         assert self._pipelined is not None
         return self._pipelined.executor.trace_end()
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        if self._gatherer is None:
-            yield
-            return
-        self._gatherer.pin()
-        try:
-            yield
-        finally:
-            self._gatherer.unpin()
+    def _whole(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._gatherer is None else self._gatherer.pinned()
 
     def _make_schedule(self) -> Schedule:
         """This rank's list for one step; with one stage, gradient accumulation."""
@@ -489,7 +486,8 @@ class Engine:
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._offloaded is not None:
             self._offloaded.flush()
-        if self._gatherer is not None and not self._gatherer.everything_here():
+        asked, self._takes_apart = self._takes_apart, False
+        if self._gatherer is not None and not asked and not self._gatherer.everything_here():
             raise PlanError(
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
                 "engine.state_dict(), or call "

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.activations.offload import ActivationStore
+from zeroshard.activations.offload import ActivationStore, Kept
 from zeroshard.engine.assembly import Assembly
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.offloading import Offloaded
@@ -62,6 +62,7 @@ class Forward:
         }
         self._weights: set[int] = set()  # storages of weights, which are no activations
         self._activations: dict[int, int] = {}
+        self._counts = False
         self.editing = False
         model.register_forward_pre_hook(_outside(self._enter_model), with_kwargs=True, prepend=True)
         model.register_forward_hook(_outside(self._leave_model), always_call=True)
@@ -139,9 +140,10 @@ class Forward:
                 begins = True
             self._gatherer.need(self._root)
         hooks = None
-        if self._ledger.recording or self._store is not None:
+        self._counts = self._ledger.recording or self._ledger.limits_activations
+        if self._counts or self._store is not None:
             self._weights = {_place_of(buffer) for shard in self._assembly.all_shards for buffer in shard.weights}
-        if torch.is_grad_enabled() and (self._homes or self._ledger.recording or self._store is not None):
+        if torch.is_grad_enabled() and (self._homes or self._counts or self._store is not None):
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
         self._open.append((hooks, begins))
@@ -169,10 +171,12 @@ class Forward:
         if home is not None:
             return _SavedWeight(tensor, *home)
         weight = isinstance(tensor, nn.Parameter) or _place_of(tensor) in self._weights
-        if self._store is not None and not weight:
-            return _Stored(self._store.pack(tensor))
-        counts = self._ledger.recording and tensor.layout is torch.strided and not weight
-        return _Activation(tensor, self) if counts else tensor
+        counts = self._counts and tensor.layout is torch.strided and not weight
+        if self._store is None or weight:
+            return _Activation(tensor, tensor, self) if counts else tensor
+        packed = self._store.pack(tensor)
+        stays = counts and isinstance(packed, Kept)
+        return _Activation(tensor, packed, self) if stays else _Stored(packed)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
@@ -180,9 +184,10 @@ class Forward:
             assert self._gatherer is not None
             self._gatherer.need(saved.unit)
             return saved.weight()
-        if isinstance(saved, _Stored) and self._store is not None:
-            return self._store.unpack(saved.saved)
-        tensor: torch.Tensor = saved.tensor if isinstance(saved, _Activation) else saved
+        found = saved.saved if isinstance(saved, _Stored) else saved
+        if self._store is not None and not isinstance(found, torch.Tensor):
+            return self._store.unpack(found)
+        tensor: torch.Tensor = found
         return tensor
 
     def count_activation(self, storage: torch.UntypedStorage, change: int) -> None:
@@ -275,21 +280,21 @@ class _SavedWeight:
 
 
 class _Stored:
-    """A saved tensor in the store of activations."""
+    """A saved tensor, or what the store of activations takes for it."""
 
-    __slots__ = ("saved",)
+    __slots__ = ("__weakref__", "saved")
 
     def __init__(self, saved: Any) -> None:
         self.saved = saved
 
 
-class _Activation:
-    """A saved tensor counted in the ledger for as long as the graph holds it."""
+class _Activation(_Stored):
+    """One on the device, counted in the ledger for as long as the graph holds it."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ()
 
-    def __init__(self, tensor: torch.Tensor, counter: Forward) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor, saved: Any, counter: Forward) -> None:
+        super().__init__(saved)
         counter.count_activation(tensor.untyped_storage(), 1)
         weakref.finalize(self, counter.count_activation, tensor.untyped_storage(), -1)
 

@@ -85,11 +85,10 @@ class Offloaded:
         self._place = {id(shard): self._units.index(n) for n, shards in enumerate(assembly.shards) for shard in shards}
         self._rising: list[tuple[Shard, Task, torch.Tensor | None]] = []
         self._late: list[Update] = []
-        self._guesses: dict[int, Guess] = {}
+        self._ahead: dict[int, Guess] = {}
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
         self._puts: dict[int, int] = {}
-        self.steps = 0
-        self.guessed = Guesses()
+        self.guesses = Guesses()
         for shard in assembly.all_shards:
             if shard.home is not None:
                 shard.home.rebind = partial(self._rebind, shard)
@@ -102,16 +101,16 @@ class Offloaded:
         """Those of an assembly, if there are any."""
         return cls(assembly, plan, judge, ranks) if any(shard.below for shard in assembly.all_shards) else None
 
-    def start(self, todo: Sequence[tuple[Shard, Sequence[bool]]], factor: float) -> None:
+    def start(self, todo: Sequence[tuple[Shard, Sequence[bool]]], factor: float, step: int) -> None:
         """Begin the updates of a step, with gradients times `factor`.
 
         Args:
             todo: shards, each with which of its parameters got a gradient.
+            step: how many were taken before.
         """
         self.commit()
         self._wrong.append(factor != 1.0 / self._judge.scale)
-        late = self._plan.delayed_update and self.steps >= self._plan.delayed_warmup
-        self.steps += 1
+        late = self._plan.delayed_update and step >= self._plan.delayed_warmup
         for shard, written in sorted(todo, key=lambda item: self._place[id(item[0])]):
             update = self._begin(shard, written, factor, late)
             self._late.append(update) if late else self._lift(update)
@@ -126,12 +125,12 @@ class Offloaded:
 
     def forget(self) -> None:
         """Drop what was guessed and not taken over."""
-        for guess in self._guesses.values():
+        for guess in self._ahead.values():
             guess.update.task.wait()
             self._below.shadows.give(guess.shadow)
             self._return(guess.update.staging)
-            self.guessed.undone += 1
-        self._guesses.clear()
+            self.guesses.undone += 1
+        self._ahead.clear()
 
     def commit(self) -> None:
         """Bring the weights of delayed updates up ([Note: delayed update])."""
@@ -171,15 +170,15 @@ class Offloaded:
         home, sink = _home(shard), _sink(shard)
         spans = self._spans(shard, written)
         parts = self._parts(shard, spans)
-        guess = self._guesses.pop(id(shard), None)
+        guess = self._ahead.pop(id(shard), None)
         self._puts[id(shard)] = sink.puts if all(written) else 0
         if guess is not None and (guess.parts, guess.factor, guess.puts) == (parts, factor, sink.puts):
             self._below.shadows.give(home.take_over(guess.shadow))
-            self.guessed.taken += 1
+            self.guesses.taken += 1
             update = guess.update
         else:
             if guess is not None:
-                self._guesses[id(shard)] = guess  # to be forgotten
+                self._ahead[id(shard)] = guess  # to be forgotten
             update = self._update(shard, parts, factor, aside=late)
         for span in spans:
             self._assembly.optimizer.optimizer.state[span.tensor]["step"] += 1
@@ -243,7 +242,7 @@ class Offloaded:
         home, sink = _home(shard), _sink(shard)
         expected = self._puts.get(id(shard), 0)
         off = not self._plan.speculate or self._plan.delayed_update or home.on_disk
-        if off or sink.puts != expected or sum(self._wrong) > MOST_WRONG or id(shard) in self._guesses:
+        if off or sink.puts != expected or sum(self._wrong) > MOST_WRONG or id(shard) in self._ahead:
             return
         shadow = self._below.shadows.take(home.form)
         if shadow is None:
@@ -251,7 +250,7 @@ class Offloaded:
         spans = self._assembly.optimizer.spans(shard.spans)
         parts, factor = self._parts(shard, spans), 1.0 / self._judge.scale
         update = self._update(shard, parts, factor, aside=True, shadow=shadow)
-        self._guesses[id(shard)] = Guess(update, parts, factor, sink.puts, shadow)
+        self._ahead[id(shard)] = Guess(update, parts, factor, sink.puts, shadow)
 
     def _spans(self, shard: Shard, written: Sequence[bool]) -> list[Span]:
         """The spans that got a gradient, cut so that each got it whole or not at all."""

@@ -21,6 +21,7 @@ from zeroshard.ledger import Ledger
 from zeroshard.offload.moments import Blockwise
 from zeroshard.offload.slices import MOMENTS, expanded
 from zeroshard.optim import Span
+from zeroshard.zero import Gatherer
 
 NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are not the optimizer's
 
@@ -371,6 +372,22 @@ def whole_state_dict(model: nn.Module, stage: Stage) -> dict[str, Any]:
             stage.world.broadcast(value, f"weights {key}", source)
             whole[key] = value.cpu()
     return whole
+
+
+def state_dict_by_unit(model: nn.Module, assembly: Assembly, gatherer: Gatherer) -> dict[str, Any]:
+    """The complete state dict of a model that the device cannot hold, on every rank; a collective call."""
+    found: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+    keys: dict[int, list[str]] = {}
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor):
+            keys.setdefault(id(value), []).append(key)
+            found[key] = value if isinstance(value, nn.Parameter) else value.detach().cpu().clone()
+    for number, shards in enumerate(assembly.shards):
+        with gatherer.visit(number):
+            for parameter in (parameter for shard in shards for parameter in shard.flat.parameters):
+                for key in keys.get(id(parameter), ()):
+                    found[key] = parameter.detach().cpu().clone()
+    return found
 
 
 def _present(tensor: torch.Tensor) -> bool:

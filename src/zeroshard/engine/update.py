@@ -49,6 +49,7 @@ class Update:
         self._shards = [shard for shard in assembly.all_shards if shard.gradients is not None]
         self._settled: tuple[int, Settled] | None = None
         self.offloaded = offloaded
+        self._step = 0
 
     def settle(self, step: int) -> Settled:
         """Reduce what is left and agree with all ranks; a collective call, made once per step.
@@ -58,6 +59,7 @@ class Update:
         """
         if self._settled is not None and self._settled[0] == self._backward.count:
             return self._settled[1]
+        self._step = step
         if self.offloaded is not None:
             self.offloaded.finish()
         words = self._agree(step)
@@ -120,7 +122,7 @@ class Update:
             if not shard.below:
                 shard.parameters.finish_spread()
         if self.offloaded is not None:
-            self.offloaded.start(later, factor)
+            self.offloaded.start(later, factor, self._step)
         self._assembly.optimizer.account()
 
     def skip(self, shards: Sequence[Shard]) -> None:
@@ -145,7 +147,7 @@ class Update:
             assert shard.gradients is not None
             shard.gradients.consume()
             if not shard.gradients.opened:
-                for parameter in shard.flat.parameters[: shard.flat.first_small]:
+                for parameter in shard.flat.parameters[: shard.gradients.first_small]:
                     parameter.grad = None
         self._backward.count = 0
         self._settled = None

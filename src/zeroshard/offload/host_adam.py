@@ -1,11 +1,17 @@
 """Adam and AdamW on the host, in one pass over memory: the update of ZeRO-Offload (arXiv 2101.06840, section 5.1).
 
-One call takes the 16-bit gradient as it came from the device, divides out loss scale and clipping, updates master
+One call takes the gradient as it came from the device, multiplies clipping and loss scale into it, updates master
 parameters and moments, and writes the 16-bit parameters that go back. With fp32 states the results are those of
-torch.optim's Adam or AdamW bit for bit.
+torch.optim's Adam or AdamW on the CPU, bit for bit.
 
-There are three back ends: "c++" (a kernel of our own, built at first use), "compile" (torch.compile, for compilers that our
-source does not please; a last place may differ from torch.optim's) and "torch" (tiles, in torch's own operations).
+There are three back ends: "c++", a kernel of our own that is built at first use; "compile", torch.compile, for a
+compiler that does not take our source; and "torch", tiles in torch's own operations, which need no compiler. The first
+and the last are exact; "compile" may differ in the last place.
+
+[Note: square roots] Where torch is built with MKL, as its wheels for x86 are, its square root is a function of that
+library, which on some processors is off by a last place for one number in six, and slower than the instruction. To
+equal torch.optim, the kernel calls the same function; `like_torch=False` takes the instruction, which is correctly
+rounded: for training on a device whose own Adam has other roundings anyway.
 """
 
 import ctypes
@@ -19,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import OptimizerError
-from zeroshard.offload import kernel, tiled
+from zeroshard.offload import compiled, kernel, tiled
 from zeroshard.offload.moments import BLOCK, Blockwise, code_map
 from zeroshard.offload.states import Moment, Scalars, Split, States, stands_for
 
@@ -27,6 +33,7 @@ __all__ = ["BACKENDS", "Blockwise", "Scalars", "Split", "States", "adam_update",
 
 BACKENDS = ("c++", "compile", "torch")
 KINDS = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
+PROOF = Scalars.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}, 3, decoupled=False)
 _chosen: str | None = None
 
 
@@ -39,11 +46,12 @@ def adam_update(
     after: States,
     out: Tensor | None = None,
     threads: int | None = None,
+    like_torch: bool = True,
 ) -> None:
     """One step of Adam or AdamW on n elements.
 
-    The gradient is widened to fp32 and multiplied by `factor`, in fp32, before anything else. bf16 moments are computed in
-    fp32 and rounded to nearest even; 8-bit ones are encoded anew, after the fp32 values have moved the parameters.
+    The gradient is widened to fp32 and multiplied by `factor`, in fp32, before anything else. bf16 moments are computed
+    in fp32 and rounded to nearest even; 8-bit ones are encoded anew, after the fp32 values have moved the parameters.
 
     Args:
         gradient: bf16, fp16 or fp32 [n].
@@ -51,9 +59,10 @@ def adam_update(
         scalars: the numbers of this step.
         before: the states to read.
         after: the states to write, in the same layout: `before` itself, or others; then `before` stays as it was.
-        out: bf16 or fp16 [n], for the new parameters rounded to nearest even; None if they are not wanted, as with a split
-            master, whose `after.master.hi` they are.
+        out: bf16 or fp16 [n], for the new parameters rounded to nearest even; None if they are not wanted, as with a
+            split master, whose `after.master.hi` they are.
         threads: how many threads may work; by default as many as torch uses. The back ends in torch use torch's.
+        like_torch: take square roots as torch does on this CPU; see [Note: square roots].
 
     Raises:
         OptimizerError: tensors of the wrong size, dtype or device.
@@ -62,11 +71,12 @@ def adam_update(
     if gradient.numel() == 0:
         return
     name = backend()
-    if name == "torch":
-        tiled.update(gradient, factor, scalars, before, after, out)
+    if name == "c++":
+        update = describe(gradient, factor, scalars, before, after, out, like_torch)
+        kernel.library().zeroshard_adam(ctypes.byref(update), threads or torch.get_num_threads())
     else:
-        described = describe(gradient, factor, scalars, before, after, out)
-        kernel.library().zeroshard_adam(ctypes.byref(described), threads or torch.get_num_threads())
+        module = compiled if name == "compile" else tiled
+        module.update(gradient, factor, scalars, before, after, out)
 
 
 def backend() -> str:
@@ -87,18 +97,54 @@ def using(name: str) -> Iterator[None]:
 
 @cache
 def _first() -> str:
+    """The first back end that works here; each that does not is named in a warning, with the reason."""
     try:
         kernel.library()
+        _prove()
+        return "c++"
     except OptimizerError as error:
-        warnings.warn(f"Updates on the host run in torch's operations, which are slower: {error}", stacklevel=4)
-        return "torch"
-    return "c++"
+        reason = str(error)
+    if kernel.compiler() is not None:
+        try:
+            states = States(*(torch.ones(1) for _ in States.__slots__))
+            compiled.update(torch.ones(1), 1.0, PROOF, states, states)
+            warnings.warn(
+                f"Updates on the host go through torch.compile, inexact in the last place: {reason}", stacklevel=4
+            )
+            return "compile"
+        except Exception as error:  # whatever torch.compile makes of a compiler that is broken
+            reason = f"{reason} torch.compile fails too: {error}"
+    warnings.warn(f"Updates on the host run in torch's operations, which are slower: {reason}", stacklevel=4)
+    return "torch"
+
+
+def _prove() -> None:
+    """Compare one update by the kernel with one in torch's operations.
+
+    Raises:
+        OptimizerError: they differ in a bit.
+    """
+    random = torch.Generator().manual_seed(0)
+    gradient, master, exp_avg, exp_avg_sq = (torch.randn(1003, generator=random) for _ in range(4))
+    before = States(master, exp_avg, exp_avg_sq.square())
+    ours, torchs = (States(*(torch.empty_like(master) for _ in States.__slots__)) for _ in range(2))
+    kernel.library().zeroshard_adam(ctypes.byref(describe(gradient, 0.5, PROOF, before, ours, like_torch=True)), 1)
+    tiled.update(gradient, 0.5, PROOF, before, torchs)
+    if not all(torch.equal(getattr(ours, name), getattr(torchs, name)) for name in States.__slots__):
+        raise OptimizerError("On this machine the kernel's results are not torch's, bit for bit.")
 
 
 def describe(
-    gradient: Tensor, factor: float, scalars: Scalars, before: States, after: States, out: Tensor | None = None
+    gradient: Tensor,
+    factor: float,
+    scalars: Scalars,
+    before: States,
+    after: States,
+    out: Tensor | None = None,
+    like_torch: bool = True,
 ) -> kernel.Update:
     """The update as the kernel takes it; the tensors must outlive it."""
+    roots, set_threads, roots_mode = kernel.torch_roots() if like_torch else (None, None, 0)
     names = ("master", "exp_avg", "exp_avg_sq")
     signed, unsigned = (_map(s) for s in (True, False))
     return kernel.Update(
@@ -109,7 +155,9 @@ def describe(
         out_kind=kernel.NONE if out is None else KINDS[out.dtype],
         signed_map=signed,
         unsigned_map=unsigned,
-        **kernel.torch_roots(),
+        roots=roots,
+        set_threads=set_threads,
+        roots_mode=roots_mode,
         factor=factor,
         **{name: _values(getattr(before, name)) for name in names},
         **{f"new_{name}": _values(getattr(after, name)) for name in names},
@@ -173,6 +221,6 @@ def _check_one(name: str, tensor: Tensor, n: int, dtypes: tuple[torch.dtype, ...
         found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         contiguous = "" if tensor.is_contiguous() else ", not contiguous"
         raise OptimizerError(
-            f"{name} is {found}{contiguous}; a host update of {n} elements needs a contiguous vector [{n}] on the CPU of "
-            f"{' or '.join(map(str, dtypes))}."
+            f"{name} is {found}{contiguous}; a host update of {n} elements needs a contiguous vector of as many on the "
+            f"CPU, of {' or '.join(map(str, dtypes))}."
         )

@@ -62,6 +62,11 @@ class Update(ctypes.Structure):
     )
 
 
+def compiler() -> str | None:
+    """The C++ compiler of this machine, if it has one."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The kernel, built if no earlier process has done so.
@@ -69,14 +74,13 @@ def library() -> ctypes.CDLL:
     Raises:
         OptimizerError: there is no C++ compiler, or it fails.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    command = compiler()
+    if command is None:
         raise OptimizerError(f"No C++ compiler was found ({', '.join(COMPILERS)}). Install one.")
-    text = SOURCE.read_bytes()
-    key = hashlib.sha256(b"\0".join([text, " ".join(FLAGS).encode(), _target(compiler).encode()])).hexdigest()
-    built = _folder() / f"host_adam-{key[:16]}.so"
+    words = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), _target(command).encode()]
+    built = _folder() / f"host_adam-{hashlib.sha256(b'|'.join(words)).hexdigest()[:16]}.so"
     if not built.exists():
-        _build(compiler, built)
+        _build(command, built)
     try:
         kernel = ctypes.CDLL(str(built))
     except OSError as error:
@@ -87,26 +91,25 @@ def library() -> ctypes.CDLL:
 
 
 @cache
-def torch_roots() -> dict[str, int]:
-    """The fields of an update with which square roots are torch's own on this CPU.
+def torch_roots() -> tuple[int | None, int | None, int]:
+    """The fields `roots`, `set_threads` and `roots_mode` with which an update takes square roots as torch does.
 
-    Where torch is built with MKL, it takes them with `vmsSqrt`, which on some processors is off by a last place for one
-    number in six; elsewhere with the processor's instruction, and there is nothing to set.
+    Where torch is built with MKL it calls `vmsSqrt`, which is found here; elsewhere it uses the instruction.
     """
     if not torch.backends.mkl.is_available():
-        return {}
+        return None, None, 0
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        functions = {"roots": torch_cpu.vmsSqrt, "set_threads": torch_cpu.MKL_Set_Num_Threads_Local}
+        functions = (torch_cpu.vmsSqrt, torch_cpu.MKL_Set_Num_Threads_Local)
     except (OSError, AttributeError):
-        return {}
-    addresses = {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in functions.items()}
-    return {**addresses, "roots_mode": ROOTS_MODE}
+        return None, None, 0
+    roots, set_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    return roots, set_threads, ROOTS_MODE
 
 
 def _folder() -> Path:
-    home = cache_home()
-    return (Path(home) if home else Path.home() / ".cache") / "zeroshard"
+    home = cache_home() or "~/.cache"
+    return Path(home).expanduser() / "zeroshard"
 
 
 def _target(compiler: str) -> str:

@@ -1,11 +1,11 @@
 """8-bit moments: blockwise quantisation with a dynamic-exponent map (Dettmers et al., arXiv 2110.02861, section 2).
 
-The map gives a magnitude in (0, 1] a decimal exponent of up to six and what is left of seven bits as a linear fraction: at
-exponent -(6 - i) the middles of 2^i equal parts of [0.1, 1] (2^(i+1) in the unsigned map, which has no use for a sign).
+The map gives a magnitude in (0, 1] a decimal exponent of up to six and what is left of seven bits as a linear fraction:
+at exponent i - 6, the middles of 2^i equal parts of [0.1, 1] (2^(i+1) in the unsigned map, which needs no sign).
 Signed for the first moment, unsigned for the second. Codes count the values in ascending order.
 
-One code differs from the customary signed map: its lowest value is -1, as its highest is 1, where others have -0.993. So the
-largest magnitude of a block is always kept exactly, and encoding what was decoded changes nothing.
+One code differs from the customary signed map: its lowest value is -1, as its highest is 1, where others have -0.993.
+So the largest magnitude of a block is always kept exactly, and encoding what was decoded changes nothing.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class CodeMap:
 
     Attributes:
         values: fp32 [256], ascending: the value of each code.
-        bounds: fp32 [256]: the largest number that is nearest to each code's value, the lower of two codes being taken in
-            the middle; infinity for the last.
+        bounds: fp32 [256]: the largest number that is nearest to each code's value, the lower of two codes being taken
+            in the middle; infinity for the last.
         lowest: uint8 [65536]: for the upper 16 bits of an fp32 number, the code of the lowest number that has them. No
             two bounds share those bits, so the code of any number with them is this or the next.
     """

@@ -78,8 +78,8 @@ def stands_for(optimizer: Optimizer) -> str | None:
 class Split:
     """fp32 values [n] as bf16 and a remainder: (hi << 16) + lo are their bits, exactly.
 
-    `hi` is the working parameter: the value rounded to the nearest bf16. On an exact tie it is the one away from zero, where
-    torch takes the even one; a remainder of 16 bits leaves no choice.
+    `hi` is the working parameter: the value rounded to the nearest bf16. On an exact tie it is the one away from zero,
+    where torch takes the even one; a remainder of 16 bits leaves no choice.
 
     Attributes:
         hi: bf16 [n].

@@ -43,13 +43,15 @@ class SpanOptimizer:
         self._ledger = ledger
         self._spans: list[list[Span]] = []
         self._tiers: list[str | None] = []
-        self._seen_bytes = 0
+        self._seen_bytes = {"device": 0, "host": 0}  # of scalars
         self._templates = [dict(group) for group in optimizer.param_groups]
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_by_hand)
         self._fresh: list[tuple[Span, dict[str, Any]]] = []
 
-    def add(self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None) -> int:
+    def add(
+        self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
+    ) -> int:
         """Enter the elements of one flat that this rank updates; returns the number of their list of spans.
 
         Args:
@@ -141,20 +143,23 @@ class SpanOptimizer:
 
     def account(self) -> None:
         """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""
-        scalars, states = 0, dict.fromkeys(self._tiers, 0)
+        states = dict.fromkeys(self._tiers, 0)
+        scalars = dict.fromkeys(("device", "host"), 0)
         for tier, span in ((tier, s) for tier, spans in zip(self._tiers, self._spans, strict=True) for s in spans):
             for value in self.optimizer.state.get(span.tensor, {}).values():
                 if isinstance(value, torch.Tensor):
                     whole = value.shape == span.tensor.shape and value.dim() > 0
                     states[tier] += value.nbytes if whole else 0
-                    scalars += 0 if whole else value.nbytes
+                    scalars[tier or "host"] += 0 if whole else value.nbytes
         for tier, nbytes in states.items():
             held = 0 if tier is None else self._ledger.account(Category.OPTIMIZER_STATES, tier).current
             if tier is not None and nbytes > held:
                 self._ledger.take(Category.OPTIMIZER_STATES, nbytes - held, "optimizer states", tier=tier)
-        if scalars > self._seen_bytes:
-            self._ledger.take(Category.BUFFERS, scalars - self._seen_bytes, "optimizer scalars")
-            self._seen_bytes = scalars
+        for place, nbytes in scalars.items():
+            if nbytes > self._seen_bytes[place]:
+                more = nbytes - self._seen_bytes[place]
+                self._ledger.take(Category.BUFFERS, more, "optimizer scalars", tier=place)
+                self._seen_bytes[place] = nbytes
 
     def _split(self, span: Span, places: list[int]) -> list[Span]:
         state = self.optimizer.state.pop(span.tensor, {})

@@ -80,6 +80,7 @@ class GradientShards:
     Attributes:
         interval: first and one past the last element of the slice that this rank owns.
         alone: whether there is one rank and no sink, so that nothing ever leaves.
+        first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
         arrived: per parameter, whether its gradient came in the backward under way.
         written: per parameter, whether it got a gradient since the last reduction.
         written_in_step: per parameter, whether it got a gradient since the last update.
@@ -104,6 +105,8 @@ class GradientShards:
         self._ranks = comm.mesh.ranks
         self.interval = flat.index.interval(comm.mesh.rank)
         self.alone = self._ranks == 1 and sink is None
+        # What goes below leaves nothing behind, so there one buffer per flat for all small ones would be too much.
+        self.first_small = flat.first_small if sink is None else len(flat.parameters)
         self._keeps_landing = not residency.slice_gradients or self.alone
         self._gathers = not residency.slice_states and self._ranks > 1
         sums = torch.promote_types(flat.dtype, torch.float32)
@@ -148,7 +151,7 @@ class GradientShards:
 
     def open_small(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Let autograd add up the gradients of the small ones among these parameters ([Note: small parameters])."""
-        index, first = self.flat.index, self.flat.first_small
+        index, first = self.flat.index, self.first_small
         if first == len(parameters):
             return
         offset = index.entries[first].offset
@@ -179,7 +182,7 @@ class GradientShards:
             numbers.append(number)
         self._fresh.clear()
         if self._small is not None:
-            landing, index, first = self._ready_landing(), self.flat.index, self.flat.first_small
+            landing, index, first = self._ready_landing(), self.flat.index, self.first_small
             region = landing[index.entries[first].offset : index.numel]
             region.add_(self._small) if any(self.written[first:]) else region.copy_(self._small)
             self._small.zero_()
@@ -442,8 +445,8 @@ class GradientShards:
     def _zero_unwritten(self, landing: torch.Tensor) -> None:
         if not all(self.written):
             first, collected = (
-                self.flat.first_small,
-                self._small is not None and any(self.written[self.flat.first_small :]),
+                self.first_small,
+                self._small is not None and any(self.written[self.first_small :]),
             )
             for number, entry in enumerate(self.flat.index.entries):
                 if not self.written[number] and not (collected and number >= first):

@@ -6,7 +6,8 @@ The list starts as the registration order; at the end of the first pass the rank
 A unit that is wanted off the list is first agreed on by all ranks, by name; ranks that want different ones stop there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 
 from zeroshard.comm import Comm, Purpose
@@ -163,6 +164,29 @@ class Gatherer:
             self._start(number)
             for shard in self._shards[number]:
                 shard.finish_gather()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Have every unit here inside; a collective call."""
+        self.pin()
+        try:
+            yield
+        finally:
+            self.unpin()
+
+    @contextmanager
+    def visit(self, number: int) -> Iterator[None]:
+        """Have one unit here inside, outside of any pass; a collective call."""
+        for shard in self._shards[number]:
+            shard.lend()
+        self._start(number)
+        for shard in self._shards[number]:
+            shard.finish_gather()
+        try:
+            yield
+        finally:
+            for shard in self._shards[number]:
+                shard.free()
 
     def unpin(self) -> None:
         """Free what `pin` gathered."""
