@@ -57,7 +57,7 @@ class DamagedError(CheckpointError):
 
 
 class OffloadError(ZeroshardError, RuntimeError):
-    """A tier that failed: a disk that is full or does not answer."""
+    """A tier that failed: a disk that is full or does not answer; or a saved tensor that was changed meanwhile."""
 
 
 class DivergenceError(ZeroshardError, RuntimeError):

@@ -26,7 +26,7 @@ import torch
 from zeroshard.counts import Count, Purpose
 from zeroshard.errors import OffloadError
 
-UPDATE, DISK = "update", "disk"
+UPDATE, DISK, COMPUTE = "update", "disk", "compute"
 LANES = {  # tasks of one lane run one after the other
     Purpose.GRADIENTS_DOWN: "down",
     Purpose.ACTIVATIONS_DOWN: "down",
@@ -39,7 +39,7 @@ LANES = {  # tasks of one lane run one after the other
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a task ran, in seconds of the link's clock."""
+    """When a task ran, or the main thread computed (cause `COMPUTE`), in seconds of the link's clock."""
 
     label: str
     cause: str
@@ -68,7 +68,7 @@ class Task:
         self.link, self.cause, self.label, self.nbytes = link, cause, label, nbytes
         self.work: Callable[[], None] | None = work
         self.done, self.copies = False, False
-        self.after = [task for task in after if not task.done or task.event is not None]
+        self.after = [task for task in after if not task.done or task.event is not None or task.error is not None]
         self.error: BaseException | None = None
         self.signal: threading.Event | None = None
         self.event: torch.cuda.Event | None = None
@@ -346,6 +346,21 @@ class Link:
         _forget(task)
         if task.error is not None:
             raise task.error
+
+    @contextmanager
+    def traced(self) -> Iterator[list[Span]]:
+        """Keep when tasks inside run, and what is noted; the list is complete when the block ends."""
+        spans: list[Span] = []
+        self.spans = spans
+        try:
+            yield spans
+        finally:
+            self.spans = None
+
+    def note(self, label: str, start: float) -> None:
+        """Enter what the main thread has computed since `start`, if anybody asks."""
+        if self.spans is not None:
+            self.spans.append(Span(label, COMPUTE, start, self.now()))
 
     def reset(self) -> tuple[dict[Purpose, Count], dict[str, float]]:
         """Begin to count anew; returns what was counted."""

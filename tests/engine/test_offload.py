@@ -1,5 +1,7 @@
 """Offloaded runs equal those in memory bit for bit, whenever copies and updates really happen."""
 
+import errno
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
-from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
+from zeroshard.errors import BudgetExceeded, OffloadError, OptimizerError, PlanError
 from zeroshard.ledger import Category
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -324,7 +326,7 @@ def test_a_model_of_several_times_the_budget_trains(times: int, extra: dict[str,
         engine, found = train(zs.Plan(precision="bf16", device_memory=budget, **extra))
     assert peak_of(watched) <= budget  # all of torch's allocations, temporaries too
     assert_same((found, engine.state_dict()), (wanted, expected))
-    with pytest.raises(BudgetExceeded, match="on the device"):
+    with pytest.raises(BudgetExceeded, match=r"on the device|the weights take"):
         train(zs.Plan(precision="bf16", device_memory=budget))
 
 
@@ -335,6 +337,44 @@ def test_a_budget_covers_activations() -> None:
         zs.Engine(fresh(8), ADAMW, zs.Plan(**plan)).train_step(tokens)
     plan["offload"] = "optimizer,parameters,activations"
     zs.Engine(fresh(8), ADAMW, zs.Plan(**{**plan, "device_memory": "1.5MiB"})).train_step(tokens)
+
+
+def test_a_budget_too_small_for_the_weights_in_use_is_refused_at_once() -> None:
+    unit, root = 4 * 64 * 65, 4 * 16 * 64
+    plan: dict[str, Any] = {"offload": "optimizer,parameters,activations", "zero": 3}
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(BudgetExceeded, match=f"two units at a time and the root take {2 * unit + root:,}"):
+        zs.Engine(fresh(4), ADAMW, zs.Plan(device_memory=2 * unit, **plan))
+    enough = 7 * unit + 2 * root  # with the gradients of three units on their way
+    zs.Engine(fresh(4), ADAMW, zs.Plan(device_memory=enough, **plan)).train_step(tokens)
+
+
+def test_a_disk_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = {"offload": "optimizer", "offload_disk": str(tmp_path / "states")}
+    reference = zs.Engine(build("Plain", 0), ADAMW, zs.Plan())
+    wanted = take_steps(reference, 4)
+    engine = zs.Engine(build("Plain", 0), ADAMW, zs.Plan(**disk))
+    assert take_steps(engine, 2) == wanted[:2]
+    engine.save(tmp_path / "a", wait=True)
+    write = os.pwritev
+    calls = iter(range(1000))
+
+    def full(*args: Any) -> int:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OffloadError, match="earlier checkpoints are as they were"):
+        take_steps(engine, 2, 2)
+    monkeypatch.undo()
+    again = zs.Engine(build("Plain", 0), ADAMW, zs.Plan(**disk))
+    again.load(tmp_path / "a")
+    assert take_steps(again, 2, 2) == wanted[2:]
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    calls = iter([2])
+    with pytest.raises(OffloadError, match="free"):
+        zs.Engine(build("Plain", 0), ADAMW, zs.Plan(**disk))
 
 
 def test_what_offload_cannot_do_is_refused() -> None:

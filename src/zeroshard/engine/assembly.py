@@ -11,7 +11,7 @@ from zeroshard.comm import Comm
 from zeroshard.engine.below import Below, units_below
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
-from zeroshard.errors import OptimizerError, PlanError
+from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
 from zeroshard.offload.gradients import HostGradients
@@ -23,7 +23,7 @@ from zeroshard.plan import Plan
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.schedule import Loan
 from zeroshard.units import Flat, Unit, find_units, is_small
-from zeroshard.zero import Accumulation, GradientShards, ParameterShards, Residency
+from zeroshard.zero import Accumulation, Gatherer, GradientShards, ParameterShards, Residency
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -96,6 +96,12 @@ class Assembly:
         """All shards in the fixed order of units."""
         return [shard for shards in self.shards for shard in shards]
 
+    def gatherer(self, comm: Comm) -> Gatherer | None:
+        """What brings sliced units to this rank, if there are any."""
+        parameters = [[shard.parameters for shard in shards] for shards in self.shards]
+        sliced = any(shard.parameters.sliced for shard in self.all_shards)
+        return Gatherer(self.units, parameters, comm) if sliced else None
+
 
 class Assembler:
     """Builds an `Assembly`: materialises unit by unit, and keeps of each unit what the plan says."""
@@ -127,6 +133,7 @@ class Assembler:
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         self._below = Below(self._plan, self._comm.mesh, self._ledger, torch_optimizer) if self._plan.offloads else None
         going = units_below(units, self._plan.offload_share) if "optimizer" in self._plan.offloads else set()
+        self._check_budget(units, kept)
         if self._below is not None:
             self._below.check_room(units, going, self._precision.compute, layout.bytes_per_element)
         self._share_memory(units)
@@ -157,6 +164,31 @@ class Assembler:
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         return Assembly(units, shards, spans, layout, self._precision, self._arena, borrowed, self._below)
+
+    def _check_budget(self, units: list[Unit], kept: set[nn.Parameter]) -> None:
+        """Refuse a budget that the weights alone exceed.
+
+        Raises:
+            BudgetExceeded: with the least that they need.
+        """
+        budget, ranks = self._plan.device_budget, self._comm.mesh.ranks
+        if budget is None:
+            return
+        sizes = [
+            sum(p.numel() * self._precision.dtype_of(p, p in kept).itemsize for p in unit.parameters.values())
+            for unit in units
+        ]
+        gathered = sum(sorted(sizes[:-1])[-2:]) + sizes[-1]  # two units beside the root
+        needed, what = sum(sizes), "the weights"
+        if self._residency.slice_parameters and (ranks > 1 or "parameters" in self._plan.offloads):
+            slices = 0 if "parameters" in self._plan.offloads else sum(sizes) // ranks
+            needed, what = slices + gathered, "two units at a time and the root"
+        if needed > budget:
+            raise BudgetExceeded(
+                f"device_memory is {budget:,} bytes, and {what} take {needed:,}. Set it to more than that (gradients "
+                f"on their way and activations come on top; `zeroshard plan` says how much), or cut the model into "
+                f"smaller units."
+            )
 
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""

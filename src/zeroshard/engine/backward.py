@@ -48,6 +48,7 @@ class Backward:
         self._only_trainable = [all(shard.flat.trainable for shard in shards) for shards in assembly.shards]
         self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
         self._active = False
+        self._began = 0.0
         self._launched = 0
         self._in_flight: list[int] = []  # units whose reductions were started and not finished
         self._unread: list[int] = []  # and those finished here, that other ranks may still read
@@ -91,6 +92,8 @@ class Backward:
                 "Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward()."
             )
         self._active = True
+        if self._assembly.below is not None:
+            self._began = self._assembly.below.link.now()
         self._launched = 0
         for gradients in self.gradients:
             gradients.collect()
@@ -252,6 +255,8 @@ class Backward:
         self._finish(len(self._in_flight))
         self._release(len(self._unread))
         self._active = False
+        if self._assembly.below is not None:
+            self._assembly.below.link.note("backward", self._began)
 
 
 def _covers(arrived: bytearray, expected: bytes) -> bool:

@@ -1,13 +1,14 @@
 """What an engine has below its device: host memory, a disk, the link to them, and which units live there."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from zeroshard.errors import OptimizerError
+from zeroshard.errors import OptimizerError, PlanError
 from zeroshard.ledger import Ledger
-from zeroshard.link import Executor, Link, Modelled, Worker
+from zeroshard.link import Executor, Link, Modelled, Span, Worker
 from zeroshard.mesh import Mesh, local_ranks
 from zeroshard.offload.host_adam import stands_for
 from zeroshard.offload.moments import BLOCK
@@ -109,6 +110,17 @@ def units_below(units: Sequence[Unit], share: float) -> set[int]:
             break
         chosen.add(number)
     return chosen
+
+
+def traced(below: Below | None) -> AbstractContextManager[list[Span]]:
+    """As `Link.traced`.
+
+    Raises:
+        PlanError: nothing is offloaded.
+    """
+    if below is None:
+        raise PlanError("engine.tracing() is for offloaded plans; set offload, or use torch.profiler.")
+    return below.link.traced()
 
 
 def limit_device(device: torch.device, budget: int | None) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard import link
 from zeroshard.checkpoint import Saving
 from zeroshard.counts import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import accumulate, call_with, loss_in, microbatches
-from zeroshard.engine.below import limit_device
+from zeroshard.engine.below import limit_device, traced
 from zeroshard.engine.executor import Span
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
@@ -39,7 +40,6 @@ from zeroshard.mesh import Mesh, init_mesh, keep_freed_memory
 from zeroshard.plan import Plan
 from zeroshard.schedule import Layout, Pipeline, Schedule, verify, with_gathers
 from zeroshard.version import __version__
-from zeroshard.zero import Gatherer
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -92,9 +92,7 @@ class Engine:
         tied = tied_names(model)
         assembler = Assembler(model, self.plan, self._groups, self.ledger, self._stage)
         self._assembly = assembler.assemble(optimizer, initialise)
-        sliced = any(shard.parameters.sliced for shard in self._assembly.all_shards)
-        parameters = [[shard.parameters for shard in shards] for shards in self._assembly.shards]
-        self._gatherer = Gatherer(self._assembly.units, parameters, self.comm) if sliced else None
+        self._gatherer = self._assembly.gatherer(self.comm)
         self._backward = Backward(
             self._assembly, self._gatherer, self.comm, self.plan.scales_loss, explicit=self._stage is not None
         )
@@ -105,12 +103,11 @@ class Engine:
         )
         self._update = Update(self._assembly, self._backward, self._groups, self._offloaded)
         self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
-        self._savings = Savings()
+        self._savings, self._takes_apart = Savings(), False
         self._pipelined = self._make_pipelined() if self._stage else None
         self._counts: Mapping[Purpose, Count] = {}
         self.exposed: Mapping[str, float] = {}
         self.steps = self.skipped = 0
-        self._takes_apart = False
         self.schedule = self._make_schedule()
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         self._reset_counts()
@@ -151,6 +148,13 @@ class Engine:
     def guesses(self) -> Guesses:
         """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
         return self._offloaded.guesses if self._offloaded else Guesses()
+
+    def tracing(self) -> AbstractContextManager[list[link.Span]]:
+        """Keep when the forwards, backwards, copies and host jobs of offloaded steps inside run.
+
+        On a GPU, copies are entered when they are handed to their streams.
+        """
+        return traced(self._assembly.below)
 
     @property
     def lane(self) -> int:
@@ -464,9 +468,8 @@ class Engine:
             self.mesh.pulse.step(self.steps)
         self._savings.look()
         self.skipped += verdict.skip if verdict else False
-        moved: dict[Purpose, Count] = {}
-        if self._assembly.below is not None:
-            moved, self.exposed = self._assembly.below.link.reset()
+        self._forward.end_step()
+        moved, self.exposed = self._assembly.below.link.reset() if self._assembly.below else ({}, {})
         self._counts = merged([*(comm.counts for comm in self._groups.all), moved])
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)

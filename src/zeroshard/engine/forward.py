@@ -53,7 +53,7 @@ class Forward:
         if "activations" in plan.offloads and assembly.below is not None:
             self._store = ActivationStore(*assembly.below.parts, ledger)
         self._root = len(assembly.units) - 1
-        self._open: list[tuple[saved_tensors_hooks | None, bool]] = []
+        self._open: list[tuple[saved_tensors_hooks | None, bool, float]] = []
         self._homes = {
             _place_of(shard.parameters.full): (number, shard.parameters)
             for number, shards in enumerate(assembly.shards)
@@ -127,7 +127,7 @@ class Forward:
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
-        begins = False
+        begins, began = False, 0.0 if self._assembly.below is None else self._assembly.below.link.now()
         if self._offloaded is not None:
             self._offloaded.entering(self._root, trains=torch.is_grad_enabled())
         if not self.editing:
@@ -146,16 +146,20 @@ class Forward:
         if torch.is_grad_enabled() and (self._homes or self._counts or self._store is not None):
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
-        self._open.append((hooks, begins))
+        self._open.append((hooks, begins, began))
         cast = self._assembly.precision.cast_inputs
         return cast(args), cast(kwargs)
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> Any:
-        hooks, begins = self._open.pop()
+        if not self._open:
+            return None  # entering it has failed
+        hooks, begins, began = self._open.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
-        if self._offloaded is not None:
+        if self._offloaded is not None and sys.exc_info()[0] is None:
             self._offloaded.finish()
+        if self._assembly.below is not None:
+            self._assembly.below.link.note("forward", began)
         if self._gatherer is not None and begins:
             if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()
@@ -171,12 +175,11 @@ class Forward:
         if home is not None:
             return _SavedWeight(tensor, *home)
         weight = isinstance(tensor, nn.Parameter) or _place_of(tensor) in self._weights
-        counts = self._counts and tensor.layout is torch.strided and not weight
-        if self._store is None or weight:
-            return _Activation(tensor, tensor, self) if counts else tensor
-        packed = self._store.pack(tensor)
-        stays = counts and isinstance(packed, Kept)
-        return _Activation(tensor, packed, self) if stays else _Stored(packed)
+        if weight:
+            return tensor
+        packed = Kept(tensor) if self._store is None else self._store.pack(tensor)
+        counts = self._counts and tensor.layout is torch.strided and isinstance(packed, Kept)
+        return _Activation(tensor, packed, self) if counts else _Stored(packed)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
@@ -184,11 +187,17 @@ class Forward:
             assert self._gatherer is not None
             self._gatherer.need(saved.unit)
             return saved.weight()
-        found = saved.saved if isinstance(saved, _Stored) else saved
-        if self._store is not None and not isinstance(found, torch.Tensor):
-            return self._store.unpack(found)
-        tensor: torch.Tensor = found
-        return tensor
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if isinstance(saved.saved, Kept):
+            return saved.saved.tensor()
+        assert self._store is not None
+        return self._store.unpack(saved.saved)
+
+    def end_step(self) -> None:
+        """Wait for activations on their way, and let go of what came up for nobody."""
+        if self._store is not None:
+            self._store.settle()
 
     def count_activation(self, storage: torch.UntypedStorage, change: int) -> None:
         """Enter a storage that autograd saved, once however many tensors share it; strike it out with the last."""
@@ -280,7 +289,7 @@ class _SavedWeight:
 
 
 class _Stored:
-    """A saved tensor, or what the store of activations takes for it."""
+    """A saved tensor that the hooks have taken in: where it is, or what the store of activations takes for it."""
 
     __slots__ = ("__weakref__", "saved")
 

@@ -1,0 +1,399 @@
+"""The host Adam against torch.optim, in every layout and back end."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroshard.errors import OptimizerError
+from zeroshard.offload import compiled, host_adam, kernel, tiled
+from zeroshard.offload.host_adam import Blockwise, Scalars, Split, States, adam_update, backend, stands_for, using
+
+GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+EXACT = [pytest.param("c++", marks=pytest.mark.skipif(kernel.compiler() is None, reason="no C++ compiler")), "torch"]
+Optimizer = Callable[..., torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic of "compile" without the half minute of compiling it; benchmarks/host_adam.py compiles."""
+    monkeypatch.setattr(compiled, "_compiled", lambda: compiled._adam)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bits, but one NaN like another."""
+    plain = torch.where(tensor.isnan(), torch.zeros_like(tensor), tensor)
+    return plain.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def fresh(n: int) -> States:
+    return States(torch.zeros(n), torch.zeros(n), torch.zeros(n))
+
+
+def random_states(n: int) -> States:
+    return States(torch.randn(n), torch.randn(n), torch.rand(n))
+
+
+def gradients(n: int, dtype: torch.dtype, late: bool) -> Tensor:
+    """Of all magnitudes, with zeros and denormals; when `late`, squares that overflow too."""
+    info = torch.finfo(dtype)
+    values = torch.randn(n) * 10 ** torch.empty(n).uniform_(-10, 4)
+    values[::7] = 0.0
+    values[1::11] *= 1e-38
+    values[2::13] = info.tiny / 4
+    if late:
+        values[3::101] = info.max / 2
+    return values.clamp(info.min, info.max).to(dtype)
+
+
+def follow(make: Optimizer, n: int, steps: int, dtype: torch.dtype, out_dtype: torch.dtype = torch.bfloat16) -> None:
+    """Both optimizers side by side; every step writes other buffers than it reads."""
+    start = torch.randn(n)
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = make([parameter])
+    assert stands_for(optimizer) is None
+    before, after, out = States(start, torch.zeros(n), torch.zeros(n)), fresh(n), torch.empty(n, dtype=out_dtype)
+    for step in range(1, steps + 1):
+        gradient = gradients(n, dtype, late=step > steps // 2)
+        group = optimizer.param_groups[0]
+        group["lr"] = group["lr"] * 0.999
+        adam_update(gradient, 0.37, Scalars.of(group, step, group["decoupled_weight_decay"]), before, after, out)
+        before, after = after, before
+        parameter.grad = gradient.float() * 0.37
+        optimizer.step()
+        state = optimizer.state[parameter]
+        assert torch.equal(bits(before.exp_avg), bits(state["exp_avg"]))
+        assert torch.equal(bits(before.exp_avg_sq), bits(state["exp_avg_sq"]))
+        assert torch.equal(bits(before.master), bits(parameter.data))
+        assert torch.equal(bits(out), bits(parameter.data.to(out_dtype)))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_hundreds_of_steps_are_torchs_bit_for_bit(name: str, decay: float, kind: Optimizer) -> None:
+    with using(name):
+        follow(lambda p: kind(p, lr=1e-2, weight_decay=decay), 1003, 300, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 31, 257, 600])
+def test_no_length_and_no_gradient_dtype_is_different(name: str, dtype: torch.dtype, n: int) -> None:
+    with using(name):
+        follow(lambda p: torch.optim.AdamW(p, lr=1e-2), n, 20, dtype, torch.float16)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": torch.tensor(1e-3)},
+        {"lr": torch.tensor([1e-3])},
+        {"betas": (0.5, 0.9)},
+        {"betas": (0.2, 0.0)},
+        {"betas": (0.0, 0.99)},
+        {"eps": 0.0},
+        {"foreach": True},
+        {"lr": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_every_option_that_it_stands_for(name: str, options: dict[str, Any], kind: Optimizer) -> None:
+    """In whole vectors: at beta1 = 0 torch gives zeros another sign in the tail of a tensor than in its body."""
+    with using(name):
+        follow(lambda p: kind(p, **{"lr": 1e-2, "weight_decay": 0.1, **options}), 320, 30, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
+        (lambda p: type("Mine", (torch.optim.AdamW,), {})(p), "Mine"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad"),
+        (lambda p: torch.optim.Adam(p, maximize=True), "maximize"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable"),
+        (lambda p: torch.optim.Adam(p, capturable=True), "capturable"),
+        (lambda p: torch.optim.AdamW(p, fused=True), "fused"),
+        (lambda p: torch.optim.AdamW(p, betas=(torch.tensor(0.9), torch.tensor(0.99))), "betas"),
+    ],
+)
+def test_what_it_does_not_stand_for_has_a_reason(make: Optimizer, reason: str) -> None:
+    assert reason in str(stands_for(make([torch.nn.Parameter(torch.zeros(3))])))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_in_place_equals_shadows_and_shadows_leave_what_they_read(name: str) -> None:
+    n, scalars = 3000, Scalars.of(GROUP, 3, decoupled=True)
+    before, after, gradient = random_states(n), fresh(n), torch.randn(n).bfloat16()
+    kept = [getattr(before, field).clone() for field in States.__slots__]
+    with using(name):
+        adam_update(gradient, 1.0, scalars, before, after)
+        assert all(torch.equal(getattr(before, f), k) for f, k in zip(States.__slots__, kept, strict=True))
+        adam_update(gradient, 1.0, scalars, before, before)
+    assert all(torch.equal(getattr(before, f), getattr(after, f)) for f in States.__slots__)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("offset", [1, 3, 4, 8])
+def test_any_alignment_and_nothing_beside_is_touched(name: str, offset: int) -> None:
+    n, scalars = 1030, Scalars.of(GROUP, 3, decoupled=True)
+    apart = random_states(n)
+    wide = States(*(torch.full((n + 20,), 7.0) for _ in range(3)))
+    inside = wide.part(offset, offset + n)
+    for field in States.__slots__:
+        getattr(inside, field).copy_(getattr(apart, field))
+    gradient, out = torch.randn(n + 20).bfloat16(), torch.full((n + 20,), 7.0, dtype=torch.bfloat16)
+    expected = torch.empty(n, dtype=torch.bfloat16)
+    here = slice(offset, offset + n)
+    with using(name):
+        adam_update(gradient[here], 0.5, scalars, inside, inside, out[here])
+        adam_update(gradient[here].clone(), 0.5, scalars, apart, apart, expected)
+    assert torch.equal(out[here], expected)
+    for whole, part in [(out, expected), *((getattr(wide, f), getattr(apart, f)) for f in States.__slots__)]:
+        assert torch.equal(whole[here], part)
+        assert (whole[:offset] == 7).all()
+        assert (whole[offset + n :] == 7).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("name", EXACT[:1])
+def test_threads_change_nothing(name: str, threads: int) -> None:
+    n, scalars = 150_001, Scalars.of(GROUP, 3, decoupled=True)
+    states, gradient = random_states(n), torch.randn(n).half()
+    results = [fresh(n) for _ in range(3)]
+    with using("torch"):
+        adam_update(gradient, 0.5, scalars, states, results[0])
+    with using(name):  # two callers at once
+        calls = [
+            threading.Thread(target=adam_update, args=(gradient, 0.5, scalars, states, result, None, threads))
+            for result in results[1:]
+        ]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+    for result in results[1:]:
+        assert all(torch.equal(getattr(result, f), getattr(results[0], f)) for f in States.__slots__)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nan_and_infinity_go_where_torch_lets_them(name: str) -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, -4.0] * 5))
+    states, out = States(parameter.detach().clone(), torch.zeros(20), torch.zeros(20)), torch.empty(20).half()
+    gradient = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0] * 5)
+    parameter.grad = gradient.clone()
+    torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1).step()
+    with using(name):
+        adam_update(gradient, 1.0, Scalars.of(GROUP, 1, decoupled=True), states, states, out)
+    assert torch.equal(bits(states.master), bits(parameter.data))
+    assert torch.equal(states.master.isnan(), parameter.data.isnan())
+    assert torch.equal(out.isnan(), parameter.data.isnan())
+
+
+def pattern_values() -> Tensor:
+    """Every upper half of an fp32 with lower halves around the middle and the ends."""
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    values = (torch.arange(2**16)[:, None] << 16) + low
+    return (values - (values >= 2**31) * 2**32).int().flatten().view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EXACT)
+def test_out_is_rounded_as_torch_rounds(name: str, dtype: torch.dtype) -> None:
+    values = pattern_values()
+    states, out = States(values, torch.zeros_like(values), torch.zeros_like(values)), torch.empty_like(values).to(dtype)
+    still = Scalars.of({**GROUP, "lr": 0.0}, 1, decoupled=True)
+    with using(name):
+        adam_update(torch.zeros_like(out), 1.0, still, states, fresh(values.numel()), out)
+    assert torch.equal(bits(out), bits(values.to(dtype)))
+    assert torch.equal(out.isnan(), values.isnan())
+
+
+def test_a_split_master_is_exact_and_its_upper_half_rounded_but_for_ties() -> None:
+    values = pattern_values()
+    split = Split.of(values)
+    numbers = ~values.isnan()
+    assert torch.equal(bits(split.values()), bits(values))
+    assert torch.equal(split.values().isnan(), values.isnan())
+    assert torch.equal(split.hi.isnan(), values.isnan())
+    ties = values.view(torch.int32) & 0xFFFF == 0x8000
+    assert torch.equal(split.hi[numbers & ~ties], values[numbers & ~ties].bfloat16())
+    assert (split.hi[numbers & ties].float().abs() >= values[numbers & ties].abs()).all()
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_split_master_follows_the_whole_one_bit_for_bit(name: str, decoupled: bool) -> None:
+    n = 2000
+    start = torch.randn(n)
+    whole, split = States(start, *(torch.zeros(n) for _ in range(2))), States(Split.of(start), *(torch.zeros(2, n)))
+    after = States(Split.of(torch.zeros(n)), *(torch.zeros(2, n)))
+    with using(name):
+        for step in range(1, 100):
+            gradient, scalars = torch.randn(n).bfloat16(), Scalars.of(GROUP, step, decoupled)
+            adam_update(gradient, 1.0, scalars, whole, whole)
+            adam_update(gradient, 1.0, scalars, split, after)
+            split, after = after, split
+    assert isinstance(split.master, Split)
+    assert torch.equal(split.master.values(), whole.master)
+
+
+LAYOUTS = ["bf16", "8 bit", "mixed"]
+
+
+def moments_of(layout: str, n: int) -> tuple[Any, Any]:
+    m, v = torch.randn(n) * 10 ** torch.empty(n).uniform_(-6, 0), torch.rand(n) * 10 ** torch.empty(n).uniform_(-9, 0)
+    m[:300], v[:300] = 0.0, 0.0
+    if layout == "bf16":
+        return m.bfloat16(), v.bfloat16()
+    return (m.bfloat16() if layout == "mixed" else Blockwise.encode(m, True)), Blockwise.encode(v, False)
+
+
+def parts_of(moment: Any) -> list[Tensor]:
+    return [moment.codes, moment.scales] if isinstance(moment, Blockwise) else [moment]
+
+
+@pytest.mark.parametrize("name", ["c++", "compile", "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_small_moments_are_the_fp32_update_and_then_rounded(name: str, layout: str) -> None:
+    if name == "c++" and kernel.compiler() is None:
+        pytest.skip("no C++ compiler")
+    n, scalars = 1100, Scalars.of(GROUP, 5, decoupled=True)
+    small = States(torch.randn(n), *moments_of(layout, n))
+    wide = [m.decode() if isinstance(m, Blockwise) else m.float() for m in (small.exp_avg, small.exp_avg_sq)]
+    exact, gradient = States(small.master.clone(), *wide), torch.randn(n).bfloat16()
+    gradient[:290] = 0.0
+    with using("torch"):
+        adam_update(gradient, 1.0, scalars, exact, exact)
+    with using(name):
+        adam_update(gradient, 1.0, scalars, small, small)
+    if name == "compile":  # its square roots and sums are rounded otherwise
+        assert torch.allclose(small.master, exact.master, rtol=1e-5, atol=1e-7)
+    else:
+        assert torch.equal(small.master, exact.master)
+    for moment, values, signed in ((small.exp_avg, exact.exp_avg, True), (small.exp_avg_sq, exact.exp_avg_sq, False)):
+        made = Blockwise.encode(values, signed) if isinstance(moment, Blockwise) else values.bfloat16()
+        for got, wanted in zip(parts_of(moment), parts_of(made), strict=True):
+            if name == "compile":
+                assert torch.allclose(
+                    got.float(), wanted.float(), rtol=1e-2, atol=1.0 if got.dtype == torch.uint8 else 0
+                )
+            else:
+                assert torch.equal(got, wanted)
+
+
+def test_compile_is_within_some_last_places() -> None:
+    n, scalars = 5000, Scalars.of(GROUP, 5, decoupled=False)
+    states, gradient = random_states(n), torch.randn(n).bfloat16()
+    ours, theirs = fresh(n), fresh(n)
+    out, other = torch.empty(n).bfloat16(), torch.empty(n).bfloat16()
+    for result, narrow, name in ((ours, out, "compile"), (theirs, other, "torch")):
+        with using(name):
+            adam_update(gradient, 0.5, scalars, states, result, narrow)
+    for field in States.__slots__:
+        assert torch.allclose(getattr(ours, field), getattr(theirs, field), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(out, other, rtol=2**-7)
+
+
+@pytest.mark.parametrize("name", EXACT[:1])
+def test_square_roots_of_the_processor_are_correctly_rounded(name: str) -> None:
+    n, scalars = 4000, Scalars.of({**GROUP, "lr": 1.0, "weight_decay": 0.0, "eps": 0.0}, 10**9, decoupled=True)
+    states, gradient = States(torch.zeros(n), torch.ones(n), torch.rand(n)), torch.ones(n)
+    with using(name):
+        adam_update(gradient, 1.0, scalars, states, states, like_torch=False)
+    roots = states.exp_avg_sq.double().sqrt().float()
+    assert torch.equal(states.master, -states.exp_avg / roots)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"gradient": torch.zeros(9)}, "9 elements"),
+        ({"gradient": torch.zeros(10, dtype=torch.int32)}, "int32"),
+        ({"gradient": torch.zeros(20)[::2]}, "not contiguous"),
+        ({"out": torch.zeros(10)}, "bfloat16 or torch.float16"),
+        ({"before": States(torch.zeros(10).half(), torch.zeros(10), torch.zeros(10))}, "master"),
+        ({"before": States(torch.zeros(10), torch.zeros(10).bfloat16(), torch.zeros(10))}, "layout"),
+        ({"after": States(torch.zeros(10), torch.zeros(10), torch.zeros(10, device="meta"))}, "meta"),
+        ({"after": States(torch.zeros(10), Blockwise.zeros(10, False), torch.zeros(10))}, "signed=True"),
+        ({"after": States(torch.zeros(10), Blockwise.zeros(300, True), torch.zeros(10))}, "codes"),
+    ],
+)
+def test_wrong_tensors_are_refused(change: dict[str, Any], words: str) -> None:
+    right: dict[str, Any] = {"gradient": torch.zeros(10), "before": fresh(10), "after": fresh(10)}
+    with pytest.raises(OptimizerError, match=words):
+        adam_update(**{**right, **change}, factor=1.0, scalars=Scalars.of(GROUP, 1, decoupled=True))
+
+
+def test_out_of_a_split_master_is_refused_and_nothing_is_an_update_of_nothing() -> None:
+    split, scalars = States(Split.of(torch.zeros(4)), torch.zeros(4), torch.zeros(4)), Scalars.of(GROUP, 1, True)
+    with pytest.raises(OptimizerError, match="split master"):
+        adam_update(torch.zeros(4), 1.0, scalars, split, split, torch.zeros(4).half())
+    adam_update(torch.zeros(0), 1.0, scalars, fresh(0), fresh(0))
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """As in a process that has built nothing and starts with an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for cached in (kernel.library, host_adam._first):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (kernel.library, host_adam._first):
+        cached.cache_clear()
+
+
+def test_without_a_compiler_torch_does_it_and_one_warning_says_so(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "COMPILERS", ("no-such-compiler",))
+    with pytest.warns(UserWarning, match=r"torch's operations.*No C\+\+ compiler") as caught:
+        assert backend() == "torch"
+    assert len(caught) == 1
+    assert backend() == "torch"
+    assert not list(unbuilt.iterdir())
+
+
+def test_where_our_source_does_not_build_torch_compiles(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is not C++;")
+    monkeypatch.setattr(kernel, "SOURCE", broken)
+    monkeypatch.setattr(kernel, "compiler", lambda: "/bin/false")
+    with pytest.warns(UserWarning, match=r"torch.compile.*could not build"):
+        assert backend() == "compile"
+    monkeypatch.setattr(compiled, "_compiled", lambda: None)
+    host_adam._first.cache_clear()
+    with pytest.warns(UserWarning, match=r"torch's operations.*could not build.*torch.compile fails too"):
+        assert backend() == "torch"
+
+
+def test_a_kernel_that_differs_from_torch_is_not_used(monkeypatch: pytest.MonkeyPatch, unbuilt: Path) -> None:
+    if kernel.compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.undo()  # the kernel itself comes from the cache
+    true = tiled.update
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "_compiled", lambda: compiled._adam)
+        patch.setattr(tiled, "update", lambda g, factor, *rest: true(g, factor * 1.0000001, *rest))
+        with pytest.warns(UserWarning, match="bit for bit"):
+            assert backend() == "compile"
+
+
+@pytest.mark.skipif(kernel.compiler() is None, reason="no C++ compiler")
+def test_it_is_built_once_into_the_cache(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in kernel.FLAGS))
+    assert backend() == "c++"
+    (built,) = (unbuilt / "zeroshard").iterdir()
+    host_adam._first.cache_clear()
+    kernel.library.cache_clear()
+    monkeypatch.setattr(kernel, "_build", lambda *_: pytest.fail("built again"))
+    assert backend() == "c++"
+    assert built.suffix == ".so"
