@@ -1,5 +1,6 @@
 """What an engine has below its device: host memory, a disk, the link to them, and which units live there."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ from zeroshard.plan import Plan
 from zeroshard.tiers import Disk, HostMemory, find_rooms
 from zeroshard.units import Flat, Unit
 
+PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning
 SPARED = 4  # of the host memory that is free at the start, the part that shadow pages may take
 executor_of: Callable[[torch.device, float], Executor] = Worker  # tests put others in its place
 
@@ -70,18 +72,20 @@ class Below:
         Raises:
             BudgetExceeded: with what is needed and what there is.
         """
-        plan, ranks, nbytes = self._plan, self._mesh.ranks, 0
+        plan, ranks, nbytes, on_disk = self._plan, self._mesh.ranks, 0, 0
         gradients = 2 if plan.delayed_update else 1
         sums = plan.microbatches > 1
         for unit in units:
             for parameter in unit.parameters.values() if unit.number in going else ():
                 size = (compute or parameter.dtype).itemsize
                 each = (max(size, 4) if sums else size) * gradients + (size if "parameters" in plan.offloads else 0)
-                if self.disk is None:
-                    each += 4 + {"fp32": states, "bf16": 4, "8bit": 2}[plan.offload_moments]
-                nbytes += each * parameter.numel() // ranks
+                kept = 4 + {"fp32": states, "bf16": 4, "8bit": 2}[plan.offload_moments]
+                nbytes += (each + (kept if self.disk is None else 0)) * parameter.numel() // ranks
+                on_disk += kept * parameter.numel() // ranks
         if self._mesh.rehearsal is None:
             self.host.check_room(nbytes, "What is offloaded", local_ranks() or ranks)
+            if self.disk is not None and on_disk > PROBED:
+                _warn_if_slow(self.disk, on_disk)
 
     def slice_of(self, flat: Flat, numel: int, padding: int) -> HostSlice:
         """The home of a slice [numel] of a flat."""
@@ -89,6 +93,19 @@ class Below:
         blocks = most if self._plan.offload_moments == "8bit" else 0
         form = Form(numel, self._plan.offload_moments, blocks)
         return HostSlice(self.link, self.host, form, flat.label, padding, self.disk)
+
+
+def _warn_if_slow(disk: Disk, nbytes: int) -> None:
+    """Say what reading and writing so many bytes in every step will take."""
+    read, write = disk.bandwidth()
+    seconds = nbytes / read + nbytes / write
+    if seconds > SLOW:
+        warnings.warn(
+            f"The disk at {disk.folder} reads {read / 1e9:.2g} and writes {write / 1e9:.2g} GB/s, so the optimizer's "
+            f"states ({nbytes / 2**30:.3g} GiB a rank) will take about {seconds:.0f} s of every step. Take more tokens "
+            f"per step, a faster disk, or keep fewer bytes there (offload_moments, more ranks).",
+            stacklevel=6,
+        )
 
 
 def _spare(ranks: int) -> int:

@@ -22,7 +22,7 @@ import torch
 from zeroshard.counts import Purpose
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.judge import Judge
-from zeroshard.link import Task
+from zeroshard.link import UPDATE, Task
 from zeroshard.offload.gradients import HostGradients
 from zeroshard.offload.host_adam import Scalars
 from zeroshard.offload.slices import HostSlice, Pages, Part
@@ -84,6 +84,7 @@ class Offloaded:
         self._units = [root, *range(root)]  # in the order of a forward
         self._place = {id(shard): self._units.index(n) for n, shards in enumerate(assembly.shards) for shard in shards}
         self._rising: list[tuple[Shard, Task, torch.Tensor | None]] = []
+        self._used: list[tuple[Task, torch.Tensor]] = []
         self._late: list[Update] = []
         self._ahead: dict[int, Guess] = {}
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
@@ -109,6 +110,7 @@ class Offloaded:
             step: how many were taken before.
         """
         self.commit()
+        self._tidy()
         self._wrong.append(factor != 1.0 / self._judge.scale)
         late = self._plan.delayed_update and step >= self._plan.delayed_warmup
         for shard, written in sorted(todo, key=lambda item: self._place[id(item[0])]):
@@ -173,9 +175,10 @@ class Offloaded:
         guess = self._ahead.pop(id(shard), None)
         self._puts[id(shard)] = sink.puts if all(written) else 0
         if guess is not None and (guess.parts, guess.factor, guess.puts) == (parts, factor, sink.puts):
-            self._below.shadows.give(home.take_over(guess.shadow))
+            update, before = guess.update, home.take_over(guess.shadow)
+            before.reader = update.task
+            self._below.shadows.give(before)
             self.guesses.taken += 1
-            update = guess.update
         else:
             if guess is not None:
                 self._ahead[id(shard)] = guess  # to be forgotten
@@ -198,7 +201,8 @@ class Offloaded:
         if out is None and (aside or home.on_disk or shard.flat.dtype.itemsize < 4):
             staging = self._below.host.borrow(shard.owned.numel() * shard.flat.dtype.itemsize)
             out = staging.view(shard.flat.dtype)
-        task = home.update(parts, sink.sum, factor, out, sink.arrived, shadow)
+        after = [*sink.arrived, *([shadow.reader] if shadow is not None and shadow.reader is not None else [])]
+        task = home.update(parts, sink.sum, factor, out, after, shadow)
         return Update(shard, task, out, staging)
 
     def _lift(self, update: Update) -> None:
@@ -215,7 +219,7 @@ class Offloaded:
         padding = index.padding_in(shard.start, shard.start + source.numel())
         if parameters.lives_below:
             own = parameters.own
-            task = link.run(lambda: _copy(own, source), "update", shard.flat.label, own.nbytes, after)
+            task = link.run(lambda: _copy(own, source), UPDATE, shard.flat.label, own.nbytes, after)
         else:
             task = link.copy(source, parameters.own, Purpose.PARAMETERS_UP, shard.flat.label, after, padding)
         parameters.update = task
@@ -227,8 +231,7 @@ class Offloaded:
             self._rising.remove(item)
             task.wait()
             if staging is not None:
-                task.wait_here()
-                self._return(staging)
+                self._used.append((task, staging))
             if shard.parameters.update is task:
                 shard.parameters.update = None
             if self._spreads:
@@ -297,6 +300,13 @@ class Offloaded:
         for span in optimizer.spans(shard.spans):
             if optimizer.optimizer.state.get(span.tensor):
                 optimizer.optimizer.state[span.tensor].update(self._moments(shard, span))
+
+    def _tidy(self) -> None:
+        """Take staging back that weights came up from, which on a GPU nobody waited for until now."""
+        for task, staging in self._used:
+            task.wait_here()
+            self._return(staging)
+        self._used.clear()
 
     def _return(self, staging: torch.Tensor | None) -> None:
         if staging is not None:

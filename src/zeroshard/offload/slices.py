@@ -55,10 +55,18 @@ class Form:
 
 
 class Pages:
-    """Memory for one version of a slice: five byte buffers as `Form.sizes` says."""
+    """Memory for one version of a slice: five byte buffers as `Form.sizes` says.
+
+    Attributes:
+        form: what is in them.
+        buffers: themselves.
+        master: the master weights [S] in the first.
+        reader: an update that may still read them, where they are to be written by another.
+    """
 
     def __init__(self, form: Form, buffers: Sequence[torch.Tensor]) -> None:
         self.form, self.buffers = form, list(buffers)
+        self.reader: Task | None = None
         self.master = self.buffers[0].view(torch.float32)[: form.numel]
 
     def states(self, start: int, stop: int, block: int) -> States:
