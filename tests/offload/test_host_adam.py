@@ -12,6 +12,7 @@ from torch import Tensor
 from zeroshard.errors import OptimizerError
 from zeroshard.offload import compiled, host_adam, kernel, tiled
 from zeroshard.offload.host_adam import Blockwise, Scalars, Split, States, adam_update, backend, stands_for, using
+from zeroshard.offload.moments import code_map
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 EXACT = [pytest.param("c++", marks=pytest.mark.skipif(kernel.compiler() is None, reason="no C++ compiler")), "torch"]
@@ -180,6 +181,15 @@ def test_threads_change_nothing(name: str, threads: int) -> None:
             call.join()
     for result in results[1:]:
         assert all(torch.equal(getattr(result, f), getattr(results[0], f)) for f in States.__slots__)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_defaults_of_the_user_are_of_no_effect(name: str) -> None:
+    states, gradient = States(torch.ones(9), *moments_of("8 bit", 9)), torch.ones(9).half()
+    code_map.cache_clear()
+    with using(name), torch.device("meta"):
+        adam_update(gradient, 1.0, Scalars.of(GROUP, 1, decoupled=True), states, states)
+    assert states.master.isfinite().all()
 
 
 @pytest.mark.parametrize("name", EXACT)

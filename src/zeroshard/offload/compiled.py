@@ -21,7 +21,7 @@ def update(
     gradient: Tensor, factor: float, scalars: Scalars, before: States, after: States, out: Tensor | None = None
 ) -> None:
     """As `host_adam.adam_update`, but for the last place. Split masters and 8-bit moments go tile by tile."""
-    numbers = torch.tensor([factor, *astuple(scalars)])
+    numbers = gradient.new_tensor([factor, *astuple(scalars)], dtype=torch.float32)
     old = (before.master, before.exp_avg, before.exp_avg_sq)
     new = (after.master, after.exp_avg, after.exp_avg_sq)
     if all(isinstance(values, Tensor) for values in (*old, *new)):

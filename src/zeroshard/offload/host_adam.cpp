@@ -2,9 +2,9 @@
 //
 // Work goes in tiles that stay in the first-level cache: what is not fp32 in memory is widened into a local buffer, the
 // arithmetic runs on fp32, and the results are narrowed again. fp32 states are read and written in place, once.
-// The arithmetic is that of torch.optim's single-tensor path on the CPU, operation by operation: torch fuses lerp, addcmul
-// and add(alpha) into one rounding each, and so does this; compile with -ffp-contract=off so that nothing else is fused.
-// Its square root may be a library's, which is not always correctly rounded; then the caller passes that very function.
+// The arithmetic is that of torch.optim's single-tensor path on the CPU, operation by operation: torch fuses lerp,
+// addcmul and add(alpha) into one rounding each, and so does this; compile with -ffp-contract=off so that nothing else
+// is fused. Its square root may be a library's, not always correctly rounded; then the caller passes that function.
 
 #include <atomic>
 #include <condition_variable>
@@ -117,14 +117,20 @@ void narrow_fp16(const float* from, uint16_t* into, int64_t n) {
   for (; i < n; i++) into[i] = _cvtss_sh(from[i], 0);
 }
 #else
+#if defined(__ARM_FP16_FORMAT_IEEE)
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
+
 void widen_fp16(const uint16_t* from, float* into, int64_t n) {
-  const _Float16* halves = reinterpret_cast<const _Float16*>(from);
+  const Half* halves = reinterpret_cast<const Half*>(from);
   for (int64_t i = 0; i < n; i++) into[i] = static_cast<float>(halves[i]);
 }
 
 void narrow_fp16(const float* from, uint16_t* into, int64_t n) {
-  _Float16* halves = reinterpret_cast<_Float16*>(into);
-  for (int64_t i = 0; i < n; i++) halves[i] = static_cast<_Float16>(from[i]);
+  Half* halves = reinterpret_cast<Half*>(into);
+  for (int64_t i = 0; i < n; i++) halves[i] = static_cast<Half>(from[i]);
 }
 #endif
 
@@ -145,14 +151,18 @@ void split(const float* from, uint16_t* hi, int16_t* lo, int64_t n) {
 }
 
 void decode(const uint8_t* codes, const float* scales, const Map& map, float* into, int64_t n) {
+  const float* const table = map.values;
   for (int64_t start = 0; start < n; start += BLOCK) {
     const int64_t stop = start + BLOCK < n ? start + BLOCK : n;
     const float scale = scales[start / BLOCK];
-    for (int64_t i = start; i < stop; i++) into[i] = map.values[codes[i]] * scale;
+    INDEPENDENT
+    for (int64_t i = start; i < stop; i++) into[i] = table[codes[i]] * scale;
   }
 }
 
 void encode(float* values, uint8_t* codes, float* scales, const Map& map, int64_t n) {
+  const float* const bounds = map.bounds;
+  const uint8_t* const lowest = map.lowest;
   for (int64_t start = 0; start < n; start += BLOCK) {
     const int64_t stop = start + BLOCK < n ? start + BLOCK : n;
     uint32_t largest = 0;  // as bits, an order in which NaN is above all
@@ -164,8 +174,8 @@ void encode(float* values, uint8_t* codes, float* scales, const Map& map, int64_
     scales[start / BLOCK] = scale;
     for (int64_t i = start; i < stop; i++) values[i] /= divisor;
     for (int64_t i = start; i < stop; i++) {
-      const unsigned code = map.lowest[to_bits(values[i]) >> 16];
-      codes[i] = static_cast<uint8_t>(code + (values[i] > map.bounds[code]));
+      const unsigned code = lowest[to_bits(values[i]) >> 16];
+      codes[i] = static_cast<uint8_t>(code + (values[i] > bounds[code]));
     }
   }
 }
@@ -187,14 +197,16 @@ const float* load(const Update& u, const Values& values, int32_t kind, float* bu
   if (kind == FP32) return at<float>(values.data, i);
   if (kind == BF16) widen_bf16(at<uint16_t>(values.data, i), buffer, n);
   if (kind == SPLIT) join(at<uint16_t>(values.data, i), at<int16_t>(values.rest, i), buffer, n);
-  if (kind >= SIGNED) decode(at<uint8_t>(values.data, i), at<float>(values.rest, i / BLOCK), map_of(u, kind), buffer, n);
+  if (kind >= SIGNED)
+    decode(at<uint8_t>(values.data, i), at<float>(values.rest, i / BLOCK), map_of(u, kind), buffer, n);
   return buffer;
 }
 
 void store(const Update& u, const Values& values, int32_t kind, float* buffer, int64_t i, int64_t n) {
   if (kind == BF16) narrow_bf16(buffer, at<uint16_t>(values.data, i), n);
   if (kind == SPLIT) split(buffer, at<uint16_t>(values.data, i), at<int16_t>(values.rest, i), n);
-  if (kind >= SIGNED) encode(buffer, at<uint8_t>(values.data, i), at<float>(values.rest, i / BLOCK), map_of(u, kind), n);
+  if (kind >= SIGNED)
+    encode(buffer, at<uint8_t>(values.data, i), at<float>(values.rest, i / BLOCK), map_of(u, kind), n);
 }
 
 const float* load_gradient(const Update& u, float* buffer, int64_t i, int64_t n) {
@@ -209,8 +221,10 @@ void stream(const uint16_t* from, uint16_t* into, int64_t n) {
   int64_t i = 0;
 #if defined(__SSE2__)
   if (reinterpret_cast<uintptr_t>(into) % 16 == 0)
-    for (; i + 8 <= n; i += 8)
-      _mm_stream_si128(reinterpret_cast<__m128i*>(into + i), _mm_load_si128(reinterpret_cast<const __m128i*>(from + i)));
+    for (; i + 8 <= n; i += 8) {
+      const __m128i eight = _mm_load_si128(reinterpret_cast<const __m128i*>(from + i));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(into + i), eight);
+    }
 #endif
   std::memcpy(into + i, from + i, (n - i) * sizeof(uint16_t));
 }
@@ -231,7 +245,7 @@ struct Pair {
   float m, v;
 };
 
-// L2: weight decay goes into the gradient. SMALL: 1 - beta1 is below a half, where torch's lerp starts from the other end.
+// L2: weight decay goes into the gradient. SMALL: 1 - beta1 is below a half; else lerp starts from the gradient.
 template <bool L2, bool SMALL>
 inline Pair moments(const Update& u, float gradient, float p, float m, float v) {
   float g = gradient * u.factor;
@@ -367,8 +381,8 @@ class Crew {
   int size_ = 0, wanted_ = 0, working_ = 0;
 };
 
-// The crew of this process; a forked child has no threads of its parent's, so it gets a crew of its own. Crews are never
-// destroyed: their threads sleep until the process ends.
+// The crew of this process; a forked child has none of its parent's threads, so it gets a crew of its own. Crews are
+// never destroyed: their threads sleep until the process ends.
 Crew& crew() {
   static std::mutex mutex;
   static Crew* mine = nullptr;

@@ -106,8 +106,8 @@ def _first() -> str:
         reason = str(error)
     if kernel.compiler() is not None:
         try:
-            states = States(*(torch.ones(1) for _ in States.__slots__))
-            compiled.update(torch.ones(1), 1.0, PROOF, states, states)
+            one = torch.ones(1, dtype=torch.float32, device="cpu")
+            compiled.update(one, 1.0, PROOF, States(one, one, one), States(one.clone(), one.clone(), one.clone()))
             warnings.warn(
                 f"Updates on the host go through torch.compile, inexact in the last place: {reason}", stacklevel=4
             )
@@ -125,7 +125,8 @@ def _prove() -> None:
         OptimizerError: they differ in a bit.
     """
     random = torch.Generator().manual_seed(0)
-    gradient, master, exp_avg, exp_avg_sq = (torch.randn(1003, generator=random) for _ in range(4))
+    values = torch.randn(4, 1003, generator=random, dtype=torch.float32, device="cpu")
+    gradient, master, exp_avg, exp_avg_sq = values
     before = States(master, exp_avg, exp_avg_sq.square())
     ours, torchs = (States(*(torch.empty_like(master) for _ in States.__slots__)) for _ in range(2))
     kernel.library().zeroshard_adam(ctypes.byref(describe(gradient, 0.5, PROOF, before, ours, like_torch=True)), 1)
@@ -166,7 +167,6 @@ def describe(
     )
 
 
-@cache
 def _map(signed: bool) -> kernel.Map:
     tables = code_map(signed)
     return kernel.Map(tables.values.data_ptr(), tables.bounds.data_ptr(), tables.lowest.data_ptr())

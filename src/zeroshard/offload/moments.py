@@ -37,17 +37,24 @@ class CodeMap:
 @cache
 def code_map(signed: bool) -> CodeMap:
     """The map of the first moment (signed) or of the second."""
+    with torch.device("cpu"):  # whatever the user's default device is
+        return _made(signed)
+
+
+def _made(signed: bool) -> CodeMap:
     magnitudes = []
     for exponent in range(7):
         edges = torch.linspace(0.1, 1.0, 2 ** (exponent + (not signed)) + 1, dtype=torch.float64)
         magnitudes.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6))
     positive = torch.cat(magnitudes)
-    negative = torch.cat([-positive[:-1], torch.tensor([-1.0])]) if signed else positive[:0]
-    values = torch.cat([negative, torch.tensor([0.0]), positive, torch.tensor([1.0])]).sort().values.float()
+    negative = torch.cat([-positive[:-1], torch.tensor([-1.0], dtype=torch.float64)]) if signed else positive[:0]
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    values = torch.cat([negative, positive, ends]).sort().values.float()
     middles = (values[:-1].double() + values[1:].double()) / 2
     bounds = middles.float()
-    bounds = torch.where(bounds.double() > middles, bounds.nextafter(torch.tensor(-torch.inf)), bounds)
-    bounds = torch.cat([bounds, torch.tensor([torch.inf])])
+    infinity = torch.tensor([torch.inf], dtype=torch.float32)
+    bounds = torch.where(bounds.double() > middles, bounds.nextafter(-infinity), bounds)
+    bounds = torch.cat([bounds, infinity])
     upper = torch.arange(2**16, dtype=torch.int64)
     bits = (upper << 16) + torch.where(
         upper >= 2**15, 0xFFFF, 0
@@ -73,7 +80,7 @@ class Blockwise:
     @classmethod
     def zeros(cls, n: int, signed: bool) -> "Blockwise":
         """A vector of `n` zeros."""
-        return cls.encode(torch.zeros(n), signed)
+        return cls.encode(torch.zeros(n, dtype=torch.float32, device="cpu"), signed)
 
     @classmethod
     def encode(cls, values: Tensor, signed: bool) -> "Blockwise":

@@ -6,7 +6,7 @@ from torch import Tensor
 from zeroshard.offload.moments import Blockwise
 from zeroshard.offload.states import Moment, Scalars, Split, States
 
-TILE = 2**17  # elements
+TILE = 2**18  # elements
 
 
 def update(
@@ -14,7 +14,7 @@ def update(
 ) -> None:
     """As `host_adam.adam_update`."""
     n = gradient.numel()
-    scratch = torch.empty(2, min(TILE, n))
+    scratch = gradient.new_empty(2, min(TILE, n), dtype=torch.float32)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         old, new = before.part(start, stop), after.part(start, stop)

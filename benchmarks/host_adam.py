@@ -1,0 +1,185 @@
+"""One AdamW step on the host: the kernel against memory itself, against its fallbacks, and against its peers.
+
+    python benchmarks/host_adam.py [--quick] [--deepspeed-python PYTHON] [--threads N] [--json FILE]
+
+Every row takes a bf16 gradient of n elements to new bf16 parameters (the last two from gradients as their system holds
+them: fp32 for DeepSpeed, which sends them so). All rows run in one process, in a new random order each round, so that
+what else the machine does hits all alike. The figure is CPU time of the process per element, which is what a step costs
+while it runs; the lower quartile over rounds, since a neighbour can only add to it.
+
+    traffic        the bytes of an update with fp32 states, and no arithmetic
+    c++            the kernel with square roots as torch takes them on a CPU: torch.optim's results, bit for bit
+    c++ roots      the same with the processor's square roots, which the two peers use as well
+    compile, torch the fallbacks
+    c++ bf16, 8bit, split   moments in bf16, in 8 bits; master weights as bf16 and remainder (with "c++ roots")
+    fused          torch's fused AdamW, with the cast of the gradient before and of the parameters after it
+    deepspeed      its own sequence: grad.mul_, DeepSpeedCPUAdam, copy to bf16
+
+DeepSpeed takes part where this Python can import it or, with --deepspeed-python, another can, with the same torch
+(peers_requirements.txt); then that one runs all rows. It builds an extension when it first starts, which takes minutes.
+"""
+
+import argparse
+import ctypes
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ranks import answer, circumstances, launch
+
+Row = Callable[[], Any]
+GROUP = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+FACTOR = 0.5
+BARS = [  # what is held against what, the least ratio of times "their" / "our"
+    ("c++ roots", "traffic", 0.95, "speed of the same traffic without arithmetic"),
+    ("c++", "traffic", 0.95, "the same, with torch's square roots"),
+    ("c++ roots", "deepspeed", 1.5, "times as fast as DeepSpeed's sequence"),
+    ("c++", "deepspeed", 1.5, "the same, with torch's square roots"),
+    ("c++ roots", "fused", 1.7, "times as fast as torch's fused AdamW and two casts"),
+    ("c++", "fused", 1.7, "the same, with torch's square roots"),
+    ("compile", "c++ roots", 1 / 1.2, "speed of torch.compile to the kernel's with the same square roots"),
+    ("torch", "c++", 1 / 1.2, "speed of tiles in torch's operations to the kernel's with the same square roots"),
+]
+
+
+def our_rows(n: int, threads: int, gradient: Any, out: Any) -> dict[str, Row]:
+    """zeroshard's."""
+    import torch
+
+    from zeroshard.offload import kernel
+    from zeroshard.offload.host_adam import Blockwise, Scalars, Split, States, adam_update, describe, using
+
+    scalars = Scalars.of(GROUP, 5, decoupled=True)
+    whole = States(torch.randn(n), torch.randn(n) * 1e-3, torch.rand(n) * 1e-6)
+    small = States(torch.randn(n), whole.exp_avg.bfloat16(), whole.exp_avg_sq.bfloat16())
+    codes = States(small.master, Blockwise.encode(whole.exp_avg, True), Blockwise.encode(whole.exp_avg_sq, False))
+    halves = States(Split.of(whole.master), *(torch.rand(n) * 1e-6 for _ in range(2)))
+
+    def row(states: States, like_torch: bool, name: str = "c++", into: Any = out) -> Row:
+        def update() -> None:
+            with using(name):
+                adam_update(gradient, FACTOR, scalars, states, states, into, threads, like_torch)
+
+        return update
+
+    moved = States(*(torch.zeros(n) for _ in range(3)))
+
+    def traffic() -> None:
+        update = describe(gradient, FACTOR, scalars, moved, moved, out)
+        kernel.library().zeroshard_traffic(ctypes.byref(update), threads)
+
+    return {
+        "traffic": traffic,
+        "c++": row(whole, like_torch=True),
+        "c++ roots": row(whole, like_torch=False),
+        "compile": row(whole, like_torch=True, name="compile"),
+        "torch": row(whole, like_torch=True, name="torch"),
+        "c++ bf16": row(small, like_torch=False),
+        "c++ 8bit": row(codes, like_torch=False),
+        "c++ split": row(halves, like_torch=False, into=None),
+    }
+
+
+def peer_rows(n: int, gradient: Any, out: Any) -> dict[str, Row]:
+    """torch's fused AdamW and, where it is installed, DeepSpeed's."""
+    import torch
+
+    def row(optimizer: torch.optim.Optimizer, prepare: Callable[[torch.Tensor], Any]) -> Row:
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.grad = torch.randn(n)
+
+        def step() -> None:
+            with torch.no_grad():
+                prepare(parameter.grad)
+                optimizer.step()
+                out.copy_(parameter)
+
+        return step
+
+    made = [torch.nn.Parameter(torch.randn(n)) for _ in range(2)]
+    rows = {"fused": row(torch.optim.AdamW(made[:1], fused=True, **GROUP), lambda grad: grad.copy_(gradient))}  # type: ignore[arg-type]
+    if find_spec("deepspeed") is not None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        signs = [-1.0]  # keeps the gradient's size through all rounds; the operation is the same
+        rows["deepspeed"] = row(DeepSpeedCPUAdam(made[1:], adamw_mode=True, **GROUP), lambda grad: grad.mul_(signs[0]))
+    return rows
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of CPU and of wall clock per element, row by row."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    n = options.elements
+    gradient, out = torch.randn(n).bfloat16(), torch.empty(n, dtype=torch.bfloat16)
+    rows = {**our_rows(n, options.threads, gradient, out), **peer_rows(n, gradient, out)}
+    for row in rows.values():  # builds, compiles, touches pages
+        row()
+    cpu: dict[str, list[float]] = {name: [] for name in rows}
+    wall: dict[str, list[float]] = {name: [] for name in rows}
+    order, shuffle = list(rows), random.Random(0)
+    for _ in range(options.rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            clock, start = time.perf_counter(), time.process_time()
+            rows[name]()
+            cpu[name].append((time.process_time() - start) / n)
+            wall[name].append((time.perf_counter() - clock) / n)
+    return {"elements": n, "threads": options.threads, "torch": torch.__version__, "cpu": cpu, "wall": wall}
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Median and lower quartile in nanoseconds per element."""
+    return {
+        name: {"median": 1e9 * statistics.median(row), "p25": 1e9 * sorted(row)[len(row) // 4]}
+        for name, row in times.items()
+    }
+
+
+def main() -> None:
+    """Measure, print, compare with the bars."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer elements and rounds")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--deepspeed-python", help="a Python that has DeepSpeed and the same torch")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.elements, options.rounds = (2**22, 9) if options.quick else (2**25, 25)
+    if options.measure:
+        answer(measure(options))
+        return
+    words = ["--measure", "--threads", str(options.threads), *(["--quick"] if options.quick else [])]
+    python = options.deepspeed_python or sys.executable
+    kept = circumstances()
+    threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    (found,) = launch(__file__, words, 1, python, {**threads, "DS_ACCELERATOR": "cpu"}, timeout=3600.0)
+    if found["torch"].partition("+")[0] != kept["versions"]["torch"].partition("+")[0]:
+        sys.exit(f"{python} has torch {found['torch']}, this Python {kept['versions']['torch']}; they must be the same")
+    rows = {clock: summary(found[clock]) for clock in ("cpu", "wall")}
+    print(f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}, {found['elements']:,} elements", end="")
+    print(f", {found['threads']} threads: nanoseconds of CPU per element (of wall clock)")
+    for name, row in rows["cpu"].items():
+        wall = rows["wall"][name]
+        print(f"  {name:10} {row['p25']:7.3f}, median {row['median']:7.3f} ({wall['p25']:.3f}, {wall['median']:.3f})")
+    bars = []
+    for ours, theirs, least, words_of in BARS:
+        if ours in rows["cpu"] and theirs in rows["cpu"]:
+            ratio = rows["cpu"][theirs]["p25"] / rows["cpu"][ours]["p25"]
+            bars.append({"ours": ours, "theirs": theirs, "ratio": ratio, "least": least, "reached": ratio >= least})
+            print(f"  {ours}: {ratio:.2f} {words_of}; at least {least:.2f}: {'yes' if ratio >= least else 'NO'}")
+    if options.json:
+        kept |= {"elements": found["elements"], "threads": found["threads"]}
+        Path(options.json).write_text(json.dumps({**kept, "ns": rows, "bars": bars}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
