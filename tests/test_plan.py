@@ -43,6 +43,13 @@ WRONG: dict[str, list[Any]] = {
     "nonfinite": ["stop", None],
     "units": ["Block", 7, (7,)],
     "seed": ["x", 1.5, None],
+    "offload": ["disk", "optimizer,disk", 7, None, ["optimizer"], True],
+    "offload_share": [0, 2, -0.5, NAN, "half", None],
+    "offload_disk": ["fast/disk", "", 7],
+    "offload_moments": ["fp16", 8, None],
+    "delayed_update": [True, 1, "yes", None],
+    "delayed_warmup": [-1, 1.5, "long", True, None],
+    "speculate": [0, "no", None],
     "device_memory": ["lots", "", "12 parsecs", -1, True],
     "timeout": [0, -1, INF, NAN, "soon", None],
 }
@@ -61,6 +68,9 @@ GOOD: dict[str, list[Any]] = {
     "units": [None, (), ("Block",)],
     "seed": [0, -3, 2**40],
     "device_memory": [None, 1, "512MiB"],
+    "offload": ["", "activations"],
+    "speculate": [True, False],
+    "delayed_warmup": [0, 100],
 }
 PLANS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in GOOD.items()}).filter(
     lambda d: (
@@ -83,6 +93,40 @@ def test_a_wrong_value_is_named_with_the_way_out(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in GOOD.items() for value in values])
 def test_a_right_value_is_kept(name: str, value: Any) -> None:
     assert getattr(Plan(**{name: value}), name) == value
+
+
+BELOW: dict[str, Any] = {"offload": "optimizer"}
+
+
+@pytest.mark.parametrize(
+    "values, told",
+    [
+        ({**BELOW, "zero": 0}, r"offload='optimizer' and zero=0 do not combine.*Use zero=1, 2 or 3"),
+        ({**BELOW, "stages": 2}, r"offload='optimizer' and stages=2 do not combine"),
+        ({**BELOW, "shard_ranks": 2}, r"offload='optimizer' and shard_ranks do not combine"),
+        ({"offload": "optimizer,parameters", "zero": 2}, r"with zero=2 does not combine.*Use zero=3"),
+        ({"offload": "parameters", "zero": 3}, r"offload='parameters' with zero=3 does not combine"),
+        ({"offload": "optimizer,parameters", "zero": 3, "offload_share": 0.5}, r"Leave offload_share out"),
+        ({"offload": "activations", "offload_disk": "fast/disk"}, r"offload_disk='fast/disk' is for offloaded opt"),
+        ({"offload_moments": "8bit"}, r"offload_moments='8bit' is for offloaded optimizer states; set offload="),
+        *(
+            ({**BELOW, "offload_share": share}, r"offload_share is .*above 0 and at most 1")
+            for share in (0, 2, NAN, "x")
+        ),
+        *(({**BELOW, "offload_disk": folder}, r"offload_disk is .*must be the path") for folder in ("", 7)),
+        *(({**BELOW, "delayed_update": value}, r"delayed_update is .*must be True or") for value in (1, "yes", None)),
+    ],
+)
+def test_offload_that_cannot_be(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        Plan(**values)
+
+
+def test_what_is_offloaded() -> None:
+    assert Plan().offloads == frozenset()
+    assert Plan(offload=" optimizer, activations").offloads == {"optimizer", "activations"}
+    everything = {"offload": "optimizer,parameters,activations", "zero": 3, "offload_disk": "fast/disk"}
+    assert len(Plan(**everything, delayed_update=True, delayed_warmup=0, offload_moments="8bit").offloads) == 3
 
 
 def test_a_list_of_names_becomes_a_tuple() -> None:

@@ -19,13 +19,17 @@ class Purpose(StrEnum):
     REPAY_GRADIENTS = "repay their gradients"
     GRADIENTS_DOWN = "gradients down"
     PARAMETERS_UP = "parameters up"
+    PARAMETERS_UP_TO_EVALUATE = "parameters up to evaluate"
     ACTIVATIONS_DOWN = "activations down"
     ACTIVATIONS_UP = "activations up"
     CONTROL = "agreement"
     SETUP = "set-up"
 
 
-BETWEEN_TIERS = (Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP)
+BETWEEN_TIERS = (
+    *(Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.PARAMETERS_UP_TO_EVALUATE),
+    *(Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP),
+)
 BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages go apart from those of the forwards
 
 

@@ -134,7 +134,8 @@ def _memory_table(rows: list[dict[str, Any]], rank: int) -> Table:
     for row in rows:
         planned = [None if row[k] is None else f"{row[k]:,.0f}" for k in ("planned_bytes", "padding_bytes")]
         measured = (f"{row['measured_bytes']:,}", format_bytes(row["peak_bytes"]))
-        table.add_row(row["category"], *(text or "-" for text in planned), *measured)
+        name = row["category"] if row["tier"] == "device" else f"{row['category']}, {row['tier']}"
+        table.add_row(name, *(text or "-" for text in planned), *measured)
     return table
 
 

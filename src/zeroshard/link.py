@@ -31,6 +31,7 @@ LANES = {  # tasks of one lane run one after the other
     Purpose.GRADIENTS_DOWN: "down",
     Purpose.ACTIVATIONS_DOWN: "down",
     Purpose.PARAMETERS_UP: "up",
+    Purpose.PARAMETERS_UP_TO_EVALUATE: "up",
     Purpose.ACTIVATIONS_UP: "up",
     UPDATE: "host",
     DISK: "disk",

@@ -334,6 +334,14 @@ class Plan:
                 f"offload is {self.offload!r}; it must be some of 'optimizer', 'parameters' and 'activations', like "
                 f"'optimizer,activations'."
             )
+        for name in ("delayed_update", "speculate"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+        warmup = self.delayed_warmup
+        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+            raise PlanError(f"delayed_warmup is {warmup!r}; it must be a whole number of 0 or more.")
+        if self.offload_disk is not None and not (isinstance(self.offload_disk, str) and self.offload_disk):
+            raise PlanError(f"offload_disk is {self.offload_disk!r}; it must be the path of a folder, or None.")
         below = "optimizer" in self.offloads
         if "parameters" in self.offloads and not (below and self.zero == 3):
             raise PlanError(

@@ -58,7 +58,9 @@ def test_every_key_that_deepspeed_validates_is_known(section: str) -> None:
 @pytest.mark.parametrize("section", [name for name in RULES if name not in ("optimizer", "scheduler")])
 def test_no_key_is_dropped_silently(section: str) -> None:
     for key, rule in RULES[section].items():
-        config = {section: {key: 5}} if section else {key: 5}
+        config: dict[str, Any] = {key: 5}
+        for name in reversed(section.split(".") if section else []):
+            config = {name: config}
         path = f"{section}.{key}" if section else key
         if rule.fate == "changes results":
             with pytest.raises(ConfigError, match=rf"{path} would change the results and is not here"):
@@ -91,7 +93,12 @@ def test_a_full_configuration(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 96,
         "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "zero_quantized_weights": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
         "fp16": {"enabled": True, "initial_scale_power": 12, "hysteresis": 4, "min_loss_scale": 2},
         "gradient_clipping": 0.5,
         "communication_data_type": "fp32",
@@ -100,12 +107,13 @@ def test_a_full_configuration(tmp_path: Path) -> None:
         "steps_per_print": 100,
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match=r"offload_optimizer = .*: not supported: offload is not here") as caught:
+    with pytest.warns(UserWarning, match=r"zero_quantized_weights = true: not supported: nothing is quant") as caught:
         found = zs.from_deepspeed(tmp_path / "ds.json", ranks=8)
     assert caught[0].filename == __file__ and len(str(caught[0].message).splitlines()) == 2
     assert found.plan == zs.Plan(
         zero=3, precision="fp16", loss_scale="dynamic", loss_scale_initial=4096.0, loss_scale_window=1000,
         loss_scale_hysteresis=4, loss_scale_floor=2, clip_norm=0.5, microbatches=4, reduce_dtype="fp32",
+        offload="optimizer",
     )  # fmt: skip
     assert found.rows == 12
     optimizer = found.optimizer([nn.Parameter(torch.ones(2))])
@@ -136,6 +144,87 @@ def test_a_full_configuration(tmp_path: Path) -> None:
 def test_plans(config: dict[str, Any], plan: dict[str, Any]) -> None:
     found = read({**CLIPPED, **config}).plan
     assert {name: getattr(found, name) for name in plan} == plan
+
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "fast/disk"}
+STATES = "zero_optimization.offload_optimizer"
+
+
+@pytest.mark.parametrize(
+    "zero, plan",
+    [
+        ({"stage": 1, "offload_optimizer": CPU}, {"offload": "optimizer"}),
+        ({"stage": 2, "cpu_offload": True}, {"offload": "optimizer"}),
+        ({"stage": 2, "cpu_offload": True, "offload_optimizer": NVME}, {"offload_disk": "fast/disk"}),
+        ({"stage": 3, "offload_optimizer": NVME}, {"offload": "optimizer", "offload_disk": "fast/disk"}),
+        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}}, {"offload": "optimizer", "offload_share": 0.3}),
+        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 1}}, {"offload": "optimizer", "offload_share": 1.0}),
+        ({"stage": 3, "offload_optimizer": {**NVME, "ratio": 0}}, {"offload": "", "offload_disk": None}),
+        ({"stage": 3, "offload_param": CPU}, {"offload": "optimizer,parameters"}),
+        ({"stage": 3, "cpu_offload_param": True}, {"offload": "optimizer,parameters"}),
+        (
+            {"stage": 3, "offload_param": CPU, "offload_optimizer": {**NVME, "buffer_count": 4, "fast_init": True}},
+            {"offload": "optimizer,parameters", "offload_disk": "fast/disk"},
+        ),
+        ({"stage": 2, "offload_optimizer": CPU, "offload_param": CPU}, {"offload": "optimizer"}),
+        ({"stage": 2, "offload_param": {"device": "none", "max_in_cpu": 10}}, {"offload": ""}),
+    ],
+)
+def test_offload_becomes_the_plans(zero: dict[str, Any], plan: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is set aside
+        found = zs.from_deepspeed({**CLIPPED, "zero_optimization": zero})
+    assert {name: getattr(found.plan, name) for name in plan} == plan
+    noted = {note.key.partition(".")[2] for note in found.notes}
+    for section, value in zero.items():  # no key is dropped silently
+        inside = {f"{section}.{key}" for key in value} if isinstance(value, dict) else {section}
+        assert inside <= noted
+
+
+@pytest.mark.parametrize(
+    "zero, plan, told",
+    [
+        ({"stage": 0, "offload_optimizer": CPU}, {"offload": ""}, rf"{STATES}.device = .*take stage 1, 2 or 3"),
+        (
+            {"stage": 3, "offload_param": NVME},
+            {"offload": "optimizer,parameters", "offload_disk": None},
+            r"offload_param.device = .*kept in host memory",
+        ),
+        (
+            {"stage": 3, "offload_param": CPU, "offload_optimizer": {**CPU, "ratio": 0.5}},
+            {"offload": "optimizer,parameters", "offload_share": 1.0},
+            rf"{STATES}.ratio = 0.5: not supported: with offload_param",
+        ),
+        ({"stage": 2, "offload_optimizer": {"device": "auto"}}, {"offload": ""}, rf"{STATES}.device = .*left open"),
+    ],
+)
+def test_what_offload_cannot_be_here_is_pointed_out(zero: dict[str, Any], plan: dict[str, Any], told: str) -> None:
+    with pytest.warns(UserWarning, match=told):
+        found = zs.from_deepspeed({**CLIPPED, "zero_optimization": zero})
+    assert {name: getattr(found.plan, name) for name in plan} == plan
+
+
+@pytest.mark.parametrize(
+    "zero, told",
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "gpu"}}, rf"{STATES}.device is 'gpu', and it must be 'none', "),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, rf"{STATES}.nvme_path is missing"),
+        ({"stage": 2, "offload_optimizer": True}, rf"{STATES} is True, and it must be an object with a device"),
+        ({"stage": 2, "offload_optimizer": {**CPU, "pinmemory": True}}, "pinmemory is unknown .* did you mean "),
+        (
+            {"stage": 3, "offload_optimizer": {**CPU, "ratio": "half"}},
+            rf"{STATES}.ratio is 'half', and it must be a num",
+        ),
+    ],
+)
+def test_wrong_offload_is_refused(zero: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read({**CLIPPED, "zero_optimization": zero})
+
+
+def test_a_share_out_of_range_is_refused() -> None:
+    with pytest.raises(PlanError, match="offload_share is 2; it must be a number above 0"):
+        read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}})
 
 
 def test_groups_of_ranks_become_the_plans() -> None:

@@ -44,8 +44,10 @@ def summary(**fields: Any) -> dict[str, Any]:
     return {**values, **fields}
 
 
-def memory_row(category: str, planned: float | None, padding: float | None, measured: int) -> dict[str, Any]:
-    held = {"measured_bytes": measured, "peak_bytes": measured}
+def memory_row(
+    category: str, planned: float | None, padding: float | None, measured: int, tier: str | None = None
+) -> dict[str, Any]:
+    held = {"measured_bytes": measured, "peak_bytes": measured, **({"tier": tier} if tier else {})}
     return {"category": category, "planned_bytes": planned, "padding_bytes": padding, **held}
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import memory_figure
-from zeroshard.report.run_folder import MemoryEvent, MemoryStep, TrafficRow, read_run
+from zeroshard.report.run_folder import MemoryEvent, MemoryStep, TrafficRow, TrainingPoint, read_run
 from zeroshard.report.traffic_figure import traffic_figure
 
 from .run_files import training_line, validation_line, write_run
@@ -124,3 +125,39 @@ def test_bars_are_as_long_as_their_elements() -> None:
 
 def test_no_traffic_has_no_chart() -> None:
     assert traffic_figure((TrafficRow("reduce", 0, 0, 0, 0),)) is None
+
+
+def _points(exposed: list[dict[str, float]]) -> list[TrainingPoint]:
+    return [TrainingPoint(step, 1.0, 1.0, 1.0, 1.0, 1.0, False, causes) for step, causes in enumerate(exposed, 1)]
+
+
+def test_exposed_time_is_stacked_by_cause_in_a_fixed_order() -> None:
+    # the axis of 10 ms ends at 10 ms, so pixels are shares of the plot's height
+    points = _points([{"disk": 0.002, "novel": 0.001, "update": 0.003, "gradients down": 0.004}, {"update": 0.001}, {}])
+    figure = exposed_figure(points)
+    assert figure is not None
+    for drawing in figure.drawings:
+        root = ET.fromstring(str(drawing))
+        bands = [_first_heights(path.get("d", "")) for path in root.iter("path")]
+        grid = [float(line.get("y1", "0")) for line in root.iter("line") if line.get("class") == "grid"]
+        height = max(grid) - min(grid)
+        assert [foot - top for foot, top in bands] == pytest.approx([n * height for n in (0.4, 0.3, 0.2, 0.1)], abs=0.1)
+        assert (bands[0][0], bands[-1][1]) == (max(grid), min(grid))
+    assert [entry.words for entry in figure.legend] == ["novel", "disk", "update", "gradients down"]
+    assert len({entry.style for entry in figure.legend}) == 4
+    assert figure.caption.endswith("at most 10.00 ms, in step 1.")
+    assert figure.readouts[1] == (
+        round(1 / 3, 5),
+        "step 2\nall 1.00 ms\nnovel 0.00 ms\ndisk 0.00 ms\nupdate 1.00 ms\ngradients down 0.00 ms",
+    )
+
+
+def test_a_run_that_never_stood_still_has_no_chart_of_it() -> None:
+    assert exposed_figure(_points([{}, {"update": 0.0}])) is None
+
+
+def test_a_thousand_steps_keep_the_longest() -> None:
+    exposed = [{"update": 0.5 if step == 777 else 0.001} for step in range(1, 1001)]
+    figure = exposed_figure(_points(exposed))
+    assert figure is not None
+    assert any(words.startswith("step 777\nall 500.00 ms") for _, words in figure.readouts)

@@ -238,3 +238,16 @@ def test_the_facts_say_stages_and_schedule(tmp_path: Path, plan: dict[str, objec
     _, page = _page(_complete(tmp_path, plan=plan))
     facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
     assert facts.get("Pipeline") == words
+
+
+def test_what_is_offloaded_has_a_section_and_other_runs_none(tmp_path: Path) -> None:
+    lines = [training_line(step, 3.0, exposed_seconds={"update": step / 1000}) for step in range(1, 9)]
+    rows = [memory_row("gradients", 8, 0, 8), memory_row("gradients", 8, 4088, 4096, tier="host")]
+    plan = {"zero": 3, "offload": "optimizer,activations"}
+    run = write_run(tmp_path / "offloaded", lines, summary(memory=rows, plan=plan), memory(EVENTS))
+    html, page = _page(run)
+    assert page.open == []
+    assert "Standing still for what is offloaded" in page.texts["h2"]
+    assert "gradients, host" in html and "optimizer, activations" in page.texts["dd"]
+    html, page = _page(_complete(tmp_path / "plain"))
+    assert "Standing still" not in html and "Offloaded" not in page.texts["dt"] and ", device" not in html

@@ -9,7 +9,7 @@ from zeroshard.errors import ReportError
 from zeroshard.report.run_folder import read_run
 from zeroshard.schedule.actions import Action, Kind
 
-from .run_files import memory, summary, timelines, training_line, validation_line, write_run
+from .run_files import memory, memory_row, summary, timelines, training_line, validation_line, write_run
 
 
 def test_a_complete_run_is_read_without_notes(tmp_path: Path) -> None:
@@ -79,6 +79,24 @@ def test_memory_events_come_in_order_of_time_and_missing_categories_hold_nothing
     assert [event.label for event in step.events] == ["sooner", "later", "odd"]
     assert step.categories == ("parameters", "gradients", "activations", "extra")
     assert step.events[2].nbytes == (0, 7, 0, 8)
+
+
+def test_what_offload_cost_is_read_by_cause(tmp_path: Path) -> None:
+    odd = {"update": 0.25, "gradients down": "long", "disk": -1, "parameters up": math.nan, "novel": 0}
+    lines = [
+        training_line(1, 8.0),
+        training_line(2, 7.0, exposed_seconds=odd, guesses_taken=4, guesses_undone=None),
+        training_line(3, 6.0, exposed_seconds=None),
+    ]
+    points = read_run(write_run(tmp_path, lines)).training
+    assert [point.exposed for point in points] == [{}, {"update": 0.25, "novel": 0.0}, {}]
+    assert [(point.taken, point.undone) for point in points] == [(0, 0), (4, 0), (0, 0)]
+
+
+def test_rows_of_memory_are_of_the_device_unless_they_say_otherwise(tmp_path: Path) -> None:
+    rows = [memory_row("gradients", 8, 0, 8), memory_row("gradients", 8, 4088, 4096, tier="host")]
+    run = read_run(write_run(tmp_path, [training_line(1, 8.0)], summary(memory=rows)))
+    assert [(row.tier, row.measured_bytes) for row in run.summary.memory] == [("device", 8), ("host", 4096)]
 
 
 def _with_timeline(folder: Path, text: str) -> Path:

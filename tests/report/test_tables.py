@@ -1,7 +1,7 @@
 import math
 
-from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow
-from zeroshard.report.tables import Row, fields_table, memory_table, prediction_table, traffic_table
+from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow, TrainingPoint
+from zeroshard.report.tables import Row, exposed_table, fields_table, memory_table, prediction_table, traffic_table
 from zeroshard.report.wording import DASH
 
 
@@ -32,6 +32,41 @@ def test_sums_leave_out_what_has_no_formula_and_say_so() -> None:
         ("Those with a formula", ["100 B", "4 B", "104 B", "equal", DASH]),
         ("All categories", [DASH, DASH, "604 B", DASH, DASH]),
     ]
+
+
+def test_tiers_below_the_device_are_named_and_summed_apart() -> None:
+    rows = (
+        MemoryRow("gradients", 100, 4, 104, 104),
+        MemoryRow("gradients", 4000, 96, 4096, 4096, "host"),
+        MemoryRow("buffers", math.nan, math.nan, 500, 900, "host"),
+    )
+    table = memory_table(rows, {"gradients": "hue1"})
+    assert table is not None
+    assert [(row.name, row.style) for row in table.rows] == [
+        ("gradients", "hue1"),
+        ("gradients, host", ""),
+        ("buffers, host", ""),
+    ]
+    assert [(row.name, _words(row)[2]) for row in table.sums] == [
+        ("Those with a formula, device", "104 B"),
+        ("All categories, device", "104 B"),
+        ("Those with a formula, host", "4.00 KiB"),
+        ("All categories, host", "4.49 KiB"),
+    ]
+
+
+def test_what_offload_cost_over_all_steps() -> None:
+    exposed = ({"update": 0.001}, {"update": 0.003, "disk": 2.0}, {"update": 0.002})
+    points = [TrainingPoint(n, 1, 1, 1, 1, 1, False, causes, 3, n - 1) for n, causes in enumerate(exposed, 1)]
+    table = exposed_table(points)
+    assert table is not None
+    assert [(row.name, _words(row)) for row in (*table.rows, *table.sums)] == [
+        ("update", ["6.00 ms", "2.00 ms", "3.00 ms"]),
+        ("disk", ["2.0 s", "0.00 ms", "2.0 s"]),
+        ("All causes", ["2.0 s", "2.00 ms", "2.0 s"]),
+    ]
+    assert table.note.endswith("9 guessed updates were taken and 3 undone.")
+    assert exposed_table([TrainingPoint(1, 1, 1, 1, 1, 1, False)]) is None
 
 
 def test_traffic_differences_and_sums() -> None:

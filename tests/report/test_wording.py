@@ -3,7 +3,15 @@ import math
 import pytest
 
 from zeroshard.report import format_bytes
-from zeroshard.report.wording import DASH, format_count, format_decimal, format_difference, format_exact, format_seconds
+from zeroshard.report.wording import (
+    DASH,
+    format_count,
+    format_decimal,
+    format_difference,
+    format_duration,
+    format_exact,
+    format_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +50,13 @@ def test_a_difference_below_one_unit_is_equal() -> None:
     assert format_difference(256, "B") == "+256 B"
     assert format_difference(-256, "B") == "−256 B"
     assert format_difference(math.nan) == DASH
+
+
+def test_short_times_are_milliseconds() -> None:
+    assert format_duration(0.00325) == "3.25 ms"
+    assert format_duration(0.0) == "0.00 ms"
+    assert format_duration(75) == "1 min 15 s"
+    assert format_duration(math.nan) == DASH
 
 
 def test_times_and_decimals() -> None:

@@ -25,6 +25,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
 }
 SET_ASIDE = ("not supported", "left open")
+OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}  # and what they were called before
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,77 @@ class _Reading:
         if "zero_optimization.zero_hpz_partition_size" in self._given and "shard_ranks" in self._plan:
             text = "states too are sliced inside the group alone, which takes more memory than hpZ, and less traffic"
             self._note("zero_optimization.zero_hpz_partition_size", self._plan["shard_ranks"], "not supported", text)
+        self._offload(stage)
+
+    def _offload(self, stage: Any) -> None:
+        """What is kept below the device: optimizer states, and under stage 3 parameters with them."""
+        section = "zero_optimization.offload_optimizer"
+        states, parameters = (self._below(name) for name in OFFLOAD)
+        ratio = self._number(section, "ratio", 1.0) if section in self._sections else 1.0
+        if parameters and stage != 3:
+            text = "it is for stage 3, in DeepSpeed too"
+            self._note("zero_optimization.offload_param.device", parameters, "needs nothing", text)
+            parameters = None
+        if states and not stage:
+            text = "what goes down are slices; take stage 1, 2 or 3"
+            self._note(f"{section}.device", states, "not supported", text)
+            states = None
+        if states and ratio == 0 and not parameters:
+            self._note(f"{section}.device", states, "needs nothing", "of ratio 0 nothing goes down")
+            states = None
+        if parameters:
+            self._keep("zero_optimization.offload_param.device", parameters, offload="optimizer,parameters")
+        if parameters == "nvme":
+            text = "parameters are kept in host memory; optimizer states can be on a disk"
+            self._note("zero_optimization.offload_param.device", parameters, "not supported", text)
+        if states:
+            self._keep(f"{section}.device", states, offload="optimizer,parameters" if parameters else "optimizer")
+        if section in self._sections:
+            self._states_below(section, states, ratio, whole=bool(parameters))
+
+    def _states_below(self, section: str, device: str | None, ratio: float, whole: bool) -> None:
+        """On which disk the states are, and which share of them; `whole` if parameters go with them."""
+        path = self._take(section, "nvme_path")
+        if device == "nvme" and path is None:
+            self._errors.append(f"{section}.nvme_path is missing, and device 'nvme' needs it: the folder of a disk.")
+        elif device == "nvme":
+            self._keep(f"{section}.nvme_path", path, offload_disk=str(path))
+        elif path is not None:
+            self._note(f"{section}.nvme_path", path, "needs nothing", "no states are on a disk")
+        if f"{section}.ratio" not in self._given:
+            return
+        if device is None or ratio == 1:
+            self._note(
+                f"{section}.ratio", ratio, "needs nothing", "it is off" if device is None else "all states go down"
+            )
+        elif whole:
+            text = "with offload_param the states of all units are below; leave offload_param out to keep some above"
+            self._note(f"{section}.ratio", ratio, "not supported", text)
+        else:
+            self._keep(f"{section}.ratio", ratio, offload_share=ratio)
+
+    def _below(self, name: str) -> str | None:
+        """The device that a section of offload names, "cpu" or "nvme"; None if it is off or not there."""
+        zero, before = "zero_optimization", OFFLOAD[name]
+        was, value = self._take(zero, before), self._take(zero, name)
+        if was not in (None, False) and value is None:
+            value = {"device": "cpu"}
+            self._note(f"{zero}.{before}", was, "kept", f"as {name} with the device cpu, which took its place")
+        elif f"{zero}.{before}" in self._given:
+            self._note(f"{zero}.{before}", was, "needs nothing", "it is off" if not was else f"{name} says more")
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            self._errors.append(f"{zero}.{name} is {value!r}, and it must be an object with a device.")
+            return None
+        section = f"{zero}.{name}"
+        self._sections[section] = dict(value)
+        device = self._take(section, "device", "none")
+        if device not in ("none", "cpu", "nvme"):
+            self._errors.append(f"{section}.device is {device!r}, and it must be 'none', 'cpu' or 'nvme'.")
+        if device == "none" and f"{section}.device" in self._given:
+            self._note(f"{section}.device", device, "needs nothing", "it is off")
+        return device if device in ("cpu", "nvme") else None
 
     def _precision(self) -> None:
         sixteen = {"bf16": self._open("bf16", "bfloat16"), "fp16": self._open("fp16")}

@@ -54,7 +54,7 @@ TOP: dict[str, Rule] = {
     **_all(NEEDLESS, "engine.backward adds and engine.step consumes, in any order", "managed_gradient_accumulation"),
     **_all(NEEDLESS, "engine.traffic() counts every step", "comms_logger"),
     **_all(NEEDLESS, "every rank writes its own slices, and they load at any number of ranks", "checkpoint"),
-    **_all(NEEDLESS, "it is for offload to NVMe", "aio"),
+    **_all(NEEDLESS, "whole pages go past the kernel's cache, in pieces of 8 MiB", "aio"),
     **_all(NEEDLESS, "it is for a mixture of experts or for sequence parallelism",
            "use_data_before_expert_parallelism", "seq_parallel_communication_data_type"),
     **_all(UNSUPPORTED, "write what engine.step() returns with the logger of your choice",
@@ -96,7 +96,6 @@ DATA_TYPES: dict[str, Rule] = {
 
 _SAVED = "engine.state_dict() is complete under every stage"
 _SIZED = "buffers are as large as the model's units, which are gathered in the order of the first step"
-_OFFLOAD = "offload is not here; take a higher stage, more ranks, or pipeline stages"
 _QUANTIZED = "nothing is quantized on the wire; communication_data_type can make it 16-bit"
 ZERO: dict[str, Rule] = {
     **_all(NEEDLESS, "gradients are made in flat buffers, which are reduced while the backward goes on",
@@ -116,15 +115,31 @@ ZERO: dict[str, Rule] = {
            "memory_efficient_linear", "override_module_apply"),
     **_all(NEEDLESS, "ranks compare what they did at every step", "enable_sanity_checks", "log_trace_cache_warnings"),
     **_all(NEEDLESS, "ranks may take different branches under every stage", "leaf_module"),
-    **_all(NEEDLESS, "it is for offload", "cpu_offload_use_pin_memory", "save_muon_momentum_buffer_in_memory"),
+    **_all(NEEDLESS, "host memory is registered with CUDA once, when it is made", "cpu_offload_use_pin_memory"),
+    **_all(NEEDLESS, "Muon is refused: it would need whole tensors", "save_muon_momentum_buffer_in_memory"),
     **_all(NEEDLESS, "groups gather in one piece", "mics_hierarchical_params_gather"),
     "ignore_unused_parameters": Rule(
         UNSUPPORTED, "a parameter without a gradient is left alone; look for p.grad is None after a backward", (True,)
     ),
-    **_all(UNSUPPORTED, _OFFLOAD, "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param"),
     **_all(UNSUPPORTED, _QUANTIZED, "zero_quantized_weights", "zero_quantized_nontrainable_weights",
            "zero_quantized_gradients", "zeropp_loco_param"),
     **_all(DIFFERENT, "it updates some columns late; remove the key", "zenflow"),
+}  # fmt: skip
+
+_PINNED = "host memory is registered with CUDA once, in the size that it has"
+OFFLOAD_OPTIMIZER: dict[str, Rule] = {
+    **_all(NEEDLESS, _PINNED, "pin_memory"),
+    **_all(NEEDLESS, "each slice is read, updated and written in its turn",
+           "buffer_count", "pipeline_read", "pipeline_write", "pipeline"),
+    **_all(NEEDLESS, "the first weights are written where they stay", "fast_init"),
+    **_all(NEEDLESS, "updates run beside the backward where Plan(speculate=True) lets them, and are undone exactly",
+           "super_offload"),
+    **_all(NEEDLESS, "updates have as many threads as torch.set_num_threads says", "cpuadam_cores_perc"),
+}  # fmt: skip
+OFFLOAD_PARAM: dict[str, Rule] = {
+    **_all(NEEDLESS, _PINNED, "pin_memory"),
+    **_all(NEEDLESS, "a window of two units is on the device", "buffer_count", "buffer_size", "max_in_cpu"),
+    **_all(NEEDLESS, "parameters are kept in host memory", "nvme_path"),
 }  # fmt: skip
 
 _MASTERS = "master weights and sums of gradients are fp32, which is more exact and takes more memory"
@@ -143,7 +158,10 @@ KEPT: dict[str, tuple[str, ...]] = {  # by section: what deepspeed_config.py rea
     "": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
          "communication_data_type", "zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
          "scheduler"),
-    "zero_optimization": ("stage", "mics_shard_size", "zero_hpz_partition_size"),
+    "zero_optimization": ("stage", "mics_shard_size", "zero_hpz_partition_size", "offload_optimizer", "offload_param",
+                          "cpu_offload", "cpu_offload_param"),
+    "zero_optimization.offload_optimizer": ("device", "nvme_path", "ratio"),
+    "zero_optimization.offload_param": ("device",),
     "bf16": ("enabled", "check_grad_overflow"),
     "fp16": ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
     "data_types": (),
@@ -153,6 +171,8 @@ KEPT: dict[str, tuple[str, ...]] = {  # by section: what deepspeed_config.py rea
 RULES: dict[str, dict[str, Rule]] = {
     "": TOP,
     "zero_optimization": ZERO,
+    "zero_optimization.offload_optimizer": OFFLOAD_OPTIMIZER,
+    "zero_optimization.offload_param": OFFLOAD_PARAM,
     "bf16": BF16,
     "fp16": FP16,
     "data_types": DATA_TYPES,

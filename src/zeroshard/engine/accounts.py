@@ -249,7 +249,9 @@ def _parameters(nbytes: int) -> StateBytes:
 def _costs(shard: Shard, assembly: Assembly, plan: Plan, ranks: int) -> BytesPerParameter:
     size = shard.flat.dtype.itemsize
     gradient = size
-    if plan.microbatches_per_update > 1 and (not plan.reduces_each_microbatch or ranks == 1 or plan.zero >= 2):
+    if plan.microbatches_per_update > 1 and (
+        not plan.reduces_each_microbatch or (ranks == 1 and not shard.below) or plan.zero >= 2
+    ):
         gradient = torch.promote_types(shard.flat.dtype, torch.float32).itemsize if shard.flat.trainable else size
     states = assembly.layout.bytes_per_element * max(size, 4) // 4
     return BytesPerParameter(size, gradient, 4 if shard.master else 0, states)

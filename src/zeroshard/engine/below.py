@@ -91,7 +91,7 @@ class Below:
         """The home of a slice [numel] of a flat."""
         most = numel // BLOCK + 1 + len(flat.index.entries)  # of spans, each may end in a block that is not full
         blocks = most if self._plan.offload_moments == "8bit" else 0
-        form = Form(numel, self._plan.offload_moments, blocks)
+        form = Form(numel, self._plan.offload_moments, blocks, as_on_cpus=self._mesh.device.type == "cpu")
         return HostSlice(self.link, self.host, form, flat.label, padding, self.disk)
 
 

@@ -40,11 +40,13 @@ class Form:
     Attributes:
         moments: "fp32", "bf16" or "8bit" (2110.02861).
         blocks: at most so many blocks of 8-bit moments.
+        as_on_cpus: whether updates equal those of torch.optim on a CPU bit for bit, which takes longer.
     """
 
     numel: int
     moments: str
     blocks: int
+    as_on_cpus: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -293,6 +295,7 @@ def _update(
     for part in parts:
         here = slice(part.start, part.stop)
         old, new = (pages.states(part.start, part.stop, part.block) for pages in (before, after))
-        adam_update(gradient[here], factor, part.scalars, old, new, None if narrow is None else narrow[here])
+        into = None if narrow is None else narrow[here]
+        adam_update(gradient[here], factor, part.scalars, old, new, into, like_torch=before.form.as_on_cpus)
     if out is not None and (narrow is None or sum(part.stop - part.start for part in parts) < out.numel()):
         out.copy_(after.master)

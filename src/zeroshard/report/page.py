@@ -1,6 +1,7 @@
 """Composes the page: facts, charts, tables and the sample, into one file that loads nothing else."""
 
 import math
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from statistics import median
@@ -8,10 +9,12 @@ from statistics import median
 import jinja2
 from markupsafe import Markup
 
+from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
+from zeroshard.report.offload_timeline import read_offload_timeline, write_offload_timeline
 from zeroshard.report.run_folder import Run, Summary, read_run
-from zeroshard.report.tables import fields_table, memory_table, prediction_table, traffic_table
+from zeroshard.report.tables import exposed_table, fields_table, memory_table, prediction_table, traffic_table
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
 from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
@@ -23,13 +26,17 @@ _VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not 
 
 
 def write_report(run: Path) -> Path:
-    """Write ``report.html``, and the drawings of a pipeline's timeline, into a run folder; returns the page's path.
+    """Write ``report.html``, and the drawings of a timeline, into a run folder; returns the page's path.
 
     Raises ReportError when the folder, its metrics or a first training line is missing; all else that is missing
     is said on the page.
     """
     content = read_run(run)
+    offloaded, notes = read_offload_timeline(run)
+    content = replace(content, notes=(*content.notes, *notes))
     timeline = write_timelines(run, content.timelines) if content.timelines else None
+    if offloaded is not None and timeline is None:  # what is offloaded has no stages
+        timeline = write_offload_timeline(run, offloaded)
     page = _page(content, timeline)
     target = run / REPORT
     # lone surrogates can come out of JSON escapes and have no UTF-8 form
@@ -51,6 +58,7 @@ def _page(run: Run, timeline: TimelineSection | None) -> str:
         (prediction_table(run.forecast), None),
         (memory_table(summary.memory, _styles(run)), None),
         (traffic_table(summary.traffic), traffic_figure(summary.traffic)),
+        (exposed_table(run.training), exposed_figure(run.training)),
     )
     return compose(
         title=summary.title or f"Run {run.path.resolve().name}",
@@ -87,6 +95,7 @@ def _facts(run: Run) -> Facts:
         ("Parameters", format_count(summary.parameters)),
         ("Plan", _stage(summary.plan)),
         ("Pipeline", _pipeline(summary.plan)),
+        ("Offloaded", str(summary.plan.get("offload") or DASH).replace(",", ", ")),
         ("Ranks", format_exact(summary.world_size)),
         ("Validation bits/byte", format_decimal(validation)),
         ("Training bits/byte", format_decimal(summary.train_bits_per_byte)),

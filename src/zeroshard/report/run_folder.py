@@ -7,7 +7,7 @@ missing or cut off becomes a note on the page, never a guess. A number that is a
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroshard.errors import PlanError, ReportError
@@ -23,7 +23,13 @@ PREDICTION = "prediction.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainingPoint:
-    """One optimizer step."""
+    """One optimizer step.
+
+    Attributes:
+        exposed: seconds in which it stood still for what is offloaded, by cause; empty where nothing is.
+        taken: updates that were guessed right, beside the backward.
+        undone: those that were not.
+    """
 
     step: int
     bits_per_byte: float
@@ -32,6 +38,9 @@ class TrainingPoint:
     seconds: float
     rss_bytes: float
     skipped: bool
+    exposed: dict[str, float] = field(default_factory=dict)
+    taken: float = 0
+    undone: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +53,17 @@ class ValidationPoint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one ledger category on one rank: the formula, its padding, the ledger at rest and at its highest."""
+    """Bytes of one ledger category on one rank: the formula, its padding, the ledger at rest and at its highest.
+
+    ``tier`` is where they are: "device", "host" or "disk".
+    """
 
     category: str
     planned_bytes: float
     padding_bytes: float
     measured_bytes: float
     peak_bytes: float
+    tier: str = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +259,20 @@ def _training(lines: list[Record]) -> Iterator[TrainingPoint]:
                 seconds=line.number("seconds"),
                 rss_bytes=line.number("rss_bytes"),
                 skipped=line.fields.get("skipped") is True,
+                exposed=_exposed(line.record("exposed_seconds")),
+                taken=_or_zero(line.number("guesses_taken")),
+                undone=_or_zero(line.number("guesses_undone")),
             )
+
+
+def _exposed(record: Record) -> dict[str, float]:
+    """Seconds by cause; what is no number of seconds is left out."""
+    seconds = {cause: record.number(cause) for cause in record.fields}
+    return {cause: n for cause, n in seconds.items() if 0 <= n < math.inf}
+
+
+def _or_zero(n: float) -> float:
+    return n if math.isfinite(n) else 0.0
 
 
 def _validation(lines: list[Record]) -> tuple[ValidationPoint, ...]:
@@ -285,8 +311,10 @@ def _summary(record: Record) -> Summary:
 
 
 def _memory_row(row: Record) -> MemoryRow:
-    numbers = ("planned_bytes", "padding_bytes", "measured_bytes", "peak_bytes")
-    return MemoryRow(row.text("category"), *(row.number(key) for key in numbers))
+    keys = ("planned_bytes", "padding_bytes", "measured_bytes", "peak_bytes")
+    planned, padding, measured, peak = (row.number(key) for key in keys)
+    tier = row.text("tier") or "device"  # runs before offload do not say it
+    return MemoryRow(row.text("category"), planned, padding, measured, peak, tier)
 
 
 def _traffic_row(row: Record) -> TrafficRow:

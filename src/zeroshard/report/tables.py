@@ -1,12 +1,22 @@
 """The tables of the page: what the formulas promised beside what was counted."""
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow
-from zeroshard.report.wording import DASH, format_bytes, format_difference, format_exact, format_share
+from zeroshard.report.exposed_figure import causes_of
+from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow, TrainingPoint
+from zeroshard.report.wording import (
+    DASH,
+    format_bytes,
+    format_difference,
+    format_duration,
+    format_exact,
+    format_share,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +51,13 @@ def memory_table(rows: tuple[MemoryRow, ...], styles: Mapping[str, str]) -> Tabl
     """Bytes per rank: formula, padding, ledger, their difference, peak; None without rows."""
     if not rows:
         return None
-    planned = [row for row in rows if math.isfinite(row.planned_bytes)]
-    everything = sum(row.measured_bytes for row in rows)
-    sums = [Row("All categories", (*[Cell(DASH)] * 2, _bytes(everything), *[Cell(DASH)] * 2))]
-    if planned:
-        total = MemoryRow(
-            "with a formula",
-            sum(row.planned_bytes for row in planned),
-            sum(_or_zero(row.padding_bytes) for row in planned),
-            sum(row.measured_bytes for row in planned),
-            # peaks of categories need not fall together, so they have no sum
-            math.nan,
-        )
-        sums.insert(0, Row("Those with a formula", _memory_cells(total)))
+    tiers = tuple(dict.fromkeys(row.tier for row in rows))
+    sums = [_memory_sums([row for row in rows if row.tier == tier], named=len(tiers) > 1) for tier in tiers]
     return Table(
         "Bytes per rank: formula and ledger",
         ("Category", "Formula", "Padding", "Ledger", "Difference", "Peak"),
-        tuple(Row(row.category.replace("_", " "), _memory_cells(row), styles.get(row.category, "")) for row in rows),
-        tuple(sums),
+        tuple(_memory_row(row, styles) for row in rows),
+        tuple(itertools.chain(*sums)),
         "Difference: ledger − (formula + padding); “equal” is less than one byte apart.",
     )
 
@@ -83,6 +82,23 @@ def traffic_table(rows: tuple[TrafficRow, ...]) -> Table | None:
     )
 
 
+def exposed_table(points: Sequence[TrainingPoint]) -> Table | None:
+    """How long the steps stood still for what is offloaded, by cause; None where nothing is."""
+    causes = causes_of(points)
+    if not causes:
+        return None
+    rows = [Row(cause, _exposed_cells([p.exposed.get(cause, 0.0) for p in points]), causes[cause]) for cause in causes]
+    taken, undone = (sum(numbers) for numbers in zip(*((p.taken, p.undone) for p in points), strict=True))
+    guesses = f"{format_exact(taken)} guessed updates were taken and {format_exact(undone)} undone."
+    return Table(
+        "Standing still for what is offloaded",
+        ("Cause", "All steps", "Median step", "Longest step"),
+        tuple(rows),
+        (Row("All causes", _exposed_cells([sum(p.exposed.values()) for p in points])),),
+        f"Time in which compute waited for copies or updates; what ran beside it is not in it. {guesses}",
+    )
+
+
 def prediction_table(forecast: Forecast | None) -> Table | None:
     """Memory, traffic and time of a step as predicted before the run and as measured; None without a prediction."""
     if forecast is None:
@@ -103,6 +119,33 @@ def fields_table(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple((name.replace("_", " "), _plain(name, value)) for name, value in fields.items())
 
 
+def _memory_row(row: MemoryRow, styles: Mapping[str, str]) -> Row:
+    """Below the device its tier stands beside the category, and no colour, since the chart is of the device."""
+    name = row.category.replace("_", " ")
+    if row.tier == "device":
+        return Row(name, _memory_cells(row), styles.get(row.category, ""))
+    return Row(f"{name}, {row.tier}", _memory_cells(row))
+
+
+def _memory_sums(rows: Sequence[MemoryRow], named: bool) -> list[Row]:
+    """The sums of one tier, which is named where there are several."""
+    place = f", {rows[0].tier}" if named else ""
+    planned = [row for row in rows if math.isfinite(row.planned_bytes)]
+    everything = sum(row.measured_bytes for row in rows)
+    sums = [Row(f"All categories{place}", (*[Cell(DASH)] * 2, _bytes(everything), *[Cell(DASH)] * 2))]
+    if planned:
+        total = MemoryRow(
+            "with a formula",
+            sum(row.planned_bytes for row in planned),
+            sum(_or_zero(row.padding_bytes) for row in planned),
+            sum(row.measured_bytes for row in planned),
+            # peaks of categories need not fall together, so they have no sum
+            math.nan,
+        )
+        sums.insert(0, Row(f"Those with a formula{place}", _memory_cells(total)))
+    return sums
+
+
 def _memory_cells(row: MemoryRow) -> tuple[Cell, ...]:
     difference = row.measured_bytes - row.planned_bytes - _or_zero(row.padding_bytes)
     return (
@@ -112,6 +155,10 @@ def _memory_cells(row: MemoryRow) -> tuple[Cell, ...]:
         Cell(format_difference(difference, "B")),
         _bytes(row.peak_bytes),
     )
+
+
+def _exposed_cells(seconds: Sequence[float]) -> tuple[Cell, ...]:
+    return tuple(Cell(format_duration(n)) for n in (sum(seconds), median(seconds), max(seconds)))
 
 
 def _traffic_row(row: TrafficRow) -> Row:

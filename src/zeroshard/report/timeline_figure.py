@@ -4,6 +4,7 @@
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -48,8 +49,25 @@ PAGE, LANE, INK, QUIET = (
 WHITE, BLACK = "#ffffff", "#000000"
 
 
+class Fill(ABC):
+    """What boxes are filled with, in light and in dark surroundings."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """A name for a style sheet."""
+
+    @abstractmethod
+    def fill(self, dark: bool) -> str:
+        """The colour, as #rrggbb."""
+
+    def ink(self, dark: bool) -> str:
+        """The colour of what is written inside, whichever of two can be read better."""
+        return WHITE if _luminance(self.fill(dark)) < 0.179 else BLACK  # where both have the same contrast
+
+
 @dataclass(frozen=True)
-class Paint:
+class Paint(Fill):
     """What a box is filled with: its kind, and which of the rank's chunks it belongs to.
 
     Chunks go from the full colour half way to the page's.
@@ -64,10 +82,6 @@ class Paint:
         share = 0.55 * self.chunk / max(1, self.chunks - 1)
         return _mixed(FILLS[self.kind][dark], PAGE[dark], share)
 
-    def ink(self, dark: bool) -> str:
-        """The colour of the number inside, whichever of two can be read better."""
-        return WHITE if _luminance(self.fill(dark)) < 0.179 else BLACK  # where both have the same contrast
-
     @property
     def name(self) -> str:
         """A name for a style sheet."""
@@ -76,12 +90,12 @@ class Paint:
 
 @dataclass(frozen=True)
 class Words:
-    """A line of text at its baseline; the style says colour and weight, a `Paint` that it stands inside such a box."""
+    """A line of text at its baseline; the style says colour and weight, a `Fill` that it stands inside such a box."""
 
     x: float
     y: float
     text: str
-    style: str | Paint
+    style: str | Fill
     size: float
     anchor: str = "start"
 
@@ -102,10 +116,10 @@ class Picture:
     height: float
     title: str
     lanes: list[tuple[float, float, float, float]] = field(default_factory=list)
-    boxes: dict[tuple[Paint, float], list[tuple[float, float, float]]] = field(default_factory=dict)
+    boxes: dict[tuple[Fill, float], list[tuple[float, float, float]]] = field(default_factory=dict)
     words: list[Words] = field(default_factory=list)
     lines: list[tuple[float, float, float, float]] = field(default_factory=list)
-    swatches: list[tuple[float, float, float, float, Paint | None]] = field(default_factory=list)
+    swatches: list[tuple[float, float, float, float, Fill | None]] = field(default_factory=list)
     tips: list[tuple[float, float, float, float, str]] = field(default_factory=list)
 
 
@@ -127,7 +141,7 @@ def lay_out(timelines: Sequence[Timeline], title: str = "") -> Picture:
         y += 32
     for d in drawn:
         y = d.place(picture, y, scale, tips) + BETWEEN
-    _axis(picture, y - BETWEEN + 6, end)
+    place_axis(picture, y - BETWEEN + 6, end)
     picture.height = _legend(picture, y - BETWEEN + 58, any(d.versions for d in drawn)) + 20
     return picture
 
@@ -175,12 +189,12 @@ class _Drawn:
     def _place_row(self, picture: Picture, row: list[Span], rank: int, top: float, scale: float) -> None:
         middle, left = top + self.height / 2, LEFT - self.start * scale
         shades, boxes = self.shades[rank], picture.boxes
-        paints: dict[tuple[str, int], tuple[Paint, list[tuple[float, float, float]]]] = {}
+        paints: dict[tuple[str, int], tuple[Fill, list[tuple[float, float, float]]]] = {}
         for action, start, end in row:
             key = (action.kind.value, action.chunk)
             if key not in paints:
-                paint = Paint(action.kind, shades[action.chunk], self.chunks)
-                paints[key] = paint, boxes.setdefault((paint, self.height), [])
+                shade = Paint(action.kind, shades[action.chunk], self.chunks)
+                paints[key] = shade, boxes.setdefault((shade, self.height), [])
             paint, places = paints[key]
             wide = (end - start) * scale
             gap = 1 if wide > 12 else wide / 12
@@ -215,7 +229,8 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("\N{MICRO SIGN}s", 1e6) if seconds < 1e-3 else ("ms", 1e3) if seconds < 2 else ("s", 1.0)
 
 
-def _axis(picture: Picture, y: float, end: float) -> None:
+def place_axis(picture: Picture, y: float, end: float) -> None:
+    """The axis of the times from 0 to `end` seconds, at `y`."""
     unit, factor = time_unit(end)
     axis = fitted_axis(unit, 0.0, float(end) * factor, 10)
     right = picture.width - RIGHT
@@ -230,7 +245,7 @@ def _axis(picture: Picture, y: float, end: float) -> None:
 def _legend(picture: Picture, y: float, versions: bool) -> float:
     """Say what the boxes and numbers are; returns the lowest baseline."""
     x = LEFT
-    paints = {paint for paint, _ in picture.boxes}
+    paints = {paint for paint, _ in picture.boxes if isinstance(paint, Paint)}
     most = max([paint.chunks for paint in paints], default=1)
     entries: list[tuple[list[Paint | None], str]] = []
     for kind, name in NAMES.items():
@@ -268,7 +283,11 @@ def _luminance(colour: str) -> float:
 
 def timeline_svg(timelines: Sequence[Timeline], title: str = "") -> str:
     """The timelines as an SVG file that stands alone, in light and in dark surroundings."""
-    picture = lay_out(timelines, title)
+    return picture_svg(lay_out(timelines, title))
+
+
+def picture_svg(picture: Picture) -> str:
+    """A picture as an SVG file that stands alone, in light and in dark surroundings."""
     size = f"{short(picture.width)} {short(picture.height)}"
     width, height = size.split()
     out = [

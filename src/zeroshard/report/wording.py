@@ -70,5 +70,12 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
+def format_duration(seconds: float) -> str:
+    """``0.00325`` -> ``3.25 ms``; from a second on as `format_seconds` writes it."""
+    if not math.isfinite(seconds) or seconds >= 1:
+        return format_seconds(seconds)
+    return f"{1e3 * seconds:.2f} ms"
+
+
 def _signed(text: str) -> str:
     return MINUS + text[1:] if text.startswith("-") else text

@@ -78,7 +78,8 @@ class TrainConfig:
     check_replicas: int = 0
     """Steps between comparisons of what several ranks hold of the same weights; 0 for none."""
     trace: bool = False
-    """Keep the timeline of one step of a pipeline, measured beside simulated, in the run folder and its report."""
+    """Keep a timeline in the run folder and its report: of one step of a pipeline, measured beside simulated, or of
+    two steps of what is offloaded."""
     tensorboard: bool = False
     """Write TensorBoard events too (extra: tensorboard)."""
     ranks: int | None = None
@@ -102,8 +103,11 @@ class TrainConfig:
         self._check_guard()
         if self.planning == "auto" and self.trace:
             raise ConfigError("trace is for stages, and --plan auto chooses whether there are any; leave one out.")
-        if self.trace and not self.plan.pipelined:
-            raise ConfigError("trace draws the stages of a pipeline; set stages to 2 or more, or leave trace out.")
+        if self.trace and not (self.plan.pipelined or self.plan.offloads):
+            raise ConfigError(
+                "trace draws the stages of a pipeline, or what is offloaded; set stages to 2 or more, or offload, or "
+                "leave trace out."
+            )
         if self.batch % self.plan.microbatches:
             raise ConfigError(
                 f"batch is {self.batch} rows per rank and microbatches is {self.plan.microbatches}, which does not "

@@ -30,15 +30,16 @@ from zeroshard.train.keeping import Keeping
 from zeroshard.train.model import BuiltModel, build_model
 from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.planning import Outlook, plan_ahead
-from zeroshard.train.progress import Progress
+from zeroshard.train.progress import Exposed, Progress
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
-from zeroshard.train.trace import write_timeline
+from zeroshard.train.trace import OffloadTrace, write_timeline
 from zeroshard.version import __version__
 
 RECORDED_STEP = 3  # buffers have settled by then
 STOP_EVERY = 8  # steps between questions whether to stop, where a step does not bring all ranks together
 WORD = struct.Struct("<dd?")  # a rank's loss, its busy seconds, and whether it was asked to stop
 TRACED_STEPS = {True: 3, False: 1}  # of a schedule that never flushes, some; else one
+TRACED_BELOW = 2  # of what is offloaded, which a step leaves to the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ class Run:
         self.keeping = Keeping(config, *parts, self.progress.note)
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
+        self._exposed = Exposed(self.engine)
+        self._below: OffloadTrace | None = None
         self._stragglers = Stragglers(mesh.ranks)
         self._started = time.perf_counter()
 
@@ -206,18 +209,26 @@ class Run:
     def _traced_step(self, step: int, first: int, samples: list[int]) -> "_Done":
         """One step, with the timeline kept of the first that are all steady."""
         engine, config = self.engine, self.config
-        count = TRACED_STEPS[config.plan.streams]
-        begin = min(first + 2 * RECORDED_STEP, config.steps - count)
-        if not config.trace or step < begin or step >= begin + count:
+        count = TRACED_STEPS[config.plan.streams] if config.plan.pipelined else TRACED_BELOW
+        begin = max(first, min(first + 2 * RECORDED_STEP, config.steps - count))
+        last = min(begin + count, config.steps) - 1
+        if not config.trace or not begin <= step <= last:
             return self._step(step, samples)
+        if not config.plan.pipelined:
+            self._below = OffloadTrace(engine) if step == begin or self._below is None else self._below
+            with self._below.step():
+                done = self._step(step, samples)
+            if step == last and self.reports:
+                self._below.write(self.folder.path)
+            return done
         if step == begin:
             engine.flush()
             engine.world.agree(b"", "start of the timeline")
             engine.trace()
         done = self._step(step, samples)
-        if step == begin + count - 1:
+        if step == last:
             engine.flush()
-            write_timeline(self.folder.path, engine, engine.trace_end(), count, self.reports)
+            write_timeline(self.folder.path, engine, engine.trace_end(), last - begin + 1, self.reports)
         return done
 
     def _step(self, step: int, samples: list[int]) -> "_Done":
@@ -251,6 +262,7 @@ class Run:
             "seconds": time.perf_counter() - self._started,
             "rss_bytes": psutil.Process().memory_info().rss,
             "checkpoint_seconds": self.keeping.exposed_seconds,
+            **self._exposed.step(),
         }
         self.keeping.exposed_seconds = None
         self.folder.write_metrics(metrics)
@@ -351,8 +363,11 @@ class Run:
             "shares_memory": engine.comm.shared is not None,
             "memory": engine.memory().as_dicts(),
             "traffic": engine.traffic().as_dicts(),
+            **self._exposed.summary(),
         }
         self.folder.write_summary(summary)
+        if exposed := str(self._exposed):
+            self.progress.note(exposed)
         return summary
 
     def _example(self) -> Any:

@@ -1,15 +1,21 @@
-"""The timeline of a few steps as they ran, beside what the simulator makes of the same times."""
+"""The timeline of a few steps as they ran: of a pipeline, beside what the simulator makes of the same times; of what is
+offloaded, beside the seconds exposed.
+"""
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from zeroshard import link
 from zeroshard.engine import Engine
 from zeroshard.schedule import Action
 from zeroshard.schedule.simulate import simulate
 from zeroshard.schedule.spans import Span, costs_of
 
-TIMELINE = "timeline.json"
+TIMELINE, OFFLOADED = "timeline.json", "timeline-offload.json"
 
 
 def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, writes: bool) -> None:
@@ -41,6 +47,34 @@ def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, 
     ]
     content = {"measured_seconds": took, "simulated_seconds": simulation.makespan, "timelines": timelines}
     (folder / TIMELINE).write_text(json.dumps(content))
+
+
+class OffloadTrace:
+    """When copies, host jobs and computes of this rank's offloaded steps ran."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._begin = engine.mesh.now()
+        self._ends: list[float] = []
+        self._spans: list[link.Span] = []
+        self._exposed: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Add the step that is taken inside."""
+        with self._engine.tracing() as spans:
+            yield
+        self._ends.append(self._engine.mesh.now() - self._begin)
+        self._spans += spans
+        for cause, seconds in self._engine.exposed.items():
+            self._exposed[str(cause)] += seconds
+
+    def write(self, folder: Path) -> None:
+        """Keep them in a run folder."""
+        begin = self._begin
+        spans = [[span.label, str(span.cause), span.start - begin, span.end - begin] for span in self._spans]
+        content = {"rank": self._engine.mesh.rank, "ends": self._ends, "exposed": self._exposed, "spans": spans}
+        (folder / OFFLOADED).write_text(json.dumps(content))
 
 
 def _bubble(spans: list[list[Span]], took: float) -> float:

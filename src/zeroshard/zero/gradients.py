@@ -110,7 +110,7 @@ class GradientShards:
         self._keeps_landing = not residency.slice_gradients or self.alone
         self._gathers = not residency.slice_states and self._ranks > 1
         sums = torch.promote_types(flat.dtype, torch.float32)
-        adds_locally = accumulation.local or (accumulation.reduced and self._ranks == 1)
+        adds_locally = accumulation.local or (accumulation.reduced and self.alone)
         self._landing_dtype = sums if adds_locally else flat.dtype
         self._landing: torch.Tensor | None = None
         self._total: torch.Tensor | None = None

@@ -139,7 +139,9 @@ class ParameterShards:
             own = self.full[start:stop]
             after, self.update = [] if self.update is None else [self.update], None
             padding = index.padding_in(start, stop)
-            task = self._under.link.copy(self.own, own, Purpose.PARAMETERS_UP, label, after, padding)
+            evaluates = purpose is Purpose.GATHER_TO_EVALUATE
+            up = Purpose.PARAMETERS_UP_TO_EVALUATE if evaluates else Purpose.PARAMETERS_UP
+            task = self._under.link.copy(self.own, own, up, label, after, padding)
             if index.ranks == 1:
                 return task
             task.wait()
