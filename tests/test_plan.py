@@ -46,6 +46,7 @@ WRONG: dict[str, list[Any]] = {
     "offload": ["disk", "optimizer,disk", 7, None, ["optimizer"], True],
     "offload_share": [0, 2, -0.5, NAN, "half", None],
     "offload_disk": ["fast/disk", "", 7],
+    "offload_disk_parameters": [True, 1, "yes", None],
     "offload_moments": ["fp16", 8, None],
     "delayed_update": [True, 1, "yes", None],
     "delayed_warmup": [-1, 1.5, "long", True, None],

@@ -107,6 +107,8 @@ class Plan:
     """Share of the parameters, in whole units, whose optimizer states are kept below; the last units first."""
     offload_disk: str | None = None
     """Folder of a disk on which the offloaded optimizer states are kept instead of in host memory."""
+    offload_disk_parameters: bool = False
+    """Keep offloaded parameters in that folder too, in a file that is mapped into memory."""
     offload_moments: Literal["fp32", "bf16", "8bit"] = "fp32"
     """How Adam's moments are kept below: exact, or rounded after each update."""
     delayed_update: bool = False
@@ -334,7 +336,7 @@ class Plan:
                 f"offload is {self.offload!r}; it must be some of 'optimizer', 'parameters' and 'activations', like "
                 f"'optimizer,activations'."
             )
-        for name in ("delayed_update", "speculate"):
+        for name in ("delayed_update", "speculate", "offload_disk_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         warmup = self.delayed_warmup
@@ -350,7 +352,8 @@ class Plan:
                 f"offload='optimizer,parameters', on one device too."
             )
         if not below:
-            for name in ("offload_share", "offload_disk", "offload_moments", "delayed_update"):
+            names = ("offload_share", "offload_disk", "offload_disk_parameters", "offload_moments", "delayed_update")
+            for name in names:
                 if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                     raise PlanError(
                         f"{name}={getattr(self, name)!r} is for offloaded optimizer states; set offload='optimizer'."
@@ -364,6 +367,11 @@ class Plan:
             )
         if not isinstance(self.offload_share, (int, float)) or not 0 < self.offload_share <= 1:
             raise PlanError(f"offload_share is {self.offload_share!r}; it must be a number above 0 and at most 1.")
+        if self.offload_disk_parameters and (self.offload_disk is None or "parameters" not in self.offloads):
+            raise PlanError(
+                "offload_disk_parameters=True needs parameters that are offloaded and a disk for them. Set "
+                "offload='optimizer,parameters', zero=3 and offload_disk."
+            )
         if "parameters" in self.offloads and self.offload_share != 1:
             raise PlanError(
                 "offload_share and offload='optimizer,parameters' do not combine: units that come and go are all kept "

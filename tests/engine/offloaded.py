@@ -21,7 +21,13 @@ EXECUTORS: dict[str, Callable[[torch.device, float], Executor]] = {
     "worker": Worker,
 }
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-IN_MEMORY = {"offload": "", "offload_share": 1.0, "offload_disk": None, "offload_moments": "fp32"}
+IN_MEMORY = {
+    "offload": "",
+    "offload_share": 1.0,
+    "offload_disk": None,
+    "offload_disk_parameters": False,
+    "offload_moments": "fp32",
+}
 
 
 @contextmanager

@@ -209,7 +209,7 @@ def _pieces_below(shard: Shard, assembly: Assembly, plan: Plan) -> Iterator[_Pie
     parameters, size = shard.parameters, shard.flat.dtype.itemsize
     count = shard.flat.index.slice_numel
     if parameters.lives_below:
-        yield _paged("host", "parameters", count * size)
+        yield _paged("disk" if plan.offload_disk_parameters else "host", "parameters", count * size)
     if not shard.below:
         return
     several = plan.microbatches_per_update > 1

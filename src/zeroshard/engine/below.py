@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zeroshard.errors import OptimizerError, PlanError
-from zeroshard.ledger import Ledger
+from zeroshard.ledger import Category, Ledger
 from zeroshard.link import Executor, Link, Modelled, Span, Worker
 from zeroshard.mesh import Mesh, local_ranks
 from zeroshard.offload.host_adam import stands_for
@@ -56,6 +56,12 @@ class Below:
         guesses = plan.speculate and rehearsal is None
         self.shadows = Shadows(self.host, _spare(local_ranks() or mesh.ranks) // SPARED if guesses else 0)
 
+    def parameter_slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
+        """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""
+        on_disk = self._plan.offload_disk_parameters and self.disk is not None and self._mesh.rehearsal is None
+        tier: HostMemory | Disk = self.disk if on_disk and self.disk is not None else self.host
+        return tier.slab(numel, dtype, Category.PARAMETERS, label, padding)
+
     @property
     def parts(self) -> tuple[Link, HostMemory]:
         """The link and the host's memory."""
@@ -78,7 +84,9 @@ class Below:
         for unit in units:
             for parameter in unit.parameters.values() if unit.number in going else ():
                 size = (compute or parameter.dtype).itemsize
-                each = (max(size, 4) if sums else size) * gradients + (size if "parameters" in plan.offloads else 0)
+                each = (max(size, 4) if sums else size) * gradients + (
+                    size if "parameters" in plan.offloads and not plan.offload_disk_parameters else 0
+                )
                 kept = 4 + {"fp32": states, "bf16": 4, "8bit": 2}[plan.offload_moments]
                 nbytes += (each + (kept if self.disk is None else 0)) * parameter.numel() // ranks
                 on_disk += kept * parameter.numel() // ranks

@@ -2,6 +2,7 @@
 
 from zeroshard.tiers.disk import Disk, Extent
 from zeroshard.tiers.host import HostMemory, in_pages
+from zeroshard.tiers.imagined import ImaginedDisk
 from zeroshard.tiers.room import Room, find_rooms
 
-__all__ = ["Disk", "Extent", "HostMemory", "Room", "find_rooms", "in_pages"]
+__all__ = ["Disk", "Extent", "HostMemory", "ImaginedDisk", "Room", "find_rooms", "in_pages"]

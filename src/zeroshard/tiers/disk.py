@@ -6,6 +6,7 @@
 
 import contextlib
 import errno
+import mmap
 import os
 import tempfile
 import time
@@ -61,8 +62,11 @@ class Disk:
         self._bandwidth: tuple[float, float] | None = None
         self._close = weakref.finalize(self, _close, {self._file, self._direct})
 
-    def reserve(self, nbytes: int, category: Category, label: str) -> Extent:
+    def reserve(self, nbytes: int, category: Category, label: str, padding: int = 0) -> Extent:
         """A place for `nbytes`, whose blocks are taken now, so that a later write cannot find the disk full.
+
+        Args:
+            padding: how many of them hold nothing.
 
         Raises:
             BudgetExceeded: the budget cannot hold it.
@@ -86,10 +90,27 @@ class Disk:
                 f"({error.strerror}). Free space there, name another folder as offload_disk, {WAYS_OUT['disk']}."
             ) from None
         extent = Extent(self._end, nbytes, label)
-        self._ledger.take(category, size, label, size - nbytes, "disk")
-        self._entries.append((category, size, label, size - nbytes))
+        hollow = padding + size - nbytes
+        self._ledger.take(category, size, label, hollow, "disk")
+        self._entries.append((category, size, label, hollow))
         self._end += size
         return extent
+
+    def slab(self, numel: int, dtype: torch.dtype, category: Category, label: str, padding: int = 0) -> torch.Tensor:
+        """A new 1-D tensor of `numel` elements, zeroed, whose memory is the file; the kernel moves pages as needed.
+
+        What it keeps of them in memory is its cache, which it gives up when memory is short. A disk that breaks while a
+        page is brought ends the process (SIGBUS), since there is nobody to tell.
+
+        Raises:
+            BudgetExceeded, OffloadError: as `reserve`.
+        """
+        extent = self.reserve(numel * dtype.itemsize, category, label, padding * dtype.itemsize)
+        if not extent.nbytes:
+            return torch.empty(0, dtype=dtype)
+        pages = mmap.mmap(self._file, in_pages(extent.nbytes), flags=mmap.MAP_SHARED, offset=extent.offset)
+        pages.madvise(mmap.MADV_SEQUENTIAL)
+        return torch.frombuffer(pages, dtype=dtype, count=numel)
 
     def write(self, extent: Extent, tensor: torch.Tensor) -> None:
         """Fill an extent with a contiguous tensor of as many bytes, which is only read.

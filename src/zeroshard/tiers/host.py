@@ -12,6 +12,7 @@ import contextlib
 import mmap
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +74,7 @@ class _Registered(mmap.mmap):
 
 @dataclass(slots=True)
 class _Entry:
-    """A slab, held until it is freed so that no other gets its address, and what the ledger holds for it."""
+    """A slab, held until it is freed so that no other gets its place, and what the ledger holds for it."""
 
     slab: torch.Tensor
     category: Category
@@ -89,13 +90,20 @@ class HostMemory:
         ledger: holds every slab, in whole pages; what the last page does not need is padding.
         device: the tier above; on "cuda" slabs are registered.
         root: where /proc and /sys are.
+        make: in a rehearsal, makes so many elements that are only counted, in the place of memory.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, root: Path = ROOT) -> None:
-        self._ledger, self._cuda, self._root = ledger, device.type == "cuda", root
-        self._held: dict[int, _Entry] = {}  # by address
+    def __init__(
+        self,
+        ledger: Ledger,
+        device: torch.device,
+        root: Path = ROOT,
+        make: Callable[[int, torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
+        self._ledger, self._cuda, self._root, self._make = ledger, device.type == "cuda", root, make
+        self._held: dict[int, _Entry] = {}  # by storage, as tensors without values have no address
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # of the pool, by bytes
-        self._lent: dict[int, torch.Tensor] = {}  # of the pool, by address
+        self._lent: dict[int, torch.Tensor] = {}  # of the pool, by storage
         self._lock = threading.RLock()
 
     def slab(self, numel: int, dtype: torch.dtype, category: Category, label: str, padding: int = 0) -> torch.Tensor:
@@ -112,23 +120,17 @@ class HostMemory:
             return torch.empty(0, dtype=dtype)
         size = in_pages(nbytes)
         with self._lock:
-            self.check_room(size, label, category=category)
-            try:
-                pages = fresh_pages(size, self._cuda)
-            except OSError as error:
-                found = f"the system has not that many in one piece ({error.strerror})"
-                raise BudgetExceeded(_too_little(label, size, 1, found)) from None
-            slab = torch.frombuffer(pages, dtype=dtype, count=numel)
+            slab = self._fresh(numel, dtype, category, label)
             entry = _Entry(slab, category, size, padding * dtype.itemsize + size - nbytes, label)
             self._ledger.take(category, size, label, entry.padding, "host")
-            self._held[slab.data_ptr()] = entry
+            self._held[_place(slab)] = entry
         return slab
 
     def free(self, slab: torch.Tensor) -> None:
         """Take off the ledger what `slab` returned, or a view of all of it; the caller keeps no view."""
         if slab.numel():
             with self._lock:
-                self._strike_out(self._held.pop(slab.data_ptr()))
+                self._strike_out(self._held.pop(_place(slab)))
 
     def borrow(self, nbytes: int, category: Category = Category.BUFFERS) -> torch.Tensor:
         """`nbytes` uninitialised bytes, page-aligned, for something of `category`; hand them back with `give_back`.
@@ -146,14 +148,14 @@ class HostMemory:
             spare = self._spare[size]
             block = spare.pop() if spare else self.slab(size, torch.uint8, category, "the pool of host memory")
             self._count_as(category, block)
-            self._lent[block.data_ptr()] = block
+            self._lent[_place(block)] = block
         return block[:nbytes]
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Hand back what `borrow` returned, or a view of all of it."""
         if tensor.numel():
             with self._lock:
-                block = self._lent.pop(tensor.data_ptr())
+                block = self._lent.pop(_place(tensor))
                 self._count_as(Category.BUFFERS, block)
                 self._spare[block.nbytes].append(block)
 
@@ -169,7 +171,7 @@ class HostMemory:
             BudgetExceeded: with the limit that is met first and what it leaves.
         """
         self._ledger.check_room(category, nbytes, what, "host")
-        rooms = find_rooms(self._root)
+        rooms = find_rooms(self._root) if self._make is None else []
         if not rooms:
             return
         after = {room: room.nbytes - nbytes * (ranks if room.shared else 1) for room in rooms}
@@ -187,8 +189,20 @@ class HostMemory:
             self._spare.clear()
             self._lent.clear()
 
+    def _fresh(self, numel: int, dtype: torch.dtype, category: Category, label: str) -> torch.Tensor:
+        if self._make is not None:
+            return self._make(numel, dtype)
+        size = in_pages(numel * dtype.itemsize)
+        self.check_room(size, label, category=category)
+        try:
+            pages = fresh_pages(size, self._cuda)
+        except OSError as error:
+            found = f"the system has not that many in one piece ({error.strerror})"
+            raise BudgetExceeded(_too_little(label, size, 1, found)) from None
+        return torch.frombuffer(pages, dtype=dtype, count=numel)
+
     def _count_as(self, category: Category, block: torch.Tensor) -> None:
-        entry = self._held[block.data_ptr()]
+        entry = self._held[_place(block)]
         if entry.category is not category:
             self._strike_out(entry)
             entry.category = category
@@ -196,6 +210,10 @@ class HostMemory:
 
     def _strike_out(self, entry: _Entry) -> None:
         self._ledger.give(entry.category, entry.nbytes, entry.label, entry.padding, "host")
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _too_little(what: str, nbytes: int, ranks: int, found: str) -> str:

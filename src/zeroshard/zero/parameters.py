@@ -8,7 +8,6 @@ import torch
 from zeroshard.comm import Comm, Pending, Purpose
 from zeroshard.ledger import Category, Ledger
 from zeroshard.link import Link, Task
-from zeroshard.tiers import HostMemory
 from zeroshard.units import Flat
 from zeroshard.zero.residency import Residency
 
@@ -24,8 +23,10 @@ class Residence(Enum):
 class Under(Protocol):
     """The tier below the device."""
 
-    host: HostMemory
     link: Link
+
+    def parameter_slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
+        """A place for a slice [numel], of which `padding` elements hold nothing."""
 
 
 class ParameterShards:
@@ -77,7 +78,7 @@ class ParameterShards:
             if under is None:
                 self.own = ledger.empty(index.slice_numel, flat.dtype, mesh.device, category, label, padding)
             else:
-                self.own = under.host.slab(index.slice_numel, flat.dtype, category, label, padding)
+                self.own = under.parameter_slab(index.slice_numel, flat.dtype, label, padding)
             self.full = torch.empty(index.padded_numel, dtype=flat.dtype, device=mesh.device)
         else:
             self.full = ledger.empty(index.padded_numel, flat.dtype, mesh.device, category, label, index.padding)

@@ -1,0 +1,49 @@
+"""A disk in a rehearsal: its extents are counted, no file is made, and nothing is written or read."""
+
+import torch
+
+from zeroshard.ledger import Category, Ledger
+from zeroshard.tiers.disk import Disk, Extent
+from zeroshard.tiers.host import in_pages
+
+
+class ImaginedDisk(Disk):
+    """The tier "disk" of one rank in a rehearsal.
+
+    Args:
+        ledger: holds every extent, in whole pages; what the last page does not need is padding.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._end = ledger, 0
+        self._entries: list[tuple[Category, int, str, int]] = []
+
+    def reserve(self, nbytes: int, category: Category, label: str, padding: int = 0) -> Extent:
+        """A place for `nbytes`, of which `padding` bytes hold nothing.
+
+        Raises:
+            BudgetExceeded: the budget cannot hold it.
+        """
+        size = in_pages(nbytes)
+        hollow = padding + size - nbytes
+        self._ledger.take(category, size, label, hollow, "disk")
+        self._entries.append((category, size, label, hollow))
+        extent = Extent(self._end, nbytes, label)
+        self._end += size
+        return extent
+
+    def write(self, extent: Extent, tensor: torch.Tensor) -> None:
+        """Nothing."""
+
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        """Nothing."""
+
+    def bandwidth(self) -> tuple[float, float]:
+        """No time passes."""
+        return float("inf"), float("inf")
+
+    def close(self) -> None:
+        """Take everything off the ledger."""
+        for category, nbytes, label, padding in self._entries:
+            self._ledger.give(category, nbytes, label, padding, "disk")
+        self._entries.clear()
