@@ -7,10 +7,12 @@ import pytest
 
 from zeroshard import reproduce_command
 from zeroshard.claims import CLAIMS, Claim, Reading, Waiting, check
+from zeroshard.claims.offload import LARGE, memory, wire
 from zeroshard.claims.pipelines import PIPELINES, vgg16
 from zeroshard.claims.zero import RANKS, SHAPES, TABLE_1, mixed, sized, table_1, volume
 from zeroshard.planner.largest import parameters_of, states_along
 from zeroshard.reproduce_command import run_reproduce
+from zeroshard.train.family import gpt_task
 from zeroshard.zero.formulas import state_bytes
 
 
@@ -61,6 +63,16 @@ def test_table_1_is_copied_without_a_slip() -> None:
 
 def test_the_wire_carries_what_section_7_says() -> None:
     assert [reading.ours for reading in volume(silent)] == [2, 2, 2, 3]
+
+
+def test_offload_leaves_and_moves_what_zero_offload_says() -> None:
+    assert [(reading.ours, reading.agrees) for reading in memory(silent)] == [(n, True) for n in (16, 14, 4, 2)]
+    assert [reading.ours for reading in wire(silent)] == [4]
+
+
+def test_the_model_for_one_device_has_13_billion_parameters() -> None:
+    """A rehearsal at full width takes ten seconds and is `zeroshard reproduce offload-one-device`."""
+    assert round(parameters_of(gpt_task(LARGE)) / 1e9) == 13
 
 
 def test_vgg16_has_its_published_size() -> None:
@@ -128,8 +140,8 @@ def test_what_is_not_reproduced_is_said_and_fails(
 
 
 def test_what_is_not_built_has_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    run_reproduce(["offload-one-device"])
-    assert "Not built yet; this waits for offload" in capsys.readouterr().out
+    run_reproduce(["recompute-sqrt"])
+    assert "Not built yet; this waits for recomputation" in capsys.readouterr().out
     for claim in CLAIMS.values():
         if isinstance(claim, Waiting):
             assert claim.as_dict() == {**claim.as_dict(), "built": False} and "numbers" not in claim.as_dict()

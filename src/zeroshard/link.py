@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -69,12 +69,17 @@ class Task:
         self.link, self.cause, self.label, self.nbytes = link, cause, label, nbytes
         self.work: Callable[[], None] | None = work
         self.done, self.copies = False, False
-        self.after = [task for task in after if not task.done or task.event is not None or task.error is not None]
+        self.after = [task for task in after if task.matters]
         self.error: BaseException | None = None
         self.signal: threading.Event | None = None
         self.event: torch.cuda.Event | None = None
         self.ready: torch.cuda.Event | None = None
         self.start = self.end = 0.0
+
+    @property
+    def matters(self) -> bool:
+        """Whether what comes after it must still look at it: it has not run, or failed, or ends later on some clock."""
+        return not self.done or self.event is not None or self.error is not None or self.end > self.link.now()
 
     @property
     def lane(self) -> str:
@@ -108,8 +113,9 @@ class Task:
             self.error = error
         self.end = self.link.now()
         self.work, self.done = None, True
-        if self.link.spans is not None:
-            self.link.spans.append(Span(self.label, self.cause, self.start, self.end))
+        spans = self.link.spans  # once: another thread may put it away
+        if spans is not None:
+            spans.append(Span(self.label, self.cause, self.start, self.end))
 
 
 class Executor(Protocol):
@@ -258,6 +264,9 @@ class VirtualClock(Protocol):
     def spend(self, seconds: float, cause: str | None = None) -> None:
         """Let time pass."""
 
+    def standing(self) -> AbstractContextManager[None]:
+        """Let no time pass inside."""
+
 
 class Modelled:
     """At once, on a clock of its own: each lane takes the seconds that are told, and a wait lasts for what is left.
@@ -273,7 +282,8 @@ class Modelled:
 
     def begin(self, task: Task) -> None:
         """Run it, and let its lane be busy for as long as it would take."""
-        task.run()
+        with self._clock.standing():
+            task.run()
         task.start = max([self._clock.now, self._free[task.lane], *(before.end for before in task.after)])
         task.end = self._free[task.lane] = task.start + self._seconds(task)
         if task.link.spans:

@@ -26,7 +26,7 @@ WHOLE = ("microbatches", "stages", "chunks", "shard_ranks", "loss_scale_window",
 MOST_CHUNKS = 2**16
 SEARCHED = (  # what `Plan.auto` chooses; it keeps everything else
     *("zero", "shard_ranks", "microbatches", "stages", "schedule", "chunks", "replicas", "split", "recompute"),
-    "vertical_sync",
+    *("vertical_sync", "offload", "offload_share"),
 )
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
@@ -167,7 +167,7 @@ class Plan:
             ranks: how many ranks there will be; by default as many as the launcher started.
             base: what is kept: precision, clipping, seed and the like. Fields that are searched are left at their
                 defaults: zero, shard_ranks, microbatches, stages, schedule, chunks, replicas, split, recompute,
-                vertical_sync.
+                vertical_sync, offload, offload_share.
             say: told on rank 0 what is being looked at, and in the end what was chosen and why.
 
         Raises:

@@ -80,6 +80,8 @@ class PlanOptions:
     """Which torch.optim optimizer."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of computation of all plans; fp32 by default, and with largest 16 bits if the device computes in them."""
+    offload: bool = False
+    """Try plans with offload to host memory even if others fit; if none does, they are tried in any case."""
     top: int = 5
     """Number of plans to show."""
     explain: int | None = None
@@ -165,7 +167,7 @@ def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         return
     task, base = described_task(options, machines.count)
     with _status() as say:
-        found = search(task, machines, base, options.top, say=say)
+        found = search(task, machines, base, options.top, say=say, offload=options.offload)
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"

@@ -9,7 +9,8 @@ its start, and whoever waits for it loses only what is left; so what overlaps in
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from zeroshard.shared import SharedMemory, Signal
 from zeroshard.transport import Arrival, Group, Network, Scratch, Sizes
 
 WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes, the ranks that take part
+Make = Callable[[int, torch.dtype], torch.Tensor]  # so many elements, zeroed
 
 
 @dataclass(slots=True)
@@ -32,17 +34,30 @@ class Clock:
         spent: seconds by cause; they add up to `now`.
         cause: what is being done.
         wire_free: when the wire has nothing to carry any more.
+        stands: whether what is done now takes no time, because it would run elsewhere.
     """
 
     now: float = 0.0
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     cause: str = "compute"
     wire_free: float = 0.0
+    stands: bool = False
 
     def spend(self, seconds: float, cause: str | None = None) -> None:
-        """Let time pass."""
+        """Let time pass, unless the clock stands."""
+        if self.stands:
+            return
         self.now += seconds
         self.spent[cause or self.cause] += seconds
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Let no time pass inside."""
+        before, self.stands = self.stands, True
+        try:
+            yield
+        finally:
+            self.stands = before
 
     def occupy_wire(self, seconds: float) -> float:
         """Put something on the wire; returns when it has arrived."""
@@ -69,7 +84,7 @@ class Rehearsal:
         made: told of each buffer that ranks have in common.
         compute: told of so many bytes that were to be moved by so many operations, and were not.
         task_seconds: what a copy between tiers, or a job of the host, takes; nothing by default.
-        below: told of each buffer that is not on the device.
+        below: makes each buffer that is not on the device.
     """
 
     members: Sequence[int]
@@ -81,7 +96,7 @@ class Rehearsal:
     made: Callable[[torch.Tensor], None] = lambda buffer: None
     compute: Callable[[int, int], None] = lambda nbytes, operations: None
     task_seconds: Callable[[Task], float] = lambda task: 0.0
-    below: Callable[[torch.Tensor], None] = lambda buffer: None
+    below: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
 
     def part(self, ranks: Sequence[int]) -> "Rehearsal":
         """The rehearsal of some of its ranks."""

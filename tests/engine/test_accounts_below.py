@@ -155,6 +155,15 @@ def test_states_on_the_disk(pool: Pool, tmp_path: Any) -> None:
         assert answer["ledger"]["disk"] % mmap.PAGESIZE == 0
 
 
+def test_parameters_on_the_disk(pool: Pool, tmp_path: Any) -> None:
+    plan = {"zero": 3, "precision": "bf16", "offload": "optimizer,parameters", "offload_disk": str(tmp_path),
+            "offload_disk_parameters": True}  # fmt: skip
+    for answer in pool.run(measure, 2, "Plain", plan, "adamw"):
+        check_to_the_byte(answer)
+        assert planned(answer, "disk")["parameters"] == Fraction(2 * psi("Plain"), 2)
+        assert "parameters" not in planned(answer, "host") or not planned(answer, "host")["parameters"]
+
+
 def test_nothing_below_without_offload(pool: Pool) -> None:
     for answer in pool.run(measure, 1, "Plain", {}, "adamw"):
         assert {tier for _, tier in answer["memory"]} == {"device"}

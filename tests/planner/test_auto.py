@@ -58,7 +58,7 @@ def test_the_plan_fits_and_the_model_stays_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in model.state_dict().items():
         assert value.data_ptr() == before[name][0] and torch.equal(value, before[name][1])
-    with pytest.raises(PlanError, match=r"None of \d+ plans fits 2 x a CPU.* zero 3, fp32: .*would"):
+    with pytest.raises(PlanError, match=r"None of \d+ plans fits 2 x a CPU.* zero 3, fp32.*: .*(would|works)"):
         zs.Plan.auto(model, batch(), optimizer=ADAM, machines=HERE, base=zs.Plan(device_memory=PSI))
 
 

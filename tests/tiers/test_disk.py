@@ -288,3 +288,18 @@ class TestDisksThatFail:
     def test_another_size(self, disk: Disk) -> None:
         with pytest.raises(AssertionError, match="99 bytes for"):
             disk.write(Extent(0, 100, "m"), noise(99))
+
+
+def test_a_slab_is_the_file(disk: Disk, ledger: Ledger, tmp_path: Path) -> None:
+    first = disk.slab(5000, torch.bfloat16, Category.PARAMETERS, "weights", padding=8)
+    second = disk.slab(3, torch.float32, Category.PARAMETERS, "biases")
+    assert not first.any() and first.data_ptr() % PAGE == 0
+    first.copy_(torch.arange(5000))
+    second.fill_(7)
+    content = os.pread(disk._file, 10_000, 0)
+    assert torch.equal(torch.frombuffer(bytearray(content), dtype=torch.bfloat16), first)
+    account = ledger.account(Category.PARAMETERS, "disk")
+    assert (account.current, account.padding) == (4 * PAGE, 4 * PAGE - 10_000 - 12 + 16)
+    assert not list(tmp_path.rglob("zeroshard*"))
+    disk.close()
+    assert ledger.total("disk") == 0 and float(second.sum()) == 21

@@ -3,7 +3,6 @@
 from zeroshard.claims.claim import Waiting
 
 _ZERO = "ZeRO, Rajbhandari et al., 1910.02054v3"
-_OFFLOAD = "ZeRO-Offload, Ren et al., 2101.06840"
 _TENSOR = "tensor parallelism, which cuts the layers themselves"
 LATER = (
     Waiting(
@@ -29,18 +28,6 @@ LATER = (
         "activation checkpoints divided among the ranks of one model",
         f"{_ZERO}, section 6.1",
         f"recomputation of activations without a pipeline, and {_TENSOR}.",
-    ),
-    Waiting(
-        "offload-one-device",
-        "largest model on one device",
-        f"{_OFFLOAD}",
-        "offload of gradients, optimizer states and the update to the host.",
-    ),
-    Waiting(
-        "offload-wire",
-        "bytes between device and host per step",
-        f"{_OFFLOAD}, section 3",
-        "offload of gradients, optimizer states and the update to the host.",
     ),
     Waiting(
         "recompute-sqrt",

@@ -15,7 +15,7 @@ from zeroshard.offload.host_adam import stands_for
 from zeroshard.offload.moments import BLOCK
 from zeroshard.offload.slices import Form, HostSlice, Shadows
 from zeroshard.plan import Plan
-from zeroshard.tiers import Disk, HostMemory, find_rooms
+from zeroshard.tiers import Disk, HostMemory, ImaginedDisk, find_rooms
 from zeroshard.units import Flat, Unit
 
 PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning
@@ -37,13 +37,16 @@ class Below:
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
         self._plan, self._mesh = plan, mesh
-        self.host = HostMemory(ledger, mesh.device)
         rehearsal = mesh.rehearsal
+        self.host = HostMemory(ledger, mesh.device, make=None if rehearsal is None else rehearsal.below)
         executor = executor_of(mesh.device, plan.timeout)
         if rehearsal is not None:
             executor = Modelled(rehearsal.clock, rehearsal.task_seconds)
         self.link = Link(executor, mesh.now)
-        self.disk = None if plan.offload_disk is None else Disk(Path(plan.offload_disk), ledger, plan.timeout)
+        self.disk: Disk | None = None
+        if plan.offload_disk is not None:
+            rehearsed = rehearsal is not None
+            self.disk = ImaginedDisk(ledger) if rehearsed else Disk(Path(plan.offload_disk), ledger, plan.timeout)
         reason = stands_for(optimizer)
         self.adam, self.decoupled = reason is None, isinstance(optimizer, torch.optim.AdamW)
         wanted = [name for name, off in (("offload_disk", None), ("delayed_update", False), ("offload_moments", "fp32"))

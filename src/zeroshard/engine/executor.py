@@ -85,15 +85,6 @@ class Executor:
         self.losses: dict[int, Tensor] = {}
         self.spans: list[Span] = []
         self.tracing = False
-
-    def trace(self) -> None:
-        """Keep from now on when every compute ran."""
-        self.spans, self.tracing = [], True
-
-    def trace_end(self) -> list[Span]:
-        """Keep no more; returns what was kept."""
-        self.tracing = False
-        return self.spans
         self._do: Mapping[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backwards,
@@ -111,6 +102,15 @@ class Executor:
             Kind.LEND: self.loans.lend,
             Kind.BORROW: self.loans.borrow,
         }
+
+    def trace(self) -> None:
+        """Keep from now on when every compute ran."""
+        self.spans, self.tracing = [], True
+
+    def trace_end(self) -> list[Span]:
+        """Keep no more; returns what was kept."""
+        self.tracing = False
+        return self.spans
 
     def feed(self, parts: Mapping[int, Part]) -> None:
         """Microbatches, by number, that actions to come will use."""

@@ -68,8 +68,8 @@ def adam_update(
         OptimizerError: tensors of the wrong size, dtype or device.
     """
     _check(gradient, before, after, out)
-    if gradient.numel() == 0:
-        return
+    if gradient.numel() == 0 or gradient.untyped_storage().device.type == "meta":
+        return  # nothing to do, or a rehearsal, whose tensors have no values
     name = backend()
     if name == "c++":
         update = describe(gradient, factor, scalars, before, after, out, like_torch)

@@ -251,11 +251,19 @@ def _again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[nn.M
 
 
 def _none_fits(found: Found, machines: Machines) -> str:
-    """Why there is no plan, and what comes closest: the most that can be sliced."""
+    """Why there is no plan, and what comes closest: the most that can be offloaded, or sliced."""
     if not found.refused:
         return f"There is no plan to look at for {machines}; use more rows."
-    closest = max(found.refused, key=lambda refusal: (bool(refusal.way_out), refusal.plan.zero))
-    return f"None of {len(found.refused)} plans fits {machines}. {_refused(closest, machines.count)}"
+    ways = [refusal for refusal in found.refused if refusal.plan.offload and refusal.way_out]
+    closest = max(
+        ways or found.refused, key=lambda refusal: (bool(refusal.way_out), _below(refusal), refusal.plan.zero)
+    )
+    too = ", with and without offload" if ways else ""
+    return f"None of {len(found.refused)} plans fits {machines}{too}. {_refused(closest, machines.count)}"
+
+
+def _below(refusal: Refusal) -> tuple[int, float]:
+    return len(refusal.plan.offloads), refusal.plan.offload_share
 
 
 def _refused(refusal: Refusal, ranks: int) -> str:

@@ -24,6 +24,7 @@ from zeroshard.errors import ConfigError, PlanError
 from zeroshard.pipeline.cluster import format_size, parse_size
 
 Operation = Literal["gather", "exchange", "send"]
+UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves, by those of its states: they, read and written, 2 + 2 beside
 OPERATIONS: tuple[Operation, ...] = ("gather", "exchange", "send")
 DTYPES = ("fp32", "bf16", "fp16")
 ROUNDS = {"cpu": 1, "cuda": 512}  # bytes; CUDA's caching allocator hands out multiples of 512
@@ -192,6 +193,8 @@ class Machines:
         between: the link of one node to the others, which its devices share.
         host_memory: bytes of one node's host memory; None is no limit.
         here: whether these are the CPUs of this machine, on which a step can be tried out.
+        host_bandwidth: bytes/s of one node's host memory, read and written, which its devices share; assumed if None.
+        disk_bandwidth: bytes/s of one node's disk, half of them read and half written; assumed if None.
 
     Raises:
         ConfigError: a number out of range.
@@ -204,6 +207,8 @@ class Machines:
     between: Link
     host_memory: int | None = None
     here: bool = False
+    host_bandwidth: float | None = None
+    disk_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "per_node"):
@@ -289,6 +294,29 @@ class Machines:
         within = self.inside.seconds(operation, nbytes, ranks) if members > 1 and operation != "send" else 0.0
         return max(within, self.between.seconds(operation, nbytes * load, ranks))
 
+    @property
+    def host_rate(self) -> float:
+        """Bytes/s of host memory, read and written, for each device: on CPUs it is the device's own memory."""
+        if self.device.kind == "cpu":
+            return self.device.memory_bandwidth
+        whole = self.host_bandwidth or 1e9 * _presets()["assumed"]["host_memory_gbytes"]
+        return float(whole / min(self.count, self.per_node))
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """Time of a copy between a device and its host's memory, while one goes the other way."""
+        if self.device.kind == "cpu":
+            return 2 * nbytes / self.host_rate
+        return float(nbytes / (self.device.host_link or 1e9 * _presets()["assumed"]["host_gbytes"]))
+
+    def update_seconds(self, nbytes: float) -> float:
+        """Time of an update on the host that goes through so many bytes of states."""
+        return UPDATE_TRAFFIC * nbytes / self.host_rate
+
+    def disk_seconds(self, nbytes: float) -> float:
+        """Time in which so many bytes of states come from the disk and go back."""
+        whole = self.disk_bandwidth or 1e9 * _presets()["assumed"]["disk_gbytes"]
+        return float(2 * nbytes * min(self.count, self.per_node) / whole)
+
     def __str__(self) -> str:
         nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.count} x {self.device.name} ({format_size(self.device.memory_bytes)}){nodes}"
@@ -341,7 +369,7 @@ def _plain(name: str) -> str:
 
 
 def _machines(table: Mapping[str, Any]) -> Machines:
-    keys = ("device", "nodes", "per_node", "inside_gbps", "between_gbps", "host_memory")
+    keys = ("device", "nodes", "per_node", "inside_gbps", "between_gbps", "host_memory", "host_memory_gbytes")
     _refuse_unknown(table, keys, "a description of machines", EXAMPLE)
     if "device" not in table:
         raise ConfigError(f"there is no device; write {EXAMPLE}.")
@@ -359,8 +387,11 @@ def _machines(table: Mapping[str, Any]) -> Machines:
         if others and link is None:
             raise ConfigError(f"{name} is missing, and there is more than one to link; give it in gigabits per second.")
     memory = parse_size(table["host_memory"]) if "host_memory" in table else None
+    bandwidth = _number(table, "host_memory_gbytes")
     nowhere = Link(math.inf)
-    return Machines(device, nodes * per_node, per_node, inside or nowhere, between or nowhere, memory)
+    host = None if bandwidth is None else 1e9 * bandwidth
+    inside, between = inside or nowhere, between or nowhere
+    return Machines(device, nodes * per_node, per_node, inside, between, memory, host_bandwidth=host)
 
 
 def _device(table: Mapping[str, Any]) -> Device:

@@ -37,6 +37,8 @@ class Needs:
         wire: bytes by purpose.
         spent: seconds by cause.
         snapshot_nbytes: of its part of a checkpoint.
+        host: bytes by category that it keeps in host memory.
+        disk_nbytes: that it keeps on a disk.
         last: the rehearsal that came closest to it.
         exact: whether it was just that.
     """
@@ -46,6 +48,8 @@ class Needs:
     wire: Mapping[str, int]
     spent: Mapping[str, float]
     snapshot_nbytes: int
+    host: Mapping[str, int]
+    disk_nbytes: int
     last: Rehearsed
     exact: bool
 
@@ -87,6 +91,9 @@ def put_together(
         notes.append("Few blocks and microbatches were rehearsed; every further one adds as much as the last.")
     fullest = max(needs, key=lambda one: sum(one.memory.values()))
     split = fullest.last.split
+    here = min(machines.per_node, ranks)
+    if plan.offloads:
+        notes.append(_modelled(machines))
     return Prediction(
         plan=replace(plan, split=split) if split else plan,
         batch=rows,
@@ -96,8 +103,10 @@ def put_together(
         time_mode="shallow-real" if timed else "roofline",
         memory=fullest.memory,
         capacity_bytes=machines.device.capacity_bytes,
-        host_bytes=fullest.snapshot_nbytes * min(machines.per_node, ranks),
-        host_capacity_bytes=machines.host_memory,
+        host=fullest.host,
+        disk_bytes=fullest.disk_nbytes,
+        host_bytes=(fullest.snapshot_nbytes + sum(fullest.host.values())) * here,
+        host_capacity_bytes=_host_capacity(fullest, plan, machines),
         wire_bytes=fullest.wire,
         causes=causes,
         tokens=rows * lanes * task.sequence,
@@ -105,6 +114,19 @@ def put_together(
         spans=spans,
         notes=tuple(notes),
     )
+
+
+def _host_capacity(fullest: Needs, plan: Plan, machines: Machines) -> int | None:
+    """What one node's host memory has beside the devices, which on CPUs lie in it."""
+    if machines.host_memory is None or machines.device.kind != "cpu" or not plan.offloads:
+        return machines.host_memory
+    return max(0, machines.host_memory - sum(fullest.memory.values()) * min(machines.per_node, machines.count))
+
+
+def _modelled(machines: Machines) -> str:
+    assumed = " is assumed" if machines.host_bandwidth is None and machines.device.kind == "cuda" else ""
+    rate = f"{machines.host_rate / 1e9:.4g} GB/s of host memory for each rank{assumed}"
+    return f"Seconds of copies between tiers and of host updates are modelled on a virtual clock; {rate}."
 
 
 def on_machines(plan: Plan, machines: Machines) -> Plan:
@@ -139,8 +161,17 @@ def needs_of(
     """A rank's numbers from rehearsals at few depths, with `more` microbatches than were rehearsed."""
     numbers = deepen(stacks, [_numbers(one, more) for one in seen or [last]], *depths)
     wire = _whole(_part(numbers, "wire"))
-    exact = not stacks and not more
-    return Needs(last.rank, _highest(numbers), wire, _part(numbers, "spent"), round(numbers["snapshot"]), last, exact)
+    return Needs(
+        last.rank,
+        _highest(numbers),
+        wire,
+        _part(numbers, "spent"),
+        round(numbers["snapshot"]),
+        _whole(_part(numbers, "host")),
+        round(numbers["disk"]),
+        last,
+        exact=not stacks and not more,
+    )
 
 
 def _numbers(one: Rehearsed, more: int) -> dict[str, float]:
@@ -151,7 +182,8 @@ def _numbers(one: Rehearsed, more: int) -> dict[str, float]:
         numbers[f"wire/{purpose}"] = nbytes + (more * each.wire.get(purpose, 0) if each and more else 0)
     for cause, seconds in one.spent.items():
         numbers[f"spent/{cause}"] = seconds + (more * each.spent.get(cause, 0.0) if each and more else 0.0)
-    return numbers | {"snapshot": one.snapshot_nbytes}
+    numbers |= {f"host/{category}": nbytes for category, nbytes in one.host.items()}
+    return numbers | {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes}
 
 
 def _of_stages(task: Task, plan: Plan, machines: Machines, rows: int, stages: Sequence[int]) -> list[Needs]:
@@ -218,7 +250,7 @@ def _in_flight(plan: Plan, stage: int, microbatches: int) -> Fraction:
 def _of_stage(one: Rehearsed, times: float, exact: bool) -> Needs:
     """A stage's numbers, with `times` as many messages as were seen."""
     wire = {p: round(nbytes * (times if p in PER_MICROBATCH else 1)) for p, (_, nbytes, _) in one.wire.items()}
-    return Needs(one.rank, one.memory, wire, one.spent, one.snapshot_nbytes, one, exact)
+    return Needs(one.rank, one.memory, wire, one.spent, one.snapshot_nbytes, one.host, one.disk_nbytes, one, exact)
 
 
 def _pipeline_times(

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from zeroshard.engine import Engine
 from zeroshard.engine.tensors import tensors_in
 from zeroshard.engine.wires import UNDER_WAY
 from zeroshard.ledger import Category, Event
+from zeroshard.link import DISK, UPDATE
+from zeroshard.link import Task as Job
 from zeroshard.mesh import Mesh
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines, Operation
@@ -31,7 +33,10 @@ from zeroshard.schedule import Pipeline
 
 ALIKE = 3  # microbatches from which on every further one costs the same
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
+SETTLED = 1  # steps before one that is like all that follow: states are made in the first
 EVENTS = 400  # moments of a step that are kept for its picture
+HOST_LINK = (Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP)
+CAUSES: dict[str, str] = {**dict.fromkeys(HOST_LINK, "host link"), UPDATE: "host update", DISK: "disk"}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -49,6 +54,7 @@ class Task:
         name: what people call the model.
         whole_model: whether `optimizer` takes the model itself.
         loss: function of (output, batch), as `Engine` takes it.
+        host_optimizer: in the place of `optimizer` where the plan offloads its states; the same by default.
         values: whether the model must be run on tensors with values: without, transformers builds other masks.
     """
 
@@ -61,10 +67,13 @@ class Task:
     whole_model: bool = False
     values: bool = False
     loss: Any = None
+    host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
-    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over a model."""
-        return self.optimizer(model if self.whole_model else model.parameters())
+    def optimizer_of(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        """The optimizer over a model, under a plan."""
+        below = plan is not None and "optimizer" in plan.offloads
+        make = self.host_optimizer if below and self.host_optimizer is not None else self.optimizer
+        return make(model if self.whole_model else model.parameters())
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,8 @@ class Rehearsed:
         snapshot_nbytes: of a copy of the states, as a checkpoint on its way to the disk holds it.
         batch_nbytes: of the batch itself, which is among the temporaries.
         each: what one more microbatch costs (seconds by cause, bytes by purpose), where there were three or more.
+        host: bytes by category that are kept in host memory, in whole pages, after the last step.
+        disk_nbytes: that are kept on the disk.
     """
 
     rank: int
@@ -105,6 +116,8 @@ class Rehearsed:
     snapshot_nbytes: int
     batch_nbytes: int
     each: "Each | None" = None
+    host: Mapping[str, int] = field(default_factory=dict)
+    disk_nbytes: int = 0
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -151,6 +164,8 @@ def rehearse(
             wire_seconds=rates.wire,
             made=lambda buffer: tracker.share(buffer, ranks),
             compute=rates.compute,
+            task_seconds=(lambda job: 0.0) if timed else rates.job,
+            below=tracker.make_below,
         )
         with tracker, tracker.resizing():
             mesh = Mesh(rank, ranks, rehearsal=rehearsal)
@@ -169,10 +184,10 @@ class _Stage:
         model = task.build()
         assert mesh.rehearsal is not None
         self._clock, self._timed, self._last = mesh.rehearsal.clock, mesh.rehearsal.measured, 0.0
-        whole = replace(plan, device_memory=None)
+        whole = replace(plan, device_memory=None, delayed_warmup=min(plan.delayed_warmup, SETTLED))
         if mesh.rehearsal.values:  # which mean nothing
             whole = replace(whole, nonfinite="ignore", loss_scale=1.0 if plan.scales_loss else "auto")
-        self.engine = Engine(model, task.optimizer_of(model), whole, mesh=mesh, loss=task.loss, example=example)
+        self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
         self._updating = False
         self._marks: list[Each] = []
         model.register_forward_pre_hook(lambda *_: self._mark())
@@ -209,7 +224,7 @@ class _Stage:
             engine.ledger.snapshot(),
             phases,
             {str(row.purpose): (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()},
-            dict(clock.spent),
+            _by_cause(clock.spent),
             engine.pipeline,
             spans,
             engine.split,
@@ -217,6 +232,8 @@ class _Stage:
             engine.checkpoint_nbytes,
             _nbytes(self._batch),
             self._each(),
+            engine.ledger.snapshot("host"),
+            engine.ledger.total("disk"),
         )
 
     def timed(self, tracked: Rehearsed) -> Rehearsed:
@@ -233,7 +250,7 @@ class _Stage:
             engine.train_step(self._batch)
             self._tick()
             spans = tuple(engine.trace_end()) if engine.pipeline is not None else ()
-            spent = {cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"}
+            spent = _by_cause({cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"})
             steps.append((sum(spent.values()), spent, self._each(), spans))
         _, spent, each, spans = sorted(steps, key=lambda step: step[0])[len(steps) // 2]
         return replace(tracked, spent=spent, each=each, spans=spans)
@@ -250,7 +267,7 @@ class _Stage:
         if self._timed:
             self._tick()
         wire = {str(purpose): count.nbytes for purpose, count in self.engine.comm.counts.items()}
-        self._marks.append(Each(dict(self._clock.spent), wire))
+        self._marks.append(Each(_by_cause(self._clock.spent), wire))
 
     def _each(self) -> Each | None:
         """From the begin of the second microbatch to that of the third: the first finds other buffers."""
@@ -264,7 +281,7 @@ class _Stage:
     def _warm_up(self) -> int:
         """Steps before one that is like all that follow: states are made in the first, versions until all are there."""
         plan, pipeline = self._plan, self.engine.pipeline
-        settled = 1
+        settled = SETTLED + 2 * plan.delayed_update  # whose weights come up one step later
         if pipeline is not None:  # until as many messages are kept as are ever under way; of a loan one comes per step
             settled = 1 + UNDER_WAY if pipeline.loans else 2
         if not plan.streams:
@@ -297,8 +314,11 @@ class Rates:
         self._clock, self._machines = clock, machines
         self.hear = None if machines is None else self._hear
 
-    def _hear(self, operation: str, flops: int, nbytes: int, dtype: torch.dtype) -> None:
+    def _hear(self, flops: int, nbytes: int, dtype: torch.dtype, below: bool) -> None:
         assert self._machines is not None
+        if below:
+            self._clock.spend(nbytes / self._machines.host_rate, UPDATE)
+            return
         self._clock.spend(self._machines.device.op_seconds(flops, nbytes, NAMES.get(dtype, "fp32")))
 
     def compute(self, nbytes: int, operations: int) -> None:
@@ -306,6 +326,15 @@ class Rates:
         if self._machines is not None:
             each = self._machines.device.op_seconds(0, nbytes / operations)
             self._clock.spend(each * operations)
+
+    def job(self, job: Job) -> float:
+        """Seconds of a copy between tiers, or of a job of the host."""
+        if self._machines is None:
+            return 0.0
+        if job.copies:
+            return self._machines.copy_seconds(job.nbytes)
+        update = self._machines.update_seconds(job.nbytes)
+        return update if job.cause == UPDATE else max(update, self._machines.disk_seconds(job.nbytes))
 
     def wire(self, operation: str, nbytes: int, members: Sequence[int]) -> float:
         """Seconds of a collective among some ranks, or of a message or a word to them."""
@@ -315,6 +344,15 @@ class Rates:
             return self._machines.inside.latency
         kind: Operation = "gather" if operation == "gather" else "exchange" if operation == "exchange" else "send"
         return self._machines.wire_seconds(kind, nbytes, len(members), members[1] - members[0])
+
+
+def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by what a reader knows: copies between tiers together."""
+    found: dict[str, float] = {}
+    for cause, seconds in spent.items():
+        name = CAUSES.get(cause, str(cause))
+        found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 def _nbytes(batch: Any) -> int:

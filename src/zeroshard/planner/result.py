@@ -10,7 +10,7 @@ from zeroshard.schedule import Action
 
 Mode = Literal["fake", "shallow-real"]
 TimeMode = Literal["roofline", "shallow-real"]
-CAUSES = ("compute", "optimizer", "wire", "host link", "bubble")
+CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
 MARGIN = 0.03  # of a device's memory, that stays free
 TEMPORARIES = "temporaries"  # what torch holds at the peak beside what the ledger knows
 Span = tuple[Action, float, float]
@@ -29,7 +29,10 @@ class Prediction:
         memory: bytes by category at the peak; their sum is `peak_bytes`.
         capacity_bytes: what the device has for tensors.
         margin: share of the capacity that stays free.
-        host_bytes: on one node, for the copies of a checkpoint on its way to the disk.
+        host: bytes by category that this rank keeps in host memory.
+        disk_bytes: that it keeps on a disk.
+        host_bytes: on one node, of all its ranks: what is offloaded, and the copies of a checkpoint on its way to the
+            disk.
         host_capacity_bytes: what the node has for them; None is no limit.
         wire_bytes: by purpose, of this rank in one step, by the paper's count (an all-gather counts its result).
         causes: seconds of one step by what they are spent on; their sum is `seconds`.
@@ -53,6 +56,8 @@ class Prediction:
     tokens: int
     margin: float = MARGIN
     host_capacity_bytes: int | None = None
+    host: Mapping[str, int] = field(default_factory=dict)
+    disk_bytes: int = 0
     events: tuple[Event, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
@@ -64,13 +69,18 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves the margin free, and the host holds the copies of a checkpoint."""
+        """Whether the peak leaves the margin free, and the host holds what it must."""
         return self.peak_bytes <= self.capacity_bytes * (1 - self.margin) and self.fits_host
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host holds the copies of a checkpoint."""
+        """Whether the host holds what is offloaded and the copies of a checkpoint."""
         return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
+
+    @property
+    def smallest_capacity_bytes(self) -> int:
+        """The smallest capacity of a device into which the plan fits, by its peak and the margin."""
+        return int(self.peak_bytes / (1 - self.margin)) + 1
 
     @property
     def seconds(self) -> float:
@@ -101,6 +111,8 @@ class Prediction:
             "capacity_bytes": self.capacity_bytes,
             "margin": self.margin,
             "memory": dict(self.memory),
+            "host": dict(self.host),
+            "disk_bytes": self.disk_bytes,
             "host_bytes": self.host_bytes,
             "host_capacity_bytes": self.host_capacity_bytes,
             "wire_bytes": dict(self.wire_bytes),

@@ -27,6 +27,7 @@ from zeroshard.planner.words import short
 
 FASTER: tuple[dict[str, Any], ...] = ({"schedule": "interleaved", "chunks": 2}, {"schedule": "zb-h1"})
 LEANER: dict[str, Any] = {"recompute": "chunk"}
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of the parameters whose states are offloaded: the fewest first, as they move
 MOST_DEEP = 32  # blocks times microbatches, or stages, that are all rehearsed for the best plan
 MOST_TIMED = 8  # plans that are tried out on this machine, the best by the rates of its profile
 FINEST = 4  # microbatches per stage, from which on the bubble is small
@@ -49,20 +50,27 @@ def search(
     top: int = 5,
     plans: Iterable[tuple[Plan, int]] | None = None,
     say: Say = lambda text: None,
+    offload: bool = False,
 ) -> Found:
     """The plans that fit, the fastest first, and the refused ones with the way out.
+
+    Where none fits, plans with offload are tried: of the optimizer's states, of few parameters first and then of more,
+    then of the parameters too, and then of activations; the first that fits ends it.
 
     Args:
         base: what all plans have in common (precision, clipping and the like).
         top: how many to keep.
         plans: plans and rows per lane to look at, instead of all there are.
         say: told what is being looked at.
+        offload: whether to try plans with offload even where others fit.
     """
     began = time.perf_counter()
     hunt = _Hunt(task, machines, base or Plan(), say)
     if plans is None:
         for shape in hunt.shapes():
             hunt.try_shape(shape)
+        if offload or not hunt.fitting:
+            hunt.try_offload()
     else:
         for plan, rows in plans:
             hunt.try_plan(plan, rows)
@@ -124,6 +132,17 @@ class _Hunt:
             return
         common = replace(self.base, transport="auto", reduce_every="auto", zero=1 if replicas > 1 else 0)
         yield Shape(replace(common, stages=stages, microbatches=stages), self.task.rows // replicas)
+
+    def try_offload(self) -> None:
+        """Offload more and more, until it fits."""
+        ranks = self.machines.count
+        if self.task.rows % ranks:
+            return
+        for below in _offloads(ranks):
+            before = len(self.fitting)
+            self.try_shape(Shape(replace(self.base, reduce_every="auto", **below), self.task.rows // ranks))
+            if len(self.fitting) > before:
+                return
 
     def try_shape(self, shape: Shape) -> None:
         """Find the microbatches of a shape: the fewest that fit; with stages, as many as make it faster."""
@@ -249,7 +268,8 @@ class _Hunt:
             self._sizes = sizes_of(self.task)
         room = self.machines.device.capacity_bytes
         needed = least_bytes(self._sizes, plan, self.machines.count)
-        if needed <= room:
+        last = plan.offloads and plan.offload_share == 1  # of its kind, and rehearsed for the smallest budget
+        if needed <= room or last:
             return False
         why = f"Its model states alone take {format_size(needed)} on every rank, and a device has {format_size(room)}."
         self._refuse(plan, rows, why, self._way_out(plan, needed))
@@ -259,6 +279,8 @@ class _Hunt:
         """The smallest single change with which the states would fit."""
         assert self._sizes is not None
         room, ranks = self.machines.device.capacity_bytes, self.machines.count
+        if plan.offloads:
+            return "A larger offload_share would leave less."
         for zero in (z for z in (1, 2, 3) if z > plan.zero and ranks > 1 and not plan.pipelined):
             if least_bytes(self._sizes, replace(plan, zero=zero), ranks) <= room:
                 return f"zero={zero} would bring the states down to fit."
@@ -270,13 +292,18 @@ class _Hunt:
     def _refuse_size(self, found: Prediction) -> None:
         if not found.fits_host:
             held, room = format_size(found.host_bytes), format_size(found.host_capacity_bytes or 0)
-            why = f"A checkpoint on its way to the disk needs {held} of each node's host memory, which is {room}."
+            what = "A checkpoint on its way to the disk needs"
+            if found.plan.offloads:
+                what = "What is offloaded, and a checkpoint on its way to the disk, need"
+            why = f"{what} {held} of each node's host memory, which is {room}."
             self._refuse(found.plan, found.batch, why, f"Nodes with {held} of host memory would hold it.")
             return
-        need = found.peak_bytes / (1 - found.margin)
+        need = found.smallest_capacity_bytes
         held, room = format_size(found.peak_bytes), format_size(found.capacity_bytes)
         why = f"The fullest rank needs {held} of {room} at the peak."
         way_out = f"A device with {format_size(need)} for tensors would hold it."
+        if found.plan.offloads:
+            way_out = f"The smallest budget that works for it is device_memory={need}."
         self._refuse(found.plan, found.batch, why, way_out)
 
     def _refuse(self, plan: Plan, rows: int, why: str, way_out: str) -> None:
@@ -300,6 +327,14 @@ class _Hunt:
         if isinstance(self._layers, str):
             raise PlanError(self._layers)
         return self._layers
+
+
+def _offloads(ranks: int) -> Iterator[dict[str, Any]]:
+    """What plans with offload set, those that move least first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
+    for zero in (2, 3) if ranks > 1 else (2,):
+        yield from ({"zero": zero, "offload": "optimizer", "offload_share": share} for share in SHARES)
+    yield {"zero": 3, "offload": "optimizer,parameters"}
+    yield {"zero": 3, "offload": "optimizer,parameters,activations"}
 
 
 def _divisors(number: int) -> list[int]:

@@ -53,7 +53,21 @@ def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
         each_stage = Fraction(sizes.trainable + sizes.frozen, plan.stages)
         return ceil(state_bytes(each_stage, ranks // plan.stages, plan.zero, each).total)
     slices = plan.shard_ranks or ranks
+    if "optimizer" in plan.offloads:
+        return _least_with_offload(sizes, plan, slices, each)
     states = state_bytes(sizes.trainable, slices, plan.zero, each).total
     states += state_bytes(sizes.frozen, slices, plan.zero, each, frozen=True).total
     gathered = max(sizes.units) * width if plan.zero == 3 and ranks > 1 else 0
     return ceil(states) + gathered
+
+
+def _least_with_offload(sizes: Sizes, plan: Plan, slices: int, each: BytesPerParameter) -> int:
+    """The weights, whole or sliced, or of one unit if they come and go; and the states of units that stay."""
+    below, largest = "parameters" in plan.offloads, max(sizes.units)
+    weights = 0 if below else sizes.trainable + sizes.frozen
+    gathered = largest if plan.zero == 3 and (slices > 1 or below) else 0
+    stay = max(Fraction(0), (1 - Fraction(plan.offload_share)) * sizes.trainable - largest)
+    states = stay * (each.gradient + each.master_weight + each.optimizer_state) / slices
+    return (
+        ceil(Fraction(weights, slices if plan.zero == 3 else 1) * each.parameter + states) + gathered * each.parameter
+    )

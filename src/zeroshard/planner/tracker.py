@@ -2,6 +2,9 @@
 
 It stands below autograd, so it also sees what backwards and optimizers allocate. One look per operation and storage
 (torch's own `MemTracker` walks all modules at each); a storage is struck out when Python is told that it is freed.
+
+[Note: below the device] What `make_below` makes does not count, nor what operations make of nothing else, single
+numbers aside: on a GPU an optimizer's states and temporaries are where its parameters are.
 """
 
 import weakref
@@ -29,7 +32,7 @@ class Peak:
     snapshot: dict[str, int] = field(default_factory=dict)
 
 
-Listener = Callable[[str, int, int, torch.dtype], None]  # operation, floating-point operations, bytes moved, dtype
+Listener = Callable[[int, int, torch.dtype, bool], None]  # floating-point operations, bytes, dtype, whether below
 
 
 class Tracker(DispatchMode):
@@ -59,7 +62,8 @@ class Tracker(DispatchMode):
         self._listener, self._answers, self._rounds = listener, answers, rounds
         self._list: Callable[[], None] | None = None
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        self._shared: dict[int, int] = {}
+        self._shared: dict[int, int] = {}  # ranks that have a storage in common; 0 for one that is not on the device
+        self._looks, self._has_below = True, False
         self.current = 0
         self.peaks: dict[str, Peak] = {}
 
@@ -72,23 +76,29 @@ class Tracker(DispatchMode):
         if self._answers and func in ANSWERS:
             return ANSWERS[func](*args)
         result = func(*args, **(kwargs or {}))
+        if not self._looks:
+            return result
+        below = self._has_below and self._is_below((args, kwargs))
         if isinstance(result, torch.Tensor):
-            self.see(result)
+            self.see(result, below)
         elif result is not None:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
-                    self.see(leaf)
+                    self.see(leaf, below)
         if self._listener is not None and not is_view(func):
-            self._tell(func, args, kwargs or {}, result)
+            self._tell(func, args, kwargs or {}, result, below)
         return result
 
-    def see(self, tensor: torch.Tensor) -> None:
-        """Enter a tensor's storage, if it is new or has another size."""
+    def see(self, tensor: torch.Tensor, below: bool = False) -> None:
+        """Enter a tensor's storage, if it is new or has another size; a new one may be `below` the device."""
         if tensor.layout is not torch.strided or device_of(tensor).type == "meta":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        nbytes = self._round(storage.nbytes() // self._shared.get(key, 1))
+        if below and key not in self._alive:
+            self._shared[key] = 0
+        ranks = self._shared.get(key, 1)
+        nbytes = self._round(storage.nbytes() // ranks) if ranks else 0
         entry = self._alive.get(key)
         if entry is not None:
             if entry[0] != nbytes:
@@ -103,6 +113,17 @@ class Tracker(DispatchMode):
         key = tensor.untyped_storage()._cdata
         self._shared[key] = ranks
         self.see(tensor)
+
+    def make_below(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor that is not on the device, and does not count ([Note: below the device])."""
+        self._looks = False
+        try:
+            tensor = torch.zeros(numel, dtype=dtype)
+        finally:
+            self._looks = True
+        self._has_below = True
+        self.see(tensor, below=True)
+        return tensor
 
     @contextmanager
     def listing(self, call: Callable[[], None]) -> Iterator[None]:
@@ -169,10 +190,17 @@ class Tracker(DispatchMode):
             if self._list is not None:
                 self._list()
 
-    def _tell(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _is_below(self, arguments: Any) -> bool:
+        """Whether an operation takes in tensors below the device and, but for single numbers, no others."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        marks = [self._shared.get(t.untyped_storage()._cdata, 1) == 0 for t in tensors if t.layout is torch.strided]
+        large = [mark for mark, tensor in zip(marks, tensors, strict=False) if tensor.dim() or mark]
+        return bool(large) and all(large)
+
+    def _tell(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, below: bool) -> None:
         assert self._listener is not None
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         if tensors:
             moved = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
             floating = next((t.dtype for t in tensors if t.is_floating_point()), tensors[0].dtype)
-            self._listener(str(func), flops_of(func, args, kwargs, result), moved, floating)
+            self._listener(flops_of(func, args, kwargs, result), moved, floating, below)

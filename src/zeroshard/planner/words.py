@@ -12,6 +12,7 @@ MODES = {
     "fake": "the engine itself ran a step on tensors without values, and every allocation was counted",
     "shallow-real": "the engine itself ran a step on real tensors with few layers, and the other layers were added",
 }
+OFFLOADED = ("optimizer", "parameters", "activations")  # in the order in which it is tried
 NO_WAITING = "Memory over the step leaves out the time in which the rank waits for other stages."
 TIME_MODES = {
     "roofline": "each operation and collective by the rates of the device and its links",
@@ -40,6 +41,9 @@ def short(plan: Plan, ranks: int | None = None) -> str:
         words.append(f"gradients sent in {plan.reduce_dtype}")
     if plan.reduce_every != "auto":
         words.append(f"reduced every {plan.reduce_every}")
+    if plan.offload:
+        share = "" if plan.offload_share == 1 else f" {plan.offload_share:.0%}"
+        words.append("offload " + " + ".join(part for part in OFFLOADED if part in plan.offloads) + share)
     return ", ".join(words)
 
 
@@ -71,7 +75,10 @@ def describe(prediction: Prediction) -> list[str]:
     if sent:
         sentences.append(f"Wire: {format_size(sum(sent.values()))} per step on this rank: {_parts(sent.items())}.")
     if p.host_bytes:
-        sentences.append(f"Host: {format_size(p.host_bytes)} on one node.")
+        kept = f", of each rank: {_parts(p.host.items())}" if any(p.host.values()) else ""
+        sentences.append(f"Host: {format_size(p.host_bytes)} on one node{kept}.")
+    if p.disk_bytes:
+        sentences.append(f"Disk: {format_size(p.disk_bytes)} of each rank.")
     sentences += [
         f"Memory was found so ({p.mode}): {MODES[p.mode]}.",
         f"Time was found so ({p.time_mode}): {TIME_MODES[p.time_mode]}.",

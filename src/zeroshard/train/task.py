@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ModelError
+from zeroshard.plan import Plan
 from zeroshard.planner.private import fakes
 from zeroshard.planner.rehearse import Task
 from zeroshard.train.config import TrainConfig
@@ -103,7 +105,8 @@ def imported(name: str) -> Callable[..., Any]:
 
 def _task(config: TrainConfig, build: Callable[[], nn.Module], batch: Callable[[int], Any], rows: int) -> Task:
     optimizer = partial(make_optimizer, config)
-    return Task(build, batch, optimizer, rows, config.sequence, config.model, whole_model=True)
+    below = partial(make_optimizer, replace(config, plan=Plan(offload="optimizer")))
+    return Task(build, batch, optimizer, rows, config.sequence, config.model, whole_model=True, host_optimizer=below)
 
 
 def _tokens(built: BuiltModel, sequence: int, rows: int) -> dict[str, torch.Tensor]:
