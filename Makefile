@@ -15,7 +15,7 @@ train: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m zeroshard train $(ARGS)
 
 test: $(VENV)/.tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=30 $(ARGS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

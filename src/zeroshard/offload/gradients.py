@@ -15,6 +15,7 @@ from zeroshard.counts import Purpose
 from zeroshard.ledger import Category
 from zeroshard.link import UPDATE, Link, Task
 from zeroshard.tiers import HostMemory
+from zeroshard.units import norm_of
 
 
 class HostGradients:
@@ -65,7 +66,7 @@ class HostGradients:
         self._puts += 1
         label, after = self._label, [] if self.reader is None else [self.reader]
         if self._puts == 1 and mean.dtype == self.dtype:
-            self._norm = torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))
+            self._norm = norm_of(mean)
             task = self._link.copy(mean, self.sum, Purpose.GRADIENTS_DOWN, label, after, self._padding)
             self._tasks.append(task)
             self.on_put()
@@ -98,8 +99,7 @@ class HostGradients:
     def norm(self) -> torch.Tensor:
         """Its 2-norm, a scalar on the device or the host ([Note: norm])."""
         if self._norm is None:
-            total = self.settle()
-            self._norm = torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32))
+            self._norm = norm_of(self.settle())
         return self._norm
 
     def widen(self) -> None:

@@ -25,7 +25,7 @@ from zeroshard.errors import PlanError
 from zeroshard.ledger import Arena, Category, Ledger
 from zeroshard.link import Task
 from zeroshard.transport import same_place
-from zeroshard.units import Flat
+from zeroshard.units import Flat, norm_of
 from zeroshard.zero.mean import add_mean
 from zeroshard.zero.residency import Residency
 
@@ -361,9 +361,7 @@ class GradientShards:
             self.finish_reduce()
             self.release()
             return self.sink.norm()
-        total = self.settle()
-        norm: torch.Tensor = torch.linalg.vector_norm(total, dtype=torch.promote_types(total.dtype, torch.float32))
-        return norm
+        return norm_of(self.settle())
 
     def average_replicas(self) -> None:
         """Let the total be the mean over all groups of ranks; a collective call, before the update."""
