@@ -212,7 +212,7 @@ void store(const Update& u, const Values& values, int32_t kind, float* buffer, i
 const float* load_gradient(const Update& u, float* buffer, int64_t i, int64_t n) {
   if (u.gradient_kind == FP32) return static_cast<const float*>(u.gradient) + i;
   const uint16_t* from = static_cast<const uint16_t*>(u.gradient) + i;
-  u.gradient_kind == BF16 ? widen_bf16(from, buffer, n) : widen_fp16(from, buffer, n);
+  widen_fp16(from, buffer, n);
   return buffer;
 }
 
@@ -231,7 +231,6 @@ void stream(const uint16_t* from, uint16_t* into, int64_t n) {
 
 void write_out(const Update& u, const float* master, uint16_t* buffer, int64_t i, int64_t n) {
   if (u.out_kind == NONE) return;
-  if (u.out_kind == BF16) narrow_bf16(master, buffer, n);
   if (u.out_kind == FP16) narrow_fp16(master, buffer, n);
   stream(buffer, at<uint16_t>(u.out, i), n);
 }
@@ -244,6 +243,9 @@ struct State {
 struct Pair {
   float m, v;
 };
+
+inline float widened(float value) { return value; }
+inline float widened(uint16_t bf16) { return from_bits(static_cast<uint32_t>(bf16) << 16); }
 
 // L2: weight decay goes into the gradient. SMALL: 1 - beta1 is below a half; else lerp starts from the gradient.
 template <bool L2, bool SMALL>
@@ -258,44 +260,65 @@ inline float parameter(const Update& u, float p, float m, float root) {
   return p * u.decay + -u.step_size * m / (root / u.root + u.eps);
 }
 
-template <bool L2, bool SMALL>
-void adam(const Update& update, const State& s, const float* gradient, float* roots, int64_t n) {
-  const Update u = update;  // a copy, so that no store can change it
+// The gradient is fp32 or bf16; OUT: the new parameters go to `out` as bf16 in the same loop, which saves a round trip
+// through the first-level cache of each.
+template <bool L2, bool SMALL, bool OUT, typename G>
+void adam(const Update& update, const State& state, const G* gradient, Buffers& b, int64_t n) {
+  const Update u = update;  // copies, so that no store can change them
+  const float *const p = state.p, *const m = state.m, *const v = state.v;
+  float *const new_p = state.new_p, *const new_m = state.new_m, *const new_v = state.new_v;
+  uint16_t* const out = b.out;
   if (!u.roots) {
     INDEPENDENT
     for (int64_t i = 0; i < n; i++) {
-      const float p = s.p[i];
-      const Pair made = moments<L2, SMALL>(u, gradient[i], p, s.m[i], s.v[i]);
-      s.new_m[i] = made.m;
-      s.new_v[i] = made.v;
-      s.new_p[i] = parameter(u, p, made.m, __builtin_sqrtf(made.v));
+      const Pair made = moments<L2, SMALL>(u, widened(gradient[i]), p[i], m[i], v[i]);
+      new_m[i] = made.m;
+      new_v[i] = made.v;
+      const float changed = parameter(u, p[i], made.m, __builtin_sqrtf(made.v));
+      new_p[i] = changed;
+      if (OUT) out[i] = to_bf16(changed);
     }
     return;
   }
   INDEPENDENT
   for (int64_t i = 0; i < n; i++) {
-    const Pair made = moments<L2, SMALL>(u, gradient[i], s.p[i], s.m[i], s.v[i]);
-    s.new_m[i] = made.m;
-    s.new_v[i] = made.v;
+    const Pair made = moments<L2, SMALL>(u, widened(gradient[i]), p[i], m[i], v[i]);
+    new_m[i] = made.m;
+    new_v[i] = made.v;
   }
-  u.roots(n, s.new_v, roots, u.roots_mode);
+  u.roots(n, new_v, b.roots, u.roots_mode);
   INDEPENDENT
-  for (int64_t i = 0; i < n; i++) s.new_p[i] = parameter(u, s.p[i], s.new_m[i], roots[i]);
+  for (int64_t i = 0; i < n; i++) {
+    const float changed = parameter(u, p[i], new_m[i], b.roots[i]);
+    new_p[i] = changed;
+    if (OUT) out[i] = to_bf16(changed);
+  }
+}
+
+template <bool OUT, typename G>
+void adam(const Update& u, const State& s, const G* gradient, Buffers& b, int64_t n) {
+  const bool small = u.weight1 < 0.5f;
+  const auto run = u.l2 != 0.0f ? (small ? adam<true, true, OUT, G> : adam<true, false, OUT, G>)
+                                : (small ? adam<false, true, OUT, G> : adam<false, false, OUT, G>);
+  run(u, s, gradient, b, n);
 }
 
 void update_tile(const Update& u, Buffers& b, int64_t i, int64_t n) {
   State s;
-  const float* gradient = load_gradient(u, b.gradient, i, n);
   s.p = load(u, u.master, u.master_kind, b.master, i, n);
   s.m = load(u, u.exp_avg, u.exp_avg_kind, b.exp_avg, i, n);
   s.v = load(u, u.exp_avg_sq, u.exp_avg_sq_kind, b.exp_avg_sq, i, n);
   s.new_p = u.master_kind == FP32 ? at<float>(u.new_master.data, i) : b.master;
   s.new_m = u.exp_avg_kind == FP32 ? at<float>(u.new_exp_avg.data, i) : b.exp_avg;
   s.new_v = u.exp_avg_sq_kind == FP32 ? at<float>(u.new_exp_avg_sq.data, i) : b.exp_avg_sq;
-  const bool small = u.weight1 < 0.5f;
-  const auto run = u.l2 != 0.0f ? (small ? adam<true, true> : adam<true, false>)
-                                : (small ? adam<false, true> : adam<false, false>);
-  run(u, s, gradient, b.roots, n);
+  const bool out = u.out_kind == BF16;
+  if (u.gradient_kind == BF16) {
+    const uint16_t* gradient = static_cast<const uint16_t*>(u.gradient) + i;
+    out ? adam<true>(u, s, gradient, b, n) : adam<false>(u, s, gradient, b, n);
+  } else {
+    const float* gradient = load_gradient(u, b.gradient, i, n);
+    out ? adam<true>(u, s, gradient, b, n) : adam<false>(u, s, gradient, b, n);
+  }
   store(u, u.new_master, u.master_kind, b.master, i, n);
   store(u, u.new_exp_avg, u.exp_avg_kind, b.exp_avg, i, n);
   store(u, u.new_exp_avg_sq, u.exp_avg_sq_kind, b.exp_avg_sq, i, n);
