@@ -160,6 +160,10 @@ STATES = "zero_optimization.offload_optimizer"
         ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}}, {"offload": "optimizer", "offload_share": 0.3}),
         ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 1}}, {"offload": "optimizer", "offload_share": 1.0}),
         ({"stage": 3, "offload_optimizer": {**NVME, "ratio": 0}}, {"offload": "", "offload_disk": None}),
+        (
+            {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME},
+            {"offload": "optimizer,parameters", "offload_disk": "fast/disk", "offload_disk_parameters": True},
+        ),
         ({"stage": 3, "offload_param": CPU}, {"offload": "optimizer,parameters"}),
         ({"stage": 3, "cpu_offload_param": True}, {"offload": "optimizer,parameters"}),
         (

@@ -225,8 +225,12 @@ class _Reading:
             states = None
         if parameters:
             self._keep("zero_optimization.offload_param.device", parameters, offload="optimizer,parameters")
-        if parameters == "nvme":
-            text = "parameters are kept in host memory; optimizer states can be on a disk"
+        if parameters == "nvme" and states == "nvme":
+            self._keep("zero_optimization.offload_param.device", parameters, offload_disk_parameters=True)
+        elif parameters == "nvme":
+            text = (
+                "they are kept in host memory, since the optimizer's states are not on a disk either"
+            )
             self._note("zero_optimization.offload_param.device", parameters, "not supported", text)
         if states:
             self._keep(f"{section}.device", states, offload="optimizer,parameters" if parameters else "optimizer")

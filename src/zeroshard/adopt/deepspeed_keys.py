@@ -139,7 +139,7 @@ OFFLOAD_OPTIMIZER: dict[str, Rule] = {
 OFFLOAD_PARAM: dict[str, Rule] = {
     **_all(NEEDLESS, _PINNED, "pin_memory"),
     **_all(NEEDLESS, "a window of two units is on the device", "buffer_count", "buffer_size", "max_in_cpu"),
-    **_all(NEEDLESS, "parameters are kept in host memory", "nvme_path"),
+    **_all(NEEDLESS, "parameters are on the disk of the optimizer's states, or in host memory", "nvme_path"),
 }  # fmt: skip
 
 _MASTERS = "master weights and sums of gradients are fp32, which is more exact and takes more memory"
