@@ -245,7 +245,9 @@ def test_moments_in_fewer_bits_learn_nearly_the_same() -> None:
             assert found == pytest.approx(wanted, rel=0.02)
 
 
-def test_own_loop_accumulates_and_gathers() -> None:
+def test_own_loop_accumulates_and_gathers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def go(plan: zs.Plan) -> Any:
         engine = zs.Engine(build("Plain", 0), ADAMW, plan)
         norms = []
@@ -258,7 +260,7 @@ def test_own_loop_accumulates_and_gathers() -> None:
                 engine.model.head.weight.data[0] = step
         return norms, engine.state_dict()
 
-    for way in ("optimizer", "half", "streamed", "all"):
+    for way in ("optimizer", "half", "streamed", "all", "disk"):
         for precision in ("fp32", "bf16"):
             plan = zs.Plan(**WAYS[way], precision=precision)
             with executing("shuffled"):

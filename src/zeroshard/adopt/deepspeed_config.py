@@ -228,9 +228,7 @@ class _Reading:
         if parameters == "nvme" and states == "nvme":
             self._keep("zero_optimization.offload_param.device", parameters, offload_disk_parameters=True)
         elif parameters == "nvme":
-            text = (
-                "they are kept in host memory, since the optimizer's states are not on a disk either"
-            )
+            text = "they are kept in host memory, since the optimizer's states are not on a disk either"
             self._note("zero_optimization.offload_param.device", parameters, "not supported", text)
         if states:
             self._keep(f"{section}.device", states, offload="optimizer,parameters" if parameters else "optimizer")

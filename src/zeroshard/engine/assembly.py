@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -73,9 +74,10 @@ class Shard:
             self.parameters.own.copy_(self.parameters.full[start:stop])
         self.edits = self.flat.edits
         if self.master:
-            target = self.target.to(self.owned.device)
-            written = target != self.owned.to(target.dtype)
-            self.owned[written] = target[written].to(self.owned.dtype)
+            with nullcontext() if self.home is None else self.home.fetched(writes=True):
+                target = self.target.to(self.owned.device)
+                written = target != self.owned.to(target.dtype)
+                self.owned[written] = target[written].to(self.owned.dtype)
 
 
 @dataclass(slots=True)
