@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zeroshard.counts import Purpose
+from zeroshard.counts import COMPUTE, DISK, LANES, UPDATE, Purpose
 from zeroshard.errors import OffloadError
-from zeroshard.link import COMPUTE, DISK, LANES, UPDATE, Eager, Executor, Latest, Link, Modelled, Shuffled, Task, Worker
+from zeroshard.link import Eager, Executor, Latest, Link, Modelled, Shuffled, Task, Worker
 from zeroshard.rehearsal import Clock
 
 CPU = torch.device("cpu")

@@ -30,6 +30,16 @@ BETWEEN_TIERS = (
     *(Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.PARAMETERS_UP_TO_EVALUATE),
     *(Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP),
 )
+UPDATE, DISK, COMPUTE = "update", "disk", "compute"
+LANES = {  # tasks of one lane run one after the other
+    Purpose.GRADIENTS_DOWN: "down",
+    Purpose.ACTIVATIONS_DOWN: "down",
+    Purpose.PARAMETERS_UP: "up",
+    Purpose.PARAMETERS_UP_TO_EVALUATE: "up",
+    Purpose.ACTIVATIONS_UP: "up",
+    UPDATE: "host",
+    DISK: "disk",
+}
 BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages go apart from those of the forwards
 
 

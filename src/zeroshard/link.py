@@ -23,19 +23,8 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.counts import Count, Purpose
+from zeroshard.counts import COMPUTE, LANES, Count, Purpose
 from zeroshard.errors import OffloadError
-
-UPDATE, DISK, COMPUTE = "update", "disk", "compute"
-LANES = {  # tasks of one lane run one after the other
-    Purpose.GRADIENTS_DOWN: "down",
-    Purpose.ACTIVATIONS_DOWN: "down",
-    Purpose.PARAMETERS_UP: "up",
-    Purpose.PARAMETERS_UP_TO_EVALUATE: "up",
-    Purpose.ACTIVATIONS_UP: "up",
-    UPDATE: "host",
-    DISK: "disk",
-}
 
 
 @dataclass(frozen=True, slots=True)

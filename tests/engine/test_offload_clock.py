@@ -9,9 +9,9 @@ from engine.offloaded import ADAMW
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.counts import Purpose
+from zeroshard.counts import UPDATE, Purpose
 from zeroshard.engine import below
-from zeroshard.link import UPDATE, Modelled, Task
+from zeroshard.link import Modelled, Task
 from zeroshard.rehearsal import Clock
 
 DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP

@@ -11,9 +11,8 @@ from engine.models import batch, build
 from engine.offloaded import ADAMW, executing
 
 import zeroshard as zs
-from zeroshard.counts import BETWEEN_TIERS
+from zeroshard.counts import BETWEEN_TIERS, COMPUTE, DISK, LANES, UPDATE
 from zeroshard.errors import PlanError
-from zeroshard.link import COMPUTE, DISK, LANES, UPDATE
 from zeroshard.report.exposed_figure import _CAUSES, _OTHER
 from zeroshard.report.offload_timeline import (
     COLOURS,

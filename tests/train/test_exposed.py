@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.link import LANES
+from zeroshard.counts import LANES
 from zeroshard.mesh import Mesh
 from zeroshard.report import write_report
 from zeroshard.train.config import TrainConfig

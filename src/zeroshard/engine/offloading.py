@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from zeroshard.counts import Purpose
+from zeroshard.counts import UPDATE, Purpose
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.judge import Judge
-from zeroshard.link import UPDATE, Task
+from zeroshard.link import Task
 from zeroshard.offload.gradients import HostGradients
 from zeroshard.offload.host_adam import Scalars
 from zeroshard.offload.slices import HostSlice, Pages, Part

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from zeroshard.counts import Purpose
+from zeroshard.counts import UPDATE, Purpose
 from zeroshard.ledger import Category
-from zeroshard.link import UPDATE, Link, Task
+from zeroshard.link import Link, Task
 from zeroshard.tiers import HostMemory
 from zeroshard.units import norm_of
 

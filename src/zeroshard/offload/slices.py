@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.counts import DISK, UPDATE
 from zeroshard.ledger import Category
-from zeroshard.link import DISK, UPDATE, Link, Task
+from zeroshard.link import Link, Task
 from zeroshard.offload.host_adam import Scalars, States, adam_update
 from zeroshard.offload.moments import BLOCK, Blockwise
 from zeroshard.tiers import Disk, Extent, HostMemory

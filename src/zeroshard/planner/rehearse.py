@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Purpose
+from zeroshard.counts import DISK, UPDATE
 from zeroshard.engine import Engine
 from zeroshard.engine.tensors import tensors_in
 from zeroshard.engine.wires import UNDER_WAY
 from zeroshard.ledger import Category, Event
-from zeroshard.link import DISK, UPDATE
 from zeroshard.link import Task as Job
 from zeroshard.mesh import Mesh
 from zeroshard.plan import Plan
