@@ -134,7 +134,7 @@ WRONG = [
     (["--resume", "nowhere"], "nowhere is no checkpoint", 1),
     (["--config", "misspelt.toml"], "did you mean learning_rate", 2),
     (["--config", "nothing.toml"], "nothing.toml", 2),
-    (["--device-memory", "1MiB"], "of its budget of 1,048,576", 1),
+    (["--device-memory", "1MiB"], "device_memory is 1,048,576 bytes, and the weights take", 1),
     (["--learning-rate", "1e30", "--optimizer", "sgd", "--warmup-steps", "0", "--clip-norm", "None"], "not finite", 1),
 ]
 
