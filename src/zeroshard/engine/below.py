@@ -32,7 +32,6 @@ class Below:
         disk: where states live, if not in host memory.
         shadows: pages for updates that may have to be undone.
         adam: whether the host's own Adam takes the place of the user's optimizer.
-        decoupled: whether that is AdamW.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +47,7 @@ class Below:
             rehearsed = rehearsal is not None
             self.disk = ImaginedDisk(ledger) if rehearsed else Disk(Path(plan.offload_disk), ledger, plan.timeout)
         reason = stands_for(optimizer)
-        self.adam, self.decoupled = reason is None, isinstance(optimizer, torch.optim.AdamW)
+        self.adam = reason is None
         wanted = [name for name, off in (("offload_disk", None), ("delayed_update", False), ("offload_moments", "fp32"))
                   if getattr(plan, name) != off]  # fmt: skip
         if reason is not None and wanted:
