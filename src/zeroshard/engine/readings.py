@@ -1,0 +1,150 @@
+"""What an engine says of itself: its place among the ranks, its tables, and its traces."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from zeroshard import link
+from zeroshard.comm import Comm
+from zeroshard.counts import BETWEEN_TIERS, Count, Purpose
+from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
+from zeroshard.engine.assembly import Assembly
+from zeroshard.engine.below import traced
+from zeroshard.engine.executor import Span
+from zeroshard.engine.groups import Groups
+from zeroshard.engine.judge import Judge
+from zeroshard.engine.offloading import Guesses, Offloaded
+from zeroshard.engine.pipelined import Pipelined
+from zeroshard.engine.stage import Stage
+from zeroshard.engine.state import State
+from zeroshard.errors import PlanError
+from zeroshard.ledger import Event, Ledger
+from zeroshard.mesh import Mesh
+from zeroshard.plan import Plan
+from zeroshard.schedule import Pipeline
+from zeroshard.zero import Gatherer
+
+
+class Readings:
+    """The part of an engine that only reads."""
+
+    plan: Plan
+    mesh: Mesh
+    ledger: Ledger
+    comm: Comm
+    _assembly: Assembly
+    _counts: Mapping[Purpose, Count]
+    _gatherer: Gatherer | None
+    _groups: Groups
+    _judge: Judge
+    _offloaded: Offloaded | None
+    _pipelined: Pipelined | None
+    _stage: Stage | None
+    _state: State
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer, now over slices; give it to a learning-rate scheduler."""
+        return self._assembly.optimizer.optimizer
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that `backward` puts on the loss."""
+        return self._judge.scale
+
+    @property
+    def seconds_waiting(self) -> float:
+        """How long this rank stood waiting for others in the last step."""
+        return sum(count.seconds for purpose, count in self._counts.items() if purpose not in BETWEEN_TIERS)
+
+    @property
+    def guesses(self) -> Guesses:
+        """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
+        return self._offloaded.guesses if self._offloaded else Guesses()
+
+    def tracing(self) -> AbstractContextManager[list[link.Span]]:
+        """Keep when the forwards, backwards, copies and host jobs of offloaded steps inside run.
+
+        On a GPU, copies are entered when they are handed to their streams.
+        """
+        return traced(self._assembly.below)
+
+    @property
+    def lane(self) -> int:
+        """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""
+        return self._stage.lane if self._stage else self.mesh.rank
+
+    @property
+    def lanes(self) -> int:
+        """How many batches, one per lane, make up a step."""
+        return self._stage.lanes if self._stage else self.mesh.ranks
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether `train_step` returns the loss here: everywhere, but on the last stage if nothing flushes."""
+        return self._stage is None or not self.plan.streams or self._stage.is_last
+
+    @property
+    def reports(self) -> bool:
+        """Whether this is the one rank that is to speak for all: it knows the loss."""
+        if self._stage is None or not self.plan.streams:
+            return self.mesh.rank == 0
+        return self._stage.is_last and self._stage.mesh.rank == 0
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The lists of all ranks, where the model is cut into stages."""
+        return self._stage.pipeline if self._stage else None
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers on this rank, where the model is cut into stages."""
+        return [layer.name for layer in self._stage.layers] if self._stage else []
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The layers with which the chunks after the first begin; a plan with this `split` cuts the model alike."""
+        return self._stage.split if self._stage else ()
+
+    @property
+    def checkpoint_nbytes(self) -> int:
+        """Bytes of this rank's part of a checkpoint."""
+        return self._state.nbytes
+
+    @property
+    def order(self) -> dict[str, list[str]]:
+        """Under ZeRO 3, the units in the order in which each kind of pass gathers them; recorded in the first step."""
+        return self._gatherer.orders if self._gatherer else {}
+
+    @property
+    def units(self) -> list[str]:
+        """The names of the units in their fixed order."""
+        return [unit.label for unit in self._assembly.units]
+
+    def memory(self) -> MemoryTable:
+        """Bytes on this rank by category: planned by the formula, measured by the ledger.
+
+        Optimizer states appear with the first step, in which torch makes them.
+        """
+        return memory_table(self._assembly, self.plan, self.comm.mesh.ranks, self.ledger, self._stage)
+
+    def traffic(self) -> TrafficTable:
+        """What the last step moved over the wire: formula and measured."""
+        messages = self._pipelined.planned_messages() if self._pipelined else {}
+        return traffic_table(self._assembly, self.plan, self._groups, self._counts, messages)
+
+    def recording(self) -> AbstractContextManager[list[Event]]:
+        """Keep every change of memory inside, activations included; the list is filled when the block ends."""
+        return self.ledger.recorded()
+
+    def trace(self) -> None:
+        """Keep from now on when every forward, backward and update of a pipeline ran, until `trace_end`."""
+        if self._pipelined is None:
+            raise PlanError("engine.trace() is for pipelines; set stages to 2 or more, or use torch.profiler.")
+        self._pipelined.executor.trace()
+
+    def trace_end(self) -> list[Span]:
+        """(action, start, end) of each, in seconds of the machine's monotonic clock."""
+        assert self._pipelined is not None
+        return self._pipelined.executor.trace_end()
