@@ -4,5 +4,19 @@ from zeroshard.units.find import Unit, find_units
 from zeroshard.units.flat import Flat, is_small
 from zeroshard.units.index import Entry, Index
 from zeroshard.units.norm import norm_of
+from zeroshard.units.watched import HeldGradient, Unreadable, kinds_for, set_values, values_of
 
-__all__ = ["Entry", "Flat", "Index", "Unit", "find_units", "is_small", "norm_of"]
+__all__ = [
+    "Entry",
+    "Flat",
+    "HeldGradient",
+    "Index",
+    "Unit",
+    "Unreadable",
+    "find_units",
+    "is_small",
+    "kinds_for",
+    "norm_of",
+    "set_values",
+    "values_of",
+]

@@ -1,10 +1,13 @@
 """A flat buffer and the user's parameters, which are views into it."""
 
+import weakref
+
 import torch
 from torch import nn
 
 from zeroshard.units.find import Unit
 from zeroshard.units.index import Index
+from zeroshard.units.watched import Watched, set_values, values_of
 
 SMALL = 2**14  # elements; below it, what Python does for a tensor takes longer than copying it
 
@@ -27,6 +30,8 @@ class Flat:
         trainable: whether they get gradients and an update.
         parameters: the user's `nn.Parameter` objects, in the order of the index.
         views: where each of them is in the buffer.
+        kinds: the classes of the parameters while they are here and while they are absent, once they are watched.
+        replaced: the numbers of parameters under which somebody put other memory (`p.data = values`).
         first_small: the number from which on all parameters are small; at least one is not.
     """
 
@@ -41,7 +46,12 @@ class Flat:
         big = [number for number, parameter in enumerate(self.parameters) if not is_small(parameter)]
         self.first_small = max([0, *big]) + 1
         self.views: list[torch.Tensor] = []
+        self.kinds: tuple[type[nn.Parameter], type[nn.Parameter]] | None = None
+        self.replaced: set[int] = set()
         self._absent = torch.empty(())
+        self._aliases: dict[int, torch.Tensor] = {}  # of what `p.data` returned, by number
+        self._lent: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._past_edits = 0
 
     @property
     def label(self) -> str:
@@ -61,20 +71,81 @@ class Flat:
             self.dtype
         )
 
+    def watch(self, kinds: tuple[type[nn.Parameter], type[nn.Parameter]], here: bool) -> None:
+        """Make the parameters watched ones ([Note: watched parameters]); those of other classes stay as they are.
+
+        Args:
+            here: whether their values are on this rank now.
+        """
+        if all(type(parameter) is nn.Parameter or isinstance(parameter, Watched) for parameter in self.parameters):
+            self.kinds = kinds
+            self._show(here)
+
     def attach(self) -> None:
         """Let every parameter view the buffer, which holds its values."""
+        self._show(here=True)
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.data = view
+            set_values(parameter, view)
+        self.replaced.clear()
 
     def detach(self) -> None:
         """Take the buffer away from the parameters: one NaN, seen in every element of the true shape."""
         for parameter in self.parameters:
-            parameter.data = self._absent.expand(parameter.shape)
+            set_values(parameter, self._absent.expand(parameter.shape))
+        self._show(here=False)
+
+    def _show(self, here: bool) -> None:
+        if self.kinds is not None:
+            kind = self.kinds[0 if here else 1]
+            for parameter in self.parameters:
+                parameter.__class__ = kind
+
+    def alias(self, number: int) -> torch.Tensor:
+        """What `p.data` returns: a detached tensor over the same memory, whose writes count as edits."""
+        values = values_of(self.parameters[number])
+        known = self._aliases.get(number)
+        if known is None or not known.is_set_to(values):
+            self._past_edits += known._version if known is not None else 0
+            known = self._aliases[number] = values
+        lent = known.detach()
+        others = [other for other in self._lent.get(number, ()) if other() is not None]
+        self._lent[number] = [*others, weakref.ref(lent)]
+        return lent
+
+    def take_over(self, number: int) -> None:
+        """Copy the values of a parameter whose memory was replaced into the buffer, and let it view that again.
+
+        Tensors that `p.data` returned before keep the values that they have: they get memory of their own.
+        """
+        parameter, view = self.parameters[number], self.views[number]
+        values = values_of(parameter)
+        lent = [tensor for ref in self._lent.pop(number, ()) if (tensor := ref()) is not None]
+        kept = None
+        for tensor in lent:
+            if tensor.is_set_to(view):
+                kept = view.clone() if kept is None else kept
+                set_values(tensor, kept)
+        view.copy_(values)
+        self.restore(number)
+        self._past_edits += 1
+
+    def restore(self, number: int) -> None:
+        """Let a parameter view the buffer again, with the values there."""
+        set_values(self.parameters[number], self.views[number])
+        self.replaced.discard(number)
+
+    def moved(self) -> list[int]:
+        """The numbers of the parameters that do not view the buffer, however they came to that."""
+        pairs = zip(self.parameters, self.views, strict=True)
+        return [number for number, (parameter, view) in enumerate(pairs) if parameter.data_ptr() != view.data_ptr()]
 
     @property
     def edits(self) -> int:
-        """How often somebody has written into the parameters in place, so far."""
-        return sum(parameter._version for parameter in self.parameters)
+        """How often somebody has written into the parameters in place, so far, through `p.data` too."""
+        versions = sum(parameter._version for parameter in self.parameters)
+        if self._aliases:
+            versions += sum(alias._version for alias in self._aliases.values())
+        return versions + self._past_edits
 
     def written_while_absent(self) -> bool:
         """Whether somebody wrote into a parameter whose values were elsewhere (`fill_` cannot be refused)."""
