@@ -7,6 +7,7 @@ A gradient that comes after its unit was launched (re-entrant recomputation) wai
 """
 
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,6 +29,7 @@ class Backward:
         explicit: reductions are started by `start_units` alone, so nothing need be done in the midst of a backward.
 
     Attributes:
+        explicit: as given.
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         count: backwards since the last update.
@@ -36,7 +38,7 @@ class Backward:
     def __init__(
         self, assembly: Assembly, gatherer: Gatherer | None, comm: Comm, needs_scale: bool, explicit: bool = False
     ) -> None:
-        self._explicit = explicit
+        self.explicit = explicit
         self._assembly, self._gatherer, self._comm, self._needs_scale = assembly, gatherer, comm, needs_scale
         root = len(assembly.units) - 1
         self._order = [*reversed(range(root)), root]
@@ -97,6 +99,10 @@ class Backward:
         self._launched = 0
         for gradients in self.gradients:
             gradients.collect()
+        if not self.explicit:
+            self.take_back()
+        for gradients in self.gradients:
+            gradients.shown.begin()
             gradients.arrived = bytearray(len(gradients.written))
         self.count += 1
         if self.count > 1:
@@ -105,6 +111,31 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self._gatherer is not None:
             self._gatherer.begin(PassKind.BACKWARD)
+
+    def take_back(self, everything: bool = False) -> bool:
+        """Discard gradients that the user has taken away (`p.grad = None`) or zeroed since they came.
+
+        Args:
+            everything: zero all of them.
+
+        Returns:
+            whether there were any.
+
+        Raises:
+            PlanError: the user has put a gradient of another origin there.
+        """
+        if self.explicit:
+            return False
+        found = [(gradients.flat.label, gradients.take_back(everything)) for gradients in self.gradients]
+        if any(numbers for _, numbers in found):
+            left = any(any(gradients.written_in_step) for gradients in self.gradients)
+            self.note_discard(str(found) if left else "all gradients")
+            return True
+        return False
+
+    def note_discard(self, label: str) -> None:
+        """Enter a discard into the checksum that the ranks compare before an update."""
+        self._comm.digests["reduce"] = zlib.crc32(label.encode(), self._comm.digests["reduce"])
 
     def inputs_done(self, unit: int) -> None:
         """The gradients of a unit's inputs are there: nothing in this backward reads its weights again."""
@@ -171,14 +202,14 @@ class Backward:
 
     def listen(self, gradients: GradientShards, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take in the gradients of these parameters, which stand for those of the flat."""
-        if self._explicit and gradients.open_to_autograd:
+        if self.explicit and gradients.open_to_autograd:
             gradients.open(parameters)
             return
+        gradients.shown.hold(parameters, _refuse_reading)
         for number, parameter in enumerate(parameters[: gradients.first_small]):
-            absent = shard_placeholder(parameter)
             parameter.register_hook(_Arrival(self, parameter))
-            parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number, absent))
-        gradients.open_small(parameters)
+            parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))
+        gradients.shown.open_small(parameters, self._comm.mesh.device)
 
     def receive(self, gradients: GradientShards, number: int, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""
@@ -254,6 +285,10 @@ class Backward:
             self._gatherer.end()
         self._finish(len(self._in_flight))
         self._release(len(self._unread))
+        if not self.explicit:
+            for gradients in self.gradients:
+                gradients.collect()
+                gradients.shown.end(gradients.written_in_step)
         self._active = False
         if self._assembly.below is not None:
             self._assembly.below.link.note("backward", self._began)
@@ -267,12 +302,13 @@ def _either(a: bytes, b: bytes) -> bytes:
     return bytes(x | y for x, y in zip(a, b, strict=True))
 
 
-def shard_placeholder(parameter: torch.Tensor) -> torch.Tensor:
-    """What a parameter's `.grad` shows while its gradient is in a flat buffer: NaN everywhere, which refuses writes.
-
-    So `torch.nn.utils.clip_grad_norm_` or an optimizer on the model's own parameters fails instead of doing nothing.
-    """
-    return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+def _refuse_reading(name: str) -> PlanError:
+    return PlanError(
+        f"The gradient of '{name}' was read or changed through p.grad, and is in the engine's flat buffers, reduced "
+        f"over the ranks or still to be. Clip with engine.clip_grad_norm(max_norm, norm_type) or "
+        f"engine.clip_grad_value(value), discard with engine.zero_grad() or p.grad = None, and change single gradients "
+        f"in a hook (p.register_hook)."
+    )
 
 
 class _Arrival:
@@ -294,15 +330,16 @@ class _Arrival:
 class _Receipt:
     """Hands a parameter's gradient on to its flat buffer."""
 
-    __slots__ = ("absent", "backward", "gradients", "number")
+    __slots__ = ("backward", "gradients", "number")
 
-    def __init__(self, backward: Backward, gradients: GradientShards, number: int, absent: torch.Tensor) -> None:
-        self.backward, self.gradients = weakref.ref(backward), weakref.ref(gradients)
-        self.number, self.absent = number, absent
+    def __init__(self, backward: Backward, gradients: GradientShards, number: int) -> None:
+        self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
 
     def __call__(self, parameter: torch.Tensor) -> None:
         backward, gradients = self.backward(), self.gradients()
         if backward is not None and gradients is not None:
-            gradient, parameter.grad = parameter.grad, self.absent
-            assert gradient is not None
+            gradient = parameter.grad
+            gradients.shown.hide(parameter, self.number)
+            if gradient is None:
+                raise _refuse_reading(gradients.flat.index.entries[self.number].name)
             backward.receive(gradients, self.number, gradient.detach())

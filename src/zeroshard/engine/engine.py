@@ -5,8 +5,8 @@ stage. `train_step` runs the same actions from a schedule.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import accumulate, call_with, loss_in, microbatches
 from zeroshard.engine.below import limit_device
+from zeroshard.engine.editing import Editing
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, StepResult, Verdict
@@ -99,7 +100,9 @@ class Engine(Readings):
         self._forward = Forward(
             model, self._assembly, self._gatherer, self._backward, self.ledger, self._offloaded, self.plan
         )
-        self._update = Update(self._assembly, self._backward, self._groups, self._offloaded)
+        writes = self._forward.writes
+        self._editing = Editing(self._assembly, self._gatherer, self._groups, writes, self._offloaded)
+        self._update = Update(self._assembly, self._backward, self._groups, self._offloaded, writes)
         self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
         self._pipelined = self._make_pipelined() if self._stage else None
@@ -108,6 +111,8 @@ class Engine(Readings):
         self.steps = self.skipped = 0
         self.schedule = self._make_schedule()
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
+        writes.watch()
+        self._assembly.optimizer.guard(self._update.discard)
         self._reset_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,14 +150,32 @@ class Engine(Readings):
         """
         return self._backward.local()
 
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale the gradients down at the next `step` so that their 2-norm over all parameters is at most `max_norm`.
+    def zero_grad(self) -> None:
+        """Discard the gradients of all backwards since the last step, on every rank alike.
+
+        So do `zero_grad` of the optimizer and of the model, and `p.grad = None` for one parameter. A step consumes the
+        gradients by itself.
+        """
+        self._update.discard()
+        self._judge.clip = None
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients down at the next `step` so that their norm over all parameters is at most `max_norm`.
 
         A collective call. Returns the norm before clipping, exact over slices.
+
+        Args:
+            norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
         """
         self._refuse_pipeline("clip_grad_norm")
-        self._judge.clip = max_norm
-        return self._update.settle(self.steps).norm / self.loss_scale
+        norm = self._update.norm(self.steps, norm_type) / self.loss_scale
+        self._judge.clip = (max_norm, norm)
+        return norm
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Limit every element of the gradients to [-clip_value, clip_value] now; a collective call."""
+        self._refuse_pipeline("clip_grad_value")
+        self._update.clip_values(self.steps, clip_value * self.loss_scale)
 
     def step(self) -> StepResult:
         """Update the weights with what the backwards since the last step added up; a collective call.
@@ -199,44 +222,46 @@ class Engine(Readings):
 
         Evaluating, saving and taking the model out do it by themselves.
         """
+        self._forward.writes.look(closely=True)
         if self._offloaded is not None:
             self._offloaded.flush()
         if self._pipelined is not None:
             self._pipelined.flush()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, writer: int | None = None) -> AbstractContextManager[None]:
         """Whole parameters on every rank inside, also under stage 3; a collective call.
 
-        What is written to parameters inside stays, slices and fp32 masters included; write alike on every rank.
+        What is written to parameters inside stays, slices and fp32 masters included.
+
+        Args:
+            writer: the rank that writes, whose values all others take; by default every rank writes alike.
+
+        Raises:
+            PlanError: ranks wrote different values; or the call is inside of the model's forward under stage 3.
         """
         self._refuse_pipeline("gathered")
-        if self._forward.editing:  # inside of another such context, which takes everything over
-            yield
-            return
+        if self._forward.writes.allowed and writer is None:
+            return nullcontext()  # inside of another such context, which takes everything over
+        if self._forward.writes.allowed:
+            raise PlanError(f"gathered(writer={writer}) stands inside of another; give the outer one the writer.")
+        if self._gatherer is not None and self._forward.running:
+            raise PlanError(
+                "engine.gathered() was entered inside of the model's forward or backward, where units come and go "
+                "(zero=3). Weights of other units are gathered there when they are read: leave gathered() out, or put "
+                "it around the whole call of the engine."
+            )
         self.flush()
-        with self._whole():
-            for shard in self._assembly.all_shards:
-                shard.parameters.begin_edit()
-            self.comm.agree(b"", "weights are copied")  # before anybody writes
-            self._forward.editing = True
-            try:
-                yield
-            finally:
-                self._forward.editing = False
-                for shard in self._assembly.all_shards:
-                    shard.keep_what_was_written()
-        self.comm.agree(b"", "edited weights are in place")
+        return self._editing.gathered(writer)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         self.flush()
         if self._stage is not None:
             return whole_state_dict(self.model, self._stage)
-        if self._gatherer is not None and "parameters" in self.plan.offloads and not self._forward.editing:
+        if self._gatherer is not None and "parameters" in self.plan.offloads and not self._forward.writes.allowed:
             self._takes_apart = True
             return state_dict_by_unit(self.model, self._assembly, self._gatherer)
-        with self._whole():
+        with self._editing.whole():
             return {
                 k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
                 for k, v in self.model.state_dict().items()
@@ -323,9 +348,6 @@ class Engine(Readings):
         if self._pipelined is not None:
             self._pipelined.executor.loans.lend_again()
         self._reset_counts()
-
-    def _whole(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._gatherer is None else self._gatherer.pinned()
 
     def _make_schedule(self) -> Schedule:
         """This rank's list for one step; with one stage, gradient accumulation."""

@@ -24,9 +24,11 @@ from zeroshard.engine.assembly import Assembly
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.tensors import tensors_in, with_tensors
+from zeroshard.engine.writes import Writes
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.plan import Plan
+from zeroshard.units import values_of
 from zeroshard.zero import Gatherer, ParameterShards, PassKind
 
 
@@ -34,7 +36,7 @@ class Forward:
     """Installs and holds the forward hooks of one model.
 
     Attributes:
-        editing: whether the user may write into the parameters now, and the engine will take it over.
+        writes: watches the parameters.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class Forward:
         self._weights: set[int] = set()  # storages of weights, which are no activations
         self._activations: dict[int, int] = {}
         self._counts = False
-        self.editing = False
+        self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
+        self.writes = Writes(model, assembly, self)
         model.register_forward_pre_hook(_outside(self._enter_model), with_kwargs=True, prepend=True)
         model.register_forward_hook(_outside(self._leave_model), always_call=True)
         _refuse_renormalising(model, assembly)
@@ -71,6 +74,21 @@ class Forward:
             self._watch_units(gatherer)
         elif offloaded is not None:
             self._watch_updates(offloaded)
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward of the model is under way."""
+        return bool(self._open) or torch._C._current_graph_task_id() != -1
+
+    def bring(self, unit: int, parameter: str) -> None:
+        """Have a unit here for a module of another unit, which reads one of its parameters.
+
+        Raises:
+            PlanError: as `need`.
+        """
+        self.need(unit)
+        if self._open:
+            self._visitors.append(unit)
 
     def need(self, unit: int) -> None:
         """Have a unit here, for a module that is about to run.
@@ -130,8 +148,10 @@ class Forward:
         begins, began = False, 0.0 if self._assembly.below is None else self._assembly.below.link.now()
         if self._offloaded is not None:
             self._offloaded.entering(self._root, trains=torch.is_grad_enabled())
-        if not self.editing:
-            self._refuse_writes()
+        if not (self.writes.allowed or self._open):
+            self.writes.look()
+        if torch.is_grad_enabled():
+            self.writes.refuse_unfrozen()
         if self._gatherer is not None and not self._gatherer.everything_here():
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed
@@ -163,9 +183,12 @@ class Forward:
         if self._gatherer is not None and begins:
             if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()
+                self._visitors.clear()
                 return None
             output = self.leaving(output)
-            self._gatherer.done(self._root)
+            for unit in (self._root, *self._visitors):
+                self._gatherer.done(unit)
+            self._visitors.clear()
             self._gatherer.end()
         _listen(output, self._backward.on_output_gradient)
         return output
@@ -174,8 +197,9 @@ class Forward:
         home = self._homes.get(_place_of(tensor))
         if home is not None:
             return _SavedWeight(tensor, *home)
-        weight = isinstance(tensor, nn.Parameter) or _place_of(tensor) in self._weights
-        if weight:
+        if isinstance(tensor, nn.Parameter):
+            return values_of(tensor)  # and not the parameter, which may have other values by the time of the backward
+        if _place_of(tensor) in self._weights:
             return tensor
         packed = Kept(tensor) if self._store is None else self._store.pack(tensor)
         counts = self._counts and tensor.layout is torch.strided and isinstance(packed, Kept)
@@ -209,28 +233,6 @@ class Forward:
         elif before + change == 0:
             del self._activations[key]
             self._ledger.give(Category.ACTIVATIONS, storage.nbytes(), "saved activation")
-
-    def _refuse_writes(self) -> None:
-        """Refuse to go on with what was written where it is lost, or done once per rank to what all ranks share.
-
-        Raises:
-            PlanError: with the way out.
-        """
-        for shard in self._assembly.all_shards:
-            parameters, flat = shard.parameters, shard.flat
-            if parameters.sliced:
-                lost = "its values were kept by other ranks"
-            elif parameters.common:
-                lost = "all ranks share it"
-            elif shard.master and shard.versions is None:
-                lost = "its fp32 master weights stayed as they were"
-            else:
-                continue
-            if flat.edits != shard.edits or (parameters.sliced and flat.written_while_absent()):
-                raise PlanError(
-                    f"A parameter of {flat.label} was written while {lost}. Change parameters inside "
-                    f"`with engine.gathered():`, on every rank alike."
-                )
 
 
 def _refuse_renormalising(model: nn.Module, assembly: Assembly) -> None:

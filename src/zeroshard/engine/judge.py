@@ -45,13 +45,13 @@ class Judge:
     """Decides from the same numbers on every rank.
 
     Attributes:
-        clip: a limit for the next step alone, set by `clip_grad_norm`.
+        clip: for the next step alone, a limit and the norm that it limits, set by `clip_grad_norm`.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.scaler = _scaler(plan)
-        self.clip: float | None = None
+        self.clip: tuple[float, float] | None = None
         # Stages that do not wait for each other clip alone, and keep the whole norm within the limit.
         self._shares = plan.stages if plan.streams else 1
 
@@ -72,10 +72,10 @@ class Judge:
         if not finite and not self.scaler and self._plan.nonfinite == "raise":
             refuse(norm)
         skip = not finite and (self.scaler is not None or self._plan.nonfinite == "skip")
-        limit = self.clip if self.clip is not None else self._plan.clip_norm
+        limit, limited = self.clip or (self._plan.clip_norm, norm)
         factor = 1.0
         if limit is not None:
-            factor = min(1.0, limit / math.sqrt(self._shares) / (norm + CLIP_EPSILON))
+            factor = min(1.0, limit / math.sqrt(self._shares) / (limited + CLIP_EPSILON))
         self.clip = None
         if self.scaler:
             self.scaler.update(overflow=not finite)

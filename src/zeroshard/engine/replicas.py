@@ -64,7 +64,7 @@ def check_replicas(assembly: Assembly, groups: Groups, stage: Stage | None) -> N
     world = groups.world
     copies = Copies.of(assembly, groups)
     mine = [*copies.slices, *copies.whole]
-    words = b"".join(struct.pack("<I", _digest(tensor for _, tensor in pieces)) for pieces in mine)
+    words = b"".join(struct.pack("<I", digest_of(tensor for _, tensor in pieces)) for pieces in mine)
     everyone = [list(struct.unpack(f"<{len(w) // 4}I", w)) for w in world.agree(words, "digests of the replicas")]
     first_whole = len(copies.slices)
     differing: list[tuple[list[int], int]] = []
@@ -143,10 +143,10 @@ def _details(pieces: Pieces) -> dict[str, int]:
     by_name: dict[str, list[torch.Tensor]] = {}
     for name, values in pieces:
         by_name.setdefault(name, []).append(values)
-    return {name: _digest(values) for name, values in by_name.items()}
+    return {name: digest_of(values) for name, values in by_name.items()}
 
 
-def _digest(tensors: Iterable[torch.Tensor]) -> int:
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """CRC-32 of the bytes of 1-D tensors, one behind the other."""
     crc = 0
     for tensor in tensors:

@@ -19,7 +19,8 @@ from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.offloading import Offloaded
-from zeroshard.errors import CommError, NonFiniteError
+from zeroshard.engine.writes import Writes
+from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.optim import Span
 
 HEAD = struct.Struct("<qIId")
@@ -42,13 +43,19 @@ class Update:
     """Takes steps with the gradients of one model."""
 
     def __init__(
-        self, assembly: Assembly, backward: Backward, groups: Groups, offloaded: Offloaded | None = None
+        self,
+        assembly: Assembly,
+        backward: Backward,
+        groups: Groups,
+        offloaded: Offloaded | None,
+        writes: Writes,
     ) -> None:
         self._assembly, self._backward, self._groups = assembly, backward, groups
         self._comm = groups.slices if groups.replicas is None else groups.world
         self._shards = [shard for shard in assembly.all_shards if shard.gradients is not None]
         self._settled: tuple[int, Settled] | None = None
-        self.offloaded = offloaded
+        self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
+        self.offloaded, self._writes = offloaded, writes
         self._step = 0
 
     def settle(self, step: int) -> Settled:
@@ -56,7 +63,11 @@ class Update:
 
         Raises:
             CommError: the ranks are at different steps, or did different things on the way.
+            PlanError: weights or gradients were written where that is lost.
         """
+        self._writes.look(closely=True)
+        if self._backward.take_back():
+            self._settled = None
         if self._settled is not None and self._settled[0] == self._backward.count:
             return self._settled[1]
         self._step = step
@@ -66,17 +77,65 @@ class Update:
         left = sorted({unit for word in words for unit in word.unreduced})
         if left:
             self._backward.reduce_units(left)
-        if self._groups.replicas is not None:
+        averages = self._groups.replicas is not None and self._averaged != self._backward.count
+        if averages:
             for shard in self._shards:
                 assert shard.gradients is not None
                 shard.gradients.average_replicas()
-        if left or self._groups.replicas is not None:
+            self._averaged = self._backward.count
+        if left or averages:
             words = self._agree(step)
         norm = math.sqrt(sum(word.squares for word in words[: self._groups.slices.mesh.ranks]))  # of one group
         settled = Settled(norm, [any(flags) for flags in zip(*(word.written for word in words), strict=True)])
         self._settled = (self._backward.count, settled)
         self._spread_written(settled)
         return settled
+
+    def norm(self, step: int, kind: float) -> float:
+        """The p-norm of the mean gradient as it is (scaled), for p = `kind`; a collective call.
+
+        Raises:
+            PlanError: `kind` is no number above 0.
+        """
+        if not kind > 0:
+            raise PlanError(f"norm_type is {kind!r}; it must be above 0, or infinity.")
+        norm = self.settle(step).norm
+        if kind == 2:
+            return norm
+        sums = [shard.gradients.settle() for shard in self._shards if shard.gradients is not None]
+        parts = [float(torch.linalg.vector_norm(each, kind, dtype=torch.float64)) for each in sums]
+        own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
+        everyone = self._groups.slices.agree(struct.pack("<d", own), f"norm of step {step}")
+        norms = torch.tensor([struct.unpack("<d", word)[0] for word in everyone], dtype=torch.float64)
+        return float(torch.linalg.vector_norm(norms, kind))
+
+    def clip_values(self, step: int, limit: float) -> None:
+        """Limit every element of the mean gradient (scaled) to [-limit, limit]; a collective call.
+
+        Raises:
+            PlanError: `limit` is no number above 0.
+        """
+        if not limit > 0:
+            raise PlanError(f"clip_value is {limit!r} with the loss scale; it must be above 0.")
+        self.settle(step)
+        for shard in self._shards:
+            assert shard.gradients is not None
+            shard.gradients.change(lambda total: total.clamp_(-limit, limit))
+        self._settled = None  # the norm is another one now
+
+    def discard(self, drop: bool = True) -> None:
+        """Discard what the backwards since the last step added up; the agreement sees that all ranks do so.
+
+        Args:
+            drop: whether parameters count as without a gradient then, or have one of zeros.
+        """
+        if not self._backward.count or self._backward.explicit:
+            return
+        if drop:
+            self.consume()
+            self._backward.note_discard("all gradients")
+        elif self._backward.take_back(everything=True):
+            self._settled = None
 
     def refuse_nonfinite(self, norm: float, comm: Comm | None = None) -> None:
         """Raise with the names of the parameters whose gradients are not finite.
@@ -146,10 +205,8 @@ class Update:
         for shard in self._shards:
             assert shard.gradients is not None
             shard.gradients.consume()
-            if not shard.gradients.opened:
-                for parameter in shard.flat.parameters[: shard.gradients.first_small]:
-                    parameter.grad = None
-        self._backward.count = 0
+            shard.gradients.shown.consumed(small=not self._backward.explicit)
+        self._backward.count = self._averaged = 0
         self._settled = None
 
     def _update(self, shard: Shard, written: list[bool], factor: float) -> None:

@@ -114,6 +114,11 @@ class HostGradients:
         for slab in old:
             self._host.free(slab)
 
+    def changed(self) -> None:
+        """The sum that `settle` returned was changed in place; updates that began from it as it was count as wrong."""
+        self._norm = None
+        self._puts += bool(self._puts)
+
     def read_by(self, update: Task) -> None:
         """Let the next sum wait for an update that reads this one, or take the spare one."""
         self.reader = update if len(self._sums) == 1 else None

@@ -8,6 +8,7 @@ None.
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,6 +89,30 @@ class SpanOptimizer:
         self._fresh.clear()
         self._refill_groups()
         self.account()
+
+    def guard(self, discard: Callable[[bool], None]) -> None:
+        """Let the optimizer's `zero_grad` discard the gradients that the engine holds, and refuse new groups.
+
+        Args:
+            discard: takes whether the gradients are dropped, or zeroed and still applied.
+        """
+        discarding = weakref.WeakMethod(discard)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            call = discarding()
+            if call is not None:
+                call(set_to_none)
+
+        def add_param_group(param_group: dict[str, Any]) -> None:
+            raise OptimizerError(
+                "add_param_group was called after the engine was made, which gives every parameter its slice and "
+                "states at the start; the new group would never be trained. Put all parameters into the optimizer "
+                "first, and freeze those that are to be trained later with requires_grad_(False) after the engine is "
+                "made."
+            )
+
+        self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self.optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
     def _refuse_by_hand(self, *_: Any) -> None:
         if not self._stepping:

@@ -61,6 +61,7 @@ class Watched(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        """Put other memory under the parameter."""
         watcher = self.watcher()
         if watcher is None:
             set_values(self, values)

@@ -13,7 +13,7 @@ number. Big gradients are copied one by one, while they are in the cache: cheape
 16-bit: the paper's 2Ψ bytes. From the second backward of a step on, sums are kept in fp32 (`accumulate_in_fp32`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -28,6 +28,7 @@ from zeroshard.transport import same_place
 from zeroshard.units import Flat, norm_of
 from zeroshard.zero.mean import add_mean
 from zeroshard.zero.residency import Residency
+from zeroshard.zero.shown import ShownGradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ class Sink(Protocol):
     def widen(self) -> None:
         """Keep the sum in fp32 from now on."""
 
+    def changed(self) -> None:
+        """The sum that `settle` returned was changed in place."""
+
     def consume(self) -> None:
         """The next mean begins a new sum."""
 
@@ -80,6 +84,7 @@ class GradientShards:
     Attributes:
         interval: first and one past the last element of the slice that this rank owns.
         alone: whether there is one rank and no sink, so that nothing ever leaves.
+        shown: what `p.grad` of its parameters is.
         first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
         arrived: per parameter, whether its gradient came in the backward under way.
         written: per parameter, whether it got a gradient since the last reduction.
@@ -118,10 +123,7 @@ class GradientShards:
         self._unread: tuple[Exchange, torch.Tensor] | None = None
         self._reduced = False
         self._wide: torch.Tensor | None = None
-        self._small: torch.Tensor | None = None
-        self._fresh: list[torch.nn.Parameter] = []
-        self._direct: dict[int, tuple[int, torch.Tensor]] = {}  # by id of parameter, since hashing one is slow
-        self.opened = False
+        self.shown = ShownGradients(flat, ledger, self.first_small)
         self.arrived = bytearray(len(flat.parameters))
         self.written = bytearray(len(flat.parameters))
         self.written_in_step = bytearray(len(flat.parameters))
@@ -143,51 +145,60 @@ class GradientShards:
         Nothing else is called then but `collect` before a reduction.
         """
         assert self.open_to_autograd and self._landing is not None
-        if not self.opened:  # else there may be gradients, which the update under way is about to use
+        if not self.shown.opened:  # else there may be gradients, which the update under way is about to use
             self._landing.zero_()
-        self.opened = True
-        for number, parameter in enumerate(parameters):
-            self._let_in(parameter, number, self.flat.view(self._landing, number))
-
-    def open_small(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Let autograd add up the gradients of the small ones among these parameters ([Note: small parameters])."""
-        index, first = self.flat.index, self.first_small
-        if first == len(parameters):
-            return
-        offset = index.entries[first].offset
-        if self._small is None:
-            label, device = f"small gradients {self.flat.label}", self._comm.mesh.device
-            self._small = self._ledger.empty(index.numel - offset, self.flat.dtype, device, Category.BUFFERS, label)
-        for number in range(first, len(parameters)):
-            entry = index.entries[number]
-            view = self._small[entry.offset - offset : entry.stop - offset].view(entry.shape)
-            self._let_in(parameters[number], number, view)
-
-    def _let_in(self, parameter: torch.nn.Parameter, number: int, view: torch.Tensor) -> None:
-        parameter.grad = view
-        self._direct[id(parameter)] = (number, view)
-        parameter.register_post_accumulate_grad_hook(self._fresh.append)
+        self.shown.open(parameters, self._landing)
 
     def collect(self) -> None:
         """Take over what autograd has added up itself since the last call."""
-        if not self._fresh:
+        numbers = self.shown.collect()
+        if not numbers:
             return
-        numbers = []
-        for parameter in self._fresh:
-            number, view = self._direct[id(parameter)]
-            if parameter.grad is not view:  # the user has taken it away, or autograd has put another in its place
-                if parameter.grad is not None:
-                    view.add_(parameter.grad.detach())
-                parameter.grad = view
-            numbers.append(number)
-        self._fresh.clear()
-        if self._small is not None:
+        small = self.shown.small
+        if small is not None:
             landing, index, first = self._ready_landing(), self.flat.index, self.first_small
             region = landing[index.entries[first].offset : index.numel]
-            region.add_(self._small) if any(self.written[first:]) else region.copy_(self._small)
-            self._small.zero_()
+            region.add_(small) if any(self.written[first:]) else region.copy_(small)
+            small.zero_()
         for number in numbers:
             self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
+
+    def take_back(self, everything: bool = False) -> list[int]:
+        """Discard the gradients that the user has taken away or zeroed; with `everything`, zero all.
+
+        Returns:
+            the numbers of their parameters.
+
+        Raises:
+            PlanError: `p.grad` is a tensor that the user has put there.
+        """
+        self.collect()
+        gone, zeroed = self.shown.discarded(self.written_in_step, everything)
+        if gone or zeroed:
+            self._zero([*gone, *zeroed])
+            for number in gone:
+                self.written[number] = self.written_in_step[number] = 0
+        return [*gone, *zeroed]
+
+    def _zero(self, numbers: Sequence[int]) -> None:
+        """Let what these parameters got in this step be zeros, on this rank before reductions and after them."""
+        self.finish_reduce()
+        self.release()
+        start, stop = self.interval
+        for entry in (self.flat.index.entries[number] for number in numbers):
+            low, high = max(start, entry.offset), min(stop, entry.stop)
+            if self._landing is not None:
+                self._landing[entry.offset : entry.stop].zero_()
+            if low < high and self._reduced:
+                self.total[low - start : high - start].zero_()
+        if self.sink is not None:
+            self.sink.changed()
+
+    def change(self, edit: Callable[[torch.Tensor], object]) -> None:
+        """Change the total of the step [S] in place; call it when nothing is left to reduce."""
+        edit(self.settle())
+        if self.sink is not None:
+            self.sink.changed()
 
     def receive(self, number: int, gradient: torch.Tensor) -> None:
         """Take in the gradient of parameter `number`, adding to what came since the last reduction.
@@ -201,7 +212,7 @@ class GradientShards:
                 f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
             )
         view = self.flat.view(self._ready_landing(), number)
-        if self.written[number] or self.opened:
+        if self.written[number] or self.shown.opened:
             view.add_(gradient)
         else:
             view.copy_(gradient)
@@ -413,11 +424,9 @@ class GradientShards:
         """Forget the step's gradients: they were used, or the step was skipped."""
         self.release()
         self._drop_landing()
-        if self.opened and self._landing is not None:
+        if self.shown.opened and self._landing is not None:
             self._landing.zero_()
-        if self._small is not None and self._fresh:
-            self._small.zero_()
-        self._fresh.clear()
+        self.shown.forget()
         self._reduced = False
         if self.sink is not None:
             self.sink.consume()
@@ -444,7 +453,7 @@ class GradientShards:
         if not all(self.written):
             first, collected = (
                 self.first_small,
-                self._small is not None and any(self.written[self.first_small :]),
+                self.shown.small is not None and any(self.written[self.first_small :]),
             )
             for number, entry in enumerate(self.flat.index.entries):
                 if not self.written[number] and not (collected and number >= first):

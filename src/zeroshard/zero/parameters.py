@@ -113,11 +113,17 @@ class ParameterShards:
             self.flat.bind(self._edited)
             self.flat.attach()
 
-    def end_edit(self) -> None:
-        """Take this rank's slice out of the copy, and let the parameters view what is common again."""
+    @property
+    def visible(self) -> torch.Tensor:
+        """The buffer [N*S] that the parameters view."""
+        return self.full if self._edited is None else self._edited
+
+    def end_edit(self, keep: bool = True) -> None:
+        """Let the parameters view what is common again, and with `keep` take this rank's slice out of the copy."""
         if self._edited is not None:
             start, stop = self.flat.index.interval(self.rank)
-            self.own.copy_(self._edited[start:stop])
+            if keep:
+                self.own.copy_(self._edited[start:stop])
             self._edited = None
             self.flat.bind(self.full)
             self.flat.attach()

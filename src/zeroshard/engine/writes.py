@@ -1,0 +1,252 @@
+"""Who may write into a parameter, and when that is seen.
+
+[Note: writes] Whole parameters without masters that every rank has for itself are the truth: a user may write into
+them at any time, as in PyTorch. Elsewhere the truth is a slice, an fp32 master or memory that ranks share, so a write
+outside of `engine.gathered()` would be lost or done N times, and is refused: at once for `p.data = values`, else in the
+next forward or step. A module that casts its own weights in its forward (`self.router = self.router.to(torch.float32)`)
+changes no value: the cast lasts until the next step, and its gradient goes to the weights as they are kept.
+"""
+
+import warnings
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.errors import PlanError
+from zeroshard.units import Unreadable, kinds_for, set_values, values_of
+from zeroshard.zero.parameters import Residence
+
+GATHERED = "Change parameters inside `with engine.gathered():`, on every rank alike or with gathered(writer=0)."
+
+
+class Passes(Protocol):
+    """What the hooks of the forward know."""
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward of the model is under way."""
+
+    def bring(self, unit: int, parameter: str) -> None:
+        """Gather a unit for a module of another one, which reads the parameter; or raise."""
+
+
+class Writes:
+    """Watches the parameters of one engine.
+
+    Attributes:
+        allowed: whether the user may write into any parameter now (inside `gathered()`).
+    """
+
+    def __init__(self, model: nn.Module, assembly: Assembly, passes: Passes) -> None:
+        self._model, self._assembly, self._passes = model, assembly, passes
+        self._places = {
+            id(parameter): (shard, number, unit)
+            for unit, shards in enumerate(assembly.shards)
+            for shard in shards
+            for number, parameter in enumerate(shard.flat.parameters)
+        }
+        self._frozen = [
+            (parameter, entry.name)
+            for shard in assembly.all_shards
+            if not shard.flat.trainable
+            for parameter, entry in zip(shard.flat.parameters, shard.flat.index.entries, strict=True)
+        ]
+        self._casts: list[tuple[Shard, int]] = []
+        self._cast_modules: set[str] = set()
+        self._modules: list[nn.Module] = []
+        self._contents: list[int] = []
+        self.allowed = False
+
+    def watch(self) -> None:
+        """Watch the parameters from now on; those with several versions put other objects into the modules."""
+        kinds = kinds_for(self)
+        for shard in self._assembly.all_shards:
+            if shard.versions is None:
+                shard.flat.watch(kinds, shard.parameters.residence is not Residence.SLICED)
+        if all(shard.versions is None for shard in self._assembly.all_shards):
+            self._learn_structure()
+
+    def alias(self, parameter: nn.Parameter) -> Tensor:
+        """What `parameter.data` returns."""
+        shard, number, _ = self._places[id(parameter)]
+        if self._absent(shard):
+            if not self._passes.running:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return Unreadable.of(parameter, self._name(shard, number), self._unreadable)
+            self.fetch([parameter])
+        return shard.flat.alias(number)
+
+    def fetch(self, parameters: list[nn.Parameter]) -> None:
+        """Gather the units of these absent parameters, which a forward or backward reads.
+
+        Raises:
+            PlanError: neither is under way.
+        """
+        for parameter in parameters:
+            shard, number, unit = self._places[id(parameter)]
+            if not self._passes.running:
+                raise self._unreadable(self._name(shard, number))
+            self._passes.bring(unit, self._name(shard, number))
+
+    def replace(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Carry out `parameter.data = values`.
+
+        Raises:
+            PlanError: it would be lost, or another shape or dtype cannot be kept.
+        """
+        if values is parameter:
+            return
+        shard, number, _ = self._places[id(parameter)]
+        name, current = self._name(shard, number), values_of(parameter)
+        if values.shape != current.shape:
+            raise PlanError(
+                f"'{name}' of shape {tuple(current.shape)} was given values of shape {tuple(values.shape)}. Its place "
+                f"in the flat buffer has the shape that the model had when the engine was made; change the model first."
+            )
+        alike = (values.dtype, values.device) == (current.dtype, current.device)
+        if alike and values.is_set_to(current):
+            return
+        if not alike and self._passes.running and _is_cast(values, current):
+            self._cast(shard, number, parameter, values)
+            return
+        reason = None if self.allowed else _lost(shard)
+        fits = alike or (self.allowed and torch.promote_types(values.dtype, torch.float32) == torch.float32)
+        if not fits:
+            raise PlanError(_other_kind(name, current, values))
+        if reason is not None:
+            raise PlanError(f"'{name}' was given other values while {reason}. {GATHERED}")
+        set_values(parameter, values)
+        shard.flat.replaced.add(number)
+
+    def look(self, closely: bool = False) -> None:
+        """Take over or refuse what was written since the last look.
+
+        Args:
+            closely: look for memory that was replaced in ways other than `p.data = values`, and for new parameters.
+
+        Raises:
+            PlanError: what was written is lost, or done once per rank to what all ranks share; with the way out.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for shard, number in self._casts:
+                shard.flat.restore(number)
+            self._casts.clear()
+            for shard in self._assembly.all_shards:
+                if shard.flat.kinds is not None and (closely or shard.flat.replaced) and not self._absent(shard):
+                    self._take_over(shard)
+                self._refuse_lost(shard)
+        if closely and self._structure() != self._contents:
+            self._refuse_strangers()
+            self._learn_structure()
+
+    def refuse_unfrozen(self) -> None:
+        """Refuse to train a parameter that was frozen when the engine was made.
+
+        Raises:
+            PlanError: with the way out.
+        """
+        if not self._frozen:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = [name for parameter, name in self._frozen if parameter.requires_grad]
+        if thawed:
+            more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+            raise PlanError(
+                f"'{thawed[0]}'{more} was frozen, or in no optimizer group, when the engine was made and requires "
+                f"gradients now; it has no gradient buffer and no optimizer states. Make the engine while it requires "
+                f"gradients and is in the optimizer, and freeze it afterwards until it is to be trained (a parameter "
+                f"without a gradient is not updated); or engine.save(), make a new engine, and load."
+            )
+
+    def _take_over(self, shard: Shard) -> None:
+        """Let parameters whose memory was replaced view the flat buffer again, with their new values."""
+        flat = shard.flat
+        for number in flat.moved():
+            if torch.equal(values_of(flat.parameters[number]), flat.views[number]):
+                flat.restore(number)
+                continue
+            reason = None if self.allowed else _lost(shard)
+            if reason is not None:
+                raise PlanError(f"'{self._name(shard, number)}' was given other memory while {reason}. {GATHERED}")
+            flat.take_over(number)
+
+    def _refuse_lost(self, shard: Shard) -> None:
+        reason = None if self.allowed else _lost(shard)
+        if reason is None:
+            return
+        flat = shard.flat
+        if flat.edits != shard.edits or (shard.parameters.sliced and flat.written_while_absent()):
+            raise PlanError(f"A parameter of {flat.label} was written while {reason}. {GATHERED}")
+
+    def _cast(self, shard: Shard, number: int, parameter: nn.Parameter, values: Tensor) -> None:
+        set_values(parameter, values)
+        if not shard.parameters.sliced:  # else the next gather puts its own under the parameter
+            self._casts.append((shard, number))
+        module = self._name(shard, number).rpartition(".")[0]
+        if module not in self._cast_modules:
+            self._cast_modules.add(module)
+            kept = str(shard.flat.dtype).removeprefix("torch.")
+            warnings.warn(
+                f"'{module}' casts its weights to {str(values.dtype).removeprefix('torch.')} in its forward. It "
+                f"computes so, from weights that are kept in {kept}; name it in fp32_modules to keep them in fp32.",
+                stacklevel=4,
+            )
+
+    def _refuse_strangers(self) -> None:
+        """Refuse parameters that came into the model after the engine was made, unless they are frozen."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._places:
+                raise PlanError(
+                    f"'{name}' came into the model after the engine was made, so it is never trained. Change the model "
+                    f"first and make the engine then; engine.load_weights and engine.save carry the weights over."
+                )
+
+    def _learn_structure(self) -> None:
+        self._modules = list(self._model.modules())  # kept, so that no other module gets the identity of one of them
+        self._contents = self._structure()
+
+    def _structure(self) -> list[int]:
+        """The identities of all parameters and modules of the modules that are known."""
+        held = chain.from_iterable((m._parameters.values(), m._modules.values()) for m in self._modules)
+        return list(map(id, chain.from_iterable(held)))
+
+    def _absent(self, shard: Shard) -> bool:
+        return shard.parameters.residence is not Residence.GATHERED
+
+    def _name(self, shard: Shard, number: int) -> str:
+        return shard.flat.index.entries[number].name
+
+    def _unreadable(self, name: str) -> PlanError:
+        return PlanError(
+            f"'{name}' was read outside of the model's forward and backward while each rank has a slice of it (zero=3)."
+            f" Read it inside `with engine.gathered():`, on every rank, or take engine.state_dict()."
+        )
+
+
+def _lost(shard: Shard) -> str | None:
+    """Why a write into this flat's parameters outside of `gathered()` would not last, in words; None if it would."""
+    if shard.parameters.sliced:
+        return "its values were kept by other ranks"
+    if shard.parameters.common:
+        return "all ranks share it"
+    if shard.master and shard.versions is None:
+        return "its fp32 master weights stayed as they were"
+    return None
+
+
+def _is_cast(values: Tensor, current: Tensor) -> bool:
+    """Whether `values` are `current` in another floating dtype."""
+    both = values.is_floating_point() and current.is_floating_point() and values.device == current.device
+    return both and values.dtype != current.dtype and torch.equal(values.detach(), current.to(values.dtype))
+
+
+def _other_kind(name: str, current: Tensor, values: Tensor) -> str:
+    here, there = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (current, values))
+    return (
+        f"'{name}' is {here}, and was given {there}. The engine decides about dtype and device: set "
+        f"Plan(precision=...), or fp32_modules=('{name.rpartition('.')[0]}',) for a module that computes in fp32; move "
+        f"or cast the model before the engine is made."
+    )

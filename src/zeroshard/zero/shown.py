@@ -1,0 +1,152 @@
+"""What `p.grad` shows, and where autograd adds up gradients by itself.
+
+[Note: p.grad] Between a backward and the step the gradients are in flat buffers, and `p.grad` is a stand-in that has
+their shape and refuses to be read. Whoever sets it to None, or zeroes it, discards the gradient. In a backward autograd
+needs a place: big parameters have None there, so that it hands over a tensor of its own, and small ones a view.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import PlanError
+from zeroshard.ledger import Category, Ledger
+from zeroshard.units import Flat, HeldGradient
+
+Refuse = Callable[[str], Exception]
+
+
+class ShownGradients:
+    """The `.grad` of the parameters of one flat.
+
+    Args:
+        first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
+
+    Attributes:
+        small: where it does so, once `open_small` was called and there are such.
+        opened: whether it does so for all parameters, in a buffer that `open` was given.
+    """
+
+    def __init__(self, flat: Flat, ledger: Ledger, first_small: int) -> None:
+        self._flat, self._ledger, self._first_small = flat, ledger, first_small
+        self.small: Tensor | None = None
+        self.opened = False
+        self._fresh: list[nn.Parameter] = []
+        self._direct: dict[int, tuple[int, Tensor]] = {}  # by id of parameter, since hashing one is slow
+        self._held: list[HeldGradient] = []
+
+    def open(self, parameters: Sequence[nn.Parameter], landing: Tensor) -> None:
+        """Let autograd add the gradients of these parameters, which stand for those of the flat, into `landing`."""
+        self.opened = True
+        for number, parameter in enumerate(parameters):
+            self._let_in(parameter, number, self._flat.view(landing, number))
+
+    def open_small(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        """Let autograd add up the gradients of the small ones among these parameters ([Note: small parameters])."""
+        index, first = self._flat.index, self._first_small
+        if first == len(parameters):
+            return
+        offset = index.entries[first].offset
+        if self.small is None:
+            label = f"small gradients {self._flat.label}"
+            self.small = self._ledger.empty(index.numel - offset, self._flat.dtype, device, Category.BUFFERS, label)
+        for number in range(first, len(parameters)):
+            entry = index.entries[number]
+            view = self.small[entry.offset - offset : entry.stop - offset].view(entry.shape)
+            self._let_in(parameters[number], number, view)
+
+    def _let_in(self, parameter: nn.Parameter, number: int, view: Tensor) -> None:
+        parameter.grad = view
+        self._direct[id(parameter)] = (number, view)
+        parameter.register_post_accumulate_grad_hook(self._fresh.append)
+
+    def hold(self, parameters: Sequence[nn.Parameter], refuse: Refuse) -> None:
+        """Have something for `p.grad` to show while the gradients are in the flat buffer.
+
+        Args:
+            refuse: makes the error of those who read it, from the parameter's name.
+        """
+        pairs = zip(parameters, self._flat.index.entries, strict=True)
+        self._held = [HeldGradient.of(parameter, entry.name, refuse) for parameter, entry in pairs]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def collect(self) -> list[int]:
+        """The numbers of the parameters whose gradients autograd has added up itself since the last call."""
+        if not self._fresh:
+            return []
+        numbers = []
+        for parameter in self._fresh:
+            number, view = self._direct[id(parameter)]
+            if parameter.grad is not view:  # autograd has put one of its own there, or the user has taken it away
+                if parameter.grad is not None:
+                    view.add_(parameter.grad.detach())
+                self._show(parameter, number, view)
+            numbers.append(number)
+        self._fresh.clear()
+        return numbers
+
+    def begin(self) -> None:
+        """A backward begins: give autograd the place for gradients of small parameters."""
+        for parameter in self._flat.parameters[self._first_small :] if self.small is not None else ():
+            view = self._direct[id(parameter)][1]
+            parameter.grad = view if parameter.dtype is view.dtype else None  # else autograd's own is added to it
+
+    def end(self, written: Sequence[int]) -> None:
+        """A backward is over: let `p.grad` of small parameters say which gradients are here, by number."""
+        for number in range(self._first_small, len(self._flat.parameters)) if self.small is not None else ():
+            if written[number]:
+                self.hide(self._flat.parameters[number], number)
+            else:
+                self._flat.parameters[number].grad = None
+
+    def hide(self, parameter: Tensor, number: int) -> None:
+        """Let `p.grad` of parameter `number` say that the gradient is here."""
+        self._show(parameter, number, self._held[number])
+
+    def consumed(self, small: bool) -> None:
+        """Let `p.grad` be None, of small parameters too if `small` says so."""
+        if self._held and not self.opened:
+            with torch._C.DisableTorchFunctionSubclass():  # absent parameters would ask about each
+                for parameter in self._flat.parameters if small else self._flat.parameters[: self._first_small]:
+                    parameter.grad = None
+
+    def forget(self) -> None:
+        """Drop what autograd has added up and nobody collected."""
+        if self.small is not None and self._fresh:
+            self.small.zero_()
+        self._fresh.clear()
+
+    def discarded(self, written: Sequence[int], everything: bool = False) -> tuple[list[int], list[int]]:
+        """Which gradients the user has discarded since they came, and which he zeroed (all of them with `everything`).
+
+        Raises:
+            PlanError: `p.grad` is a tensor that the user has put there.
+        """
+        gone: list[int] = []
+        zeroed: list[int] = []
+        if self.opened or not self._held:
+            return gone, zeroed
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, (parameter, held) in enumerate(zip(self._flat.parameters, self._held, strict=True)):
+                gradient = parameter.grad
+                if gradient is held:
+                    if held.zeroed or everything:
+                        zeroed.append(number)
+                        held.zeroed = False
+                elif gradient is None:
+                    if written[number]:
+                        gone.append(number)
+                elif number < self._first_small or gradient is not self._direct[id(parameter)][1]:
+                    raise PlanError(
+                        f"p.grad of '{self._flat.index.entries[number].name}' was set by hand; gradients of the engine "
+                        f"come from backwards alone. Give this one to a backward, engine.backward((p * "
+                        f"gradient).sum()), or change gradients in a hook (p.register_hook)."
+                    )
+        return gone, zeroed
+
+    def _show(self, parameter: Tensor, number: int, gradient: Tensor) -> None:
+        if parameter.dtype is not gradient.dtype:
+            self._flat.restore(number)  # its module has cast it, for the forward and backward that are over
+        parameter.grad = gradient
