@@ -37,9 +37,12 @@ def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout
             f"port (below 65536) at which rank 0 can be reached. Start the job with torchrun, which sets both."
         )
     keeps = rank == 0 and not served
-    settings = {"wait_for_workers": False, "multi_tenant": keeps, "timeout": timedelta(seconds=timeout)}
+    patience = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(address, int(port), ranks, keeps, **settings)
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, int(port), ranks, keeps, patience, wait_for_workers=False, multi_tenant=keeps
+        )
+        return store
     except dist.DistError as error:
         first = str(error).splitlines()[0]
         if keeps:

@@ -20,12 +20,13 @@ from zeroshard.counts import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
-from zeroshard.engine.batch import accumulate, call_with, loss_in, microbatches
+from zeroshard.engine.batch import accumulate, call, call_with, loss_in, microbatches
 from zeroshard.engine.below import limit_device, traced
 from zeroshard.engine.executor import Span
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, StepResult, Verdict
+from zeroshard.engine.model_checks import check_model, guard
 from zeroshard.engine.offloading import Guesses, Offloaded
 from zeroshard.engine.pipelined import Pipelined, watch_versions
 from zeroshard.engine.replicas import check_replicas
@@ -77,6 +78,7 @@ class Engine:
         initialise: Initialiser | None = None,
         example: Any = None,
     ) -> None:
+        check_model(model, optimizer)
         self.model = model
         self.plan = plan or Plan()
         self.mesh = mesh or init_mesh(self.plan.timeout)
@@ -110,6 +112,7 @@ class Engine:
         self.steps = self.skipped = 0
         self.schedule = self._make_schedule()
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
+        guard(model, self._assembly, self._forward, self._stage is not None)
         self._reset_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,10 +121,10 @@ class Engine:
         A pipelined model is evaluated so, with gradients off, and trained by `train_step`.
 
         Raises:
-            PlanError: gradients are on and the model is cut into stages.
+            PlanError: gradients are on and the model is cut into stages. ModelError: dtypes do not fit in the forward.
         """
         if self._pipelined is None:
-            return self.model(*args, **kwargs)
+            return call(self.model, *args, **kwargs)
         if torch.is_grad_enabled():
             raise PlanError(
                 f"A model in {self.plan.stages} stages is trained by engine.train_step(batch), which runs forwards and "
@@ -493,6 +496,5 @@ class Engine:
         if self._gatherer is not None and not asked and not self._gatherer.everything_here():
             raise PlanError(
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
-                "engine.state_dict(), or call "
-                "model.state_dict() inside `with engine.gathered():` on every rank."
+                "engine.state_dict(), or call model.state_dict() inside `with engine.gathered():` on every rank."
             )
