@@ -18,15 +18,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.errors import PlanError
 from zeroshard.pulse import Pulse
 from zeroshard.rehearsal import Rehearsal
+from zeroshard.rendezvous import connect, naming, wait_for_all
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
 HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than watch.PATIENCE)
+WORLD = "the process group of all ranks"
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -112,7 +113,7 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
         device: "cpu" or "cuda"; by default CUDA where there is a GPU for every local rank.
 
     Raises:
-        PlanError: a world size or a device that cannot be had.
+        PlanError: a world size or a device that cannot be had. CommError: a rank did not come within `timeout`.
     """
     where, pulse = _device(device), _pulse()
     if not dist.is_initialized():
@@ -124,7 +125,7 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
             )
         if where.type == "cuda":
             torch.cuda.set_device(where)
-        _join("nccl" if where.type == "cuda" else "gloo", timedelta(seconds=timeout))
+        _join("nccl" if where.type == "cuda" else "gloo", timeout)
     ranks = dist.get_world_size()
     if ranks == 1:
         return Mesh(device=where, timeout=timeout, pulse=pulse)
@@ -133,15 +134,19 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
     return mesh
 
 
-def _join(backend: str, timeout: timedelta) -> None:
+def _join(backend: str, timeout: float) -> None:
     """Make the process group of the whole world.
 
     [Note: a store outlives an attempt] A launcher that restarts its processes keeps the store, and with it the
     addresses of processes that are gone; a rank that reads one fails to connect. So each attempt has its own keys.
     """
-    store, rank, ranks = next(iter(rendezvous("env://", timeout=timeout)))
-    own = PrefixStore(f"attempt-{attempt()}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    own = PrefixStore(f"attempt-{attempt()}", connect(place, rank, ranks, served, timeout))
+    wait_for_all(own, rank, ranks, timeout, WORLD)
+    with naming(rank, WORLD):
+        dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
 
 
 def _pulse() -> Pulse | None:
@@ -157,12 +162,13 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Pul
     a mesh that they cannot use), because making a group is itself collective.
     """
     patience = timedelta(seconds=timeout + 30.0)  # Comm gives up first, with the names
-    gathers = dist.new_group(members, timeout=patience)
-    reductions = dist.new_group(members, timeout=patience)
-    control = dist.new_group(members, timeout=patience, backend="gloo")
-    me = dist.get_rank()
-    prefix = "zeroshard/" + "-".join(map(str, members))
-    store = PrefixStore(prefix, _get_default_store())
+    me, name = dist.get_rank(), "-".join(map(str, members))
+    store, what = PrefixStore(f"zeroshard/{name}", _get_default_store()), f"the process groups of ranks {name}"
+    wait_for_all(store, me, dist.get_world_size(), timeout, what)
+    with naming(me, what):
+        gathers = dist.new_group(members, timeout=patience)
+        reductions = dist.new_group(members, timeout=patience)
+        control = dist.new_group(members, timeout=patience, backend="gloo")
     rank = members.index(me) if me in members else 0
     return Mesh(rank, len(members), device, gathers, reductions, control, store, store, timeout, pulse)
 
@@ -192,7 +198,11 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
         )
         return made
 
-    groups = (group(None), group(None), group("gloo"))
+    everyone = "-".join(map(str, dist.get_process_group_ranks(mesh.gathers)))
+    what = f"the process groups of {name} among ranks {everyone}"
+    wait_for_all(mesh.store, mesh.rank, mesh.ranks, mesh.timeout, what)
+    with naming(mesh.rank, what):
+        groups = (group(None), group(None), group("gloo"))
     if len(members) == 1:
         return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
     store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)

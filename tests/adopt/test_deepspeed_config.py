@@ -164,8 +164,9 @@ STATES = "zero_optimization.offload_optimizer"
             {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME},
             {"offload": "optimizer,parameters", "offload_disk": "fast/disk", "offload_disk_parameters": True},
         ),
-        ({"stage": 3, "offload_param": CPU}, {"offload": "optimizer,parameters"}),
-        ({"stage": 3, "cpu_offload_param": True}, {"offload": "optimizer,parameters"}),
+        ({"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}, {"offload": "optimizer,parameters"}),
+        ({"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, {"offload": "optimizer,parameters"}),
+        ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, {"offload": "optimizer,parameters"}),
         (
             {"stage": 3, "offload_param": CPU, "offload_optimizer": {**NVME, "buffer_count": 4, "fast_init": True}},
             {"offload": "optimizer,parameters", "offload_disk": "fast/disk"},
@@ -189,6 +190,14 @@ def test_offload_becomes_the_plans(zero: dict[str, Any], plan: dict[str, Any]) -
     "zero, plan, told",
     [
         ({"stage": 0, "offload_optimizer": CPU}, {"offload": ""}, rf"{STATES}.device = .*take stage 1, 2 or 3"),
+        *(
+            (
+                {"stage": 3, key: value},
+                {"offload": "optimizer,parameters"},
+                r"offload_param.device = .*states .* go below",
+            )
+            for key, value in (("offload_param", CPU), ("cpu_offload_param", True), ("cpu_offload_params", True))
+        ),
         (
             {"stage": 3, "offload_param": NVME},
             {"offload": "optimizer,parameters", "offload_disk": None},
@@ -336,7 +345,7 @@ def test_a_schedule_of_torch() -> None:
         ({"zero_optimisation": {"stage": 3}}, "zero_optimisation is unknown to DeepSpeed too; did you mean zero_opt"),
         ({"stage": 3}, r"stage is unknown to DeepSpeed too; did you mean zero_optimization\.stage"),
         ({"zero_optimization": {"stag": 3}}, r"zero_optimization\.stag is unknown .* zero_optimization\.stage"),
-        ({"xyzzy": 1}, "xyzzy is unknown to DeepSpeed too; remove it"),
+        ({"zero_optimization": {"xyzzy": 1}}, r"zero_optimization\.xyzzy is unknown to DeepSpeed too; remove it"),
         ({"optimizer": {"type": "Lamb"}}, "'Lamb' is not in torch.optim. Remove the section"),
         ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not in torch.optim"),
         ({"optimizer": {"type": "Optimizer"}}, "'Optimizer' is not in torch.optim"),

@@ -27,7 +27,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.up = nn.Linear(9, 7)
         self.down = nn.Linear(7, 9)
-        self.norm = nn.BatchNorm1d(9)
+        self.norm = nn.BatchNorm1d(9, affine=False)
         self.gain = nn.Parameter(torch.empty(9))
         self.register_buffer("angles", torch.empty(9))
         self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))

@@ -4,7 +4,8 @@ Read `deepspeed_config.py` with its table `deepspeed_keys.py`, then `deepspeed_w
 `lightning.py` needs lightning and is imported by its own name.
 """
 
-from zeroshard.adopt.deepspeed_config import FromDeepSpeed, Note, from_deepspeed
+from zeroshard.adopt.deepspeed_config import from_deepspeed
+from zeroshard.adopt.deepspeed_notes import FromDeepSpeed, Note
 from zeroshard.adopt.deepspeed_schedule import DeepSpeedSchedule
 from zeroshard.adopt.deepspeed_weights import DeepSpeedWeights
 from zeroshard.adopt.optimizer import EngineOptimizer

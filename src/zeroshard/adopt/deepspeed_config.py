@@ -5,7 +5,6 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,85 +12,51 @@ from typing import Any
 import torch
 
 from zeroshard.adopt.deepspeed_keys import KEPT, RULES, Fate
+from zeroshard.adopt.deepspeed_notes import FromDeepSpeed, Note
 from zeroshard.adopt.deepspeed_schedule import DeepSpeedSchedule
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan
 
 AUTO = "auto"  # transformers writes its own arguments in the place of this word
 OWN_OPTIONS = ("fp32_optimizer_states", "set_grad_none")  # of DeepSpeed's kernels, with nothing to do here
+FIRST_STEP = "last_batch_iteration"  # -1: from the start
 SCHEDULES: dict[str, tuple[str, ...]] = {
-    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
-    "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
-    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", FIRST_STEP),
+    "WarmupDecayLR": (
+        *("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", FIRST_STEP),
+    ),
+    "WarmupCosineLR": (
+        *("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", FIRST_STEP),
+    ),
 }
-SET_ASIDE = ("not supported", "left open")
-OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}  # and what they were called before
+OFFLOAD = {  # and what they were called before
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
+}
+COMMENT = ("_", "//", "#")  # begins of keys that say something to people
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """What became of one key.
-
-    Attributes:
-        key: its path, such as "zero_optimization.stage".
-        value: its value; None for a key that is not there and whose default counts.
-        fate: "kept", "needs nothing", "not supported" or "left open".
-        text: where it went, why, or the way out.
-    """
-
-    key: str
-    value: Any
-    fate: Fate
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.key} = {json.dumps(self.value, default=str)}: {self.fate}: {self.text}"
-
-
-@dataclass(frozen=True, slots=True)
-class FromDeepSpeed:
-    """What a DeepSpeed configuration comes to here; printed, it lists what became of every key.
-
-    Attributes:
-        plan: for the engine.
-        optimizer: for the engine, a function of the parameters; None where the configuration names none.
-        scheduler: makes the learning-rate schedule of `engine.optimizer`; None where there is none.
-        rows: rows of data that each rank gives to one `train_step`: `train_micro_batch_size_per_gpu` times
-            `gradient_accumulation_steps`; None where the configuration leaves it open.
-        notes: what became of each key.
-    """
-
-    plan: Plan
-    optimizer: Callable[..., torch.optim.Optimizer] | None
-    scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None
-    rows: int | None
-    notes: tuple[Note, ...]
-
-    @property
-    def set_aside(self) -> tuple[Note, ...]:
-        """What the warning lists: keys without an effect here, and those left open."""
-        return tuple(note for note in self.notes if note.fate in SET_ASIDE)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.notes))
-
-
-def from_deepspeed(config: str | Path | Mapping[str, Any], ranks: int | None = None) -> FromDeepSpeed:
+def from_deepspeed(
+    config: str | Path | Mapping[str, Any], ranks: int | None = None, *, precision: str | None = None, **auto: Any
+) -> FromDeepSpeed:
     """Plan, optimizer and schedule from a DeepSpeed configuration; a warning lists what has no effect here.
 
     No key is dropped silently: each has its note. What would change the results and is not here is refused, and so are
-    keys that DeepSpeed does not know, which it accepts at the top level.
+    misspelt keys, which DeepSpeed ignores at the top level.
 
     Args:
         config: the JSON file, or what it holds.
         ranks: data-parallel ranks of the run; needed where the configuration says `train_batch_size` and not
             `gradient_accumulation_steps`, and checked against it where it says all.
+        precision: "fp32", "bf16" or "fp16", where `bf16.enabled` or `fp16.enabled` is "auto".
+        auto: values of other keys that are "auto", which transformers would fill in, by the last part of their name:
+            `total_num_steps=1000, warmup_num_steps=100, lr=2e-5`.
 
     Raises:
         ConfigError: unknown keys, or settings that are not here and would change the results; with all of them.
         PlanError: a value out of range.
     """
-    reading = _Reading(_parsed(config), ranks)
+    reading = _Reading(_parsed(config), ranks, precision, auto)
     found = reading.read()
     if found.set_aside:
         lines = "".join(f"\n  {note}" for note in found.set_aside)
@@ -124,9 +89,10 @@ def _parsed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 class _Reading:
     """One reading of a configuration: takes keys one by one, and knows in the end which are left."""
 
-    def __init__(self, config: dict[str, Any], ranks: int | None) -> None:
+    def __init__(self, config: dict[str, Any], ranks: int | None, precision: str | None, auto: dict[str, Any]) -> None:
         self._sections: dict[str, dict[str, Any]] = {"": config}
-        self._ranks = ranks
+        self._ranks, self._dtype = ranks, precision
+        self._auto, self._unused = auto, set(auto)
         self._given: set[str] = set()
         self._notes: list[Note] = []
         self._errors: list[str] = []
@@ -145,6 +111,10 @@ class _Reading:
         optimizer, scheduler = self._optimizer(), self._scheduler()
         for section in self._sections:
             self._follow_rules(section)
+        for name in sorted(self._unused):
+            self._errors.append(
+                f"{name}={self._auto[name]!r} was passed, and the configuration has no {name} of 'auto'."
+            )
         if self._errors:
             problems = "".join(f"\n  {error}" for error in self._errors)
             raise ConfigError(f"The DeepSpeed configuration cannot be taken over as it is:{problems}")
@@ -154,11 +124,18 @@ class _Reading:
         """Remove a key and give its value, or the default where it is missing or left to transformers."""
         if key not in self._sections[section]:
             return default
-        value = self._sections[section].pop(key)
+        value = self._filled(key, self._sections[section].pop(key))
         if value == AUTO:
-            self._note(_path(section, key), value, "left open", "give it a value; until then it counts as left out")
+            self._note(_path(section, key), value, "left open", f"pass {key}=...; until then it counts as left out")
             return default
         self._given.add(_path(section, key))
+        return value
+
+    def _filled(self, name: str, value: Any) -> Any:
+        """A value, or for "auto" the one that was passed."""
+        if value == AUTO and name in self._auto:
+            self._unused.discard(name)
+            return self._auto[name]
         return value
 
     def _number(self, section: str, key: str, default: float) -> Any:
@@ -225,6 +202,9 @@ class _Reading:
             states = None
         if parameters:
             self._keep("zero_optimization.offload_param.device", parameters, offload="optimizer,parameters")
+        if parameters and not states:
+            text = "the optimizer's states and its update go below with them; DeepSpeed would leave those on the device"
+            self._note("zero_optimization.offload_param.device", parameters, "not supported", text)
         if parameters == "nvme" and states == "nvme":
             self._keep("zero_optimization.offload_param.device", parameters, offload_disk_parameters=True)
         elif parameters == "nvme":
@@ -258,7 +238,8 @@ class _Reading:
 
     def _below(self, name: str) -> str | None:
         """The device that a section of offload names, "cpu" or "nvme"; None if it is off or not there."""
-        zero, before = "zero_optimization", OFFLOAD[name]
+        zero, names = "zero_optimization", OFFLOAD[name]
+        before = next((old for old in names if old in self._sections[zero]), names[0])
         was, value = self._take(zero, before), self._take(zero, name)
         if was not in (None, False) and value is None:
             value = {"device": "cpu"}
@@ -281,8 +262,22 @@ class _Reading:
 
     def _precision(self) -> None:
         sixteen = {"bf16": self._open("bf16", "bfloat16"), "fp16": self._open("fp16")}
-        on = [name for name, section in sixteen.items() if self._take(section, "enabled", False)]
-        if len(on) == 2:
+        wanted = self._dtype
+        if wanted not in (None, "fp32", *sixteen):
+            self._errors.append(f"precision={wanted!r} was passed, and it must be 'fp32', 'bf16' or 'fp16'.")
+        on = []
+        for name, section in sixteen.items():
+            if self._sections[section].get("enabled") == AUTO:
+                if wanted is None:
+                    text = "pass precision='bf16', 'fp16' or 'fp32'; until then training is in fp32"
+                    self._note(f"{section}.enabled", self._sections[section].pop("enabled"), "left open", text)
+                    continue
+                self._sections[section]["enabled"] = wanted == name
+            if self._take(section, "enabled", False) or (wanted == name and f"{section}.enabled" not in self._given):
+                on.append(name)
+        if wanted is not None and on != [name for name in sixteen if name == wanted]:
+            self._errors.append(f"precision={wanted!r} was passed, and the configuration enables {' and '.join(on)}.")
+        elif len(on) == 2:
             self._errors.append("bf16 and fp16 are both enabled; enable one.")
         for name in on:
             self._keep(f"{name}.enabled", True, precision=name)
@@ -407,17 +402,27 @@ class _Reading:
             return None
         options = self._without_auto("scheduler.params", options, known)
         if "total_num_steps" in known and "total_num_steps" not in options:
-            self._errors.append(f"scheduler.params.total_num_steps is missing, and {kind} needs it.")
+            self._errors.append(
+                f"scheduler.params.total_num_steps is missing, and {kind} needs it: write the optimizer steps of the "
+                f"whole run, or leave it 'auto' and pass total_num_steps=... to from_deepspeed."
+            )
+        if kind in SCHEDULES and options.pop(FIRST_STEP, -1) != -1:
+            self._errors.append(
+                f"scheduler.params.{FIRST_STEP} is not -1: load the state of the schedule to go on with it."
+            )
         text = "call its step() after each engine.step() that was not skipped"
         self._note("scheduler", {"type": kind, "params": options}, "kept", text)
         return partial(found, **options)
 
     def _without_auto(self, section: str, options: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+        options = {key: self._filled(key, value) for key, value in options.items()}
         for key in options:
-            if key not in known:
+            if key == "max_grad_norm" and section.startswith("optimizer"):
+                self._errors.append(f"{section}.{key} is no option of torch's optimizers: write gradient_clipping.")
+            elif key not in known:
                 self._errors.append(f"{section}.{key} is unknown{_suggestion(key, {name: name for name in known})}.")
             if options[key] == AUTO:
-                self._note(f"{section}.{key}", AUTO, "left open", "give it a value; until then its default counts")
+                self._note(f"{section}.{key}", AUTO, "left open", f"pass {key}=...; until then its default counts")
         return {key: value for key, value in options.items() if value != AUTO}
 
     def _follow_rules(self, section: str) -> None:
@@ -425,7 +430,11 @@ class _Reading:
         for key, value in self._sections[section].items():
             path = _path(section, key)
             rule = RULES.get(section, {}).get(key)
-            if rule is None:
+            if key.startswith(COMMENT) or key in ("comment", "comments"):
+                self._note(path, value, "needs nothing", "it is a comment")
+            elif rule is None and not section and not _near(key, _known()):
+                self._note(path, value, "not supported", "DeepSpeed does not know it and ignores it too; remove it")
+            elif rule is None:
                 self._errors.append(f"{path} is unknown to DeepSpeed too{_suggestion(key, _known())}.")
             elif not rule.applies(value):
                 self._note(path, value, "needs nothing", "it is off")
@@ -445,6 +454,10 @@ def _known() -> dict[str, str]:
     return {key: _path(section, key) for section, keys in reversed(sections) for key in keys}
 
 
+def _near(key: str, known: Mapping[str, str]) -> list[str]:
+    return difflib.get_close_matches(key, known, n=1)
+
+
 def _suggestion(key: str, known: Mapping[str, str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+    close = _near(key, known)
     return f"; did you mean {known[close[0]]}?" if close else "; remove it"

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError
+from zeroshard.precision import raise_clash
 from zeroshard.schedule import Kind, Schedule
 
 
@@ -88,11 +89,24 @@ def _common_size(leaves: list[Any]) -> int:
     return int(sizes.pop())
 
 
+def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a model returns.
+
+    Raises:
+        ModelError: tensors of different dtypes met in it.
+    """
+    try:
+        return model(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        raise_clash(error)
+        raise
+
+
 def call_with(model: Any, batch: Any) -> Any:
     """Call a model with a batch: a mapping as keywords, a tuple or list as arguments, anything else as it is."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return call(model, **batch)
+    return call(model, *batch) if isinstance(batch, (tuple, list)) else call(model, batch)
 
 
 def loss_in(output: Any) -> torch.Tensor:

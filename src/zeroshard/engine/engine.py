@@ -18,12 +18,13 @@ from zeroshard.checkpoint import Saving
 from zeroshard.counts import merged
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
-from zeroshard.engine.batch import accumulate, call_with, loss_in, microbatches
+from zeroshard.engine.batch import accumulate, call, call_with, loss_in, microbatches
 from zeroshard.engine.below import limit_device
 from zeroshard.engine.editing import Editing
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, StepResult, Verdict
+from zeroshard.engine.model_checks import check_model, guard
 from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.pipelined import Pipelined, watch_versions
 from zeroshard.engine.readings import Readings
@@ -76,6 +77,7 @@ class Engine(Readings):
         initialise: Initialiser | None = None,
         example: Any = None,
     ) -> None:
+        check_model(model, optimizer)
         self.model = model
         self.plan = plan or Plan()
         self.mesh = mesh or init_mesh(self.plan.timeout)
@@ -113,6 +115,7 @@ class Engine(Readings):
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         writes.watch()
         self._assembly.optimizer.guard(self._update.discard)
+        guard(model, self._assembly, self._forward, self._stage is not None)
         self._reset_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,10 +124,10 @@ class Engine(Readings):
         A pipelined model is evaluated so, with gradients off, and trained by `train_step`.
 
         Raises:
-            PlanError: gradients are on and the model is cut into stages.
+            PlanError: gradients are on and the model is cut into stages. ModelError: dtypes do not fit in the forward.
         """
         if self._pipelined is None:
-            return self.model(*args, **kwargs)
+            return call(self.model, *args, **kwargs)
         if torch.is_grad_enabled():
             raise PlanError(
                 f"A model in {self.plan.stages} stages is trained by engine.train_step(batch), which runs forwards and "
@@ -407,6 +410,5 @@ class Engine(Readings):
         if self._gatherer is not None and not asked and not self._gatherer.everything_here():
             raise PlanError(
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
-                "engine.state_dict(), or call "
-                "model.state_dict() inside `with engine.gathered():` on every rank."
+                "engine.state_dict(), or call model.state_dict() inside `with engine.gathered():` on every rank."
             )

@@ -28,6 +28,7 @@ from zeroshard.engine.writes import Writes
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.plan import Plan
+from zeroshard.precision import explain_clash
 from zeroshard.units import values_of
 from zeroshard.zero import Gatherer, ParameterShards, PassKind
 
@@ -173,6 +174,8 @@ class Forward:
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._open:
             return None  # entering it has failed
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            explain_clash(error, module, self._assembly.precision)
         hooks, begins, began = self._open.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _Orthogonal, _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map_only
 
 from zeroshard.errors import PlanError
@@ -43,7 +46,7 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
         the parameters below those modules.
 
     Raises:
-        PlanError: a name fits no module.
+        PlanError: a name fits no module, or a module outside of them has a kernel that takes one dtype alone.
     """
     kept: set[nn.Parameter] = set()
     names = {type(module).__name__ for module in model.modules()} | {path for path, _ in model.named_modules()}
@@ -62,7 +65,43 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
             kept.update(module.parameters())
             module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
             module.register_forward_hook(_FromFp32(precision.compute))
+    _refuse_fp32_buffers(model, outermost, precision.compute, wanted)
     return kept
+
+
+def _refuse_fp32_buffers(model: nn.Module, kept: Sequence[str], compute: torch.dtype, wanted: Sequence[str]) -> None:
+    """Refuse modules of torch that compute with parameters and buffers together, where these differ in dtype.
+
+    Args:
+        kept: paths of the modules that compute in fp32.
+    """
+    found: dict[str, tuple[str, str, torch.dtype]] = {}  # by what to name in fp32_modules: class, buffer, its dtype
+    for path, module in model.named_modules():
+        inside = any(not outer or path == outer or path.startswith(outer + ".") for outer in kept)
+        buffer = None if inside else _mixed_buffer(module)
+        if buffer is None or module.get_buffer(buffer).dtype == compute:
+            continue
+        owner = path.partition(".parametrizations.")[0]
+        name = type(module).__name__ if isinstance(module, _BatchNorm) else owner
+        found.setdefault(name, (type(module).__name__, f"{path}.{buffer}".lstrip("."), module.get_buffer(buffer).dtype))
+    if found:
+        kind, buffer, dtype = next(iter(found.values()))
+        short = {name: str(d).removeprefix("torch.") for name, d in (("have", dtype), ("want", compute))}
+        raise PlanError(
+            f"The {kind} of '{buffer}' computes with that buffer, which is {short['have']}, and with parameters that "
+            f"would be {short['want']}; its kernel takes one dtype. Keep such modules in fp32 by "
+            f"Plan(fp32_modules={(*wanted, *found)!r})."
+        )
+
+
+def _mixed_buffer(module: nn.Module) -> str | None:
+    """The buffer that a module's kernel takes in the dtype of its parameters; None where there is none."""
+    if isinstance(module, _BatchNorm) and module.affine and module.running_mean is not None:
+        return "running_mean"
+    if isinstance(module, (_SpectralNorm, _Orthogonal)) and module._buffers:
+        return next(iter(module._buffers))
+    old = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    return next(name for name in module._buffers if name.endswith("_u")) if old else None
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

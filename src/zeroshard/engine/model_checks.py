@@ -1,0 +1,172 @@
+"""What a model must not be when an engine is made for it, and what must not be done to it afterwards."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.forward import Forward, Hook
+from zeroshard.errors import ModelError, OptimizerError, PlanError
+from zeroshard.units.watched import Watched
+from zeroshard.zero.parameters import Residence
+
+WRAPPERS = {  # classes that make their own gradients or slices, and the way to the model inside
+    "DistributedDataParallel": "its .module",
+    "DataParallel": "its .module",
+    "DeepSpeedEngine": "its .module",
+    "FullyShardedDataParallel": "the model before it was wrapped",
+    "FSDPModule": "the model before fully_shard",
+}
+Shards = Mapping[int, Shard]
+
+
+def check_model(model: nn.Module, optimizer: Any) -> None:
+    """Refuse a model or optimizers that no engine can take.
+
+    Raises:
+        ModelError: the model is an engine's already, wrapped by another library, or not yet initialised.
+        OptimizerError: several optimizers.
+    """
+    if isinstance(optimizer, (list, tuple)):
+        kinds = ", ".join(type(one).__name__ for one in optimizer)
+        raise OptimizerError(
+            f"The engine was given a {type(optimizer).__name__} of {len(optimizer)} optimizers ({kinds}), and takes "
+            f"one. Give one optimizer several parameter groups, each with its own rate: "
+            f"AdamW([{{'params': ..., 'lr': ...}}, ...])."
+        )
+    for path, module in model.named_modules():
+        where = f"The module {path!r} of the model" if path else "The model"
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), None)
+        if wrapper is not None:
+            raise ModelError(
+                f"{where} is a {wrapper}, which divides gradients or parameters among ranks by itself, and so does the "
+                f"engine. Give the engine {WRAPPERS[wrapper]}."
+            )
+        if _has_engine(module):
+            raise ModelError(
+                f"{where} already belongs to an engine, which keeps its parameters in buffers of its own and would not "
+                f"see another one's updates. Go on with that engine, or make the second from a new model: build it "
+                f"again, or take copy.deepcopy(model) inside `with engine.gathered():`."
+            )
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            _check_tensor(f"{path}.{name}" if path else name, tensor, module)
+
+
+def guard(model: nn.Module, assembly: Assembly, forward: Forward, staged: bool) -> None:
+    """Refuse from now on to load, save or move parameters of `model` in ways that the engine does not see."""
+    shards = {id(parameter): shard for shard in assembly.all_shards for parameter in shard.flat.parameters}
+    for module in model.modules():
+        vars(module)["_apply"] = _Apply(module, forward)
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(Hook(partial(_refuse_load, shards, forward, staged)))
+            module.register_state_dict_pre_hook(Hook(partial(_refuse_absent, shards)))
+
+
+def _has_engine(module: nn.Module) -> bool:
+    """Whether an engine was made for it, or was about to be made when something failed."""
+    hooks = module._forward_pre_hooks.values()
+    watched = any(isinstance(p, Watched) and p.watcher() is not None for p in module._parameters.values())
+    return watched or any(isinstance(hook, Hook) for hook in hooks)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor | None, module: nn.Module) -> None:
+    if tensor is None:
+        return
+    if is_lazy(tensor):
+        raise ModelError(
+            f"'{name}' of {type(module).__name__} has no shape yet: lazy modules learn it from their first input. Call "
+            f"the model on one batch, then make the optimizer and the engine."
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise ModelError(
+            f"'{name}' is a {type(tensor).__name__}, and the engine slices plain tensors itself. Give it the model "
+            f"before it was sliced or quantized."
+        )
+
+
+def _refuse_load(
+    shards: Shards,
+    forward: Forward,
+    staged: bool,
+    module: nn.Module,
+    values: Mapping[str, Any],
+    prefix: str,
+    *more: Any,
+) -> None:
+    """Before `load_state_dict` writes into a module: refuse where it would be lost."""
+    assign = "assign_to_params_buffers" in more[0]
+    for name, parameter in module._parameters.items():
+        if parameter is None or prefix + name not in values or (forward.writes.allowed and not assign):
+            continue
+        shard = shards.get(id(parameter))
+        way = "Write `with engine.gathered(): model.load_state_dict(...)` on every rank, or engine.load_weights(path)"
+        if staged:
+            lost = "the model is cut into stages, and each rank has only its own"
+            way = "Call load_state_dict before the engine is made, or engine.load_weights(path) after it"
+        elif assign:
+            lost = "assign=True puts new tensors into the model, and the engine updates the old ones"
+            way += ", with assign=False"
+        elif shard is None:
+            continue
+        elif shard.parameters.sliced:
+            lost = "its values are sliced over the ranks or offloaded, and this rank holds none of them whole"
+        elif shard.parameters.common:
+            lost = "all ranks share its memory"
+        elif shard.master:
+            lost = "its fp32 master weights would stay as they are and undo it in the next step"
+        else:
+            continue
+        raise PlanError(f"load_state_dict cannot write '{prefix + name}' now: {lost}. {way}.")
+
+
+def _refuse_absent(shards: Shards, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before a module's `state_dict` copies values: refuse where there are none."""
+    for name, parameter in module._parameters.items():
+        shard = shards.get(id(parameter))
+        if not keep_vars and shard is not None and shard.parameters.residence is not Residence.GATHERED:
+            raise PlanError(
+                f"The parameters are sliced (zero=3), so '{prefix + name}' in the state_dict would hold NaN. Use "
+                f"engine.state_dict(), or call state_dict() inside `with engine.gathered():` on every rank."
+            )
+
+
+class _Apply:
+    """`Module._apply` of one module, through which `to`, `cuda`, `half` and `float` change parameters."""
+
+    __slots__ = ("_forward", "_module")
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        self._module, self._forward = weakref.ref(module), weakref.ref(forward)
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Apply `function`, if it leaves all parameters where they are; a forward may cast its own ([Note: writes])."""
+        module, forward = self._module(), self._forward()
+        assert module is not None
+        outside = forward is not None and not forward.running
+        for name, parameter in module.named_parameters(recurse=recurse) if outside else ():
+            with torch.no_grad():
+                probe = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                moved = None if parameter.is_meta else function(probe)
+            if moved is not probe:
+                became = "" if moved is None else f" to {moved.dtype} on {moved.device}"
+                raise PlanError(
+                    f"The parameter '{name}' ({parameter.dtype} on {parameter.device}) cannot be converted or "
+                    f"moved{became} any more: the engine keeps it in its buffers. Call to(), half(), float(), cuda() "
+                    f"and the like before the engine is made; Plan(precision=...) sets the dtype of computation, and "
+                    f"init_mesh(device=...) the device."
+                )
+        applied: nn.Module = type(module)._apply(module, function, recurse)
+        return applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        """A copy of the module is a plain one."""
+        module = self._module()
+        assert module is not None
+        return MethodType(type(module)._apply, memo[id(module)])

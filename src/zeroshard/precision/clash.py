@@ -1,0 +1,93 @@
+"""Names the module in which tensors of different dtypes met, when torch's error names dtypes alone."""
+
+import re
+from collections.abc import Iterator
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.errors import ModelError, ZeroshardError
+from zeroshard.precision.cast import Precision
+
+CLASH = "Tensors of different dtypes met in "
+ABOUT_DTYPES = re.compile(r"dtype|scalar type|same type|should be the same|primitive descriptor", re.IGNORECASE)
+CALLS = ("_wrapped_call_impl", "_call_impl", "inner")  # of nn.Module, around each forward
+SHOWN = 6  # names of tensors per dtype
+
+
+def explain_clash(error: BaseException, model: nn.Module, precision: Precision) -> None:
+    """Add a note to an error that left the model's forward, if it comes from tensors of different dtypes."""
+    if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, ZeroshardError):
+        return
+    if not ABOUT_DTYPES.search(str(error)):
+        return
+    paths = {module: path for path, module in model.named_modules()}
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    inside = [n for n, frame in enumerate(frames) if _module_of(frame) in paths and frame.f_code.co_name not in CALLS]
+    if not inside:
+        return
+    module = _module_of(frames[inside[-1]])
+    assert module is not None
+    names: dict[torch.dtype, list[str]] = {}
+    seen: set[int] = set()
+    for name, tensor in _tensors(frames[inside[-1] :], module):
+        if tensor.is_floating_point() and id(tensor) not in seen:
+            seen.add(id(tensor))
+            names.setdefault(tensor.dtype, []).append(name)
+    if len(names) > 1:
+        path = paths[module].partition(".parametrizations.")[0]
+        found = "; ".join(
+            f"{_short(dtype)}: {', '.join(list(dict.fromkeys(of))[:SHOWN])}" for dtype, of in names.items()
+        )
+        where = f"{type(module).__name__} at '{path}'" if path else f"the forward of {type(module).__name__}"
+        error.add_note(f"{CLASH}{where} ({found}). {_way_out(path, precision)}")
+
+
+def raise_clash(error: Exception) -> None:
+    """Raise what `explain_clash` found, if anything.
+
+    Raises:
+        ModelError: from `error`.
+    """
+    notes = getattr(error, "__notes__", [])
+    for note in notes:
+        if note.startswith(CLASH):
+            notes.remove(note)
+            raise ModelError(note) from error
+
+
+def _way_out(path: str, precision: Precision) -> str:
+    if precision.compute is None:
+        return (
+            "precision='fp32' casts nothing: give inputs and tensors made in the forward the dtype of the parameters, "
+            "or let precision='bf16' cast inputs and parameters."
+        )
+    kept = f", or let the module compute in fp32 by Plan(fp32_modules=({path!r},))" if path else ""
+    return (
+        f"Parameters and the model's inputs are {_short(precision.compute)} here; a tensor that the forward makes, or "
+        f"a buffer, is not. Cast it in the model, such as `mask.to(x.dtype)` or `torch.randn(..., dtype=x.dtype)`"
+        f"{kept}."
+    )
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    found = frame.f_locals.get("self")
+    return found if isinstance(found, nn.Module) else None
+
+
+def _tensors(frames: list[FrameType], module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors among the variables of the frames, and the module's own, by name."""
+    for frame in frames:
+        for name, value in frame.f_locals.items():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, torch.Tensor):
+                    yield name, part
+    own: list[tuple[str, Any]] = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    yield from own
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
