@@ -67,10 +67,11 @@ class ShownGradients:
         Args:
             refuse: makes the error of those who read it, from the parameter's name.
         """
-        pairs = zip(parameters, self._flat.index.entries, strict=True)
-        self._held = [HeldGradient.of(parameter, entry.name, refuse) for parameter, entry in pairs]
         for parameter in parameters:
             parameter.grad = None
+        if all(type(parameter.detach()) is Tensor for parameter in parameters):  # none without values, in a rehearsal
+            pairs = zip(parameters, self._flat.index.entries, strict=True)
+            self._held = [HeldGradient.of(parameter, entry.name, refuse) for parameter, entry in pairs]
 
     def collect(self) -> list[int]:
         """The numbers of the parameters whose gradients autograd has added up itself since the last call."""
@@ -103,11 +104,14 @@ class ShownGradients:
 
     def hide(self, parameter: Tensor, number: int) -> None:
         """Let `p.grad` of parameter `number` say that the gradient is here."""
-        self._show(parameter, number, self._held[number])
+        if self._held:
+            self._show(parameter, number, self._held[number])
+        else:
+            parameter.grad = None
 
     def consumed(self, small: bool) -> None:
         """Let `p.grad` be None, of small parameters too if `small` says so."""
-        if self._held and not self.opened:
+        if not self.opened:
             with torch._C.DisableTorchFunctionSubclass():  # absent parameters would ask about each
                 for parameter in self._flat.parameters if small else self._flat.parameters[: self._first_small]:
                     parameter.grad = None
