@@ -340,7 +340,10 @@ def _manifest(order: Order, parts: list[list[Any]]) -> Manifest:
             entry = Entry(tuple(shape), getattr(torch, dtype), (chunk,))
             known = manifest.tensors.get(name, entry)
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                raise CheckpointError(f"'{name}' has another shape or dtype on another rank")
+                raise CheckpointError(
+                    f"'{name}' has shape {list(entry.shape)} and {entry.dtype} on one rank, {list(known.shape)} and "
+                    f"{known.dtype} on another; let it be alike on all, or register it with persistent=False"
+                )
             chunks = (*known.chunks, chunk) if name in manifest.tensors else (chunk,)
             manifest.tensors[name] = Entry(entry.shape, entry.dtype, chunks)
     return manifest
