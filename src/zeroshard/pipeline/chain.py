@@ -245,7 +245,7 @@ class Chain:
             self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
             for gate, returned, version in probe.returned.values():
                 gate.overwritten |= returned._version > version
-            _check_chain(layers, probe, output, names, free)
+            _check_chain(layers, probe, output, names, free, _hint(model))
         for module, name in changed:
             runs = {layer.number for layer in layers if _runs(module, layer)}
             self.written[module, name] = runs if module in self._learned else writes.phases.get((module, name), {0})
@@ -282,6 +282,7 @@ def _check_chain(
     output: Any,
     names: dict[nn.Parameter, str],
     free: set[nn.Parameter],
+    hint: str,
 ) -> None:
     """Refuse what reaches a layer otherwise than through the chain; enter the frames' own parameters into layers."""
     ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
@@ -295,17 +296,25 @@ def _check_chain(
             if node in passed:
                 raise ModelError(
                     f"{layer.name!r} uses what entered {layers[passed[node] + 1].name!r}, past the layers between, so "
-                    f"the model is no chain; name other blocks with units=(...), or use stages=1."
+                    f"the model is no chain; {hint}name other blocks with units=(...), or use stages=1."
                 )
             if variable in free:
                 layer.parameters[names[variable]] = variable
             elif variable in names and names[variable] not in layer.parameters:
                 raise ModelError(
                     f"{layer.name!r} uses something made with {names[variable]!r} that does not come through the "
-                    f"layer before it, so the model is no chain; name other blocks with units=(...), or use stages=1."
+                    f"layer before it, so the model is no chain; {hint}name other blocks with units=(...), or use "
+                    f"stages=1."
                 )
     for parameter in free - {p for layer in layers for p in layer.parameters.values()}:
         layers[0].parameters[names[parameter]] = parameter
+
+
+def _hint(model: nn.Module) -> str:
+    """The way out for mixtures of transformers, which hand every block's router logits to the loss."""
+    if not getattr(getattr(model, "config", None), "output_router_logits", False):
+        return ""
+    return "set output_router_logits=False in its configuration, which trains without the routers' auxiliary loss, "
 
 
 def _reach(starts: Sequence[Any], entrance: Any) -> Iterator[Any]:
