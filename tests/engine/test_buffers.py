@@ -104,10 +104,14 @@ def trained(mesh: zs.Mesh, plan: dict[str, Any], counts: bool = True, path: str 
     return engine.lane, engine.state_dict(), engine.ledger.account(zs.ledger.Category.BUFFERS).current
 
 
+def close(found: Tensor, wanted: Tensor, name: str) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
+
+
 def check(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}")
+        close(found[name], value, name)
 
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -230,8 +230,9 @@ class Chain:
                 if not apart:
                     raise
                 raise ModelError(
-                    f"The model is on the meta device, and its forward could not be followed there ({error}). Move "
-                    f"what it computes from weights into modules that it calls, or build it on the CPU."
+                    f"The model is on the meta device, and its forward could not be followed there ({error}); "
+                    f"{_hint(model)}move what it computes from weights into modules that it calls, or build it on "
+                    f"the CPU."
                 ) from error
             finally:
                 self._probe = None

@@ -86,9 +86,10 @@ class Probe:
         return output
 
     def _call(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        apart = self._device is not None and not self._apart and next(gate.module.parameters(), None) is not None
-        output = (self._run_apart if apart else gate.original)(*((gate, args, kwargs) if apart else args),
-                                                                **({} if apart else kwargs))  # fmt: skip
+        if self._device is None or self._apart or next(gate.module.parameters(), None) is None:
+            output = gate.original(*args, **kwargs)
+        else:
+            output = self._run_apart(gate, args, kwargs)
         self._standins.record(gate.module, args, kwargs, output)
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self.returned:
