@@ -197,6 +197,7 @@ class Arena:
     """Scratch buffers that are made once and used again: gradients on their way, staging for the wire.
 
     Args:
+        ledger: enters them.
         allocate: makes a buffer of so many elements.
 
     A buffer that is asked for is the smallest free one that is large enough; only when there is none is a new
@@ -205,7 +206,7 @@ class Arena:
     """
 
     def __init__(self, ledger: Ledger, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._allocate = allocate
         self._free: list[torch.Tensor] = []
         self._lent: dict[int, torch.Tensor] = {}
@@ -218,7 +219,7 @@ class Arena:
             block = min(fitting, key=torch.Tensor.numel)
             self._free = [other for other in self._free if other is not block]
         else:
-            self._ledger.take(Category.BUFFERS, nbytes, f"scratch for {label}")
+            self.ledger.take(Category.BUFFERS, nbytes, f"scratch for {label}")
             block = self._allocate(nbytes, torch.uint8)
         tensor = block[:nbytes].view(dtype)
         self._lent[id(tensor)] = block

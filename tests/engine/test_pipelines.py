@@ -301,3 +301,21 @@ def test_an_unmodified_transformers_model_with_tied_weights(pool: Pool) -> None:
     (whole,) = pool.run(hugging_face, 1, 1)
     for run in pool.run(hugging_face, 2, 2):
         assert run == pytest.approx(whole, rel=1e-4)
+
+
+def offloaded(mesh: zs.Mesh, schedule: str, offload: str) -> Any:
+    """Losses, weights, and elements of activations that went to the host, where they are large enough to go."""
+    plan = zs.Plan(stages=2, schedule=schedule, microbatches=2, balance="parameters", offload=offload)
+    engine = zs.Engine(build("Five"), OPTIMIZERS["adamw"], plan, mesh=mesh, example=(data(0, 0, 1, 128), 0))
+    losses = [engine.train_step((data(step, engine.lane, engine.lanes, 256), step)).loss for step in range(3)]
+    moved = sum(row.measured_elements for row in engine.traffic() if row.purpose == "activations down")
+    return [float(loss) for loss in losses if loss is not None], engine.state_dict(), moved
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_activations_may_be_offloaded_bit_for_bit(pool: Pool, schedule: str) -> None:
+    runs = zip(*(pool.run(offloaded, 2, schedule, offload) for offload in ("activations", "")), strict=True)
+    for (losses, weights, moved), (others, other_weights, none) in runs:
+        assert len(losses) == 3 and losses == others
+        assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
+        assert moved > 0 == none

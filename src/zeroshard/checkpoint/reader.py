@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, key_of, read_manifest
+from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, file_of, key_of, read_manifest
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 from zeroshard.errors import CheckpointError, DamagedError
 
@@ -63,10 +63,11 @@ class Reader:
                 f"{self.path} holds {filled} of the {into.numel()} elements of '{name}' from {start}; it is not whole."
             )
 
-    def whole(self, name: str, part: int = 0) -> torch.Tensor:
-        """The chunk number `part` of a tensor, flat and in its own dtype (the last, if there are fewer)."""
+    def whole(self, name: str, rank: int = 0) -> torch.Tensor:
+        """The copy of a tensor that `rank` wrote, flat and in its own dtype; the first one, if it wrote none."""
         entry = self._entry(name)
-        chunk = entry.chunks[min(part, len(entry.chunks) - 1)]
+        own = (chunk for chunk in entry.chunks if chunk.file == file_of(rank, len(self.files)))
+        chunk = next(own, entry.chunks[0])
         blocks = [values for _, values in self._blocks(name, entry, chunk, chunk.start, chunk.stop)]
         return torch.cat(blocks) if blocks else torch.empty(0, dtype=entry.dtype)
 

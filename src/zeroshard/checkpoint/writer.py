@@ -340,7 +340,10 @@ def _manifest(order: Order, parts: list[list[Any]]) -> Manifest:
             entry = Entry(tuple(shape), getattr(torch, dtype), (chunk,))
             known = manifest.tensors.get(name, entry)
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                raise CheckpointError(f"'{name}' has another shape or dtype on another rank")
+                raise CheckpointError(
+                    f"'{name}' has another shape or dtype on another rank ({list(entry.shape)} and {entry.dtype}, "
+                    f"{list(known.shape)} and {known.dtype}); let it be alike on all, or persistent=False"
+                )
             chunks = (*known.chunks, chunk) if name in manifest.tensors else (chunk,)
             manifest.tensors[name] = Entry(entry.shape, entry.dtype, chunks)
     return manifest

@@ -131,7 +131,7 @@ class Assembler:
         kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
         stage = self._stage
         units = stage.units if stage else find_units(self._model, self._plan.units)
-        skip = stage.skipped_modules if stage else ()
+        skip = stage.skipped_modules if stage else set()
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         self._below = Below(self._plan, self._comm.mesh, self._ledger, torch_optimizer) if self._plan.offloads else None
         going = units_below(units, self._plan.offload_share) if "optimizer" in self._plan.offloads else set()
@@ -159,7 +159,7 @@ class Assembler:
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
         borrowed = self._keep_stage(stage, units, materialiser, kept) if stage else {}
-        self._place_buffers()
+        self._place_buffers(skip)
         self._comm.agree(b"", "weights are in place")
         spans.adopt()
         states = sum(_state_nbytes(shard, layout) for unit in shards for shard in unit)
@@ -213,7 +213,7 @@ class Assembler:
     def _keep_stage(
         self, stage: Stage, units: list[Unit], materialiser: Materialiser, kept: set[nn.Parameter]
     ) -> dict[Loan, Borrowed]:
-        """Borrow what other stages own and leave the rest of the model on the meta device."""
+        """Borrow what other stages own and leave the rest of the model on the meta device, without its storage."""
         device, chain = self._comm.mesh.device, stage.chain
         real = {name: materialiser.real(p) for layer in chain.layers for name, p in layer.parameters.items()}
         names = {name: self._precision.dtype_of(p, p in kept) for layer in chain.layers
@@ -227,7 +227,11 @@ class Assembler:
         here = {id(materialiser.real(p)) for unit in units for p in unit.parameters.values()}
         lent_names = {name for loan in borrowed for name in stage.loans[loan]}
         for name, parameter in real.items():
-            if id(parameter) in here or name in lent_names:
+            if id(parameter) in here:
+                continue
+            if not parameter.is_meta:  # whoever holds the parameter itself must not keep the values alive
+                parameter.data = torch.zeros((), dtype=parameter.dtype).to(parameter.device).expand(parameter.shape)
+            if name in lent_names:
                 continue
             for module, attribute in list(chain.sites(parameter)):
                 absent = torch.empty(parameter.shape, dtype=names[name], device="meta")
@@ -314,11 +318,13 @@ class Assembler:
         wire = DTYPES[self._plan.reduce_dtype] if self._plan.reduce_dtype else None
         return Accumulation(wire, local=several and not each, reduced=several and each)
 
-    def _place_buffers(self) -> None:
+    def _place_buffers(self, skip: set[nn.Module]) -> None:
+        """Bring buffers to the device; those of modules that run on other stages alone belong there."""
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    continue  # of a layer on another stage
+                if module in skip:
+                    module._buffers[name] = torch.empty_like(buffer, device="meta")
+                    continue
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
                 self._source.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")

@@ -20,6 +20,7 @@ from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import accumulate, call, call_with, loss_in, microbatches
 from zeroshard.engine.below import limit_device
+from zeroshard.engine.buffers import whole_state_dict
 from zeroshard.engine.editing import Editing
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
@@ -31,7 +32,7 @@ from zeroshard.engine.readings import Readings
 from zeroshard.engine.replicas import check_replicas
 from zeroshard.engine.saving import Savings
 from zeroshard.engine.stage import Stage, make_stage
-from zeroshard.engine.state import State, state_dict_by_unit, tied_names, whole_state_dict
+from zeroshard.engine.state import State, state_dict_by_unit, tied_names
 from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
@@ -260,7 +261,7 @@ class Engine(Readings):
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         self.flush()
         if self._stage is not None:
-            return whole_state_dict(self.model, self._stage)
+            return whole_state_dict(self.model, self._stage, self._state.buffers)
         if self._gatherer is not None and "parameters" in self.plan.offloads and not self._forward.writes.allowed:
             self._takes_apart = True
             return state_dict_by_unit(self.model, self._assembly, self._gatherer)

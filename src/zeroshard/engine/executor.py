@@ -17,6 +17,7 @@ from zeroshard.comm import Purpose
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.loans import Loans
+from zeroshard.engine.replay import Replay
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
 from zeroshard.engine.wires import Shape, Wires
@@ -45,8 +46,7 @@ class _Flight:
     hidden: Tensor | None = None
     edge: GradientEdge | None = None
     loss: Tensor | None = None
-    random: list[Tensor] = field(default_factory=list)
-    recomputes: bool = False
+    replay: Replay | None = None  # where the forward is computed again
     store: WeightGradients = field(default_factory=WeightGradients)
 
 
@@ -160,19 +160,20 @@ class Executor:
     def _forward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j] = self._enter(action)
-        flight.recomputes = self._recomputes and (chunk, j) not in self._at_once
         start = self._stage.world.mesh.now()
-        if flight.recomputes:
-            flight.random = self._random_state()
+        if self._recomputes and (chunk, j) not in self._at_once:
+            device, ledger = self._stage.mesh.device, self._assembly.arena.ledger
+            flight.replay = Replay(self._stage.chain.modules, device, ledger)
             with torch.no_grad():
                 output = self._compute(action, flight)
+            flight.replay.end()
         else:
             output = self._compute(action, flight)
         self._note(action, start)
         if self._is_last(chunk):
             self.losses[j] = output.detach() * self._parts[j].weight
         self._pass_on(action, output)
-        if not flight.recomputes:
+        if flight.replay is None:
             self._keep(action, flight, output)
 
     def _enter(self, action: Action) -> _Flight:
@@ -191,6 +192,8 @@ class Executor:
 
     def _leave(self, action: Action, flight: _Flight) -> None:
         chunk, j = action.chunk, _number(action)
+        if flight.replay is not None:
+            flight.replay.drop()
         for buffer in flight.buffers:
             self.wires.release(buffer)
         self.loans.end((chunk, j))
@@ -227,8 +230,9 @@ class Executor:
         start = self._stage.world.mesh.now()
         self.loans.again((chunk, j))  # whatever the model itself computes again needs the weights that it had
         self._use(action)
-        if flight.recomputes:
-            self._recompute(action, flight)
+        if flight.replay is not None:
+            with flight.replay.again(), torch.enable_grad():
+                self._keep(action, flight, self._compute(action, flight))
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
@@ -259,21 +263,6 @@ class Executor:
             return local
         flight.buffers.append(self.wires.take(f"gradient for B{chunk}.{j}"))
         return flight.buffers[-1].view(self._shape(self._stage.firsts[chunk + 1], j)[0])
-
-    def _recompute(self, action: Action, flight: _Flight) -> None:
-        """The forward again, with the random numbers that it had."""
-        devices = [self._stage.mesh.device] if len(flight.random) > 1 else []
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            torch.set_rng_state(flight.random[0])
-            for device in devices:
-                torch.cuda.set_rng_state(flight.random[1], device)
-            self._keep(action, flight, self._compute(action, flight))
-
-    def _random_state(self) -> list[Tensor]:
-        """The state of the random numbers, and on CUDA of the device's."""
-        device = self._stage.mesh.device
-        own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [torch.get_rng_state(), *own]
 
     def _weight_gradients(self, action: Action) -> None:
         start = self._stage.world.mesh.now()

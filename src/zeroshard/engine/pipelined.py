@@ -106,8 +106,8 @@ class Pipelined:
         last = stage.pipeline.layout.rank_of(stage.pipeline.layout.all_chunks - 1, stage.lane)
         if stage.rank != last:
             past = len(stage.chain.layers)
-            with torch.no_grad():  # nothing of the model runs here, and what it returns has the right shapes
-                result = stage.chain.run(past, past + 1, partial(call, batch))
+            # Nothing of the model runs here, and what it returns has the right shapes.
+            result = stage.chain.run_standing_in(past, past + 1, partial(call, batch))
         return self._spread(result, last)
 
     def _spread(self, result: Any, source: int) -> Any:

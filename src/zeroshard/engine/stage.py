@@ -1,6 +1,7 @@
 """A pipeline stage: which layers this rank has, what it shares with other stages, and who its replicas are."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,6 +99,7 @@ class Stage:
         here = {id(p) for layer in self.layers for p in layer.parameters.values()}
         every = [module for layer in self.chain.layers for top in layer.modules for module in top.modules()]
         elsewhere = set(every) - {module for layer in self.layers for top in layer.modules for module in top.modules()}
+        elsewhere -= self.chain.everywhere
         return {m for m in elsewhere if not any(id(p) in here for p in m.parameters(recurse=False))}
 
     @property
@@ -111,9 +113,19 @@ class Stage:
         """The first layer of every chunk after the first, by name."""
         return tuple(self.chain.layers[first].name for first in self.firsts[1:-1])
 
+    def home_of(self, module: nn.Module, name: str) -> int:
+        """The stage to which a buffer belongs: the one that runs its module."""
+        return self.chunk_of_layer(self.chain.home_of(module, name)) % self.pipeline.layout.stages
+
+    def copy_of(self, stage: int) -> int:
+        """The rank whose copy of a stage's buffers is this rank's: its own, or that of its lane."""
+        if stage == self.number:
+            return self.rank
+        return self.pipeline.layout.members(stage)[self.lane]
+
     def chunk_of_layer(self, layer: int) -> int:
         """The chunk that a layer is in."""
-        return max(c for c, first in enumerate(self.firsts[:-1]) if first <= layer)
+        return bisect_right(self.firsts[:-1], layer) - 1
 
 
 def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run) -> Stage:
@@ -137,8 +149,10 @@ def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run)
             world.broadcast(tensor.data, f"initial {name}")
     deferral = Deferral(model) if plan.schedule == "zb-h1" else None
     on_device = tree_map(partial(_to, device=mesh.device), example)
-    chain = Chain(model, lambda: run(tree_map(partial(_to, device=where), example)), plan.units)
+    beside = tree_map(partial(_to, device=where), example) if where.type != "meta" else on_device
+    chain = Chain(model, lambda: run(beside), plan.units, mesh.device)
     firsts = _cut(model, plan, chain, world, lambda: run(on_device))
+    _refuse_shared_buffers(chain, firsts, plan)
     layout = pipeline.layout
     replicas = part_of(mesh, [layout.members(s) for s in range(layout.stages)], "stage")
     stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
@@ -196,6 +210,30 @@ def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Calla
         blocks[-1] += weights[-1]
         firsts = [0, *(block + 1 for block in balance(blocks, chunks)[1:])]
     return [*firsts, len(chain.layers)]
+
+
+def _refuse_shared_buffers(chain: Chain, firsts: list[int], plan: Plan) -> None:
+    """Refuse buffers that would not be written as in one process.
+
+    Raises:
+        ModelError: with the buffer's name.
+    """
+    for (module, name), written in chain.written.items():
+        path = ".".join(filter(None, (chain.path(module), name)))
+        stages = {(bisect_right(firsts[:-1], layer) - 1) % plan.stages for layer in written}
+        if module in chain.everywhere:
+            if plan.chunks > 1:
+                raise ModelError(
+                    f"The buffer {path!r} is written outside of the blocks, in code that a stage runs for each of its "
+                    f"chunks={plan.chunks}, so it would change {plan.chunks} times per microbatch. Write it in a block "
+                    f"or in a module with parameters, or use chunks=1."
+                )
+        elif len(stages) > 1:
+            layers = ", ".join(chain.layers[layer].name for layer in sorted(written))
+            raise ModelError(
+                f"The buffer {path!r} is written in {layers}, which are on several stages, so each would have values "
+                f"of its own. Give each layer a module of its own, or keep them on one stage with split=(...)."
+            )
 
 
 def _share_out(stage: Stage) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from zeroshard.checkpoint import DTYPES, Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
 from zeroshard.engine import rng
 from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.buffers import Buffers, merged_facts
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import CheckpointError, DamagedError
@@ -27,7 +28,7 @@ NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are not the opt
 
 
 class State:
-    """Saves and restores weights, optimizer states and random numbers of one rank."""
+    """Saves and restores weights, optimizer states, buffers and random numbers of one rank."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class State:
         self._tied = tied or {}
         self._model, self._assembly, self._comm, self._stage = model, assembly, groups.slices, stage
         self._world = groups.world
+        self.buffers = Buffers(model, groups.world.mesh, stage)
         self._snapshot = Snapshot(ledger)
         self._writes_slices = groups.replicas is None or groups.replicas.mesh.rank == 0
 
@@ -79,8 +81,11 @@ class State:
             facts = self._read(path)
         except CheckpointError as error:
             problem = error
-        except Exception as error:  # a manifest that somebody wrote by hand can hold anything
-            problem = DamagedError(f"{path} is not to be trusted ({error!r}); use an earlier checkpoint.")
+        except Exception as error:  # a manifest that somebody wrote by hand can hold anything; its digest was right
+            problem = CheckpointError(
+                f"{path} is whole, but what it says does not fit this engine ({error!r}). Load it with the zeroshard, "
+                f"model and optimizer that wrote it, or use another checkpoint."
+            )
         self._refuse_together(problem)
         self._spread()
         self._assembly.optimizer.account()
@@ -101,7 +106,7 @@ class State:
             for shard in self._assembly.all_shards:
                 with at_hand(shard, writes=True):
                     self._load_weights(shard, source)
-            for name, buffer in self._buffers():
+            for name, buffer in self.buffers.here():
                 if source.shape(f"buffer:{name}") is not None:
                     buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
         except CheckpointError as error:
@@ -161,6 +166,7 @@ class State:
             "optimizer": {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars},
             "gradient_layouts": layouts,
             "cut": self._cut,
+            "buffers": self.buffers.facts(),
             "tied": self._tied,
             "config": _config(self._model),
         }
@@ -180,9 +186,7 @@ class State:
             group.update({k: _setting(v) for k, v in saved.items() if k in group and k != "params"})
         mesh = self._world.mesh
         same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
-        for name, buffer in self._buffers():
-            part = self._part_of(name) if same_layout else 0
-            buffer.copy_(reader.whole(f"buffer:{name}", part).view(buffer.shape))
+        self.buffers.load(reader, same_layout)
         if same_layout:
             for name in reader.names("rng"):
                 rng.restore(name, reader.whole(f"rng:{name}", mesh.rank), mesh.device)
@@ -206,8 +210,7 @@ class State:
         for shard in self._assembly.all_shards if self._writes_slices else []:
             with at_hand(shard):
                 yield from self._pieces_of(shard, rank)
-        for name, buffer in self._buffers():
-            yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer)
+        yield from self.buffers.pieces()
         for name, state in rng.streams(self._comm.mesh.device):
             yield Piece(f"rng:{name}", tuple(state.shape), 0, state)
 
@@ -330,21 +333,6 @@ class State:
         layout = self._stage.pipeline.layout if self._stage else None
         return [layout.stages, layout.chunks, list(layout.replicas)] if layout else [1, 1, None]
 
-    def _part_of(self, name: str) -> int:
-        """Which of the saved copies of a buffer was this rank's: those of a layer are its stage's alone."""
-        stage = self._stage
-        if stage is None:
-            return self._world.mesh.rank
-        module = self._model.get_submodule(name.rpartition(".")[0])
-        inside = any(module in top.modules() for layer in stage.layers for top in layer.modules)
-        return (stage.mesh if inside else stage.world.mesh).rank
-
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, module in self._model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set and not buffer.is_meta:
-                    yield f"{path}.{name}" if path else name, buffer
-
 
 @contextmanager
 def at_hand(shard: Shard, writes: bool = False) -> Iterator[None]:
@@ -354,24 +342,6 @@ def at_hand(shard: Shard, writes: bool = False) -> Iterator[None]:
         return
     with shard.home.fetched(writes):
         yield
-
-
-def whole_state_dict(model: nn.Module, stage: Stage) -> dict[str, Any]:
-    """The complete state dict of a model that is cut into stages, on every rank; a collective call."""
-    local = model.state_dict()
-    here = {k: [list(v.shape), str(v.dtype)] for k, v in local.items() if isinstance(v, torch.Tensor) and _present(v)}
-    everyone = stage.world.agree_on(here, "where the weights are")
-    whole = dict(local)
-    for key in local:
-        source = next((rank for rank, theirs in enumerate(everyone) if key in theirs), None)
-        if source is not None:
-            shape, dtype = everyone[source][key]
-            value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=stage.mesh.device)
-            if stage.rank == source:
-                value.copy_(local[key])
-            stage.world.broadcast(value, f"weights {key}", source)
-            whole[key] = value.cpu()
-    return whole
 
 
 def state_dict_by_unit(model: nn.Module, assembly: Assembly, gatherer: Gatherer) -> dict[str, Any]:
@@ -390,17 +360,13 @@ def state_dict_by_unit(model: nn.Module, assembly: Assembly, gatherer: Gatherer)
     return found
 
 
-def _present(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are on this rank: not on meta, nor one zero seen everywhere."""
-    return not tensor.is_meta and (tensor.numel() <= 1 or any(tensor.stride()))
-
-
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     """The facts of a checkpoint: rank 0's, with what each rank knows of its own shards."""
     facts = dict(everyone[0])
     scalars = {name: kept for rank in everyone for name, kept in rank["optimizer"]["scalars"].items()}
     facts["optimizer"] = {**facts["optimizer"], "scalars": scalars}
     facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}
+    facts["buffers"] = merged_facts(everyone)
     never = [rank["never_written"] for rank in everyone]
     if facts["cut"][0] > 1:
         facts["never_written"] = None if None in never else sorted({name for names in never for name in names})

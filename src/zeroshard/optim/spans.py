@@ -45,7 +45,7 @@ class SpanOptimizer:
         self._spans: list[list[Span]] = []
         self._tiers: list[str | None] = []
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars
-        self._templates = [dict(group) for group in optimizer.param_groups]
+        self._templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_by_hand)
         self._fresh: list[tuple[Span, dict[str, Any]]] = []

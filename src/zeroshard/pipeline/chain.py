@@ -17,15 +17,17 @@ meet no other parameters than the layer's own. What goes another way unseen by a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ModelError
+from zeroshard.pipeline.gates import Gate, activation_at, with_activation
+from zeroshard.pipeline.probe import Probe, Writes, all_trainable, unchanged, without_weights
 from zeroshard.pipeline.standins import Standins
 from zeroshard.units import find_units
 
@@ -54,32 +56,55 @@ class Chain:
         model: wholly on the meta device, or wholly real.
         forward: runs the model on an example microbatch that is where the model is, down to the loss.
         blocks: names or classes of the blocks; by default the children of a `Sequential`, or the repeated blocks.
+        device: where the example is, if the model is on meta and it is not ([Note: probing without weights]).
 
     Attributes:
         layers: prefix, blocks, suffix.
         frames: the modules around blocks, whose forwards run on every stage.
+        written: the buffers (module, name) that the forward of the example wrote, and in which layers.
 
     Raises:
         ModelError: the model is no chain, with the names of what breaks it.
     """
 
-    def __init__(self, model: nn.Module, forward: Callable[[], Any], blocks: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[], Any],
+        blocks: Sequence[str] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
         _refuse_mixture(model)
+        self._model = model
         found = _blocks(model, blocks)
         self._window: tuple[int, int] | None = None
         self._hidden: Tensor | None = None
         self._phase = 0
-        self._probe: _Probe | None = None
+        self._probe: Probe | None = None
         self._overwritten: set[int] = set()
         inside = {module for block in found for module in block.modules()}
         frames = {module for module in model.modules() if module not in inside and inside & set(module.modules())}
         self._number_of: dict[nn.Module, int] = dict.fromkeys(found, -1)
-        self._gates = [_Gate(self, block) for block in found]
-        self._gates += [_Gate(self, m) for m in model.modules() if m not in inside and m not in frames and _gated(m)]
+        self._gates = [Gate(self.enter, self._paths[block], block) for block in found]
+        around = [m for m in model.modules() if m not in inside and m not in frames and _gated(m)]
+        self._gates += [Gate(self.enter, self._paths[module], module) for module in around]
+        self._learned = {module for gate in self._gates if gate.learned for module in gate.module.modules()}
         self.frames = frames
         self.standins = Standins()
-        self.layers = self._find_layers(model, frames, forward)
+        self.written: dict[tuple[nn.Module, str], set[int]] = {}
+        self.layers = self._find_layers(model, frames, forward, device)
+        places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
+        self._first_layer = dict(reversed(places))
+
+    @property
+    def everywhere(self) -> set[nn.Module]:
+        """The modules that run on every stage, whatever is passed over: frames, and what is made from the batch."""
+        return set(self._paths) - self._learned - {gate.module for gate in self._gates if gate.learned}
+
+    def home_of(self, module: nn.Module, name: str) -> int:
+        """The layer to which a buffer belongs: the last that writes it, else the first that runs its module."""
+        return max(self.written.get((module, name)) or {self._first_layer.get(module, 0)})
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -118,9 +143,13 @@ class Chain:
 
     def boundary(self, layer: int, forward: Callable[[], Any]) -> Tensor:
         """A stand-in, with shape and dtype, for what enters a layer on the microbatch that `forward` uses."""
-        with torch.no_grad():
-            hidden: Tensor = self.run(layer, layer, forward)
+        hidden: Tensor = self.run_standing_in(layer, layer, forward)
         return hidden
+
+    def run_standing_in(self, first: int, last: int, forward: Callable[[], Any]) -> Any:
+        """As `run`, for the shapes of what comes out: it leaves buffers and random numbers as they are."""
+        with torch.no_grad(), unchanged(self._model):
+            return self.run(first, last, forward)
 
     def number(self, name: str) -> int:
         """The layer of a name.
@@ -134,7 +163,7 @@ class Chain:
         names = ", ".join(layer.name for layer in self.layers)
         raise ModelError(f"The model has no layer {name!r} to cut before; its layers are {names}.")
 
-    def enter(self, gate: "_Gate", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a gated module returns, for its caller: its own output, or a stand-in."""
         if self._probe is not None:
             return self._probe.enter(gate, args, kwargs)
@@ -153,9 +182,9 @@ class Chain:
             )
         self._phase = number
         if number == last:
-            raise _Left(_activation((args, kwargs), gate.takes, gate))
+            raise _Left(activation_at((args, kwargs), gate.takes, gate))
         if number == first and self._hidden is not None:
-            args, kwargs = _with_activation((args, kwargs), gate.takes, self._hidden)
+            args, kwargs = with_activation((args, kwargs), gate.takes, self._hidden)
         if first <= number < last:
             output = gate.original(*args, **kwargs)
         else:
@@ -163,9 +192,9 @@ class Chain:
         if number == self.blocks:
             self._phase = number + 1
             if last == number + 1:
-                raise _Left(_activation(output, gate.returns, gate))
+                raise _Left(activation_at(output, gate.returns, gate))
             if first == number + 1 and self._hidden is not None:
-                output = _with_activation(output, gate.returns, self._hidden)
+                output = with_activation(output, gate.returns, self._hidden)
         return output
 
     def sites(self, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
@@ -179,12 +208,32 @@ class Chain:
         """The module's name in the model."""
         return self._paths[module]
 
-    def _find_layers(self, model: nn.Module, frames: set[nn.Module], forward: Callable[[], Any]) -> list[Layer]:
+    def _find_layers(
+        self, model: nn.Module, frames: set[nn.Module], forward: Callable[[], Any], device: torch.device | None
+    ) -> list[Layer]:
         """Run the model once and see which module runs when, and that the layers are a chain."""
-        probe = self._probe = _Probe(self, set(self._number_of))
-        with _all_trainable(model), _unchanged(model):
+        apart = device is not None and all(parameter.is_meta for parameter in model.parameters())
+        probe = self._probe = Probe(set(self._number_of), self.standins, device if apart else None)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        free = {p for frame in frames for p in frame.parameters(recurse=False)}
+        with ExitStack() as stack:
+            stack.enter_context(all_trainable(model))
+            if apart and device is not None:
+                stack.enter_context(without_weights(model, frames, probe, self._learned, device))
+            changed = stack.enter_context(unchanged(model))
+            writes = Writes(module for module in self._paths if module not in self._learned)
+            probe.on_phase = writes.look
             try:
                 output = forward()
+                writes.look(len(self._number_of) + 1)
+            except (RuntimeError, NotImplementedError) as error:
+                if not apart:
+                    raise
+                raise ModelError(
+                    f"The model is on the meta device, and its forward could not be followed there ({error}); "
+                    f"{_hint(model)}move what it computes from weights into modules that it calls, or build it on "
+                    f"the CPU."
+                ) from error
             finally:
                 self._probe = None
             missing = [self._paths[block] for block in self._number_of if block not in probe.order]
@@ -193,24 +242,30 @@ class Chain:
                     f"The block {missing[0]!r} did not run in a forward of the example; name the blocks of "
                     f"the chain with units=(...)."
                 )
-            layers = [Layer(0, PREFIX), *(Layer(n + 1, self._paths[b], [b]) for n, b in enumerate(probe.order))]
-            layers.append(Layer(len(layers), SUFFIX))
-            for number, block in enumerate(probe.order):
-                self._number_of[block] = number + 1
+            layers = self._layers_of(probe, names)
             self._overwritten = {n + 1 for n, entered in enumerate(probe.entered) if entered._version}
             for gate, returned, version in probe.returned.values():
                 gate.overwritten |= returned._version > version
-            names = {parameter: name for name, parameter in model.named_parameters()}
-            for gate in self._gates:
-                for number in sorted(probe.phases.get(gate.module, {0})) if gate.module not in probe.order else ():
-                    layers[number].modules.append(gate.module)
-            for layer in layers:
-                for module in layer.modules:
-                    deep = module in self._number_of
-                    for parameter in module.parameters(recurse=deep):
-                        layer.parameters[names[parameter]] = parameter
-            free = {p for frame in frames for p in frame.parameters(recurse=False)}
-            _check_chain(layers, probe, output, names, free)
+            _check_chain(layers, probe, output, names, free, _hint(model))
+        for module, name in changed:
+            runs = {layer.number for layer in layers if _runs(module, layer)}
+            self.written[module, name] = runs if module in self._learned else writes.phases.get((module, name), {0})
+        return layers
+
+    def _layers_of(self, probe: Probe, names: dict[nn.Parameter, str]) -> list[Layer]:
+        """The layers in the order in which they ran, each with its modules and their parameters."""
+        layers = [Layer(0, PREFIX), *(Layer(n + 1, self._paths[b], [b]) for n, b in enumerate(probe.order))]
+        layers.append(Layer(len(layers), SUFFIX))
+        for number, block in enumerate(probe.order):
+            self._number_of[block] = number + 1
+        for gate in self._gates:
+            for number in sorted(probe.phases.get(gate.module, {0})) if gate.module not in probe.order else ():
+                layers[number].modules.append(gate.module)
+        for layer in layers:
+            for module in layer.modules:
+                deep = module in self._number_of
+                for parameter in module.parameters(recurse=deep):
+                    layer.parameters[names[parameter]] = parameter
         return layers
 
 
@@ -222,108 +277,13 @@ class _Left(Exception):
         self.hidden = hidden
 
 
-class _Gate:
-    """Stands in for a module's forward.
-
-    Attributes:
-        original: the module's own forward.
-        learned: whether what it returns is made with parameters, its own or those before it.
-        overwritten: whether a frame writes into what it returns.
-        takes: of a block, which leaf of its arguments is the activation.
-        returns: of the last block, which leaf of its output is the activation.
-    """
-
-    def __init__(self, chain: Chain, module: nn.Module) -> None:
-        self.chain, self.module = chain, module
-        self.original: Callable[..., Any] = module.forward
-        self.learned = next(module.parameters(), None) is not None
-        self.overwritten = False
-        self.takes = self.returns = 0
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.chain.enter(self, args, kwargs)
-
-
-class _Probe:
-    """What happens in one forward of the whole model.
-
-    Attributes:
-        order: the blocks as they ran.
-        phases: of every other gated module, after how many blocks it ran.
-        entered: what entered each block and the suffix.
-        marks: the graph's nodes of these; None where nothing needs a gradient.
-        returned: by id, what modules returned, with the version that they or others among them left it in.
-    """
-
-    def __init__(self, chain: Chain, blocks: set[nn.Module]) -> None:
-        self._chain, self._blocks = chain, blocks
-        self.order: list[nn.Module] = []
-        self.phases: dict[nn.Module, set[int]] = {}
-        self.entered: list[Tensor] = []
-        self.marks: list[Any] = []
-        self.returned: dict[int, tuple[_Gate, Tensor, int]] = {}
-        self._phase = 0
-
-    def enter(self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module and note it."""
-        if gate.module not in self._blocks:
-            self.phases.setdefault(gate.module, set()).add(self._phase)
-            output = self._call(gate, args, kwargs)
-            gate.learned |= any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
-            return output
-        if _unseen_by_autograd():
-            raise ModelError(
-                f"The block {self._chain.path(gate.module)!r} runs under torch.no_grad or torch.utils.checkpoint, "
-                f"which hide from a stage what its backward needs; switch that off in the model (recompute='chunk' "
-                f"recomputes whole chunks instead), name other blocks with units=(...), or use stages=1."
-            )
-        if gate.module in self.order:
-            raise ModelError(
-                f"The block {self._chain.path(gate.module)!r} runs twice in one forward, so the model is no chain of "
-                f"blocks; name other blocks with units=(...), or use stages=1."
-            )
-        self.order.append(gate.module)
-        self._phase = len(self.order)
-        gate.takes = _place((args, kwargs))
-        args, kwargs = self._mark((args, kwargs), gate.takes, gate)
-        output = self._call(gate, args, kwargs)
-        if len(self.order) == len(self._blocks):
-            self._phase += 1
-            gate.returns = _place(output)
-            output = self._mark(output, gate.returns, gate)
-        return output
-
-    def _call(self, gate: _Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = gate.original(*args, **kwargs)
-        self._chain.standins.record(gate.module, args, kwargs, output)
-        for leaf in tree_leaves((args, kwargs)):
-            if id(leaf) in self.returned:
-                self.returned[id(leaf)] = (*self.returned[id(leaf)][:2], leaf._version)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                self.returned[id(leaf)] = gate, leaf, leaf._version
-        return output
-
-    def _mark(self, tree: Any, place: int, gate: _Gate) -> Any:
-        marked = _activation(tree, place, gate).clone()  # a view would lose its mark when a block writes into it
-        self.entered.append(marked)
-        self.marks.append(marked.grad_fn)
-        return _with_activation(tree, place, marked)
-
-
-def _unseen_by_autograd() -> bool:
-    """Whether a block runs without a graph, or in one that will be made again in the backward."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return not torch.is_grad_enabled() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
-
-
 def _check_chain(
     layers: list[Layer],
-    probe: _Probe,
+    probe: Probe,
     output: Any,
     names: dict[nn.Parameter, str],
     free: set[nn.Parameter],
+    hint: str,
 ) -> None:
     """Refuse what reaches a layer otherwise than through the chain; enter the frames' own parameters into layers."""
     ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
@@ -333,20 +293,29 @@ def _check_chain(
         passed = {mark: n for n, mark in enumerate(probe.marks) if mark is not None and mark not in starts}
         for node in _reach(starts, entrance):
             variable = getattr(node, "variable", None)
+            variable = probe.stands_for.get(variable, variable)
             if node in passed:
                 raise ModelError(
                     f"{layer.name!r} uses what entered {layers[passed[node] + 1].name!r}, past the layers between, so "
-                    f"the model is no chain; name other blocks with units=(...), or use stages=1."
+                    f"the model is no chain; {hint}name other blocks with units=(...), or use stages=1."
                 )
             if variable in free:
                 layer.parameters[names[variable]] = variable
             elif variable in names and names[variable] not in layer.parameters:
                 raise ModelError(
                     f"{layer.name!r} uses something made with {names[variable]!r} that does not come through the "
-                    f"layer before it, so the model is no chain; name other blocks with units=(...), or use stages=1."
+                    f"layer before it, so the model is no chain; {hint}name other blocks with units=(...), or use "
+                    f"stages=1."
                 )
     for parameter in free - {p for layer in layers for p in layer.parameters.values()}:
         layers[0].parameters[names[parameter]] = parameter
+
+
+def _hint(model: nn.Module) -> str:
+    """The way out for mixtures of transformers, which hand every block's router logits to the loss."""
+    if not getattr(getattr(model, "config", None), "output_router_logits", False):
+        return ""
+    return "set output_router_logits=False in its configuration, which trains without the routers' auxiliary loss, "
 
 
 def _reach(starts: Sequence[Any], entrance: Any) -> Iterator[Any]:
@@ -362,38 +331,6 @@ def _reach(starts: Sequence[Any], entrance: Any) -> Iterator[Any]:
         if node not in first:
             yield node
         stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
-
-
-@contextmanager
-def _all_trainable(model: nn.Module) -> Iterator[None]:
-    """Let every parameter take part in the graph."""
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        with torch.enable_grad():
-            yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward does to buffers and random numbers."""
-    owned = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
-    before = [(buffer, buffer.clone()) for _, _, buffer in owned if buffer is not None and not buffer.is_meta]
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        for module, name, kept in owned:
-            module._buffers[name] = kept
-        with torch.no_grad():
-            for buffer, values in before:
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)
 
 
 def _refuse_mixture(model: nn.Module) -> None:
@@ -416,34 +353,9 @@ def _blocks(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
     return found
 
 
+def _runs(module: nn.Module, layer: Layer) -> bool:
+    return any(module in top.modules() for top in layer.modules)
+
+
 def _gated(module: nn.Module) -> bool:
     return bool(module._parameters) or not module._modules
-
-
-def _place(tree: Any) -> int:
-    """Which leaf is the activation: the first that is made with parameters, else the first that could be one."""
-    leaves = tree_leaves(tree)
-    carriers = [n for n, leaf in enumerate(leaves) if _carries(leaf)]
-    return next((n for n in carriers if leaves[n].requires_grad), carriers[0] if carriers else len(leaves))
-
-
-def _activation(tree: Any, place: int, gate: _Gate) -> Tensor:
-    leaves = tree_leaves(tree)
-    if place < len(leaves) and _carries(leaves[place]):
-        hidden: Tensor = leaves[place]
-        return hidden
-    raise ModelError(
-        f"The block {gate.chain.path(gate.module)!r} takes or returns no floating-point tensor to hand on to the next "
-        f"stage; name other blocks with units=(...)."
-    )
-
-
-def _with_activation(tree: Any, place: int, hidden: Tensor) -> Any:
-    leaves, spec = tree_flatten(tree)
-    leaves[place] = hidden
-    return tree_unflatten(leaves, spec)
-
-
-def _carries(leaf: Any) -> bool:
-    """Whether a value can be handed from stage to stage and a gradient back."""
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

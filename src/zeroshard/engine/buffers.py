@@ -1,0 +1,177 @@
+"""The model's buffers: whose copy is saved, and what a checkpoint does to them.
+
+[Note: whose buffer] Without a pipeline every rank has buffers of its own: each writes its copy, and reads that one
+again on the same ranks, rank 0's elsewhere. In a pipeline a buffer belongs to the stage that runs its module, and to no
+other: the replicas of that stage write their copies, and every rank of lane q has the copy of replica q.
+
+[Note: shapes of buffers] A buffer may grow in training, or be made in a forward. A checkpoint says of such buffers what
+they were when the engine was made. A model in which they are made alike takes the saved ones over, shape and all; where
+they are made in another shape, the model is another.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint import Piece, Reader
+from zeroshard.engine.stage import Stage
+from zeroshard.errors import CheckpointError
+from zeroshard.mesh import Mesh
+
+Shape = tuple[int, ...]
+
+
+class Buffers:
+    """The persistent buffers of one rank's model, by their names in its state dict."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, stage: Stage | None) -> None:
+        self._model, self._mesh, self._stage = model, mesh, stage
+        self._made = {name: _shape(buffer) for name, _, _, buffer in self._all()}
+
+    def here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that have values on this rank."""
+        for name, _, _, buffer in self._all():
+            if buffer is not None and not buffer.is_meta:
+                yield name, buffer.detach()
+
+    def stages(self) -> dict[str, int]:
+        """The stage to which each belongs; 0 without a pipeline."""
+        stage = self._stage
+        return {name: stage.home_of(module, last) if stage else 0 for name, module, last, _ in self._all()}
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's copies, for a checkpoint ([Note: whose buffer])."""
+        home = self.stages()
+        for name, buffer in self.here():
+            if self._stage is None or home[name] == self._stage.number:
+                yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer.contiguous())
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint says of buffers that are not as they were when the engine was made."""
+        home = self.stages()
+        mine = [e for e in self._all() if self._stage is None or home[e[0]] == self._stage.number]
+        other = {name: _shape(b) for name, _, _, b in mine if self._made.get(name) != _shape(b)}
+        return {
+            "made": {name: self._made.get(name) for name, shape in other.items() if shape is not None},
+            "unset": [name for name, shape in other.items() if shape is None],
+        }
+
+    def load(self, reader: Reader, same_ranks: bool) -> None:
+        """Take what a checkpoint holds.
+
+        Args:
+            same_ranks: whether it was written by as many ranks under the same cut, so each has a copy of its own there.
+
+        Raises:
+            CheckpointError: it is of a model with other buffers.
+        """
+        mine = {name: (module, last, buffer) for name, module, last, buffer in self._all()}
+        kept, home = facts_of(reader.facts), self.stages()
+        modules = dict(self._model.named_modules())
+        for name in dict.fromkeys([*mine, *reader.names("buffer")]):
+            path, _, last = name.rpartition(".")
+            module, last, buffer = mine.get(name) or (modules.get(path), last, None)
+            there = reader.shape(f"buffer:{name}")
+            made_there = _tuple(kept["made"].get(name, there)) if name not in kept["unset"] else self._made.get(name)
+            if module is None or (made_there != self._made.get(name) and there != _shape(buffer)):
+                raise CheckpointError(self._misfit(reader, name, there, buffer))
+            if self._skips(module, buffer):
+                continue
+            if there is None:
+                _set(module, last, None, registered=name in self._made)
+                continue
+            copy = self._stage.copy_of(home.get(name, 0)) if self._stage else self._mesh.rank
+            values = reader.whole(f"buffer:{name}", copy if same_ranks else 0).view(there)
+            if buffer is not None and tuple(buffer.shape) == there:
+                buffer.copy_(values)
+            else:
+                dtype = values.dtype if buffer is None else buffer.dtype
+                _set(module, last, values.to(self._mesh.device, dtype), registered=True)
+
+    def _skips(self, module: nn.Module, buffer: torch.Tensor | None) -> bool:
+        """Whether a module runs on other stages alone."""
+        if self._stage is None or module in self._stage.chain.everywhere:
+            return False
+        runs_here = any(module in top.modules() for layer in self._stage.layers for top in layer.modules)
+        return not runs_here if buffer is None else buffer.is_meta
+
+    def _misfit(self, reader: Reader, name: str, there: Shape | None, buffer: torch.Tensor | None) -> str:
+        has = "no such buffer" if there is None else str(there)
+        needs = "no such buffer" if buffer is None else str(_shape(buffer))
+        return (
+            f"{reader.path} is of another model: the buffer '{name}' is {has} there and {needs} here. Build the model "
+            f"that was trained there, or give it that buffer in that shape before the engine is made."
+        )
+
+    def _all(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
+        """(name, module, name in it, values) of every persistent buffer, those that are None included."""
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{path}.{name}" if path else name, module, name, buffer
+
+
+def facts_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """What `Buffers.facts` said, empty for checkpoints that say nothing."""
+    found: dict[str, Any] = facts.get("buffers") or {"made": {}, "unset": []}
+    return found
+
+
+def merged_facts(everyone: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks say of their buffers."""
+    said = list(map(facts_of, everyone))
+    return {
+        "made": {name: shape for words in said for name, shape in words["made"].items()},
+        "unset": sorted({name for words in said for name in words["unset"]}),
+    }
+
+
+def whole_state_dict(model: nn.Module, stage: Stage, buffers: Buffers) -> dict[str, Any]:
+    """The complete state dict of a model that is cut into stages, on every rank; a collective call."""
+    local, home = model.state_dict(), buffers.stages()
+    here = {
+        key: [list(value.shape), str(value.dtype), home.get(key)]
+        for key, value in local.items()
+        if isinstance(value, torch.Tensor) and _present(value)
+    }
+    everyone = stage.world.agree_on(here, "where the weights are")
+    whole, layout = dict(local), stage.pipeline.layout
+    for key in dict.fromkeys(key for theirs in everyone for key in theirs):
+        holders = [rank for rank, theirs in enumerate(everyone) if key in theirs]
+        owner = next((number for _, _, number in (everyone[rank][key] for rank in holders) if number is not None), None)
+        copies = [rank for rank in holders if owner is not None and rank in layout.members(owner)]
+        mine = stage.copy_of(owner) if owner is not None else -1
+        for rank in copies or holders[:1]:  # parameters are the same on all, buffers are each replica's own
+            shape, dtype, _ = everyone[rank][key]
+            value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=stage.mesh.device)
+            if stage.rank == rank:
+                value.copy_(local[key])
+            stage.world.broadcast(value, f"weights {key}", rank)
+            if rank == mine or mine not in copies:
+                whole[key] = value.cpu()
+    return whole
+
+
+def _present(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are on this rank: not on meta, nor one zero seen everywhere."""
+    return not tensor.is_meta and (tensor.numel() <= 1 or any(tensor.stride()))
+
+
+def _set(module: nn.Module, name: str, value: torch.Tensor | None, registered: bool) -> None:
+    """Let a buffer be `value`; one that is not `registered` is there no more."""
+    if name in module._buffers and (registered or value is not None):
+        module._buffers[name] = value
+    elif value is not None:
+        module.register_buffer(name, value)
+    elif not registered:
+        module._buffers.pop(name, None)
+
+
+def _shape(buffer: torch.Tensor | None) -> Shape | None:
+    return None if buffer is None else tuple(buffer.shape)
+
+
+def _tuple(shape: Any) -> Shape | None:
+    return None if shape is None else tuple(shape)

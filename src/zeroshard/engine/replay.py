@@ -1,0 +1,104 @@
+"""Replay: what a forward depends on beside weights and inputs, so that it can be computed again just as it was.
+
+A forward that is recomputed meets the random numbers and the buffers that it met the first time, and what it writes
+into buffers the second time is dropped: statistics and counters stand after a step as after one forward of each
+microbatch, in order (Chen et al., 1604.06174, leave that to the framework).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.ledger import Category, Ledger
+
+Values = dict[str, Tensor | None]
+
+
+class Replay:
+    """One forward's random numbers and buffers. Made before it; `end` is called after it.
+
+    Args:
+        modules: those whose buffers the forward may change.
+        ledger: enters the copies that are kept.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger) -> None:
+        self._modules, self._ledger = modules, ledger
+        self._devices = [device] if device.type == "cuda" else []
+        self._random = torch.get_rng_state()
+        self._device_random = [torch.cuda.get_rng_state(device) for device in self._devices]
+        copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
+        self._before: dict[nn.Module, Values] = {}
+        self._copies: dict[nn.Module, Values] = {}
+        for module in filter(_has_buffers, modules):
+            self._before[module] = dict(module._buffers)
+            self._copies[module] = {name: _copy(buffer, copies) for name, buffer in module._buffers.items()}
+        self._nbytes = 0
+
+    def end(self) -> None:
+        """Keep the buffers that the forward has changed, as they were, and no others."""
+        kept: dict[int, Tensor] = {}
+        for module in (m for m in self._modules if m._buffers or m in self._before):
+            before, copies = self._before.get(module, {}), self._copies.pop(module, {})
+            changed: Values = {}
+            for name in {**before, **module._buffers}:
+                now, copy = module._buffers.get(name), copies.get(name)
+                if now is not before.get(name) or name not in before or not _same(now, copy):
+                    changed[name] = copy
+            if changed:
+                # Buffers that are not to be there again are left out; the rest is as it is.
+                self._copies[module] = {name: changed.get(name, before[name]) for name in before}
+                kept |= {id(copy): copy for copy in changed.values() if copy is not None}
+        self._before.clear()
+        self._nbytes = sum(copy.nbytes for copy in kept.values())
+        if self._nbytes:
+            self._ledger.take(Category.BUFFERS, self._nbytes, "buffers for a recomputation")
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Have everything as it was inside; afterwards buffers and random numbers are as they are now."""
+        now = {module: dict(module._buffers) for module in self._copies}
+        try:
+            for module, values in self._copies.items():
+                _install(module, values)
+            with torch.random.fork_rng(devices=self._devices):
+                torch.set_rng_state(self._random)
+                for device, state in zip(self._devices, self._device_random, strict=True):
+                    torch.cuda.set_rng_state(state, device)
+                yield
+        finally:
+            for module, current in now.items():
+                _install(module, current)
+
+    def drop(self) -> None:
+        """The backward is done."""
+        self._copies.clear()
+        if self._nbytes:
+            self._ledger.give(Category.BUFFERS, self._nbytes, "buffers for a recomputation")
+            self._nbytes = 0
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return bool(module._buffers)
+
+
+def _copy(buffer: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
+    if buffer is None or buffer.is_meta:
+        return buffer
+    if id(buffer) not in copies:
+        copies[id(buffer)] = buffer.detach().clone()
+    return copies[id(buffer)]
+
+
+def _same(now: Tensor | None, copy: Tensor | None) -> bool:
+    if now is None or copy is None:
+        return now is copy
+    return now is copy or (now.shape == copy.shape and torch.equal(now, copy))
+
+
+def _install(module: nn.Module, values: Values) -> None:
+    for name in module._buffers.keys() - values.keys():
+        del module._buffers[name]
+    module._buffers.update(values)

@@ -1,0 +1,73 @@
+"""Gates: the place of a module's forward, where a chain decides whether it runs, and which tensor is its activation."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from zeroshard.errors import ModelError
+
+Enter = Callable[["Gate", tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Gate:
+    """Stands in for a module's forward.
+
+    Args:
+        enter: gives what the module returns, for its caller.
+        path: the module's name in the model.
+
+    Attributes:
+        original: the module's own forward.
+        learned: whether what it returns is made with parameters, its own or those before it.
+        overwritten: whether a frame writes into what it returns.
+        takes: of a block, which leaf of its arguments is the activation.
+        returns: of the last block, which leaf of its output is the activation.
+    """
+
+    def __init__(self, enter: Enter, path: str, module: nn.Module) -> None:
+        self._enter, self.path, self.module = enter, path, module
+        self.original: Callable[..., Any] = module.forward
+        self.learned = next(module.parameters(), None) is not None
+        self.overwritten = False
+        self.takes = self.returns = 0
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._enter(self, args, kwargs)
+
+
+def place_of_activation(tree: Any) -> int:
+    """Which leaf is the activation: the first that is made with parameters, else the first that could be one."""
+    leaves = tree_leaves(tree)
+    carriers = [n for n, leaf in enumerate(leaves) if _carries(leaf)]
+    return next((n for n in carriers if leaves[n].requires_grad), carriers[0] if carriers else len(leaves))
+
+
+def activation_at(tree: Any, place: int, gate: Gate) -> Tensor:
+    """The leaf that is handed from stage to stage.
+
+    Raises:
+        ModelError: it could carry no gradient.
+    """
+    leaves = tree_leaves(tree)
+    if place < len(leaves) and _carries(leaves[place]):
+        hidden: Tensor = leaves[place]
+        return hidden
+    raise ModelError(
+        f"The block {gate.path!r} takes or returns no floating-point tensor to hand on to the next "
+        f"stage; name other blocks with units=(...)."
+    )
+
+
+def with_activation(tree: Any, place: int, hidden: Tensor) -> Any:
+    """The same arguments, or output, with another activation."""
+    leaves, spec = tree_flatten(tree)
+    leaves[place] = hidden
+    return tree_unflatten(leaves, spec)
+
+
+def _carries(leaf: Any) -> bool:
+    """Whether a value can be handed from stage to stage and a gradient back."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
