@@ -65,7 +65,15 @@ class DivergenceError(ZeroshardError, RuntimeError):
 
 
 class Stopped(ZeroshardError, RuntimeError):
-    """The run was asked to stop (SIGTERM, SIGUSR1) and has saved what it needs to go on."""
+    """The run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C) and has saved what it needs to go on.
+
+    Attributes:
+        signal: the number of the signal that asked; 0 if it is not known.
+    """
+
+    def __init__(self, message: str, signal: int = 0) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class ReportError(ZeroshardError, RuntimeError):

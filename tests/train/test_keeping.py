@@ -139,7 +139,7 @@ def test_a_request_to_stop_is_saved_and_goes_on(config: TrainConfig, monkeypatch
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_step", asked)
-        with pytest.raises(Stopped, match="after step 4, which is saved; go on with --resume auto"):
+        with pytest.raises(Stopped, match="after step 4, which is saved; go on with: --resume auto"):
             run(config, Mesh())
     assert signal.getsignal(signal.SIGTERM) == before
     assert run(config, Mesh()) is not None
