@@ -20,6 +20,8 @@ from zeroshard.engine import Engine, StepResult
 from zeroshard.errors import CheckpointWarning, NonFiniteError
 from zeroshard.initialise import seed_of
 from zeroshard.mesh import Mesh
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.planner.words import short
 from zeroshard.survive import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
@@ -123,6 +125,7 @@ class Run:
         if self.reports:
             self.folder.open(config, self.engine.split)
         self.progress = Progress(config.steps, shown=self.reports)
+        self.progress.header(self._header())
         parts = (self.engine, self.text.corpus, self.folder.path)
         self.keeping = Keeping(config, *parts, self.progress.note, again)
         self._outlook = outlook or Outlook()
@@ -157,6 +160,18 @@ class Run:
             validation = self._validate(config.steps, 4 * config.validation_rows)
             summary = self._finish(first, [losses[step] for step in sorted(losses)], validation)
         return summary
+
+    def _header(self) -> dict[str, str]:
+        """What is trained, on what, how, and where it is kept."""
+        config, corpus, engine = self.config, self.text.corpus, self.engine
+        rows = config.batch * engine.lanes
+        ranks = f"{self.mesh.ranks} rank{'s' * (self.mesh.ranks > 1)} on {self.mesh.device.type}"
+        return {
+            "model": f"{config.model}, {self.built.parameters:,} parameters",
+            "data": f"{corpus.name}, {corpus.files} files, {format_size(len(corpus.train))} to train on",
+            "plan": f"{short(config.plan, self.mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
+            "run": str(self.folder.path),
+        }
 
     def _begin_forecast(self, steps: int) -> Forecast | None:
         """Look at the first of so many steps, where something was predicted of them."""
