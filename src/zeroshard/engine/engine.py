@@ -18,6 +18,7 @@ from zeroshard import link
 from zeroshard.checkpoint import Saving
 from zeroshard.counts import BETWEEN_TIERS, Count, Purpose, merged
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
+from zeroshard.engine.arguments import check_arguments
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import accumulate, call_with, loss_in, microbatches
@@ -77,6 +78,7 @@ class Engine:
         initialise: Initialiser | None = None,
         example: Any = None,
     ) -> None:
+        check_arguments(model, optimizer, plan)
         self.model = model
         self.plan = plan or Plan()
         self.mesh = mesh or init_mesh(self.plan.timeout)
@@ -240,12 +242,12 @@ class Engine:
 
         Raises:
             NonFiniteError: gradients are not finite and the plan says `nonfinite="raise"`.
-            CommError: the ranks did different things, or a rank is gone.
+            CommError: the ranks did different things, or a rank is gone. PlanError: no rank has any gradient.
         """
         self._refuse_pipeline("step")
         self._backward.forget_interrupted()
         try:
-            verdict = self._judge.judge(self._update.settle(self.steps).norm, self._update.refuse_nonfinite)
+            verdict = self._judge.judge(self._update.demand(self.steps).norm, self._update.refuse_nonfinite)
         except NonFiniteError:
             self._update.consume()
             raise

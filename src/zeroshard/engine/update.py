@@ -19,7 +19,7 @@ from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.offloading import Offloaded
-from zeroshard.errors import CommError, NonFiniteError
+from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.optim import Span
 
 HEAD = struct.Struct("<qIId")
@@ -76,6 +76,22 @@ class Update:
         settled = Settled(norm, [any(flags) for flags in zip(*(word.written for word in words), strict=True)])
         self._settled = (self._backward.count, settled)
         self._spread_written(settled)
+        return settled
+
+    def demand(self, step: int) -> Settled:
+        """As `settle`, for a step that needs gradients; a rank may have none where another has some.
+
+        Raises:
+            PlanError: no parameter got a gradient on any rank.
+        """
+        settled = self.settle(step)
+        if not any(settled.written):
+            self._settled = None  # or a rank that has no backward next time either would not agree anew
+            raise PlanError(
+                f"engine.step() number {step + 1} found no gradient on any rank: no backward since the last step has "
+                f"reached a parameter that is trained. Call engine.backward(loss) before it, once per step at least, "
+                f"with a loss that depends on the parameters."
+            )
         return settled
 
     def refuse_nonfinite(self, norm: float, comm: Comm | None = None) -> None:

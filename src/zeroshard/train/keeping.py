@@ -60,6 +60,8 @@ class Keeping:
         """
         extra = self._checkpoints.resume() if continued else None
         given = self._config.resume
+        if extra is None and given == "auto":
+            self._say(self._nothing_to_resume(continued))
         if extra is not None:
             self._say(f"going on from step {extra['step']} of {self._folder.parent}")
         elif isinstance(given, Path) and (given / CHECKPOINTS).is_dir():
@@ -86,6 +88,16 @@ class Keeping:
         if self.guard is not None and extra["guard"] is not None:
             self.guard.load(extra["guard"])
         return int(extra["step"])
+
+    def _nothing_to_resume(self, continued: bool) -> str:
+        """Why `resume="auto"` begins at the first step."""
+        run = self._folder.parent
+        if continued:
+            return f"nothing to resume: {run} was cut off before its first checkpoint, so it begins again"
+        return (
+            f"nothing to resume: {self._config.out} has no unfinished run of this model, data, tokenizer, sequence, "
+            f"optimizer and seed; a new run begins in {run}"
+        )
 
     def judge(self, step: int, loss: float, position: int) -> int:
         """Look at the loss that all ranks know of a step; returns the step that training is at now.
