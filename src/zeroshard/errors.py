@@ -37,7 +37,15 @@ class NonFiniteError(ZeroshardError, ArithmeticError):
 
 
 class BudgetExceeded(ZeroshardError, MemoryError):
-    """An allocation that does not fit the memory budget of its tier."""
+    """An allocation that does not fit the memory budget of its tier.
+
+    Attributes:
+        found: the message without the way out.
+    """
+
+    def __init__(self, found: str, way_out: str = "") -> None:
+        super().__init__(f"{found} {way_out}".rstrip())
+        self.found = found
 
 
 class CommError(ZeroshardError, RuntimeError):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroshard.comm import Comm
 from zeroshard.engine import Engine, StepResult
-from zeroshard.errors import CheckpointWarning, NonFiniteError
+from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError
 from zeroshard.initialise import seed_of
 from zeroshard.mesh import Mesh
 from zeroshard.pipeline.cluster import format_size
@@ -25,6 +25,7 @@ from zeroshard.planner.words import short
 from zeroshard.survive import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
+from zeroshard.train.fitting import with_plan_that_fits
 from zeroshard.train.folder import RunFolder
 from zeroshard.train.forecast import FEWEST, Forecast
 from zeroshard.train.gpt import generate
@@ -428,11 +429,14 @@ def run(
         again: the command, or what to add to it, that goes on with the run when it was stopped.
     """
     config, outlook = plan_ahead(config, mesh, profile)
-    job = Run(config, mesh, outlook, again)
     try:
-        summary = job.train()
-    finally:
-        job.folder.close()
+        job = Run(config, mesh, outlook, again)
+        try:
+            summary = job.train()
+        finally:
+            job.folder.close()
+    except BudgetExceeded as error:
+        raise with_plan_that_fits(error, config, mesh, profile) from error
     return (summary, job.folder.path) if job.reports else None
 
 
