@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import Literal
 
 from zeroshard.errors import PlanError
 from zeroshard.plan import Plan
 from zeroshard.zero.formulas import BytesPerParameter, state_bytes
 
+ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 PARTS = ("optimizer", "parameters", "activations")  # of offload, in the order in which they help
 
 
@@ -79,7 +81,8 @@ def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
     for zero, parts in ways if not plan.pipelined else ():
         share = 1.0 if "optimizer" in parts else plan.offload_share
         try:
-            other = replace(plan, zero=zero, offload=",".join(p for p in PARTS if p in parts), offload_share=share)
+            below = ",".join(part for part in PARTS if part in parts)
+            other = replace(plan, zero=ZERO[zero], offload=below, offload_share=share)
         except PlanError:  # what it does not combine with
             continue
         if other not in seen:

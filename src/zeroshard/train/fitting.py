@@ -66,7 +66,7 @@ def _counted_bytes(found: Prediction, kind: str) -> int:
     """What a budget counts of a predicted step: everything on a GPU; on a CPU all but torch's temporaries."""
     if kind == "cuda":
         return found.peak_bytes
-    moments = [event.nbytes for event in found.events] or [found.memory]
+    moments = [event.nbytes for event in found.events] or [dict(found.memory)]
     return max(sum(n for name, n in moment.items() if name != TEMPORARIES) for moment in moments)
 
 
