@@ -11,8 +11,9 @@ DRAWN   = docs/pictures/timeline
 
 .PHONY: train test lint types check soak docs pictures clean
 
+train: export OMP_NUM_THREADS = 1
 train: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m zeroshard train $(ARGS)
+	$(BIN)/zeroshard train --ranks $(RANKS) $(ARGS)
 
 test: $(VENV)/.tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=30 $(ARGS)

@@ -46,6 +46,7 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     *(("cli", "plan_command"), ("plan_command", "report")),
     *(("cli", "doctor_command"), ("doctor_command", "report")),
     ("cli", "reproduce_command"),
+    ("launch", "supervise"),  # a rank ends with the process that started it
     *(("cli", "simulate_command"), ("simulate_command", "report")),
     *(("cli", f"{name}_command") for name in ("run", "launch", "checkpoint", "export")),
     *((name, "rehearsal") for name in ("comm", "mesh")),

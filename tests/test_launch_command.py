@@ -178,6 +178,13 @@ def test_the_parts_of_a_kubernetes_job_agree(capsys: pytest.CaptureFixture[str])
     assert 0 < options.grace < pod["terminationGracePeriodSeconds"]
 
 
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_names_the_clusters(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["launch", word])
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("usage: zeroshard launch CLUSTER", *CLUSTERS))
+
+
 LONG = "a" * 61
 WRONG = [
     ((), "the cluster is missing"),

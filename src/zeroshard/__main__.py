@@ -1,6 +1,22 @@
 """`python -m zeroshard`, which is what torchrun starts."""
 
-from zeroshard.cli import main
+import os
+import sys
+
+
+def main() -> None:
+    """The command line, without the current folder, which `python -m` puts first on the path.
+
+    Modules that happen to lie there would take the place of Python's own. The folder stays where zeroshard itself is
+    imported from it.
+    """
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if sys.path and os.path.abspath(sys.path[0]) == os.getcwd() != here and not sys.flags.safe_path:
+        del sys.path[0]
+    from zeroshard.cli import main as command_line
+
+    command_line()
+
 
 if __name__ == "__main__":
     main()

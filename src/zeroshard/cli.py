@@ -1,17 +1,23 @@
 """The command line: `zeroshard train | run | launch | checkpoint | export | plan | simulate | report | ...`."""
 
 import contextlib
+import difflib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 import tyro
 
 from zeroshard.errors import ConfigError, NonFiniteError, ZeroshardError
 from zeroshard.version import __version__
+
+if TYPE_CHECKING:
+    from zeroshard.train.config import TrainConfig
 
 USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or on one.
 
@@ -30,6 +36,8 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
 
 zeroshard COMMAND --help lists the options of a command; zeroshard --version says the version."""
 
+AGAIN = "ZEROSHARD_AGAIN"  # holds the command that goes on with a run, for the ranks that are started
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
@@ -40,8 +48,25 @@ class ReportOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command; exits with 0, with 2 for wrong options or data, with 1 for what failed on the way."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run one command.
+
+    Exits with 0; 2 for wrong options or data; 1 for what failed on the way; 75 for what was asked to stop; 130 for what
+    Ctrl-C stopped; 141 where nobody reads the output any more, as in `zeroshard train --help | head -1`.
+    """
+    try:
+        try:
+            _command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # while it can still be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        print("zeroshard: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _command(words: list[str]) -> None:
     commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
     commands |= {"partition": _partition, "run": _run, "launch": _cluster, "checkpoint": _checkpoint, "export": _export}
     commands |= {"doctor": _doctor, "reproduce": _reproduce}
@@ -52,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     if words[0] not in commands:
-        _fail(ConfigError(f"There is no command {words[0]!r}; the commands are {', '.join(commands)}."))
+        near = difflib.get_close_matches(words[0], commands, n=1)
+        way_out = f"did you mean {near[0]}? The" if near else "the"
+        _fail(ConfigError(f"There is no command {words[0]!r}; {way_out} commands are {', '.join(commands)}."))
     try:
         commands[words[0]](words[1:])
     except ZeroshardError as error:
@@ -60,37 +87,55 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _train(argv: list[str]) -> None:
-    from zeroshard.train.config import TrainConfig
-    from zeroshard.train.toml_config import parse
+    with _ended_by_interrupt():
+        config, run_rank = _train_options(argv)
+    from zeroshard.run_command import program, resuming, run_ranks
 
-    launched = os.environ.get("WORLD_SIZE")
-    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":  # every rank reads the same words; one of them speaks
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-        config = parse(TrainConfig, argv, "zeroshard train")
+    threads, launched = os.environ.get("OMP_NUM_THREADS"), os.environ.get("WORLD_SIZE")
     if config.ranks is not None and launched is None:
-        _launch(config.ranks, argv)
+        os.environ[AGAIN] = resuming([*program(), "train"], argv, threads)
+        run_ranks(config.ranks, argv)
         return
     if config.ranks is not None and str(config.ranks) != launched:
         raise ConfigError(
             f"ranks is {config.ranks} and torchrun started {launched} processes; leave out one of the two."
         )
-    from zeroshard.launch import run_rank
+    again = os.environ.get(AGAIN) if launched else resuming([*program(), "train"], argv, threads)
+    if again is None and os.environ.get("LOCAL_WORLD_SIZE") == launched:  # torchrun's ranks, all on this machine
+        ranks = [] if config.ranks else ["--ranks", str(launched)]
+        again = resuming([*program(), "train"], [*argv, *ranks], threads)
+    run_rank(config, again or "the same command on every node and --resume auto")
 
-    run_rank(config)
 
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end the process at once inside, where modules are loaded; torch swallows a KeyboardInterrupt there."""
 
-def _launch(ranks: int, argv: list[str]) -> None:
-    """Start the ranks on this machine through torchrun; they speak for themselves."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"zeroshard: interrupted before anything began\n")
+        os._exit(128 + number)
 
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # somebody else decides
+        return
+    signal.signal(signal.SIGINT, end)
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(ranks), "-m", "zeroshard", "train", *argv])
-    except ChildFailedError as error:
-        sys.exit(error.get_first_failure()[1].exitcode)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _train_options(argv: list[str]) -> "tuple[TrainConfig, Callable[[TrainConfig, str], None]]":
+    """What to train, and what trains it on a rank; this loads torch."""
+    from zeroshard.launch import run_rank
+    from zeroshard.train.config import TrainConfig
+    from zeroshard.train.toml_config import parse
+
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":  # every rank reads the same words; one of them speaks
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        return parse(TrainConfig, argv, "zeroshard train"), run_rank
 
 
 def _doctor(argv: list[str]) -> None:
@@ -137,8 +182,10 @@ def _partition(argv: list[str]) -> None:
 
 
 def _run(argv: list[str]) -> None:
-    from zeroshard.run_command import run_supervised
+    from zeroshard.run_command import program, resuming, run_supervised
 
+    cut = argv.index("--") + 1 if "--" in argv else len(argv)
+    os.environ[AGAIN] = resuming([*program(), "run", *argv[:cut]], argv[cut:], os.environ.get("OMP_NUM_THREADS"))
     run_supervised(argv)
 
 

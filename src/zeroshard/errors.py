@@ -37,7 +37,15 @@ class NonFiniteError(ZeroshardError, ArithmeticError):
 
 
 class BudgetExceeded(ZeroshardError, MemoryError):
-    """An allocation that does not fit the memory budget of its tier."""
+    """An allocation that does not fit the memory budget of its tier.
+
+    Attributes:
+        found: the message without the way out.
+    """
+
+    def __init__(self, found: str, way_out: str = "") -> None:
+        super().__init__(f"{found} {way_out}".rstrip())
+        self.found = found
 
 
 class CommError(ZeroshardError, RuntimeError):
@@ -65,7 +73,15 @@ class DivergenceError(ZeroshardError, RuntimeError):
 
 
 class Stopped(ZeroshardError, RuntimeError):
-    """The run was asked to stop (SIGTERM, SIGUSR1) and has saved what it needs to go on."""
+    """The run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C) and has saved what it needs to go on.
+
+    Attributes:
+        signal: the number of the signal that asked; 0 if it is not known.
+    """
+
+    def __init__(self, message: str, signal: int = 0) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class ReportError(ZeroshardError, RuntimeError):

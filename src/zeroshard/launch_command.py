@@ -193,6 +193,17 @@ class KubernetesOptions(JobOptions):
 
 CLUSTERS: dict[str, type[JobOptions]] = {"slurm": SlurmOptions, "k8s": KubernetesOptions}
 
+USAGE = """usage: zeroshard launch CLUSTER [OPTIONS] -- train ... | script.py ...
+
+Print or write the file that runs a job on a cluster, with a supervisor (zeroshard run) on every node. Nothing is
+submitted.
+
+  slurm  a batch script for sbatch
+  k8s    a Job for kubectl
+
+zeroshard launch CLUSTER --help lists the options of a cluster, such as --nodes; --dry-run prints the file, and
+--out DIR writes it there."""
+
 
 def run_launch(argv: Sequence[str]) -> None:
     """Print or write the file that the options ask for.
@@ -203,6 +214,9 @@ def run_launch(argv: Sequence[str]) -> None:
     from zeroshard.train.toml_config import parse
 
     own, words = split(argv)
+    if own[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
     if not own or own[0] not in CLUSTERS:
         found = f"there is no cluster {own[0]!r}" if own else "the cluster is missing"
         raise ConfigError(f"{found}; write zeroshard launch slurm or zeroshard launch k8s, options, --, and a command.")

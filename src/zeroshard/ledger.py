@@ -69,6 +69,9 @@ class Ledger:
     Args:
         budgets: bytes that a tier (`"device"`, `"host"`, `"disk"`) may hold; a tier that is absent has no limit.
         now: seconds of the clock by which changes are recorded.
+
+    Attributes:
+        way_out: for a device that would have to hold so many bytes of a budget, what to do about it.
     """
 
     def __init__(self, budgets: Mapping[str, int] | None = None, now: Callable[[], float] = time.perf_counter) -> None:
@@ -78,6 +81,7 @@ class Ledger:
             (tier, category): Account() for tier in WAYS_OUT for category in Category
         }
         self._recording: Recording | None = None
+        self.way_out: Callable[[int, int], str] | None = None
 
     def empty(
         self,
@@ -122,9 +126,13 @@ class Ledger:
         budget, held_now = self.budgets.get(tier), self.total(tier)
         if budget is not None and held_now + nbytes > budget:
             held = ", ".join(f"{name} {n:,}" for name, n in self.snapshot(tier).items() if n)
+            way_out = f"Raise the budget, {WAYS_OUT[tier]}."
+            if tier == "device" and self.way_out is not None:
+                way_out = self.way_out(held_now + nbytes, budget)
             raise BudgetExceeded(
                 f"{label} needs {nbytes:,} bytes of {category} on the {tier}, which holds {held_now:,} of its "
-                f"budget of {budget:,} ({held or 'nothing'}). Raise the budget, {WAYS_OUT[tier]}."
+                f"budget of {budget:,} ({held or 'nothing'}).",
+                way_out,
             )
 
     def give(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:

@@ -256,6 +256,11 @@ def _device(device: str | None) -> torch.device:
         return torch.device("cpu")
     if device != "cuda":
         raise PlanError(f"Device {device!r} is unknown; use 'cpu' or 'cuda'.")
+    if not gpus:
+        raise PlanError(
+            "device='cuda' needs a GPU, and PyTorch sees none (it was built without CUDA, the driver is missing, or "
+            "CUDA_VISIBLE_DEVICES hides them); use device='cpu', or leave the device out."
+        )
     if gpus < local_ranks:
         raise PlanError(
             f"{local_ranks} local ranks ask for CUDA and {gpus} GPUs are visible; start {gpus} ranks or use "

@@ -1,5 +1,8 @@
 """The command `zeroshard run`: a job under a supervisor."""
 
+import math
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,6 +87,41 @@ def run_supervised(argv: Sequence[str]) -> None:
         reports=options.reports,
     )
     sys.exit(supervise(job))
+
+
+def run_ranks(ranks: int, argv: Sequence[str]) -> None:
+    """Train on so many processes of this machine, and exit with their code.
+
+    They are started once. How long they may take is not judged: their collectives have a timeout.
+    """
+    from zeroshard.supervise import Job, Limits, Place, set_threads, supervise
+
+    set_threads(ranks)
+    limits, place = Limits(timeout=math.inf, linger=math.inf), Place(processes=ranks)
+    job = Job(command=("train", *argv), place=place, limits=limits, max_restarts=0, grace=math.inf, reports=None)
+    sys.exit(supervise(job))
+
+
+def resuming(start: Sequence[str], words: Sequence[str], threads: str | None = None) -> str:
+    """The command that goes on with a run, as a shell takes it: options as they were, and `--resume auto`.
+
+    Args:
+        start: how the program was started, up to and with `train`.
+        words: the options of the job.
+        threads: what OMP_NUM_THREADS was set to.
+    """
+    before = ["", *words][: len(words)]
+    kept = [w for b, w in zip(before, words, strict=True) if b != "--resume" and w.partition("=")[0] != "--resume"]
+    return f"OMP_NUM_THREADS={threads} " * (threads is not None) + shlex.join([*start, *kept, "--resume", "auto"])
+
+
+def program() -> list[str]:
+    """How this program was started, in words by which a shell finds it again."""
+    script = Path(sys.argv[0])
+    if script.name != "__main__.py":
+        return [script.name] if shutil.which(script.name) == str(script) else [str(script)]
+    python = next((name for name in ("python", "python3") if shutil.which(name) == sys.executable), sys.executable)
+    return [python, "-m", "zeroshard"]
 
 
 def check_command(command: Sequence[str]) -> None:

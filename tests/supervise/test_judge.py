@@ -198,6 +198,8 @@ def test_under_another_launcher_the_code_is_the_ranks(ended: int | None, code: i
 )
 def test_the_code_after_a_stop(codes: tuple[int, ...], killed: bool, code: int) -> None:
     assert stop_code([dead(rank, code) for rank, code in enumerate(codes)], killed) == code
+    interrupted = stop_code([dead(rank, code) for rank, code in enumerate(codes)], killed, interrupted=True)
+    assert interrupted == (130 if code in (75, 143) else code)  # Ctrl-C, as shells have it
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,13 @@ class TestDisk:
         with pytest.raises(OffloadError, match=r"No file can be made in .*file/folder \(Not a directory\)"):
             Disk(tmp_path / "file" / "folder", ledger, 60.0)
 
+    def test_only_the_last_part_of_a_path_is_made(self, tmp_path: Path, ledger: Ledger) -> None:
+        Disk(tmp_path / "new", ledger, timeout=10.0).close()
+        assert (tmp_path / "new").is_dir()
+        with pytest.raises(OffloadError, match=r"nope/x cannot be made, because .*nope does not exist; correct"):
+            Disk(tmp_path / "nope" / "x", ledger, timeout=10.0)
+        assert not (tmp_path / "nope").exists()
+
     def test_files_are_closed_with_the_disk(self, tmp_path: Path, ledger: Ledger) -> None:
         open_files = len(os.listdir("/proc/self/fd"))
         disk = Disk(tmp_path, ledger, 60.0)

@@ -76,16 +76,21 @@ def newest(config: TrainConfig) -> Path:
     return max(path for path in config.out.iterdir() if path.name != "whole")
 
 
-def test_auto_goes_on_in_the_same_folder_bit_for_bit(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_goes_on_in_the_same_folder_bit_for_bit(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = replace(config, resume="auto")
     died(config, monkeypatch, 2)  # before any checkpoint
+    assert "nothing to resume:" in (said := capsys.readouterr().out) and "has no unfinished run of this model" in said
     died(config, monkeypatch, 5)
+    assert "was cut off before its first checkpoint, so it begins again" in capsys.readouterr().out
     died(config, monkeypatch, 7)
     folder = newest(config)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # a line that was cut off
     done = run(config, Mesh())
     assert done is not None and done[1] == folder
+    assert "nothing to resume" not in capsys.readouterr().out
     text = (folder / "metrics.jsonl").read_text().replace('{"step": 99, "lo\n', "")
     (folder / "metrics.jsonl").write_text(text)
     assert losses(folder) == whole(config)
@@ -139,7 +144,7 @@ def test_a_request_to_stop_is_saved_and_goes_on(config: TrainConfig, monkeypatch
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_step", asked)
-        with pytest.raises(Stopped, match="after step 4, which is saved; go on with --resume auto"):
+        with pytest.raises(Stopped, match="after step 4, which is saved; go on with: --resume auto"):
             run(config, Mesh())
     assert signal.getsignal(signal.SIGTERM) == before
     assert run(config, Mesh()) is not None

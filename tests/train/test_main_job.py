@@ -285,4 +285,6 @@ def test_a_run_that_never_flushes_reports_from_the_last_stage(text: Path, tmp_pa
 )
 def test_stages_that_cannot_be(text: Path, tmp_path: Path, words: list[str], complaint: str) -> None:
     words = [*words, "--batch", "2"] if "1" in words else [*words, "--batch", "4", "--microbatches", "2"]
-    assert complaint in train(text, tmp_path, *words, code=2)
+    output = train(text, tmp_path, *words, code=2)
+    assert complaint in output and "torch" not in output and "Traceback" not in output
+    assert output.count("zeroshard: ") == 1

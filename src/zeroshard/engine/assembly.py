@@ -10,6 +10,7 @@ from torch import nn
 
 from zeroshard.comm import Comm
 from zeroshard.engine.below import Below, units_below
+from zeroshard.engine.fitting import Fitting
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
@@ -25,6 +26,7 @@ from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.schedule import Loan
 from zeroshard.units import Flat, Unit, find_units, is_small
 from zeroshard.zero import Accumulation, Gatherer, GradientShards, ParameterShards, Residency
+from zeroshard.zero.formulas import BytesPerParameter
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -135,7 +137,7 @@ class Assembler:
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         self._below = Below(self._plan, self._comm.mesh, self._ledger, torch_optimizer) if self._plan.offloads else None
         going = units_below(units, self._plan.offload_share) if "optimizer" in self._plan.offloads else set()
-        self._check_budget(units, kept)
+        self._check_budget(units, kept, groups, layout)
         if self._below is not None:
             self._below.check_room(units, going, self._precision.compute, layout.bytes_per_element)
         self._share_memory(units)
@@ -167,8 +169,10 @@ class Assembler:
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         return Assembly(units, shards, spans, layout, self._precision, self._arena, borrowed, self._below)
 
-    def _check_budget(self, units: list[Unit], kept: set[nn.Parameter]) -> None:
-        """Refuse a budget that the weights alone exceed.
+    def _check_budget(
+        self, units: list[Unit], kept: set[nn.Parameter], groups: dict[nn.Parameter, int], layout: StateLayout
+    ) -> None:
+        """Refuse a budget that the weights alone exceed; and tell the ledger the way out of what it refuses later.
 
         Raises:
             BudgetExceeded: with the least that they need.
@@ -180,17 +184,24 @@ class Assembler:
             sum(p.numel() * self._precision.dtype_of(p, p in kept).itemsize for p in unit.parameters.values())
             for unit in units
         ]
+        if self._stage is None:
+            numel = sum(p.numel() for unit in units for p in unit.parameters.values())
+            trained = sum(p.numel() for unit in units for p in unit.parameters.values() if p in groups)
+            width = sum(sizes) // max(1, numel)
+            each = BytesPerParameter(width, width, 4 if width < 4 else 0, layout.bytes_per_element)
+            slices = self._comm.mesh.ranks
+            fitting = Fitting(self._plan, slices, trained, numel - trained, tuple(sizes), each)
+            self._ledger.way_out = fitting.way_out
         gathered = sum(sorted(sizes[:-1])[-2:]) + sizes[-1]  # two units beside the root
         needed, what = sum(sizes), "the weights"
         if self._residency.slice_parameters and (ranks > 1 or "parameters" in self._plan.offloads):
             slices = 0 if "parameters" in self._plan.offloads else sum(sizes) // ranks
             needed, what = slices + gathered, "two units at a time and the root"
         if needed > budget:
-            raise BudgetExceeded(
-                f"device_memory is {budget:,} bytes, and {what} take {needed:,}. Set it to more than that (gradients "
-                f"on their way and activations come on top; `zeroshard plan` says how much), or cut the model into "
-                f"smaller units."
-            )
+            way_out = "Set it to more than that, with gradients and activations on top, or use more stages."
+            if self._ledger.way_out is not None:
+                way_out = self._ledger.way_out(needed, budget)
+            raise BudgetExceeded(f"device_memory is {budget:,} bytes, and {what} take {needed:,}.", way_out)
 
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from zeroshard.checkpoint import Saving
 from zeroshard.counts import merged
+from zeroshard.engine.arguments import check_arguments
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import accumulate, call, call_with, loss_in, microbatches
@@ -78,7 +79,8 @@ class Engine(Readings):
         initialise: Initialiser | None = None,
         example: Any = None,
     ) -> None:
-        check_model(model, optimizer)
+        check_arguments(model, optimizer, plan)
+        check_model(model)
         self.model = model
         self.plan = plan or Plan()
         self.mesh = mesh or init_mesh(self.plan.timeout)
@@ -186,12 +188,12 @@ class Engine(Readings):
 
         Raises:
             NonFiniteError: gradients are not finite and the plan says `nonfinite="raise"`.
-            CommError: the ranks did different things, or a rank is gone.
+            CommError: the ranks did different things, or a rank is gone. PlanError: no rank has any gradient.
         """
         self._refuse_pipeline("step")
         self._backward.forget_interrupted()
         try:
-            verdict = self._judge.judge(self._update.settle(self.steps).norm, self._update.refuse_nonfinite)
+            verdict = self._judge.judge(self._update.demand(self.steps).norm, self._update.refuse_nonfinite)
         except NonFiniteError:
             self._update.consume()
             raise

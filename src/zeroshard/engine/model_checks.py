@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.forward import Forward, Hook
-from zeroshard.errors import ModelError, OptimizerError, PlanError
+from zeroshard.errors import ModelError, PlanError
 from zeroshard.units.watched import Watched
 from zeroshard.zero.parameters import Residence
 
@@ -27,20 +27,12 @@ WRAPPERS = {  # classes that make their own gradients or slices, and the way to 
 Shards = Mapping[int, Shard]
 
 
-def check_model(model: nn.Module, optimizer: Any) -> None:
-    """Refuse a model or optimizers that no engine can take.
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that no engine can take.
 
     Raises:
         ModelError: the model is an engine's already, wrapped by another library, or not yet initialised.
-        OptimizerError: several optimizers.
     """
-    if isinstance(optimizer, (list, tuple)):
-        kinds = ", ".join(type(one).__name__ for one in optimizer)
-        raise OptimizerError(
-            f"The engine was given a {type(optimizer).__name__} of {len(optimizer)} optimizers ({kinds}), and takes "
-            f"one. Give one optimizer several parameter groups, each with its own rate: "
-            f"AdamW([{{'params': ..., 'lr': ...}}, ...])."
-        )
     for path, module in model.named_modules():
         where = f"The module {path!r} of the model" if path else "The model"
         wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), None)

@@ -137,6 +137,22 @@ class Update:
         elif self._backward.take_back(everything=True):
             self._settled = None
 
+    def demand(self, step: int) -> Settled:
+        """As `settle`, for a step that needs gradients; a rank may have none where another has some.
+
+        Raises:
+            PlanError: no parameter got a gradient on any rank.
+        """
+        settled = self.settle(step)
+        if not any(settled.written):
+            self._settled = None  # or a rank that has no backward next time either would not agree anew
+            raise PlanError(
+                f"engine.step() number {step + 1} found no gradient on any rank: no backward since the last step has "
+                f"reached a parameter that is trained. Call engine.backward(loss) before it, once per step at least, "
+                f"with a loss that depends on the parameters."
+            )
+        return settled
+
     def refuse_nonfinite(self, norm: float, comm: Comm | None = None) -> None:
         """Raise with the names of the parameters whose gradients are not finite.
 

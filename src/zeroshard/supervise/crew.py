@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
@@ -21,6 +21,7 @@ from zeroshard.supervise.worker import STACKS, work
 
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL
 SUSPICION = 1.5  # seconds without a heartbeat before the kernel is asked what the process does
+SAFE_PATH = "PYTHONSAFEPATH"  # as in Python's documentation
 STACK_BYTES = 32768  # of one rank's stacks that are kept
 
 
@@ -55,7 +56,8 @@ class Crew:
         self._context = multiprocessing.get_context("forkserver")
         os.environ[nursery.VARIABLE] = str(os.getpid())
         self._context.set_forkserver_preload([nursery.__name__])
-        forkserver.ensure_running()
+        with _without_current_folder():
+            forkserver.ensure_running()
 
     def start(self, attempt: int, environments: Sequence[dict[str, str]]) -> None:
         """Start one worker for each environment."""
@@ -119,6 +121,20 @@ class Crew:
             failure=None if failure is None else replace(failure, when=now - failure.when),
             stack=_stack(worker.pulse.with_suffix(STACKS)),
         )
+
+
+@contextlib.contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Let interpreters that begin inside import nothing from the current folder, which `python -c` would put first."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def _exit(worker: Worker) -> int | None:

@@ -13,6 +13,7 @@ from zeroshard.pulse import Collective
 from zeroshard.supervise.records import Culprit, RankState, Verdict
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on the command line
+INTERRUPTED = 128 + signal.SIGINT  # the code of whatever Ctrl-C stopped, as shells have it
 SETTLE = 0.5  # seconds from the first sign of a failure to the judgement, for the cause to show beside its echoes
 ECHO_TYPES = ("CommError", "DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "EOFError")
 ECHO_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
@@ -81,18 +82,21 @@ def pass_on(culprit: Culprit) -> Verdict:
     return Verdict(False, code if code > 0 else 128 - code, "the launcher decides what follows")
 
 
-def stop_code(states: Sequence[RankState], killed: bool) -> int:
+def stop_code(states: Sequence[RankState], killed: bool, interrupted: bool = False) -> int:
     """The exit code after a stop that was asked for.
 
     Args:
         killed: whether ranks were still there at the end of the grace and had to be killed.
+        interrupted: whether it was Ctrl-C that asked.
     """
     codes = [state.exit for state in states]
     if killed or STOPPED in codes:
-        return STOPPED
+        return INTERRUPTED if interrupted else STOPPED
     if all(code == DONE for code in codes):
         return DONE
-    return 128 + signal.SIGTERM if -signal.SIGTERM in codes else FAILED
+    if -signal.SIGTERM in codes:
+        return INTERRUPTED if interrupted else 128 + signal.SIGTERM
+    return FAILED
 
 
 def _failed(states: Sequence[RankState]) -> Culprit | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from zeroshard.supervise.board import Board, Link, keep_store
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 TICK = 0.2  # seconds between two looks
 STACKS_WITHIN = {True: 0.6, False: 0.2}  # seconds for ranks to write their stacks, after a hang and otherwise
+REPEATED = 1.0  # seconds after which a second Ctrl-C is one of its own; a shell may pass the first one on
 HUNG_GRACE = 0.5  # seconds from SIGTERM to SIGKILL after a hang, where ranks wait in vain and have nothing to save
 NODES_WITHIN = 10.0  # seconds in which another node has ended its workers
 
@@ -38,7 +40,7 @@ class Job:
         command: `train ARGS` or `script.py ARGS`.
         max_restarts: without a newer checkpoint.
         grace: seconds from the request to stop to SIGKILL.
-        reports: folder of the crash reports.
+        reports: folder of the crash reports; None writes none, and leaves it to a rank that fails to say why.
     """
 
     command: tuple[str, ...]
@@ -46,14 +48,14 @@ class Job:
     limits: Limits = Limits()
     max_restarts: int = 3
     grace: float = 30.0
-    reports: Path = Path("runs/crashes")
+    reports: Path | None = Path("runs/crashes")
 
 
 def supervise(job: Job) -> int:
     """Run `job` to its end on this node; returns the exit code.
 
-    0 done; 1 failed, and no restart would help; 2 wrong input; 75 stopped on request; 143 stopped on request by ranks
-    that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
+    0 done; 1 failed, and no restart would help; 2 wrong input; 75 stopped on request; 130 stopped by Ctrl-C; 143
+    stopped on request by ranks that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
     """
     folder = Path(tempfile.mkdtemp(prefix="zeroshard-"))
     crew = Crew(job.command, folder)
@@ -92,10 +94,14 @@ class _Leader:
                 culprits.append(end)
                 newest.append(self._committed)
                 verdict = self._verdict(culprits, newest)
-                path = write_report(job.reports, job.command, attempt, end, verdict, states)
+                if job.reports is None:
+                    line = "" if end.failure is not None else f"{end}"
+                else:
+                    path = write_report(job.reports, job.command, attempt, end, verdict, states)
+                    line = _line(end, verdict, path)
                 if not verdict.restart:
-                    return self._leave(verdict.code, _line(end, verdict, path))
-                _say(_line(end, verdict, path))
+                    return self._leave(verdict.code, line)
+                _say(line)
         except OSError as error:
             return self._leave(FAILED, f"the supervisor cannot go on: {error}")
         raise AssertionError
@@ -140,14 +146,19 @@ class _Leader:
             self._crew.wait(TICK)
 
     def _stop(self) -> int:
-        """As asked: the ranks save and leave."""
+        """As asked: the ranks save and leave; a second Ctrl-C does not wait for that."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + self._job.grace
         while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
+            if self._requests.count(signal.SIGINT) > 1:
+                break
             self._crew.wait(TICK)
         killed = any(state.exit is None for state in self._states())
-        self._end()
-        return stop_code(self._states(), killed)
+        self._end(0.0 if self._requests.count(signal.SIGINT) > 1 else GRACE)
+        states = self._states()
+        if any(state.exit is not None and state.exit < 0 for state in states):
+            _say("stopped on request before all ranks had saved; go on from the last checkpoint, if there is one")
+        return stop_code(states, killed, signal.SIGINT in self._requests)
 
     def _close(self, culprit: Culprit) -> list[RankState]:
         """End the attempt; returns what was seen just before, with the stacks of the living, and how each ended."""
@@ -248,7 +259,14 @@ def _requests() -> Iterator[list[int]]:
     """The signals that asked this process to stop, as they come in."""
     heard: list[int] = []
     asking = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = {number: signal.signal(number, lambda number, frame: heard.append(number)) for number in asking}
+    last = [-REPEATED]
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT or time.monotonic() - last[0] > REPEATED:
+            heard.append(number)
+        last[0] = time.monotonic()
+
+    before = {number: signal.signal(number, hear) for number in asking}
     try:
         yield heard
     finally:

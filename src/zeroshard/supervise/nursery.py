@@ -25,11 +25,11 @@ DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # as in linux/prctl.h
 
 
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent, which is process `parent`, ends; at once if it has."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent, which is process `parent`, ends; now if it has."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def _settle() -> None:

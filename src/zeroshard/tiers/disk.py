@@ -38,7 +38,7 @@ class Disk:
     """The tier "disk" of one rank. `read` and `write` may run on any thread, one at a time for each extent.
 
     Args:
-        folder: where the file is; made if it is not there. The file has no name, so nothing stays behind.
+        folder: where the file is; its last part is made if need be. The file has no name, so nothing stays behind.
         ledger: holds every extent, in whole pages; what the last page does not need is padding.
         timeout: seconds that one read or write may take.
 
@@ -49,8 +49,13 @@ class Disk:
     def __init__(self, folder: Path | str, ledger: Ledger, timeout: float) -> None:
         self.folder = folder = Path(folder)
         self._ledger, self._timeout = ledger, timeout
+        if not folder.absolute().parent.exists():
+            raise OffloadError(
+                f"The folder {folder} cannot be made, because {folder.absolute().parent} does not exist; correct "
+                f"offload_disk, or make {folder.absolute().parent} first."
+            )
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
             self._file = _nameless(folder)
         except OSError as error:
             raise OffloadError(

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,9 @@ from zeroshard.train.corpus import Corpus
 from zeroshard.train.cursor import Cursor
 
 CHECKPOINTS = "checkpoints"  # below the run folder
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+REPEATED = 1.0  # seconds after which a second Ctrl-C is one of its own; a launcher may pass the first one on
+LONG = 2.0  # seconds that a request may go unanswered
 
 
 class Keeping:
@@ -25,21 +28,22 @@ class Keeping:
     Args:
         folder: of the run.
         say: shows people a line.
+        again: the command, or what to add to it, that goes on with a run that was stopped.
 
     Attributes:
         cursor: the position in the data.
-        asked: whether this process was asked to stop.
+        asked: the signal by which this process was asked to stop; 0 for none.
         exposed_seconds: how long training stood still for the checkpoint begun last; None where none was since.
     """
 
     def __init__(
-        self, config: TrainConfig, engine: Engine, corpus: Corpus, folder: Path, say: Callable[[str], None]
+        self, config: TrainConfig, engine: Engine, corpus: Corpus, folder: Path, say: Callable[[str], None], again: str
     ) -> None:
-        self._config, self._engine, self._corpus, self._say = config, engine, corpus, say
+        self._config, self._engine, self._corpus, self._say, self._again = config, engine, corpus, say, again
         self._folder = folder / CHECKPOINTS
         self._checkpoints = Checkpoints(engine, self._folder, config.keep)
         self.cursor = Cursor()
-        self.asked = False
+        self.asked = 0
         self.exposed_seconds: float | None = None
         self.guard: Guard | None = None
         if config.rollbacks:
@@ -56,6 +60,8 @@ class Keeping:
         """
         extra = self._checkpoints.resume() if continued else None
         given = self._config.resume
+        if extra is None and given == "auto":
+            self._say(self._nothing_to_resume(continued))
         if extra is not None:
             self._say(f"going on from step {extra['step']} of {self._folder.parent}")
         elif isinstance(given, Path) and (given / CHECKPOINTS).is_dir():
@@ -82,6 +88,16 @@ class Keeping:
         if self.guard is not None and extra["guard"] is not None:
             self.guard.load(extra["guard"])
         return int(extra["step"])
+
+    def _nothing_to_resume(self, continued: bool) -> str:
+        """Why `resume="auto"` begins at the first step."""
+        run = self._folder.parent
+        if continued:
+            return f"nothing to resume: {run} was cut off before its first checkpoint, so it begins again"
+        return (
+            f"nothing to resume: {self._config.out} has no unfinished run of this model, data, tokenizer, sequence, "
+            f"optimizer and seed; a new run begins in {run}"
+        )
 
     def judge(self, step: int, loss: float, position: int) -> int:
         """Look at the loss that all ranks know of a step; returns the step that training is at now.
@@ -137,17 +153,21 @@ class Keeping:
         }
         self.exposed_seconds = self._checkpoints.save(extra, wait=wait).exposed_seconds
 
-    def stop(self, step: int) -> None:
+    def stop(self, step: int, asked: int) -> None:
         """Save and stop.
+
+        Args:
+            asked: the signal by which any rank was asked to.
 
         Raises:
             Stopped: always.
         """
+        self.asked = asked
         if not self._config.checkpoint:
-            raise Stopped(f"Stopped on request after step {step}; nothing was saved (--no-checkpoint).")
+            raise Stopped(f"Stopped on request after step {step}; nothing was saved (--no-checkpoint).", asked)
         if step not in self._checkpoints.steps():
             self.save(step, wait=True)
-        raise Stopped(f"Stopped on request after step {step}, which is saved; go on with --resume auto.")
+        raise Stopped(f"Stopped on request after step {step}, which is saved; go on with: {self._again}", asked)
 
     def finish(self, step: int) -> None:
         """Save the end of the run, and wait until it is on the disk.
@@ -160,18 +180,27 @@ class Keeping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM and SIGUSR1 as requests to stop after the step."""
+        """Take SIGTERM, SIGUSR1 and Ctrl-C as requests to stop after the step; a second Ctrl-C ends at once."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may listen
             return
 
+        patience = threading.Timer(LONG, self._say, ["stopping when this step is done; Ctrl-C again stops at once"])
+        patience.daemon = True
+        heard = [0.0]
+
         def ask(number: int, frame: FrameType | None) -> None:
-            self.asked = True
+            if not self.asked:
+                self.asked, heard[0] = number, time.monotonic()
+                patience.start()
+            elif number == signal.SIGINT and time.monotonic() - heard[0] > REPEATED:
+                raise KeyboardInterrupt
 
         before = {request: signal.signal(request, ask) for request in REQUESTS}
         try:
             yield
         finally:
+            patience.cancel()
             for request, handler in before.items():
                 signal.signal(request, handler)
 

@@ -2,17 +2,21 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import Progress as RichProgress
+from rich.progress import ProgressColumn, Task
+from rich.text import Text as RichText
 
 from zeroshard.engine import Engine
 
 LINES_EVERY = 10.0  # seconds between lines where there is no terminal
+BAR = 20  # characters
 
 
 class Exposed:
@@ -66,7 +70,10 @@ def _short(seconds: float) -> str:
 
 
 class Progress:
-    """Shows loss, tokens per second, gradient norm and memory as a run goes on."""
+    """Shows the run in one line, then step, remaining time, loss, speed, gradient norm and memory as it goes on.
+
+    In a terminal that is too narrow for all, the last are left out first: step, remaining time and loss always stay.
+    """
 
     def __init__(self, steps: int, shown: bool) -> None:
         self._steps, self._shown = steps, shown
@@ -74,16 +81,10 @@ class Progress:
         self._bar: RichProgress | None = None
         self._next_line = 0.0
         self._speed: float | None = None
+        self._began: tuple[int, float] | None = None
         if shown and self._console.is_terminal:
-            columns = [
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            ]
-            self._bar = RichProgress(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=steps)
+            self._bar = RichProgress(_Line(), console=self._console)
+            self._task = self._bar.add_task("", total=steps, parts=["starting"])
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:
@@ -96,24 +97,30 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def header(self, lines: Mapping[str, str]) -> None:
+        """Show what is trained, on what, how, and where it is kept: a line each."""
+        if self._shown:
+            for name, text in lines.items():
+                self._console.print(f"{name:<7}{text}", soft_wrap=True, markup=False)
+
     def step(self, metrics: dict[str, Any], ledger_bytes: int, skipped: int) -> None:
         """Show one step."""
         if not self._shown:
             return
-        rate = metrics["tokens_per_s"]
+        rate, step = metrics["tokens_per_s"], metrics["step"]
         self._speed = rate if self._speed is None else 0.9 * self._speed + 0.1 * rate
-        text = (
-            f"{metrics['bits_per_byte']:.3f} bits/byte  {self._speed:,.0f} tokens/s  |grad| "
-            f"{metrics['grad_norm']:.2f}  "
-            f"memory {ledger_bytes / 2**20:.1f} MiB (process {metrics['rss_bytes'] / 2**20:.0f})"
-        )
-        text += f"  skipped {skipped}" if skipped else ""
-        text += f"  exposed {in_words(metrics['exposed_seconds'], 2)}" if "exposed_seconds" in metrics else ""
+        parts = [f"step {step}/{self._steps}", f"  ETA {self._remaining(step)}"]
+        parts += [f"  loss {metrics['bits_per_byte']:.3f}", " bits/byte"]
+        parts += [f"  skipped {skipped}"] if skipped else []
+        parts += [f"  {self._speed:,.0f} tokens/s", f"  |grad| {metrics['grad_norm']:.2f}"]
+        parts += [f"  memory {ledger_bytes / 2**20:.1f} MiB", f"  RSS {metrics['rss_bytes'] / 2**20:.0f} MiB"]
+        if "exposed_seconds" in metrics:
+            parts.append(f"  exposed {in_words(metrics['exposed_seconds'], 2)}")
         if self._bar is not None:
-            self._bar.update(self._task, completed=metrics["step"], description=text)
-        elif time.monotonic() >= self._next_line or metrics["step"] == self._steps:
+            self._bar.update(self._task, completed=step, parts=parts)
+        elif time.monotonic() >= self._next_line or step == self._steps:
             self._next_line = time.monotonic() + LINES_EVERY
-            self._console.print(f"step {metrics['step']:>5}/{self._steps}  {text}", soft_wrap=True)
+            self._console.print("".join(parts), soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
         """Show a line about the run."""
@@ -124,5 +131,59 @@ class Progress:
         """Show one validation."""
         if self._shown:
             self._console.print(
-                f"step {step:>5}/{self._steps}  validation {bits_per_byte:.3f} bits/byte", soft_wrap=True
+                f"step {step}/{self._steps}  validation {bits_per_byte:.3f} bits/byte",
+                soft_wrap=True,
             )
+
+    def _remaining(self, step: int) -> str:
+        """Hours, minutes and seconds to the last step, at the speed since the first that was shown."""
+        now = time.monotonic()
+        if self._began is None or step <= self._began[0]:
+            self._began = (step, now)
+            return "-:--"
+        first, when = self._began
+        left = round((now - when) / (step - first) * (self._steps - step))
+        hours, minutes = divmod(left // 60, 60)
+        return f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes}:{left % 60:02}"
+
+
+class _Line(ProgressColumn):
+    """The parts of a step that fit into the width, and a bar where there is room."""
+
+    max_refresh = 0.2
+
+    def render(self, task: Task) -> RenderableType:
+        return _Fitting(task.fields["parts"], task.completed / task.total if task.total else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitting:
+    """Parts of a line, the most important first, of which those are shown that fit into the console's width.
+
+    Attributes:
+        done: share of the steps, for the bar.
+    """
+
+    parts: Sequence[str]
+    done: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield RichText(fitting(self.parts, options.max_width, self.done), no_wrap=True, overflow="crop")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)
+
+
+def fitting(parts: Sequence[str], width: int, done: float) -> str:
+    """As many of the parts as fit into so many characters, from the first on, and a bar if all fit beside it."""
+    line, *others = parts
+    for part in others:
+        if len(line) + len(part) > width:
+            break
+        line += part
+    else:
+        room = min(BAR, width - len(line) - 2)
+        if room >= BAR // 2 and others:
+            full = round(done * room)
+            line += "  " + "━" * full + "╌" * (room - full)
+    return line

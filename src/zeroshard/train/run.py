@@ -17,12 +17,15 @@ from torch import Tensor
 
 from zeroshard.comm import Comm
 from zeroshard.engine import Engine, StepResult
-from zeroshard.errors import CheckpointWarning, NonFiniteError
+from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError
 from zeroshard.initialise import seed_of
 from zeroshard.mesh import Mesh
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.planner.words import short
 from zeroshard.survive import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
+from zeroshard.train.fitting import with_plan_that_fits
 from zeroshard.train.folder import RunFolder
 from zeroshard.train.forecast import FEWEST, Forecast
 from zeroshard.train.gpt import generate
@@ -36,8 +39,9 @@ from zeroshard.train.trace import OffloadTrace, write_timeline
 from zeroshard.version import __version__
 
 RECORDED_STEP = 3  # buffers have settled by then
+AGAIN = "--resume auto"
 STOP_EVERY = 8  # steps between questions whether to stop, where a step does not bring all ranks together
-WORD = struct.Struct("<dd?")  # a rank's loss, its busy seconds, and whether it was asked to stop
+WORD = struct.Struct("<ddB")  # a rank's loss, its busy seconds, and the signal by which it was asked to stop
 TRACED_STEPS = {True: 3, False: 1}  # of a schedule that never flushes, some; else one
 TRACED_BELOW = 2  # of what is offloaded, which a step leaves to the next one
 
@@ -84,10 +88,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What all ranks know of a step: the mean loss over all lanes in nats per token, where it is known; a request."""
+    """What all ranks know of a step: the mean loss over all lanes in nats per token, where it is known; a request.
+
+    Attributes:
+        stop: the signal by which a rank was asked to stop; 0 for none.
+    """
 
     loss: float | None
-    stop: bool
+    stop: int
 
 
 class Run:
@@ -95,12 +103,13 @@ class Run:
 
     Args:
         outlook: what was planned and predicted of it.
+        again: the command, or what to add to it, that goes on with this run when it was stopped.
 
     Raises:
         ZeroshardError: what is wrong with the options, the data or the model.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, outlook: Outlook | None = None) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, outlook: Outlook | None = None, again: str = AGAIN) -> None:
         self.config, self.mesh = config, mesh
         self.text = load_text(config)
         torch.manual_seed(config.plan.seed)
@@ -117,8 +126,9 @@ class Run:
         if self.reports:
             self.folder.open(config, self.engine.split)
         self.progress = Progress(config.steps, shown=self.reports)
+        self.progress.header(self._header())
         parts = (self.engine, self.text.corpus, self.folder.path)
-        self.keeping = Keeping(config, *parts, self.progress.note)
+        self.keeping = Keeping(config, *parts, self.progress.note, again)
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
         self._exposed = Exposed(self.engine)
@@ -152,6 +162,18 @@ class Run:
             summary = self._finish(first, [losses[step] for step in sorted(losses)], validation)
         return summary
 
+    def _header(self) -> dict[str, str]:
+        """What is trained, on what, how, and where it is kept."""
+        config, corpus, engine = self.config, self.text.corpus, self.engine
+        rows = config.batch * engine.lanes
+        ranks = f"{self.mesh.ranks} rank{'s' * (self.mesh.ranks > 1)} on {self.mesh.device.type}"
+        return {
+            "model": f"{config.model}, {self.built.parameters:,} parameters",
+            "data": f"{corpus.name}, {corpus.files} files, {format_size(len(corpus.train))} to train on",
+            "plan": f"{short(config.plan, self.mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
+            "run": str(self.folder.path),
+        }
+
     def _begin_forecast(self, steps: int) -> Forecast | None:
         """Look at the first of so many steps, where something was predicted of them."""
         prediction = self._outlook.prediction
@@ -176,7 +198,7 @@ class Run:
         self.folder.write_prediction({**content, "step": step, "rank": forecast.prediction.rank})
         self.folder.write_metrics({"step": step, **comparison.metrics()})
 
-    def _between_steps(self, step: int, stop: bool) -> None:
+    def _between_steps(self, step: int, stop: int) -> None:
         """What is due after `step` steps: validation first, so that a resumed run has it too."""
         config = self.config
         if self._forecast is not None and self._forecast.due:
@@ -187,7 +209,7 @@ class Run:
         if config.validate_every and step % config.validate_every == 0 and step < config.steps:
             self._validate(step, config.validation_rows)
         if stop and step < config.steps:
-            self.keeping.stop(step)
+            self.keeping.stop(step, stop)
         self.keeping.save_if_due(step)
 
     @contextmanager
@@ -291,9 +313,9 @@ class Run:
         """What all ranks know of a step: its mean loss, and whether to stop; a word on each rank's busy seconds."""
         engine, keeping = self.engine, self.keeping
         if self.config.plan.streams:  # its stages are at different places, and only the last one knows the loss
-            stop = False
+            stop = 0
             if (step + 1) % STOP_EVERY == 0:
-                stop = any(map(any, engine.world.agree(bytes([keeping.asked]), f"requests in step {step + 1}")))
+                stop = max(map(max, engine.world.agree(bytes([keeping.asked]), f"requests in step {step + 1}")))
             return _Done(None if loss is None else _mean(engine.comm, loss, f"loss of step {step + 1}"), stop)
         assert loss is not None
         words = [WORD.unpack(w) for w in engine.world.agree(WORD.pack(loss, busy, keeping.asked), f"step {step + 1}")]
@@ -301,7 +323,7 @@ class Run:
             for slow in self._stragglers.step([seconds for _, seconds, _ in words]):
                 self.progress.note(f"warning: {slow}")
                 self.folder.write_metrics({"step": step + 1, "event": str(slow)})
-        return _Done(sum(loss for loss, _, _ in words) / len(words), any(stop for _, _, stop in words))
+        return _Done(sum(loss for loss, _, _ in words) / len(words), max(stop for _, _, stop in words))
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""
@@ -397,18 +419,24 @@ class Run:
         return config.prompt + tokenizer.decode(tokens)
 
 
-def run(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> tuple[dict[str, Any], Path] | None:
+def run(
+    config: TrainConfig, mesh: Mesh, profile: Path | None = None, again: str = AGAIN
+) -> tuple[dict[str, Any], Path] | None:
     """Carry out the main job; returns its summary and its folder, on the one rank that reports.
 
     Args:
         profile: of this machine, for a plan that is chosen or predicted; by default where `zeroshard doctor` writes it.
+        again: the command, or what to add to it, that goes on with the run when it was stopped.
     """
     config, outlook = plan_ahead(config, mesh, profile)
-    job = Run(config, mesh, outlook)
     try:
-        summary = job.train()
-    finally:
-        job.folder.close()
+        job = Run(config, mesh, outlook, again)
+        try:
+            summary = job.train()
+        finally:
+            job.folder.close()
+    except BudgetExceeded as error:
+        raise with_plan_that_fits(error, config, mesh, profile) from error
     return (summary, job.folder.path) if job.reports else None
 
 

@@ -1,0 +1,97 @@
+"""Which other plan keeps a model's states within a device's budget, by the formulas of ZeRO and offload alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Literal
+
+from zeroshard.errors import PlanError
+from zeroshard.plan import Plan
+from zeroshard.zero.formulas import BytesPerParameter, state_bytes
+
+ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
+PARTS = ("optimizer", "parameters", "activations")  # of offload, in the order in which they help
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Looks for a plan that needs fewer bytes on each device than the one of a model.
+
+    Attributes:
+        plan: that the model has.
+        ranks: that slice its states.
+        trainable: elements that are trained, of all units.
+        frozen: elements that are not.
+        units: bytes of the parameters of each unit, the root last.
+        each: bytes of one parameter's states.
+    """
+
+    plan: Plan
+    ranks: int
+    trainable: int
+    frozen: int
+    units: tuple[int, ...]
+    each: BytesPerParameter
+
+    def device_bytes(self, plan: Plan) -> int:
+        """Model states on each device under a plan, with the units that are gathered at once under stage 3."""
+        states = state_bytes(self.trainable, self.ranks, plan.zero, self.each)
+        parameters = states.parameters
+        parameters += state_bytes(self.frozen, self.ranks, plan.zero, self.each, frozen=True).parameters
+        gathered = 0
+        if plan.zero == 3 and (self.ranks > 1 or "parameters" in plan.offloads):
+            gathered = sum(sorted(self.units[:-1])[-2:]) + self.units[-1]  # two units beside the root
+        if "parameters" in plan.offloads:
+            parameters = Fraction(0)
+        stay = 1 - Fraction(plan.offload_share) if "optimizer" in plan.offloads else Fraction(1)
+        gradients = states.gradients * (stay if plan.zero >= 2 else 1)
+        return ceil(parameters + gradients + stay * (states.master_weights + states.optimizer_states)) + gathered
+
+    def way_out(self, needed: int, budget: int) -> str:
+        """The first plan with which `needed` bytes shrink into the budget, as options; or the smallest budget.
+
+        Args:
+            needed: bytes that the device would have to hold for what was asked for; what is no model state of these
+                stays as it is.
+        """
+        here = self.device_bytes(self.plan)
+        others = [(plan, max(needed, here) - here + self.device_bytes(plan)) for plan in leaner(self.plan, self.ranks)]
+        for plan, nbytes in others:
+            if nbytes <= budget:
+                return (
+                    f"With {changed(self.plan, plan)} it takes {nbytes:,} by the formulas of the model states, and "
+                    f"activations come on top; or raise the budget."
+                )
+        plan, nbytes = min([(self.plan, max(needed, here)), *others], key=lambda other: other[1])
+        options = f" with {changed(self.plan, plan)}" if plan != self.plan else ""
+        return (
+            f"No plan that differs in zero and offload alone keeps it within {budget:,}; the smallest budget that can "
+            f"work{options} is device_memory={nbytes}, and activations come on top. Use it, or more ranks."
+        )
+
+
+def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
+    """Plans that keep less on each device, those that cost least first: higher stages, and then more offload."""
+    kept = [part for part in PARTS if part in plan.offloads]
+    ways = [(zero, kept) for zero in range(plan.zero + 1, 4) if ranks > 1]
+    ways += [(zero, [*kept, "optimizer"]) for zero in range(max(2, plan.zero), 4 if ranks > 1 else 3)]
+    ways += [(3, [*kept, "optimizer", "parameters"]), (3, list(PARTS))]
+    seen = {plan}
+    for zero, parts in ways if not plan.pipelined else ():
+        share = 1.0 if "optimizer" in parts else plan.offload_share
+        try:
+            below = ",".join(part for part in PARTS if part in parts)
+            other = replace(plan, zero=ZERO[zero], offload=below, offload_share=share)
+        except PlanError:  # what it does not combine with
+            continue
+        if other not in seen:
+            seen.add(other)
+            yield other
+
+
+def changed(plan: Plan, other: Plan) -> str:
+    """What differs between two plans, as options of the command line."""
+    names = [name for name in ("zero", "offload", "offload_share", "microbatches")
+             if getattr(plan, name) != getattr(other, name)]  # fmt: skip
+    return " ".join(f"--{name.replace('_', '-')} {getattr(other, name)}" for name in names)

@@ -1,0 +1,80 @@
+"""What to do about a device's budget that is too small for a run: the first plan that fits, found by rehearsals."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+from zeroshard.engine.fitting import changed, leaner
+from zeroshard.errors import BudgetExceeded, ZeroshardError
+from zeroshard.mesh import Mesh
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.plan import Plan
+from zeroshard.planner.here import machines_here
+from zeroshard.planner.predict import predict
+from zeroshard.planner.result import TEMPORARIES, Prediction
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.task import language_task
+
+
+def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, profile: Path | None) -> BudgetExceeded:
+    """The error with the options of a plan that fits, or the smallest budget that works.
+
+    The engine itself is rehearsed under each plan, activations included. Every rank comes to the same, without a word
+    to the others, which may be anywhere.
+    """
+    plan, budget = config.plan, config.plan.device_budget
+    on_device = any(words in error.found for words in ("device_memory is", "on the device"))
+    if budget is None or plan.pipelined or not on_device:
+        return error
+    try:
+        way_out = _way_out(config, mesh, profile, budget)
+    except (ZeroshardError, RuntimeError):  # a model that cannot be rehearsed; the engine's own words stay
+        return error
+    return BudgetExceeded(error.found, way_out)
+
+
+def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int) -> str:
+    machines = machines_here(mesh.ranks, mesh.device.type, profile)
+    machines = replace(machines, device=replace(machines.device, memory_bytes=machines.device.overhead_bytes + budget))
+    task = language_task(config, config.batch * mesh.ranks)
+    closest, least = config.plan, 0
+    for plan in _leaner(config.plan, config.batch, mesh.ranks):
+        try:
+            found = predict(task, plan, machines, config.batch)
+        except ZeroshardError:
+            continue  # refused by the engine
+        needed = _counted_bytes(found, mesh.device.type)
+        smallest = ceil(needed / (1 - found.margin))
+        if smallest <= budget and found.fits_host:
+            return (
+                f"It fits with: {changed(config.plan, plan)} (a rehearsal took {format_size(needed)} of "
+                f"{format_size(budget)} at the peak, activations included)."
+            )
+        if found.fits_host and (not least or smallest < least):
+            closest, least = plan, smallest
+    if not least:
+        return "No other plan was found that could fit; raise the budget, or use a smaller model."
+    options = [changed(config.plan, closest)] if closest != config.plan else []
+    return (
+        f"No plan fits into {format_size(budget)}, with or without offload; the smallest budget that works is: "
+        f"{' '.join([*options, f'--device-memory {least}'])}"
+    )
+
+
+def _counted_bytes(found: Prediction, kind: str) -> int:
+    """What a budget counts of a predicted step: everything on a GPU; on a CPU all but torch's temporaries."""
+    if kind == "cuda":
+        return found.peak_bytes
+    moments = [event.nbytes for event in found.events] or [dict(found.memory)]
+    return max(sum(n for name, n in moment.items() if name != TEMPORARIES) for moment in moments)
+
+
+def _leaner(plan: Plan, batch: int, ranks: int) -> Iterator[Plan]:
+    """Plans that keep less on the device, and at last with microbatches of a single row too."""
+    last = plan
+    for last in leaner(plan, ranks):
+        yield last
+    if plan.microbatches < batch:
+        yield replace(plan, microbatches=batch)
+        yield replace(last, microbatches=batch)
