@@ -17,7 +17,7 @@ import json
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ranks import answer, circumstances, launch
 STAGES = (0, 2, 3)
 SHAPES = [(8, 1), (8, 4), (8, 16), (8, 64), (2, 4), (4, 4), (16, 4)]  # units, parameters in each
 ELEMENTS = 8
+KINDS = ("plain", "flat", *map(str, STAGES))
 PER_PARAMETER = 0.5  # microseconds, the bar
 Step = Callable[[], Any]
 
@@ -89,27 +90,40 @@ def make_step(kind: str, units: int, parameters: int, mesh: Any) -> Step:
     return step
 
 
-def measure(steps: int, rounds: int) -> dict[str, float]:
-    """CPU microseconds per step of every loop and engine, "kind units parameters"; all take turns in this process."""
+def measure(steps: int, rounds: int, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+    """CPU and wall microseconds per step of every "kind units parameters"; all take turns in this process."""
     import torch
 
     import zeroshard as zs
 
     torch.set_num_threads(1)
     mesh = zs.init_mesh(device="cpu")
-    kinds = ("plain", "flat", *map(str, STAGES))
     loops = {f"{kind} {u} {p}": make_step(kind, u, p, mesh) for u, p in SHAPES for kind in kinds}
     for step in loops.values():
         for _ in range(3):
             step()
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    cpu: dict[str, list[float]] = {name: [] for name in loops}
+    wall: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(rounds):
         for name, step in loops.items():
             for _ in range(steps):
-                start = time.process_time()
+                began, start = time.perf_counter(), time.process_time()
                 step()
-                seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
+                cpu[name].append(time.process_time() - start)
+                wall[name].append(time.perf_counter() - began)
+    figures = {"cpu_us": cpu, "wall_us": wall}
+    return {
+        figure: {name: statistics.median(seconds) * 1e6 for name, seconds in by_name.items()}
+        for figure, by_name in figures.items()
+    }
+
+
+def take(
+    ranks: int, steps: int, rounds: int, kinds: Sequence[str] = KINDS, more_env: Mapping[str, str] | None = None
+) -> list[dict[str, dict[str, float]]]:
+    """One launch; what each rank measured."""
+    words = ["--launched", ",".join(kinds), "--steps", str(steps), "--rounds", str(rounds)]
+    return launch(__file__, words, ranks, more_env=more_env)
 
 
 def fit(extra: dict[tuple[int, int], float]) -> dict[str, float]:
@@ -162,10 +176,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps per turn")
     parser.add_argument("--profile", type=int, choices=range(4), metavar="STAGE", help="only print where time goes")
     parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--launched", metavar="KINDS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.launched:
-        answer(measure(options.steps, options.rounds))
+        answer(measure(options.steps, options.rounds, options.launched.split(",")))
         return
     if options.profile is not None:
         profile(options.profile, options.steps)
@@ -173,10 +187,9 @@ def main() -> None:
     kept = circumstances()
     print(f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}; CPU microseconds per step")
     print("ranks stage  less      fixed  per unit  per parameter")
-    words = ["--launched", "--steps", str(options.steps), "--rounds", str(options.rounds)]
     rows = []
     for ranks in map(int, options.ranks.split(",")):
-        taken = launch(__file__, words, ranks)[0]
+        taken = take(ranks, options.steps, options.rounds)[0]["cpu_us"]
         rows += [{**row, "taken_us": taken} for row in report(ranks, taken)]
     if options.json:
         Path(options.json).write_text(json.dumps({**kept, "rows": rows}, indent=1) + "\n")

@@ -24,8 +24,9 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,21 @@ def turns(case: Case, names: Sequence[str], options: argparse.Namespace) -> tupl
     return rows, failed
 
 
-def start(name: str, case: Case, steps: int, options: argparse.Namespace) -> list[Row]:
+def start(
+    name: str, case: Case, steps: int, options: argparse.Namespace, more_env: Mapping[str, str] | None = None
+) -> list[Row]:
     """One launch of one engine; the answers of its ranks."""
     words = [name, case.size, str(case.tokens), case.precision, str(steps)]
-    python, env = sys.executable, {}
+    python, env = sys.executable, more_env
     if ENGINES[name].family == "deepspeed":
-        python, env = options.deepspeed_python, DEEPSPEED_ENV
+        python, env = options.deepspeed_python, {**DEEPSPEED_ENV, **(more_env or {})}
     return launch(Path(__file__).with_name("peer_engines.py"), words, RANKS, python, env, options.timeout)
+
+
+def cases(sizes: str, tokens: str, precisions: str) -> list[Case]:
+    """All combinations of what the command line names, separated by commas."""
+    parts = (sizes.split(","), map(int, tokens.split(",")), precisions.split(","))
+    return [Case(size, count, precision) for size, count, precision in product(*parts)]
 
 
 def apart(rows: Sequence[Row]) -> str | None:
@@ -247,8 +256,7 @@ def main() -> int:
             start(first, Case("1M", 8, "fp32"), 1, options)
     kept |= {"rows": [], "bars": [], "failed": []}
     complaints = []
-    sizes, tokens, precisions = (getattr(options, name).split(",") for name in ("sizes", "tokens", "precisions"))
-    for case in [Case(size, int(count), kind) for size in sizes for count in tokens for kind in precisions]:
+    for case in cases(options.sizes, options.tokens, options.precisions):
         rows, failed = turns(case, names, options)
         complaints += [f"{name} failed. {words}" for name, words in failed.items()]
         judged = judge(rows, case.tokens)

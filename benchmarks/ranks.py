@@ -90,6 +90,12 @@ def _await(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None
         time.sleep(0.05)
 
 
+def launched_path(source: Path) -> str:
+    """PYTHONPATH for processes that import zeroshard from the folder `source`."""
+    inherited = os.environ.get("PYTHONPATH")
+    return str(source) if not inherited else f"{source}{os.pathsep}{inherited}"
+
+
 def own_loopback() -> bool:
     """Give this process, and all it launches, a loopback device of its own, so that its byte count is theirs alone.
 
@@ -141,9 +147,7 @@ def _source() -> str:
     spec = find_spec("zeroshard")
     if spec is None or spec.origin is None:
         sys.exit("zeroshard is not installed in this Python; start the benchmark with the environment's own python")
-    folder = str(Path(spec.origin).parents[1])
-    inherited = os.environ.get("PYTHONPATH")
-    return folder if not inherited else f"{folder}{os.pathsep}{inherited}"
+    return launched_path(Path(spec.origin).parents[1])
 
 
 def _free_port() -> int:
