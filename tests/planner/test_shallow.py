@@ -18,7 +18,7 @@ from zeroshard.planner.really import predict_really
 from zeroshard.planner.rehearse import Task
 from zeroshard.planner.search import search
 from zeroshard.planner.shallow import deepen, probes, stacks_of
-from zeroshard.train.gpt import GPT
+from zeroshard.train.gpt import GPT, Block
 
 CPU = Device("some CPU", "cpu", 2**36, {"fp32": 5e10}, 1e10, 5e-6)  # no rounding, so that bytes can be compared
 ALONE = Machines(CPU, 1, 1, Link(1e9), Link(1e9))
@@ -110,6 +110,55 @@ def test_models_of_transformers_within_a_percent(kind: str, recomputes: bool) ->
         for _ in range(3):
             engine.train_step(batch)
     assert predicted.peak_bytes == pytest.approx(peak_of(watched), rel=0.01)
+
+
+def blocks_run(plan: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many blocks' forwards a prediction takes."""
+    calls = 0
+    forward = Block.forward
+
+    def counted(block: Block, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(block, x)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=layers))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "forward", counted)
+        predict(task(build=build, rows=4), zs.Plan(**plan), PAIR, 4)
+    return calls
+
+
+def test_a_stage_of_many_blocks_is_rehearsed_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [{"stages": 2, "zero": 0, "microbatches": 2, "split": (f"blocks.{depth // 2}",)} for depth in (8, 16)]
+    assert blocks_run(plans[0], 8, monkeypatch) == blocks_run(plans[1], 16, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"schedule": "1f1b", "split": ("blocks.5",)},
+        {"schedule": "gpipe", "split": ("blocks.5",), "precision": "bf16"},
+        {"schedule": "zb-h1", "split": ("blocks.6",)},
+        {"schedule": "interleaved", "chunks": 2, "split": ("blocks.4", "blocks.7", "blocks.8")},
+        {"schedule": "1f1b", "split": ("blocks.5",), "recompute": "chunk"},
+    ],
+    ids=str,
+)
+def test_few_blocks_of_a_stage_tell_all(plan: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=12))
+
+    job, whole = task(build=build, rows=8), zs.Plan(stages=2, zero=0, microbatches=8, **plan)
+    few, all_of_them = (predict(job, whole, PAIR, 8, deep=deep) for deep in (False, True))
+    assert few.plan == all_of_them.plan
+    assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=5e-3)
+    assert few.wire_bytes == all_of_them.wire_bytes
+    assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.02)
 
 
 def test_a_timed_prediction_is_of_real_steps() -> None:
