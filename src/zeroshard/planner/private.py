@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,6 +42,21 @@ ANSWERS: dict[Packet, Callable[..., Any]] = {
     aten.allclose.default: lambda *_: True,
     aten.is_nonzero.default: lambda *_: True,
 }
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    made: torch.Tensor = _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+    return made
+
+
+# The kernels take every floating-point dtype; what torch has for tensors without values refuses all but bf16.
+STAND_INS: dict[Packet, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_product}
 
 
 @contextmanager
@@ -79,8 +95,15 @@ def is_view(func: Packet) -> bool:
 
 def flops_of(func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a matrix multiplication, convolution or attention; 0 of anything else."""
+    if func in STAND_INS:
+        return _grouped_flops(*args[:2])
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Each row of one side meets the matrix of its group; where both are matrices, groups share out their inside."""
+    return 2 * a.numel() * b.shape[-1]
 
 
 class _Unknown(Exception):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.planner.private import (
     ANSWERS,
     DEVICE,
+    STAND_INS,
     DispatchMode,
     Packet,
     Results,
@@ -88,7 +89,8 @@ class Tracker(DispatchMode):
         if self._answers and func in ANSWERS:
             return ANSWERS[func](*args)
         kwargs = kwargs or {}
-        result = func(*args, **kwargs) if self._results is None else self._results.of(func, func, args, kwargs)
+        run = STAND_INS.get(func, func) if self._answers else func
+        result = run(*args, **kwargs) if self._results is None else self._results.of(func, run, args, kwargs)
         if not self._looks:
             return result
         below = self._has_below and self._is_below((args, kwargs))
