@@ -298,6 +298,35 @@ def test_machines_are_as_the_options_say() -> None:
     assert described_machines(PlanOptions(cluster=Path("c.toml")), Path("machine.json")).count == 4
 
 
+def test_first_estimates_are_shown_apart_from_the_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[str] = []
+
+    def searched(*_: Any, first: Callable[[Found], None], **__: Any) -> Found:
+        first(Found((prediction(mode="estimate", time_mode="estimate"),), (), 1, 0.5))
+        read = capsys.readouterr()
+        assert not read.out
+        lines.extend(read.err.splitlines())
+        return Found(BEST, REFUSED, 42, 3.2)
+
+    monkeypatch.setattr(plan_command, "search", searched)
+    run_plan([*ON_A100, "--json"], {})
+    assert "First estimates, best first; every plan is rehearsed now" in map(str.strip, lines)
+    assert any(line.startswith("1  zero 3") and line.rstrip().endswith("estimate") for line in lines)
+    assert len(json.loads(capsys.readouterr().out)["plans"]) == 3
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter([0.0, 3.0, 11.0, 11.0, 12.0, 25.0, 25.0])
+    with plan_command._status(lambda: next(clock)) as say:
+        for number in range(1, 5):
+            say(f"{number}/31 plans, about 40 s left: zero 3")
+    read = capsys.readouterr()
+    lines = [f"Rehearsing {number}/31 plans, about 40 s left: zero 3" for number in (2, 4)]
+    assert read.err.splitlines() == lines and not read.out
+
+
 def test_explain_beyond_what_fits(read: Callable[..., str]) -> None:
     with pytest.raises(ConfigError, match="explain names plan 4 and 3 plans fit"):
         read("--explain", "4")

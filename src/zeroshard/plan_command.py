@@ -2,9 +2,11 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +47,7 @@ from zeroshard.zero.formulas import state_bytes
 HERE, MODEL = "this machine", "tiny"
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
+BETWEEN_LINES = 10.0  # seconds, where there is no terminal
 ROWS, SEQUENCE = 4, 1024  # per device; tokens where the model does not say
 
 
@@ -166,11 +169,12 @@ def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         _print_largest(options, machines)
         return
     task, base = described_task(options, machines.count)
+    title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
     with _status() as say:
-        found = search(task, machines, base, options.top, say=say, offload=options.offload)
+        first = partial(_print_estimates, title)
+        found = search(task, machines, base, options.top, say=say, offload=options.offload, first=first)
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
-    title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
     files = _write_plans(options, found, task)
     if options.explain is not None:
         stem = options.pictures / f"{Path(task.name.replace(':', '.')).stem}-{options.explain}"
@@ -347,15 +351,36 @@ def _print_largest(options: PlanOptions, machines: Machines) -> None:
         console.print(line, style="dim")
 
 
+def _print_estimates(title: str, found: Found) -> None:
+    """Show at once what is expected, apart from the result: on stderr, where the status is."""
+    console = _console(stderr=True)
+    console.print(title)
+    console.print(plans_table(found.best, "First estimates, best first; every plan is rehearsed now"))
+    console.print()
+
+
 @contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being rehearsed."""
-    with Console(stderr=True).status("Rehearsing") as status:
-        yield lambda text: status.update(Text(f"Rehearsing {text}", no_wrap=True, overflow="ellipsis"))
+def _status(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
+    """Show what is being rehearsed: on a terminal always, else in a line now and then."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if console.is_terminal:
+        with console.status("Rehearsing") as status:
+            yield lambda text: status.update(Text(f"Rehearsing {text}", no_wrap=True, overflow="ellipsis"))
+        return
+    last = now()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if now() - last >= BETWEEN_LINES:
+            last = now()
+            console.print(f"Rehearsing {text}", soft_wrap=True)
+
+    yield say
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False, markup=False)
+def _console(stderr: bool = False) -> Console:
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(width=None if terminal else FILE_COLUMNS, highlight=False, markup=False, stderr=stderr)
 
 
 def _print_formulas(parameters: int, ranks: int, as_json: bool) -> None:

@@ -15,16 +15,25 @@ from zeroshard.planner.cuts import layers_of
 from zeroshard.planner.hardware import Device, Link, Machines
 from zeroshard.planner.predict import predict
 from zeroshard.planner.really import predict_really
-from zeroshard.planner.rehearse import Task
+from zeroshard.planner.rehearse import Task, rehearse
 from zeroshard.planner.search import search
 from zeroshard.planner.shallow import deepen, probes, stacks_of
-from zeroshard.train.gpt import GPT
+from zeroshard.train.gpt import GPT, Block
 
 CPU = Device("some CPU", "cpu", 2**36, {"fp32": 5e10}, 1e10, 5e-6)  # no rounding, so that bytes can be compared
 ALONE = Machines(CPU, 1, 1, Link(1e9), Link(1e9))
 PAIR = Machines.of("A100-80", 2)
 TEXT: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
                         "intermediate_size": 128, "max_position_embeddings": 64, "use_cache": False}  # fmt: skip
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 32},
+    "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 2,
+                   "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+                   "qk_nope_head_dim": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+}  # fmt: skip
 
 
 def six_blocks() -> nn.Module:
@@ -76,7 +85,7 @@ def test_depths_are_extrapolated_stack_by_stack() -> None:
 def causal_model(kind: str, recomputes: bool) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     more: dict[str, Any] = {"num_key_value_heads": 2, "pad_token_id": 0}
-    more |= {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "Mixtral" else {}
+    more |= EXPERTS.get(kind, {})
     if kind == "GPT2":
         shape = {"vocab_size": 300, "n_embd": 64, "n_layer": 6, "n_head": 4, "n_positions": 64, "use_cache": False}
         config = transformers.GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -96,7 +105,8 @@ def words(rows: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "recomputes"),
-    [("GPT2", False), ("GPT2", True), ("Llama", False), ("Llama", True), ("Qwen2", True), ("Mixtral", False)],
+    [("GPT2", False), ("GPT2", True), ("Llama", False), ("Llama", True), ("Qwen2", True)]
+    + [(kind, False) for kind in EXPERTS],
 )
 def test_models_of_transformers_within_a_percent(kind: str, recomputes: bool) -> None:
     make = partial(torch.optim.AdamW, lr=1e-3)
@@ -110,6 +120,66 @@ def test_models_of_transformers_within_a_percent(kind: str, recomputes: bool) ->
         for _ in range(3):
             engine.train_step(batch)
     assert predicted.peak_bytes == pytest.approx(peak_of(watched), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_mixtures_are_cut_and_rehearsed_without_values(kind: str) -> None:
+    """Their grouped product is in fp32, and torch's own stand-in for it refuses all but bf16."""
+    job = Task(partial(causal_model, kind, False), words, partial(torch.optim.AdamW, lr=1e-3), 2, 48)
+    assert len(layers_of(job, PAIR, 1).names) == 6
+    without = rehearse(job, zs.Plan(zero=0), 0, 1, 2)
+    with_values = rehearse(replace(job, values=True), zs.Plan(zero=0), 0, 1, 2)
+    assert without.states == with_values.states
+    assert without.peak_bytes == pytest.approx(with_values.peak_bytes, rel=0.06)  # as the note on such predictions says
+
+
+def blocks_run(plan: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many blocks' forwards a prediction takes."""
+    calls = 0
+    forward = Block.forward
+
+    def counted(block: Block, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(block, x)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=layers))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "forward", counted)
+        predict(task(build=build, rows=4), zs.Plan(**plan), PAIR, 4)
+    return calls
+
+
+def test_a_stage_of_many_blocks_is_rehearsed_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [{"stages": 2, "zero": 0, "microbatches": 2, "split": (f"blocks.{depth // 2}",)} for depth in (8, 16)]
+    assert blocks_run(plans[0], 8, monkeypatch) == blocks_run(plans[1], 16, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"schedule": "1f1b", "split": ("blocks.5",)},
+        {"schedule": "gpipe", "split": ("blocks.5",), "precision": "bf16"},
+        {"schedule": "zb-h1", "split": ("blocks.6",)},
+        {"schedule": "interleaved", "chunks": 2, "split": ("blocks.4", "blocks.7", "blocks.8")},
+        {"schedule": "1f1b", "split": ("blocks.5",), "recompute": "chunk"},
+    ],
+    ids=str,
+)
+def test_few_blocks_of_a_stage_tell_all(plan: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=12))
+
+    job, whole = task(build=build, rows=8), zs.Plan(stages=2, zero=0, microbatches=8, **plan)
+    few, all_of_them = (predict(job, whole, PAIR, 8, deep=deep) for deep in (False, True))
+    assert few.plan == all_of_them.plan
+    assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=5e-3)
+    assert few.wire_bytes == all_of_them.wire_bytes
+    assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.02)
 
 
 def test_a_timed_prediction_is_of_real_steps() -> None:

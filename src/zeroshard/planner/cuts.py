@@ -16,7 +16,7 @@ from zeroshard.pipeline.measure import measure
 from zeroshard.pipeline.partition import partition
 from zeroshard.pipeline.profile import LayerCost
 from zeroshard.planner.hardware import Machines
-from zeroshard.planner.private import fakes
+from zeroshard.planner.private import Results, fakes
 from zeroshard.planner.rehearse import Rates, Task, quiet
 from zeroshard.planner.shallow import FEW, cut, stacks_of
 from zeroshard.planner.tracker import Tracker
@@ -56,7 +56,7 @@ def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
     """
     clock = Clock()
     rates = Rates(clock, machines)
-    with fakes(), quiet(), Tracker(rates.hear, answers=True):
+    with fakes() as mode, quiet(), Tracker(rates.hear, answers=True, results=Results(mode)):
         model = task.build()
         stacks = stacks_of(model)
         deep = stacks[0] if len(stacks) == 1 and stacks[0].depth > FEW else None

@@ -5,17 +5,28 @@ Fake tensors have shapes, strides, dtypes and a device, and no values; operation
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-DispatchMode = TorchDispatchMode
 DEVICE = torch.ops.prim.device.default  # asked of a fake tensor far more often than anything is computed with it
 Packet = Any  # an operator of torch.ops
+MOST_KNOWN = 100_000  # results that are remembered
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every operation; it is never compiled, so it needs no guard against torch.compile per call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def _one(tensor: torch.Tensor) -> bool | int | float:
@@ -31,6 +42,21 @@ ANSWERS: dict[Packet, Callable[..., Any]] = {
     aten.allclose.default: lambda *_: True,
     aten.is_nonzero.default: lambda *_: True,
 }
+
+
+def _grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    made: torch.Tensor = _create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+    return made
+
+
+# The kernels take every floating-point dtype; what torch has for tensors without values refuses all but bf16.
+STAND_INS: dict[Packet, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_product}
 
 
 @contextmanager
@@ -69,5 +95,127 @@ def is_view(func: Packet) -> bool:
 
 def flops_of(func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a matrix multiplication, convolution or attention; 0 of anything else."""
+    if func in STAND_INS:
+        return _grouped_flops(*args[:2])
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Each row of one side meets the matrix of its group; where both are matrices, groups share out their inside."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+class _Unknown(Exception):
+    """An argument or a result that says too little about what an operation makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor on memory of its own, or from `offset` on in the memory of the operation's first argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int | None
+
+
+_FIRST = object()  # the operation returns its first argument
+_results: dict[Any, Any] = {}  # by operation and metadata of its arguments; None where it cannot be told
+_kinds: dict[Packet, bool] = {}
+
+
+class Results:
+    """The results of operations on tensors without values, remembered by the metadata of their arguments.
+
+    Torch's own cache asks for far more with every call (symbolic shapes, sparse layouts) and takes most of a
+    rehearsal; whatever has an unusual argument goes there still.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def of(self, func: Packet, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation by `run`, or make what it made the last time that it was given the like."""
+        if not _remembers(func):
+            return run(*args, **kwargs)
+        try:
+            key = (func, torch.get_default_dtype(), _key_of(args), _key_of(tuple(kwargs.items())))
+            known = _results.get(key, _results)
+        except (_Unknown, TypeError):
+            return run(*args, **kwargs)
+        if known is None:
+            return run(*args, **kwargs)
+        if known is not _results:
+            return self._again(known[0], args)
+        result = run(*args, **kwargs)
+        if len(_results) >= MOST_KNOWN:
+            _results.clear()
+        try:
+            _results[key] = (_kept(result, args, _storages((args, kwargs))),)
+        except _Unknown:
+            _results[key] = None
+        return result
+
+    def _again(self, known: Any, args: tuple[Any, ...]) -> Any:
+        if type(known) is _Made:
+            with torch._C._DisableTorchDispatch():
+                if known.offset is None:
+                    inside = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+                else:
+                    inside = torch.empty(0, dtype=known.dtype, device="meta")
+                    inside.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
+            return FakeTensor(self._mode, inside, known.device)
+        if known is _FIRST:
+            return args[0]
+        return None if known is None else type(known)(self._again(one, args) for one in known)
+
+
+def _remembers(func: Packet) -> bool:
+    """Whether the results of an operation follow from the metadata of its arguments."""
+    if func not in _kinds:
+        schema, odd = func._schema, {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape}
+        odd.add(torch.Tag.data_dependent_output)
+        plain = func.namespace == "aten" and not any(one.is_out for one in schema.arguments)
+        _kinds[func] = plain and odd.isdisjoint(func.tags)
+    return _kinds[func]
+
+
+def _key_of(value: Any) -> Any:
+    """What an argument says of the result; hashable."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
+            raise _Unknown
+        return (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+    if kind is tuple or kind is list:
+        return (kind, *[_key_of(one) for one in value])
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
+        raise _Unknown
+    return (kind, value) if kind in (int, float, bool) else value  # 1, 1.0 and True are one key
+
+
+def _kept(result: Any, args: tuple[Any, ...], given: set[int]) -> Any:
+    """What to remember of a result; `given` are the storages of the arguments, to which new ones are added."""
+    if result is None:
+        return None
+    if isinstance(result, (tuple, list)) and type(result) in (tuple, list):
+        return type(result)(_kept(one, args, given) for one in result)
+    if args and result is args[0]:
+        return _FIRST
+    if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
+        raise _Unknown
+    storage, shape, stride = result.untyped_storage(), tuple(result.shape), result.stride()
+    if args and type(args[0]) is FakeTensor and args[0].untyped_storage()._cdata == storage._cdata:
+        return _Made(shape, stride, result.dtype, result.fake_device, result.storage_offset())
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if result.numel() else 0
+    if storage._cdata in given or result.storage_offset() or storage.nbytes() != span * result.itemsize:
+        raise _Unknown
+    given.add(storage._cdata)
+    return _Made(shape, stride, result.dtype, result.fake_device, None)
+
+
+def _storages(arguments: Any) -> set[int]:
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -12,11 +12,11 @@ import torch
 
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines
-from zeroshard.planner.predict import Needs, needs_of, on_machines, put_together, refuse_too_large
-from zeroshard.planner.private import fakes
+from zeroshard.planner.needs import Needs, needs_of
+from zeroshard.planner.predict import on_machines, put_together, refuse_too_large
 from zeroshard.planner.rehearse import ALIKE, Task, rehearse
 from zeroshard.planner.result import Prediction
-from zeroshard.planner.shallow import probes, shallow, stacks_of
+from zeroshard.planner.shallow import probes, shallow
 
 FEW, STEP = 4, 4  # blocks that are run, and further ones: far enough apart for what is measured
 
@@ -43,8 +43,7 @@ def predict_really(task: Task, plan: Plan, machines: Machines, rows: int, thread
 
 
 def _alone(task: Task, plan: Plan, machines: Machines, rows: int) -> Needs:
-    with fakes():
-        stacks = [stack for stack in stacks_of(task.build()) if stack.depth > FEW + STEP]
+    stacks = [stack for stack in task.look.stacks if stack.depth > FEW + STEP]
     m = plan.microbatches
     few = m if m <= 2 * ALIKE else ALIKE
     less = replace(plan, microbatches=few)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from zeroshard.link import Task as Job
 from zeroshard.mesh import Mesh
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines, Operation
-from zeroshard.planner.private import fakes, in_backward
+from zeroshard.planner.private import Results, fakes, in_backward
 from zeroshard.planner.result import TEMPORARIES, Span
+from zeroshard.planner.shallow import Look, look_at
 from zeroshard.planner.tracker import Tracker
 from zeroshard.rehearsal import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
@@ -68,6 +70,12 @@ class Task:
     values: bool = False
     loss: Any = None
     host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+
+    @cached_property
+    def look(self) -> Look:
+        """What the model is like, on tensors without values."""
+        with fakes(), quiet():
+            return look_at(self.build())
 
     def optimizer_of(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
         """The optimizer over a model, under a plan."""
@@ -153,8 +161,9 @@ def rehearse(
     rates = Rates(clock, machines)
     rounds = machines.device.rounds if machines else 1
     values = timed or task.values
-    with contextlib.nullcontext() if values else fakes(), quiet():
-        tracker = Tracker(None if timed else rates.hear, answers=not values, rounds=rounds)
+    with contextlib.nullcontext() if values else fakes() as mode, quiet():
+        results = None if mode is None else Results(mode)
+        tracker = Tracker(None if timed else rates.hear, not values, rounds, results)
         rehearsal = Rehearsal(
             range(ranks),
             shares=plan.transport != "network" and not plan.pipelined,

@@ -8,8 +8,8 @@ from zeroshard.ledger import Event
 from zeroshard.plan import Plan
 from zeroshard.schedule import Action
 
-Mode = Literal["fake", "shallow-real"]
-TimeMode = Literal["roofline", "shallow-real"]
+Mode = Literal["fake", "shallow-real", "estimate"]
+TimeMode = Literal["roofline", "shallow-real", "estimate"]
 CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
 MARGIN = 0.03  # of a device's memory, that stays free
 TEMPORARIES = "temporaries"  # what torch holds at the peak beside what the ledger knows
@@ -24,8 +24,10 @@ class Prediction:
         batch: rows per lane and step (a lane is a rank, or a replica of the whole pipeline).
         ranks: number of ranks.
         rank: the rank with the highest peak.
-        mode: how the memory was found: the engine on tensors without values, or on real ones with few layers.
-        time_mode: how the time was found: each operation by rates of the device, or few layers really run.
+        mode: how the memory was found: the engine on tensors without values, on real ones with few layers, or a first
+            estimate.
+        time_mode: how the time was found: each operation by rates of the device, few layers really run, or a first
+            estimate.
         memory: bytes by category at the peak; their sum is `peak_bytes`.
         capacity_bytes: what the device has for tensors.
         margin: share of the capacity that stays free.

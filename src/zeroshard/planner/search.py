@@ -15,13 +15,13 @@ from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.company import company
 from zeroshard.planner.cuts import Layers, layers_of
+from zeroshard.planner.estimate import Estimator
 from zeroshard.planner.hardware import Machines
 from zeroshard.planner.predict import predict
-from zeroshard.planner.private import fakes
+from zeroshard.planner.progress import Progress
 from zeroshard.planner.really import predict_really
 from zeroshard.planner.rehearse import Task
 from zeroshard.planner.result import Found, Prediction, Refusal
-from zeroshard.planner.shallow import stacks_of
 from zeroshard.planner.states import Sizes, least_bytes, sizes_of
 from zeroshard.planner.words import short
 
@@ -30,6 +30,7 @@ LEANER: dict[str, Any] = {"recompute": "chunk"}
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the parameters whose states are offloaded: the fewest first, as they move
 MOST_DEEP = 32  # blocks times microbatches, or stages, that are all rehearsed for the best plan
 MOST_TIMED = 8  # plans that are tried out on this machine, the best by the rates of its profile
+NEAR = 1.05  # times the shortest expected step: plans with stages up to there are all looked at
 FINEST = 4  # microbatches per stage, from which on the bubble is small
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
@@ -51,6 +52,7 @@ def search(
     plans: Iterable[tuple[Plan, int]] | None = None,
     say: Say = lambda text: None,
     offload: bool = False,
+    first: Callable[[Found], None] = lambda found: None,
 ) -> Found:
     """The plans that fit, the fastest first, and the refused ones with the way out.
 
@@ -63,11 +65,17 @@ def search(
         plans: plans and rows per lane to look at, instead of all there are.
         say: told what is being looked at.
         offload: whether to try plans with offload even where others fit.
+        first: given the first estimates, before any plan is rehearsed; not called where nothing can be estimated.
     """
     began = time.perf_counter()
     hunt = _Hunt(task, machines, base or Plan(), say)
     if plans is None:
-        for shape in hunt.shapes():
+        shapes = list(hunt.shapes())
+        found = hunt.estimates(shapes)
+        if found:
+            first(Found(tuple(found[:top]), (), len(found), time.perf_counter() - began))
+        for shape in shapes:
+            hunt.progress.begin(shape.plan)
             hunt.try_shape(shape)
         if offload or not hunt.fitting:
             hunt.try_offload()
@@ -94,10 +102,11 @@ class _Hunt:
     fitting: list[Prediction] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
+    progress: Progress = field(default_factory=lambda: Progress({}))
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
-    _fewest_so_far: int = 0
+    _guesses: dict[Shape, list[int]] = field(default_factory=dict)
     _no_chain: bool = False
 
     def shapes(self) -> Iterator[Shape]:
@@ -144,24 +153,51 @@ class _Hunt:
             if len(self.fitting) > before:
                 return
 
+    def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
+        """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
+        self.say("one rank alone, for first estimates")
+        try:
+            estimator = Estimator.of(self.task, self.base, self.machines, self._sizes_of())
+        except ZeroshardError:  # of which the search tells, plan by plan
+            return []
+        chosen, expected = [], {}
+        for shape in shapes:
+            counts = self._counts(shape)
+            each = (estimator.prediction(self._with(shape, count), shape.rows) for count in counts)
+            fitting = [one for one in each if one.fits]
+            if fitting:
+                order = sorted(fitting, key=lambda one: one.seconds) if shape.plan.pipelined else fitting[:1]
+                chosen.append(order[0])
+                near = [one for one in order if one.seconds <= NEAR * order[0].seconds]
+                self._guesses[shape] = [one.plan.microbatches for one in near]
+            expected[shape.plan] = self._expected(shape, counts)
+        self.progress = Progress(expected)
+        return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
+
+    def _expected(self, shape: Shape, counts: Sequence[int]) -> int:
+        """Looks that a shape will take."""
+        guesses = self._guesses.get(shape)
+        if not guesses:
+            return 1
+        return len(guesses) + len(FASTER) if shape.plan.pipelined else 1 + (guesses[0] != counts[0])
+
     def try_shape(self, shape: Shape) -> None:
-        """Find the microbatches of a shape: the fewest that fit; with stages, as many as make it faster."""
+        """Find the microbatches of a shape: the fewest that fit; with stages, those that make it fastest."""
         counts = self._counts(shape)
         if not counts:
-            return
-        finest = self._look(shape, counts[-1])
-        if finest is None:
-            return
-        if not finest.fits:
-            self._refuse_size(finest)
-            if shape.plan.pipelined and shape.plan.recompute != "chunk":
-                self.try_shape(Shape(replace(shape.plan, **LEANER), shape.rows))
+            stages = shape.plan.stages
+            why = f"{shape.rows} rows per lane do not make the {stages} microbatches that fill the stages."
+            self._refuse(shape.plan, shape.rows, why, "Use more rows per step, or fewer stages.")
             return
         if not shape.plan.pipelined:
-            self.fitting.append(self._fewest(shape, counts, finest))
+            self._keep(self._fewest(shape, counts))
             return
-        found = self._coarser(shape, counts, finest)
-        self.fitting.append(found)
+        found = self._fastest(shape, counts)
+        if found is not None and not found.fits and shape.plan.recompute != "chunk":
+            self.try_shape(Shape(replace(shape.plan, **LEANER), shape.rows))
+        if not self._keep(found):
+            return
+        assert found is not None
         for other in FASTER:
             m, stages = found.plan.microbatches, found.plan.stages
             if (other.get("chunks", 1) == 1 or m % stages == 0) and stages * other.get("chunks", 1) <= self._blocks():
@@ -169,41 +205,52 @@ class _Hunt:
                 if again is not None and again.fits:
                     self.fitting.append(again)
 
-    def _coarser(self, shape: Shape, counts: Sequence[int], finest: Prediction) -> Prediction:
-        """Fewer microbatches for as long as that is faster and fits."""
-        best = finest
-        for count in reversed(counts[:-1]):
-            found = self._look(shape, count)
-            if found is None or not found.fits or found.seconds >= best.seconds:
-                return best
-            best = found
-        return best
+    def _keep(self, found: Prediction | None) -> bool:
+        """Keep a plan that fits, and refuse one that does not."""
+        if found is not None and not found.fits:
+            self._refuse_size(found)
+        elif found is not None:
+            self.fitting.append(found)
+        return found is not None and found.fits
 
-    def _fewest(self, shape: Shape, counts: Sequence[int], finest: Prediction) -> Prediction:
-        """The fewest microbatches that fit, by bisection: memory falls with their number.
+    def _fastest(self, shape: Shape, counts: Sequence[int]) -> Prediction | None:
+        """The fastest of those that are expected to be; else of finer ones, or the finest, which does not fit."""
+        near = self._guesses.get(shape, [])
+        found = [one for count in near if (one := self._look(shape, count)) is not None]
+        fitting = [one for one in found if one.fits]
+        if fitting:
+            return min(fitting, key=lambda one: one.seconds)
+        if near and not found:  # refused for something else than its size
+            return None
+        last: Prediction | None = None
+        for count in [m for m in counts if m > max(near, default=0)] if near else counts[-1:]:
+            last = self._look(shape, count)
+            if last is None or last.fits:
+                return last
+        return last or found[-1]
 
-        A higher ZeRO stage needs no more of them than a lower one, and often as many.
+    def _fewest(self, shape: Shape, counts: Sequence[int]) -> Prediction | None:
+        """The fewest microbatches that fit, by bisection from those expected: memory falls with their number.
+
+        None fits where the finest that was looked at is returned, and does not.
         """
-        best, low, high = finest, 0, len(counts) - 1  # counts[high] fits
-        guess = self._fewest_so_far
-        middle = counts.index(guess) if guess in counts[:-1] else high // 2
+        guesses = self._guesses.get(shape, [])
+        at, low, high = counts.index(guesses[0]) if guesses else len(counts) - 1, 0, len(counts)
+        best: Prediction | None = None
         while low < high:
-            found = self._look(shape, counts[middle])
-            if found is not None and found.fits:
-                best, high = found, middle
-            else:
-                low = middle + 1
-            middle = high - 1 if high and guess == counts[high] else (low + high) // 2
-        self._fewest_so_far = counts[high]
+            last = self._look(shape, counts[at])
+            if last is None:
+                return best
+            if last.fits or best is None or not best.fits:
+                best = last
+            low, high = (low, at) if last.fits else (at + 1, high)
+            at = high - 1 if guesses else (low + high) // 2
+            guesses = []
         return best
 
     def try_plan(self, plan: Plan, rows: int) -> None:
         """Look at one given plan."""
-        found = self._look(Shape(plan, rows), plan.microbatches)
-        if found is not None and found.fits:
-            self.fitting.append(found)
-        elif found is not None:
-            self._refuse_size(found)
+        self._keep(self._look(Shape(plan, rows), plan.microbatches))
 
     def timed(self, prediction: Prediction) -> Prediction:
         """The prediction with a time that was measured on few blocks, where this machine can hold them."""
@@ -217,8 +264,7 @@ class _Hunt:
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction again, from a rehearsal of every stage, and of every block where they are not too many."""
         plan = prediction.plan
-        with fakes():
-            depth = sum(stack.depth for stack in stacks_of(self.task.build()))
+        depth = sum(stack.depth for stack in self.task.look.stacks)
         if (plan.stages if plan.pipelined else depth * plan.microbatches) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
@@ -234,9 +280,6 @@ class _Hunt:
         if not plan.pipelined:
             return counts
         counts = [m for m in counts if m >= plan.stages and (plan.chunks == 1 or m % plan.stages == 0)]
-        if not counts:
-            why = f"{shape.rows} rows per lane do not make the {plan.stages} microbatches that fill the stages."
-            self._refuse(plan, shape.rows, why, "Use more rows per step, or fewer stages.")
         return [m for m in counts if m <= FINEST * plan.stages] or counts[:1]
 
     def _with(self, shape: Shape, count: int) -> Plan:
@@ -255,19 +298,23 @@ class _Hunt:
             if plan.pipelined and not plan.split:
                 layers = self._layers_of(max(1, shape.rows // count))
                 plan = replace(plan, split=layers.split(plan.stages * plan.chunks))
-            self.say(f"{short(plan, self.machines.count)}, {shape.rows} rows per lane")
+            words = f"{short(plan, self.machines.count)}, {shape.rows} rows per lane"
+            self.say(f"{self.progress.look(plan)}{words}")
             self._seen[key] = predict(self.task, plan, self.machines, shape.rows)
         except ZeroshardError as error:
             self._refuse(plan, shape.rows, str(error), "")
             return None
         return self._seen[key]
 
-    def _too_large(self, plan: Plan, rows: int) -> bool:
-        """Refuse what needs more for its states than a device has."""
+    def _sizes_of(self) -> Sizes:
         if self._sizes is None:
             self._sizes = sizes_of(self.task)
+        return self._sizes
+
+    def _too_large(self, plan: Plan, rows: int) -> bool:
+        """Refuse what needs more for its states than a device has."""
         room = self.machines.device.capacity_bytes
-        needed = least_bytes(self._sizes, plan, self.machines.count)
+        needed = least_bytes(self._sizes_of(), plan, self.machines.count)
         last = plan.offloads and plan.offload_share == 1  # of its kind, and rehearsed for the smallest budget
         if needed <= room or last:
             return False

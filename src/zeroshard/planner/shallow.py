@@ -33,6 +33,27 @@ def stacks_of(model: nn.Module) -> list[Stack]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the planner asks of a model before it is rehearsed.
+
+    Attributes:
+        stacks: see `stacks_of`.
+        needs_values: see the function of this name.
+        parameters: elements of all.
+    """
+
+    stacks: tuple[Stack, ...]
+    needs_values: bool
+    parameters: int
+
+
+def look_at(model: nn.Module) -> Look:
+    """Look at a model."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Look(tuple(stacks_of(model)), needs_values(model), parameters)
+
+
 def needs_values(model: nn.Module) -> bool:
     """Whether a model takes another way where tensors have no values: transformers' models do, in their masks."""
     return any(kind.__module__.partition(".")[0] == "transformers" for kind in type(model).__mro__)

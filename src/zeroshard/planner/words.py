@@ -11,12 +11,14 @@ from zeroshard.planner.result import Prediction, Refusal
 MODES = {
     "fake": "the engine itself ran a step on tensors without values, and every allocation was counted",
     "shallow-real": "the engine itself ran a step on real tensors with few layers, and the other layers were added",
+    "estimate": "model states by the formulas, and the rest by a rehearsal of one rank alone",
 }
 OFFLOADED = ("optimizer", "parameters", "activations")  # in the order in which it is tried
 NO_WAITING = "Memory over the step leaves out the time in which the rank waits for other stages."
 TIME_MODES = {
     "roofline": "each operation and collective by the rates of the device and its links",
     "shallow-real": "few layers were really run on this machine, and the other layers were added",
+    "estimate": "computation by a rehearsal of one rank alone, traffic and idle stages by formulas",
 }
 
 

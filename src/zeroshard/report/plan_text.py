@@ -42,9 +42,9 @@ MEMORY_ROWS, TIMELINE_ROWS, PLANS_NAMED, BAR = 12, 16, 3, 30
 NEAR = 1.5  # times the peak, up to which the capacity is drawn
 
 
-def plans_table(predictions: Sequence[Prediction]) -> RenderableType:
+def plans_table(predictions: Sequence[Prediction], title: str = "Plans, best first") -> RenderableType:
     """The plans, best first: what each needs and does, then its bytes by category; 80 columns are enough."""
-    return Group(_overview(predictions), _memory(predictions))
+    return Group(_overview(predictions, title), _memory(predictions))
 
 
 def _table(title: str) -> Table:
@@ -52,11 +52,11 @@ def _table(title: str) -> Table:
     return Table(title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
 
 
-def _overview(predictions: Sequence[Prediction]) -> Table:
+def _overview(predictions: Sequence[Prediction], title: str) -> Table:
     unit, words = _unit(predictions)
     capacities = {p.capacity_bytes for p in predictions}
     of = f"\nof {_amount(capacities.pop() / unit)}" if len(capacities) == 1 else ""
-    table = _table("Plans, best first")
+    table = _table(title)
     table.caption = "rows: of one step, on one rank or one replica of all stages"
     table.caption_justify = "left"
     table.add_column("", justify="right", style="bold")

@@ -1,0 +1,197 @@
+"""Pipelines: the numbers of a stage, and the time of a step of all stages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+
+from zeroshard.comm import Purpose
+from zeroshard.plan import Plan
+from zeroshard.planner.hardware import Machines
+from zeroshard.planner.needs import Needs, memory_numbers, needs_from, numbers_of
+from zeroshard.planner.rehearse import ALIKE, Rehearsed, Task, messages_of, rehearse
+from zeroshard.planner.result import Span
+from zeroshard.planner.shallow import Stack, deepen, shallow
+from zeroshard.schedule import Layout, Pipeline
+from zeroshard.schedule.peaks import peaks
+from zeroshard.schedule.simulate import Costs, Simulation, simulate
+from zeroshard.schedule.spans import TIMES
+
+FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
+MOST_FILLED = 8  # stages up to which a rehearsal fills the pipeline
+MOST_SPANS = 20_000  # of a pipeline's timeline
+PER_MICROBATCH = (str(Purpose.SEND_ACTIVATIONS), str(Purpose.SEND_GRADIENTS))
+
+
+def needs_of_stages(
+    task: Task, plan: Plan, machines: Machines, rows: int, stages: Sequence[int], stacks: Sequence[Stack] = ()
+) -> list[Needs]:
+    """The first replica of each of some stages.
+
+    Args:
+        rows: of one lane in one step.
+        stacks: the repeated blocks of the model, of which few are rehearsed; all are where there are none.
+    """
+    depths = _depths(plan, stacks)
+    return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in stages]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A stage whose numbers are wanted; `depths` are the blocks of every chunk, by the list in which they stand."""
+
+    task: Task
+    plan: Plan
+    machines: Machines
+    rows: int
+    stage: int
+    depths: tuple[str, tuple[int, ...]] | None
+
+    def rehearse(self, microbatches: int, blocks: Sequence[int] = ()) -> Rehearsed:
+        """The stage with so many microbatches, and with so many blocks in each chunk."""
+        task, plan, ranks = self.task, replace(self.plan, microbatches=microbatches), self.machines.count
+        if blocks:
+            assert self.depths is not None
+            path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
+            plan = replace(plan, split=tuple(f"{path}.{start}" for start in starts))
+            task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
+        rank = plan.pipeline(ranks).layout.first_ranks[self.stage]
+        rows = self.rows // self.plan.microbatches * microbatches
+        return rehearse(task, plan, rank, ranks, rows, self.machines)
+
+
+def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
+    """Blocks of every chunk, where they all are of one list of equal ones; None where all are to be rehearsed."""
+    if len(stacks) != 1 or not plan.split:
+        return None
+    (stack,) = stacks
+    starts = [name.removeprefix(f"{stack.path}." if stack.path else "") for name in plan.split]
+    if not all(start.isdecimal() for start in starts):
+        return None
+    edges = [0, *map(int, starts), stack.depth]
+    return stack.path, tuple(end - start for start, end in pairwise(edges))
+
+
+def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
+    """Blocks of each chunk to look at, each with what it tells the growth of: chunks of the stage that are as deep."""
+    assert job.depths is not None
+    path, depths = job.depths
+    own = Layout.equal(job.plan.stages, job.plan.chunks).chunks_of(job.stage)
+    deep = {depths[chunk] for chunk in own if depths[chunk] > FEW_OF_STAGE + 1}
+    few = [min(n, FEW_OF_STAGE) if n in deep or c not in own else n for c, n in enumerate(depths)]
+    yield few, Stack(path, 0)
+    for depth in sorted(deep):
+        yield [n + (c in own and depths[c] == depth) for c, n in enumerate(few)], Stack(path, depth)
+
+
+def _of_stage(job: _Job) -> Needs:
+    """A stage's numbers, from few blocks of its chunks and some of its microbatches."""
+    if job.depths is None:
+        numbers, last, exact = _of_microbatches(job, ())
+        return needs_from(numbers, last, exact)
+    probes = list(_probes(job))
+    seen = [_of_microbatches(job, blocks) for blocks, _ in probes]
+    numbers = deepen([stack for _, stack in probes[1:]], [one for one, _, _ in seen], FEW_OF_STAGE, 1)
+    return needs_from(numbers, seen[-1][1], len(probes) == 1 and seen[-1][2])
+
+
+def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, float], Rehearsed, bool]:
+    """The numbers of all microbatches, what was rehearsed last, and whether that were all of them.
+
+    Of many microbatches only some are rehearsed, with two numbers of them: memory grows with those that are in flight
+    at once, which the schedule's own lists say.
+    """
+    plan, m = job.plan, job.plan.microbatches
+    less, more = _some_microbatches(plan)
+    if plan.streams or m <= less + more:
+        one = job.rehearse(m, blocks)
+        return numbers_of(one, 0), one, True
+    some, further, all_of_them = (_in_flight(plan, job.stage, k) for k in (less, more, m))
+    growth = (all_of_them - further) / (further - some) if further > some else 0
+    b = job.rehearse(more, blocks)
+    a = job.rehearse(less, blocks) if growth else b
+    low, high = memory_numbers(a, m), memory_numbers(b, m)
+    memory = {name: n + float(growth) * (n - low.get(name, 0)) for name, n in high.items()}
+    wire = {f"wire/{p}": nbytes * (m / more if p in PER_MICROBATCH else 1) for p, (_, nbytes, _) in b.wire.items()}
+    return {**numbers_of(b, 0), **memory, **wire}, b, False
+
+
+def _some_microbatches(plan: Plan) -> tuple[int, int]:
+    """Two numbers of microbatches to rehearse; where stages are few, the larger one fills them."""
+    d = plan.stages
+    if plan.schedule in ("gpipe", "naive"):
+        return 2 * d, 3 * d
+    if plan.chunks > 1:
+        return d, 2 * d
+    return (d, d + 1) if d <= MOST_FILLED else (ALIKE, ALIKE + 1)
+
+
+def _in_flight(plan: Plan, stage: int, microbatches: int) -> Fraction:
+    """Microbatches whose activations a stage keeps at once, at most."""
+    layout = Layout.equal(plan.stages, plan.chunks)
+    pipeline = Pipeline(plan.schedule, layout, microbatches, reduce_each=plan.reduces_each_microbatch)
+    return peaks([pipeline.step(stage)], plan.chunks)[0].in_flight
+
+
+def pipeline_times(
+    needs: Sequence[Needs], plan: Plan, machines: Machines
+) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
+    """Seconds of one step by cause, and who does what when."""
+    pipeline = needs[0].last.pipeline
+    assert pipeline is not None
+    pipeline = replace(pipeline, microbatches=plan.microbatches)
+    one_lane = replace(pipeline, layout=type(pipeline.layout).equal(plan.stages, plan.chunks), loans=())
+    even = not pipeline.layout.uneven
+    lists_of = one_lane if even else pipeline  # lanes of an even layout do not meet but at reductions
+    costs = _costs(needs, lists_of, machines)
+    simulation = simulate(lists_of.stretch(4 if plan.streams else 1), lists_of.layout, costs)
+    spent = [_spent(one, plan, costs, lists_of) for one in needs]
+    causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"])
+    wire = max(each["wire"] for each in spent)
+    overhead = max(each.pop("overhead") for each in spent)
+    bubble = _step_seconds(simulation, plan) + overhead - causes["compute"] - causes["optimizer"]
+    causes |= {"wire": wire, "bubble": max(0.0, bubble)}
+    spans = tuple(tuple(rank) for rank in simulation.spans)
+    return causes, spans if sum(map(len, spans)) <= MOST_SPANS else ()
+
+
+def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: Pipeline) -> dict[str, float]:
+    """What a stage spends in one step, by cause; "overhead" is what lies beside its actions."""
+    assert one.last.pipeline is not None
+    stage = one.last.pipeline.layout.stage_of(one.rank)
+    spent = {cause: one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire")}
+    overhead = max(0.0, spent["compute"] + spent["optimizer"] - one.actions)
+    chunks = pipeline.layout.chunks_of(stage)
+    passes = sum(costs.forward[c] + _backward(costs, c, pipeline) for c in chunks)
+    updates = sum(costs.update[c] for c in chunks) * (plan.microbatches // plan.microbatches_per_update)
+    compute = plan.microbatches * passes + updates - spent["optimizer"] + overhead
+    return {**spent, "compute": compute, "overhead": overhead}
+
+
+def _backward(costs: Costs, chunk: int, pipeline: Pipeline) -> float:
+    """Seconds of a chunk's backward, in one part or in two."""
+    if pipeline.name == "zb-h1":
+        return costs.input_gradient[chunk] + costs.weight_gradient[chunk]
+    return costs.backward[chunk]
+
+
+def _step_seconds(simulation: Simulation, plan: Plan) -> float:
+    steady = simulation.steady
+    return simulation.makespan if steady is None else steady.microbatch_seconds * plan.microbatches
+
+
+def _costs(needs: Sequence[Needs], pipeline: Pipeline, machines: Machines) -> Costs:
+    """What each chunk costs, by the stages that were rehearsed; the others are like those before."""
+    layout = pipeline.layout
+    known = {key: seconds for one in needs for key, seconds in one.costs.items()}
+    seen = {int(key.rpartition("/")[2]) for key in known}
+    like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
+    spread = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
+    share = max(1, needs[0].last.plan.microbatches * layout.chunks)
+    sent = max(messages_of(one.last.wire) for one in needs) // share // 2 or 0
+    seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
+    rate = sent / seconds if seconds else float("inf")
+    halves = {name: spread.pop(name) for name in ("input_gradient", "weight_gradient")}
+    if any(map(any, halves.values())):
+        spread |= halves
+    return Costs(**spread, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)
