@@ -30,6 +30,7 @@ from zeroshard.planner.private import Results, fakes, in_backward
 from zeroshard.planner.result import TEMPORARIES, Span
 from zeroshard.planner.shallow import Look, look_at
 from zeroshard.planner.tracker import Tracker
+from zeroshard.planner.workspaces import beside_results
 from zeroshard.rehearsal import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
 
@@ -163,7 +164,8 @@ def rehearse(
     values = timed or task.values
     with contextlib.nullcontext() if values else fakes() as mode, quiet():
         results = None if mode is None else Results(mode)
-        tracker = Tracker(None if timed else rates.hear, not values, rounds, results)
+        beside = beside_results if machines is None or machines.device.kind == "cpu" else None
+        tracker = Tracker(None if timed else rates.hear, not values, rounds, results, beside)
         rehearsal = Rehearsal(
             range(ranks),
             shares=plan.transport != "network" and not plan.pipelined,

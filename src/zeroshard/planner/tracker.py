@@ -44,6 +44,8 @@ class Peak:
 
 Listener = Callable[[int, int, torch.dtype, bool], None]  # floating-point operations, bytes, dtype, whether below
 
+Beside = Callable[[Packet, tuple[Any, ...], Any], int]
+
 
 class Tracker(DispatchMode):
     """Counts storages and operations between entering and leaving it.
@@ -53,6 +55,7 @@ class Tracker(DispatchMode):
         answers: answer questions about values with yes and 1, for tensors that have none.
         rounds: every storage counts as a multiple of so many bytes.
         results: what operations on tensors without values make; by default they are asked each time.
+        beside: says what an operation holds at its highest beyond its results; nothing by default.
 
     Attributes:
         current: bytes alive now.
@@ -67,12 +70,13 @@ class Tracker(DispatchMode):
         answers: bool = False,
         rounds: int = 1,
         results: Results | None = None,
+        beside: Beside | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.note: Callable[[], dict[str, int]] = dict
         self.phase: Callable[[], str] = str
         self._listener, self._answers, self._rounds = listener, answers, rounds
-        self._results = results
+        self._results, self._beside = results, beside
         self._list: Callable[[], None] | None = None
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._shared: dict[int, int] = {}  # ranks that have a storage in common; 0 for one that is not on the device
@@ -100,6 +104,9 @@ class Tracker(DispatchMode):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self.see(leaf, below)
+        if self._beside is not None and (extra := self._beside(func, args, result)):
+            self._add(extra)
+            self._add(-extra)
         if self._listener is not None and not is_view(func):
             self._tell(func, args, kwargs, result, below)
         return result
