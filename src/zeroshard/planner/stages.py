@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 from zeroshard.comm import Purpose
 from zeroshard.plan import Plan
@@ -194,4 +195,5 @@ def _costs(needs: Sequence[Needs], pipeline: Pipeline, machines: Machines) -> Co
     halves = {name: spread.pop(name) for name in ("input_gradient", "weight_gradient")}
     if any(map(any, halves.values())):
         spread |= halves
-    return Costs(**spread, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)
+    times: dict[str, Any] = dict(spread)
+    return Costs(**times, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)

@@ -93,7 +93,8 @@ class Tracker(DispatchMode):
         if self._answers and func in ANSWERS:
             return ANSWERS[func](*args)
         kwargs = kwargs or {}
-        run = STAND_INS.get(func, func) if self._answers else func
+        stand_in = STAND_INS.get(func) if self._answers else None
+        run: Callable[..., Any] = func if stand_in is None else stand_in
         result = run(*args, **kwargs) if self._results is None else self._results.of(func, run, args, kwargs)
         if not self._looks:
             return result
