@@ -28,7 +28,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a step consumes the gradients."""
+        """Discard what the backwards since the last step added up; a step consumes it by itself."""
+        self.engine.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Refused.
