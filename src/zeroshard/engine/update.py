@@ -24,10 +24,6 @@ from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.optim import Span
 
 HEAD = struct.Struct("<qIId")
-OUTSIDE = (
-    "Where the loss reads parameters outside of the model's forward, which are NaN there under zero=3, call forward, "
-    "loss and backward inside `with engine.gathered():`."
-)
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -170,7 +166,6 @@ class Update:
             f"The gradient of {shown} is not finite (norm {norm}); the weights were left as they are. Look at the "
             f"loss, lower the learning "
             "rate, set clip_norm, or choose nonfinite='skip' to leave such steps out."
-            + (f" {OUTSIDE}" if any(shard.parameters.sliced for shard in self._shards) else "")
         )
 
     def apply(self, factor: float, shards: Sequence[Shard] | None = None) -> None:
