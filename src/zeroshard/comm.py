@@ -395,7 +395,10 @@ class Comm:
             if not store.check([f"where/{other}"]):
                 silent.append(other)
                 continue
-            there = json.loads(store.get(f"where/{other}"))
+            words = store.get(f"where/{other}")
+            if not words:  # withdrawn between the two calls: that rank goes on
+                continue
+            there = json.loads(words)
             theirs = Place(*there["place"])
             if not (_in(other, place.group) and _in(rank, theirs.group)):
                 continue

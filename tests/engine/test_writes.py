@@ -6,6 +6,7 @@ is lost.
 """
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -237,6 +238,16 @@ def clip_value(loop: Any, model: nn.Module, x: Any) -> None:
         loop.step()
 
 
+def frozen_before_backward(loop: Any, model: nn.Module, x: Any) -> None:
+    for n in range(STEPS):
+        loss = loop(x(n))
+        if n == 1:
+            model.blocks[0].requires_grad_(False)
+        loop.backward(loss)
+        loop.step()
+        model.requires_grad_(True)
+
+
 def evaluate(loop: Any, model: nn.Module, x: Any) -> list[Tensor]:
     with torch.no_grad():
         losses = [loop(x(5))]
@@ -269,6 +280,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], Scenario]] = {
     "drop one gradient": (Net, drop_one),
     "zero one gradient": (Net, zero_one),
     "freeze and thaw": (Net, thaw),
+    "frozen between forward and backward": (Net, frozen_before_backward),
     "clip to the largest": (Net, partial(clip, float("inf"))),
     "clip by the sum": (Net, partial(clip, 1.0)),
     "clip to the 2-norm": (Net, partial(clip, 2.0)),
@@ -434,6 +446,26 @@ def writer_nowhere(engine: Any, model: nn.Module, x: Any) -> None:
         pass
 
 
+def step_inside(engine: Any, model: nn.Module, x: Any) -> None:
+    with engine.gathered():
+        step(engine, x(0))
+
+
+def clip_spans(engine: Any, model: nn.Module, x: Any) -> None:
+    engine.backward(engine(x(0)))
+    nn.utils.clip_grad_norm_([p for group in engine.optimizer.param_groups for p in group["params"]], 1.0)
+
+
+def load_states(engine: Any, model: nn.Module, x: Any) -> None:
+    step(engine, x(0))
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+
+
+def maximize_later(engine: Any, model: nn.Module, x: Any) -> None:
+    engine.optimizer.param_groups[0]["maximize"] = True
+    step(engine, x(0))
+
+
 class Gathering(Block):
     engine: ClassVar[list[Any]] = []
 
@@ -464,8 +496,54 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Scenario, tuple[str, ...]]] = 
     "a new layer": (Net, new_head, ("PlanError", "head.weight", "after the engine was made")),
     "another shape": (Net, other_shape, ("PlanError", "head.weight", "(2, 130)")),
     "another dtype": (Net, to_double, ("PlanError", "float64", "Plan(precision=...)")),
+    "a step inside": (Net, step_inside, ("PlanError", "inside `with engine.gathered():`", "after the block")),
+    "clipping the optimizer's parameters": (Net, clip_spans, ("OptimizerError", "engine.clip_grad_norm(max_norm)")),
     "no such writer": (Net, writer_nowhere, ("PlanError", "writer=2", "0 to 1")),
 }
+
+
+REFUSED_OFFLOADED: dict[str, tuple[Scenario, tuple[str, ...]]] = {
+    "load_state_dict": (load_states, ("OptimizerError", "engine.load(folder)")),
+    "maximize set later": (maximize_later, ("OptimizerError", "maximize=True")),
+}
+
+
+def run_refused_offloaded() -> dict[str, str]:
+    found = {}
+    for name, (scenario, _) in REFUSED_OFFLOADED.items():
+        model = build(Net)
+        engine = zs.Engine(model, maker, zs.Plan(zero=1, offload="optimizer"), mesh=zs.Mesh())
+        found[name] = error_of(partial(scenario, engine, model, rows))
+    return found
+
+
+def test_what_the_hosts_adam_would_ignore_is_refused() -> None:
+    found = run_refused_offloaded()
+    for name, (_, texts) in REFUSED_OFFLOADED.items():
+        assert all(text in found[name] for text in texts), (name, found[name])
+
+
+def clear_states(loop: Any, model: nn.Module) -> None:
+    for n in range(4):
+        step(loop, rows(n))
+        if n == 1:
+            loop.optimizer.state.clear()
+
+
+def test_states_that_are_cleared_begin_at_zero_below_the_device_too() -> None:
+    plain, model = build(Net), build(Net)
+    engine = zs.Engine(model, maker, zs.Plan(zero=1, offload="optimizer"), mesh=zs.Mesh())
+    clear_states(Plain(plain), plain)
+    clear_states(engine, model)
+    for key, value in engine.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=0.0, atol=TOLERANCE)
+
+
+def test_parameters_over_common_memory_are_refused() -> None:
+    model, memory = nn.Module(), torch.ones(8)
+    model.a, model.b, model.c = (nn.Parameter(memory[s]) for s in (slice(0, 4), slice(4, 8), slice(3, 5)))
+    with pytest.raises(zs.errors.ModelError, match="'a' and 'c' are parameters over the same memory"):
+        zs.Engine(model, maker, mesh=zs.Mesh())
 
 
 def run_refused(mesh: zs.Mesh, plan: str) -> dict[str, str]:
@@ -552,8 +630,14 @@ def run_copies(mesh: zs.Mesh, zero: int) -> Any:
     engine = zs.Engine(model, maker, zs.Plan(zero=zero), mesh=mesh)
     step(engine, rows(0))
     with engine.gathered():
+        file = io.BytesIO()
+        torch.save(model, file)
         copied = copy.deepcopy(model)
         text = repr(model.head.bias)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), copied.parameters(), strict=True))
+    saved.half()
     kinds = {type(p) for p in copied.parameters()}
     copied.head.weight.data.fill_(7.0)
     copied(rows(1)).backward()

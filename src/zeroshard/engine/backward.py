@@ -339,7 +339,9 @@ class _Receipt:
         backward, gradients = self.backward(), self.gradients()
         if backward is not None and gradients is not None:
             gradient = parameter.grad
-            gradients.shown.hide(parameter, self.number)
-            if gradient is None:
+            if gradient is not None or gradients.written_in_step[self.number]:
+                gradients.shown.hide(parameter, self.number)
+            if gradient is not None:
+                backward.receive(gradients, self.number, gradient.detach())
+            elif parameter.requires_grad:  # else it was frozen after the forward, and autograd passes it over
                 raise _refuse_reading(gradients.flat.index.entries[self.number].name)
-            backward.receive(gradients, self.number, gradient.detach())

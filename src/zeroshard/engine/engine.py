@@ -191,6 +191,11 @@ class Engine(Readings):
             CommError: the ranks did different things, or a rank is gone. PlanError: no rank has any gradient.
         """
         self._refuse_pipeline("step")
+        if self._forward.writes.allowed:
+            raise PlanError(
+                "engine.step() was called inside `with engine.gathered():`, at whose end the gathered copies become "
+                "the weights, so the update would be lost. Call it after the block; forward and backward may be inside."
+            )
         self._backward.forget_interrupted()
         try:
             verdict = self._judge.judge(self._update.demand(self.steps).norm, self._update.refuse_nonfinite)

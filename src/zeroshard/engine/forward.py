@@ -260,6 +260,9 @@ class Hook:
         """What the hook does."""
         return self.call(*args)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -49,6 +50,7 @@ def check_model(model: nn.Module) -> None:
             )
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             _check_tensor(f"{path}.{name}" if path else name, tensor, module)
+    _check_overlaps(model)
 
 
 def guard(model: nn.Module, assembly: Assembly, forward: Forward, staged: bool) -> None:
@@ -81,6 +83,24 @@ def _check_tensor(name: str, tensor: torch.Tensor | None, module: nn.Module) -> 
             f"'{name}' is a {type(tensor).__name__}, and the engine slices plain tensors itself. Give it the model "
             f"before it was sliced or quantized."
         )
+
+
+def _check_overlaps(model: nn.Module) -> None:
+    """Refuse parameters that are views of common elements: in flat buffers each has its own."""
+    places: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.layout is torch.strided and parameter.numel():
+            first = int(parameter.storage_offset())
+            last = first + sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+            places.setdefault(parameter.untyped_storage()._cdata, []).append((first, last, name))
+    for extents in places.values():
+        for (_, last, name), (first, _, other) in pairwise(sorted(extents)):
+            if first <= last:
+                raise ModelError(
+                    f"'{name}' and '{other}' are parameters over the same memory, which they would not share in the "
+                    f"engine's buffers. Use one nn.Parameter under both names (tied weights), or one parameter of "
+                    f"which the forward takes views."
+                )
 
 
 def _refuse_load(
@@ -157,8 +177,17 @@ class _Apply:
         applied: nn.Module = type(module)._apply(module, function, recurse)
         return applied
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        assert module is not None
+        return _plain_apply, (module,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         """A copy of the module is a plain one."""
         module = self._module()
         assert module is not None
-        return MethodType(type(module)._apply, memo[id(module)])
+        return _plain_apply(memo[id(module)])
+
+
+def _plain_apply(module: nn.Module) -> MethodType:
+    return MethodType(type(module)._apply, module)

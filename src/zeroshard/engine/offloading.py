@@ -22,6 +22,7 @@ import torch
 from zeroshard.counts import UPDATE, Purpose
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.judge import Judge
+from zeroshard.errors import OptimizerError
 from zeroshard.link import Task
 from zeroshard.offload.gradients import HostGradients
 from zeroshard.offload.host_adam import Scalars
@@ -89,6 +90,7 @@ class Offloaded:
         self._ahead: dict[int, Guess] = {}
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
         self._puts: dict[int, int] = {}
+        self._began: set[int] = set()  # shards that were updated
         self.guesses = Guesses()
         for shard in assembly.all_shards:
             if shard.home is not None:
@@ -96,6 +98,8 @@ class Offloaded:
                 shard.home.rebind(None if shard.home.on_disk else shard.home.pages)
                 self.lay_out(shard)
                 _sink(shard).on_put = partial(self._guess, shard)
+        if any(shard.home is not None for shard in assembly.all_shards):
+            assembly.optimizer.optimizer.register_load_state_dict_pre_hook(_refuse_states)
 
     @classmethod
     def of(cls, assembly: Assembly, plan: Plan, judge: Judge, ranks: int) -> "Offloaded | None":
@@ -183,6 +187,7 @@ class Offloaded:
             if guess is not None:
                 self._ahead[id(shard)] = guess  # to be forgotten
             update = self._update(shard, parts, factor, aside=late)
+        self._began.add(id(shard))
         for span in spans:
             self._assembly.optimizer.optimizer.state[span.tensor]["step"] += 1
         sink.read_by(update.task)
@@ -271,9 +276,18 @@ class Offloaded:
         for span in spans:
             state = optimizer.state[span.tensor]
             if not state:
+                if id(shard) in self._began:  # the user has cleared it
+                    with _home(shard).fetched(writes=True):
+                        _home(shard).forget_moments(span.start - shard.start, span.stop - shard.start)
                 state["step"] = torch.tensor(0.0)
                 state.update(self._moments(shard, span))
             group = optimizer.param_groups[span.group]
+            for option in ("maximize", "amsgrad"):
+                if group.get(option):
+                    raise OptimizerError(
+                        f"{option}=True was set after the engine was made, and the host's own Adam updates without it. "
+                        f"Set it when the optimizer is made, which then runs on the host itself."
+                    )
             scalars = Scalars.of(group, int(state["step"]) + 1, group["decoupled_weight_decay"])
             start, stop = span.start - shard.start, span.stop - shard.start
             parts.append(Part(start, stop, _home(shard).block_of(start), scalars))
@@ -311,6 +325,13 @@ class Offloaded:
     def _return(self, staging: torch.Tensor | None) -> None:
         if staging is not None:
             self._below.host.give_back(staging)
+
+
+def _refuse_states(optimizer: torch.optim.Optimizer, states: Any) -> None:
+    raise OptimizerError(
+        f"load_state_dict of the {type(optimizer).__name__} was called, and its states are in the host's memory, where "
+        f"the engine updates them. Save and load them with engine.save(folder) and engine.load(folder)."
+    )
 
 
 def _copy(into: torch.Tensor, source: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from zeroshard.errors import OptimizerError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.optim.probe import fresh_state
-from zeroshard.units import Index
+from zeroshard.units import Index, Unreadable
 
 
 class Span:
@@ -28,6 +28,7 @@ class Span:
         self.stop = stop
         self.group = group
         self.tensor = torch.nn.Parameter(tensor)
+        self.held: torch.Tensor | None = None
 
 
 class SpanOptimizer:
@@ -75,6 +76,7 @@ class SpanOptimizer:
         for span in spans:
             span.tensor = torch.nn.Parameter(owned[span.start - start : span.stop - start])
             state = fresh_state(self.optimizer, self._templates[span.group], span.tensor)
+            _hold(span)
             self._fresh.append((span, state))
         self._spans.append(spans)
         self._tiers.append(tier)
@@ -160,7 +162,7 @@ class SpanOptimizer:
             for group, tensors in zip(groups, everything, strict=True):
                 group["params"] = tensors
         for span in spans:
-            span.tensor.grad = None
+            _hold(span)
 
     def touch(self) -> None:
         """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
@@ -192,6 +194,7 @@ class SpanOptimizer:
         for low, high in itertools.pairwise(places):
             a, b = low - span.start, high - span.start
             part = Span(low, high, span.group, span.tensor.detach()[a:b])
+            _hold(part)
             if state:
                 self.optimizer.state[part.tensor] = {k: _part(v, span.tensor.shape, a, b) for k, v in state.items()}
             parts.append(part)
@@ -201,6 +204,21 @@ class SpanOptimizer:
         for number, group in enumerate(self.optimizer.param_groups):
             group.pop("param_names", None)
             group["params"] = [s.tensor for spans in self._spans for s in spans if s.group == number]
+
+
+def _hold(span: Span) -> None:
+    """Let the gradient of a span refuse to be read: the engine has it, but for the moment of the span's step."""
+    if span.held is None:
+        real = type(span.tensor.detach()) is torch.Tensor  # with values, unlike those of a rehearsal
+        span.held = Unreadable.of(span.tensor, f"elements {span.start} to {span.stop}", _unreadable) if real else None
+    span.tensor.grad = span.held
+
+
+def _unreadable(name: str) -> OptimizerError:
+    return OptimizerError(
+        "The gradients of the optimizer's parameters were read or changed, and the engine holds them. Clip with "
+        "engine.clip_grad_norm(max_norm) or engine.clip_grad_value(value); their norm is engine.step().grad_norm."
+    )
 
 
 def _part(value: Any, shape: torch.Size, start: int, stop: int) -> Any:

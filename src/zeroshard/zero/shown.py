@@ -79,6 +79,8 @@ class ShownGradients:
             return []
         numbers = []
         for parameter in self._fresh:
+            if not parameter.requires_grad:
+                continue  # it was frozen after the forward, and autograd passed it over
             number, view = self._direct[id(parameter)]
             if parameter.grad is not view:  # autograd has put one of its own there, or the user has taken it away
                 if parameter.grad is not None:
