@@ -208,7 +208,7 @@ def _kept(result: Any, args: tuple[Any, ...], given: set[int]) -> Any:
         raise _Unknown
     storage, shape, stride = result.untyped_storage(), tuple(result.shape), result.stride()
     if args and type(args[0]) is FakeTensor and args[0].untyped_storage()._cdata == storage._cdata:
-        return _Made(shape, stride, result.dtype, result.fake_device, result.storage_offset())
+        return _Made(shape, stride, result.dtype, result.fake_device, int(result.storage_offset()))
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if result.numel() else 0
     if storage._cdata in given or result.storage_offset() or storage.nbytes() != span * result.itemsize:
         raise _Unknown
