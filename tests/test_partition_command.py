@@ -11,8 +11,9 @@ import pytest
 
 from zeroshard.cli import main
 from zeroshard.pipeline.cluster import Cluster
-from zeroshard.pipeline.partition import partition
+from zeroshard.pipeline.partition import OBJECTIVES, partition
 from zeroshard.pipeline.profile import LayerCost, Profile
+from zeroshard.pipeline.simulated import timed
 
 SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 LAYERS = (  # two light layers with long computation, then one that is nearly all of the weights
@@ -43,7 +44,7 @@ def read(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_json_holds_the_split_its_alternatives_and_the_options(
     profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content = read(capsys, "--profile", profile, "--devices", "4", "--link-gbps", "10")
+    content = read(capsys, "--profile", profile, "--devices", "4", "--link-gbps", "10", "--objective", "paper")
     found = partition(LAYERS, Cluster.flat(4, 1.25e9), state_copies=3)
     assert found.replicas == (3, 1)
     assert content["options"] == ["--ranks", "4", "--stages", "2", "--split", "head", "--replicas", "3", "1"]
@@ -67,7 +68,7 @@ def test_the_table_says_the_same(
     profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = run(capsys, "--profile", profile, "--devices", "4", "--link-gbps", "10")
+    shown = run(capsys, "--profile", profile, "--devices", "4", "--link-gbps", "10", "--objective", "paper")
     rows = [" ".join(line.split()) for line in shown.splitlines()]
     assert max(len(line) for line in shown.splitlines()) <= 80
     assert "0 body.0 … body.1 (2) 3 200.0 2.133 0.160 2 17.17 MiB" in rows
@@ -120,6 +121,17 @@ def test_fewer_devices_that_are_faster_are_said(profile: str, capsys: pytest.Cap
 def test_state_copies_count(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--profile", profile, "--devices", "4", "--link-gbps", "10", "--state-copies")
     assert read(capsys, *words, "0")["memory_bytes"] == 2 * 10**9 + 10**5
+
+
+def test_the_default_is_the_fastest_under_the_simulator(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--profile", profile, "--devices", "4", "--link-gbps", "10")
+    content = read(capsys, *words)
+    assert content["objective"] == "simulated"
+    cluster = Cluster.flat(4, 1.25e9)
+    rivals = [timed(LAYERS, partition(LAYERS, cluster, name, state_copies=3), cluster) for name in OBJECTIVES]
+    assert content["seconds_per_microbatch"] == min(rival.seconds for rival in rivals)
+    assert all(rival.get("seconds_per_microbatch", 1) >= content["seconds_per_microbatch"] for rival in
+               content["alternatives"] if rival["fits"] and rival["name"] != "one device")  # fmt: skip
 
 
 GIVEN = ("--devices", "4", "--link-gbps", "10")

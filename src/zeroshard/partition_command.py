@@ -15,6 +15,7 @@ from zeroshard.errors import ConfigError, PlanError
 from zeroshard.pipeline.cluster import Cluster, format_size, parse_size
 from zeroshard.pipeline.partition import Partition, Shape, Stage, partition
 from zeroshard.pipeline.profile import LayerCost, Profile
+from zeroshard.pipeline.simulated import SIMULATED, fastest
 from zeroshard.report.plain_table import plain_table
 
 RIVALS: dict[str, Shape] = {"data parallel": "data parallel", "straight pipeline": "straight", "one device": "any"}
@@ -37,8 +38,9 @@ class PartitionOptions:
     state_copies: float = 3
     """Copies of its parameters that a device keeps besides the versions of the weights: gradients and optimizer states;
     3 is AdamW, 2 SGD with momentum, 0 the paper's own count."""
-    objective: Literal["paper", "released"] = "paper"
-    """What to make as small as can be: the time as the paper defines it, or as the authors' program does."""
+    objective: Literal["simulated", "paper", "released"] = "simulated"
+    """What to make as small as can be: the time of the schedule on a clock, of the splits that the other two find; the
+    time as the paper defines it; or as the authors' program does."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -89,7 +91,7 @@ def run_partition(argv: Sequence[str]) -> None:
 
     options = parse(PartitionOptions, argv, "zeroshard partition")
     profile, cluster = Profile.load(options.profile), options.described_cluster()
-    chosen = partition(profile.layers, cluster, options.objective, state_copies=options.state_copies)
+    chosen = _split(profile.layers, cluster, options)
     rivals = [_rival(name, profile.layers, cluster, options) for name in RIVALS]
     if options.json:
         print(json.dumps(_as_json(profile, cluster, chosen, rivals), indent=1, allow_nan=False))
@@ -107,13 +109,19 @@ def train_options(layers: Sequence[LayerCost], chosen: Partition) -> list[str]:
     return [*ranks, "--stages", str(len(chosen.stages)), "--split", *firsts, "--replicas", *replicas]
 
 
+def _split(layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions, shape: Shape = "any") -> Partition:
+    if options.objective == SIMULATED:
+        return fastest(layers, cluster, state_copies=options.state_copies, shape=shape)
+    return partition(layers, cluster, options.objective, state_copies=options.state_copies, shape=shape)
+
+
 def _rival(name: str, layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions) -> Rival:
     """The best of its kind that fits, or else the fastest, whatever it needs."""
     where = Cluster.flat(1, math.inf, cluster.memory_bytes) if name == "one device" else cluster
     reason = ""
     for limited in (where, replace(where, memory_bytes=None)):
         try:
-            found = partition(layers, limited, options.objective, state_copies=options.state_copies, shape=RIVALS[name])
+            found = _split(layers, limited, options, RIVALS[name])
             return Rival(name, found, limited is where)
         except PlanError as error:
             reason = str(error)
@@ -183,7 +191,8 @@ def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
     for column in ("replicas", "compute", "exchange", "send", "versions", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     for number, stage in enumerate(chosen.stages):
-        slow = chosen.seconds * (1 - 1e-9)
+        highest = max(max(other.seconds, other.send_seconds) for other in chosen.stages)
+        slow = min(chosen.seconds, highest) * (1 - 1e-9)
         spent = (stage.compute_seconds, stage.sync_seconds)
         slowest = max(spent) if chosen.objective == "paper" else 0.0
         bold = [stage.seconds >= slow and time >= slowest for time in spent] + [stage.send_seconds >= slow]

@@ -187,7 +187,7 @@ def _costs(needs: Sequence[Needs], pipeline: Pipeline, machines: Machines) -> Co
     known = {key: seconds for one in needs for key, seconds in one.costs.items()}
     seen = {int(key.rpartition("/")[2]) for key in known}
     like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
-    spread = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
+    spread: dict[str, Any] = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
     share = max(1, needs[0].last.plan.microbatches * layout.chunks)
     sent = max(messages_of(one.last.wire) for one in needs) // share // 2 or 0
     seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0

@@ -93,8 +93,7 @@ class Tracker(DispatchMode):
         if self._answers and func in ANSWERS:
             return ANSWERS[func](*args)
         kwargs = kwargs or {}
-        stand_in = STAND_INS.get(func) if self._answers else None
-        run: Callable[..., Any] = func if stand_in is None else stand_in
+        run = STAND_INS[func] if self._answers and func in STAND_INS else func
         result = run(*args, **kwargs) if self._results is None else self._results.of(func, run, args, kwargs)
         if not self._looks:
             return result
