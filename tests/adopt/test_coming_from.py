@@ -51,7 +51,7 @@ def test_the_blocks_in_python_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shutil.copytree(REAL / "stage3", tmp_path / "runs" / "old")
     monkeypatch.chdir(tmp_path)
     found = blocks("python")
-    assert len(found) == 3
+    assert len(found) == 4
     for code in found:
         names = {"Model": Model}
         exec(code, names)

@@ -9,6 +9,7 @@ from engine.models import OPTIMIZERS, batch, build
 from engine.pipelines import data
 from pool import Pool
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 
@@ -319,3 +320,52 @@ def test_activations_may_be_offloaded_bit_for_bit(pool: Pool, schedule: str) -> 
         assert len(losses) == 3 and losses == others
         assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
         assert moved > 0 == none
+
+
+class Recomputing(torch.nn.Module):
+    """A block that computes a part of itself again in the backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return x + inner
+
+
+def recomputing(reentrant: bool) -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), *(Recomputing(reentrant) for _ in range(4)))
+
+
+def split_backwards_that_recompute(mesh: zs.Mesh, reentrant: bool) -> Any:
+    plan = zs.Plan(stages=2, schedule="zb-h1", microbatches=4, balance="parameters")
+    engine = zs.Engine(
+        recomputing(reentrant),
+        OPTIMIZERS["sgd"],
+        plan,
+        mesh=mesh,
+        loss=lambda y, x: y.square().mean(),
+        example=ROWS[:2],
+    )
+    for _ in range(2):
+        engine.train_step(ROWS)
+    return engine.state_dict()
+
+
+ROWS = torch.linspace(-1, 1, 48).reshape(8, 6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_block_recomputes_leaves_its_weight_gradients_too(pool: Pool, reentrant: bool) -> None:
+    model = recomputing(reentrant)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ROWS).square().mean().backward()
+        optimizer.step()
+    for weights in pool.run(split_backwards_that_recompute, 2, reentrant):
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ The messages of a list are asynchronous; a forward or backward waits for its own
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -204,10 +205,13 @@ class Executor:
         stage = self._stage
         forward = partial(self._run, self._parts[j].batch)
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
-        if stage.deferral is None:
+        with self._deferring(flight):
             return stage.chain.run(first, last, forward, flight.hidden)
-        with stage.deferral.into(flight.store):
-            return stage.chain.run(first, last, forward, flight.hidden)
+
+    def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:
+        """Leave weight gradients to a microbatch's store, in its forward and in what its backward computes again."""
+        deferral = self._stage.deferral
+        return nullcontext() if deferral is None else deferral.into(flight.store)
 
     def _pass_on(self, action: Action, output: Any) -> None:
         chunk, j = action.chunk, _number(action)
@@ -236,7 +240,7 @@ class Executor:
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
-            with self._backward.local():
+            with self._backward.local(), self._deferring(flight):
                 if flight.loss is not None:
                     torch.autograd.backward(flight.loss * self._scale())
                 elif flight.edge is not None:
