@@ -99,7 +99,7 @@ class Backward:
         self._launched = 0
         for gradients in self.gradients:
             gradients.collect()
-        if not self.explicit:
+        if self.count:
             self.take_back()
         for gradients in self.gradients:
             gradients.shown.begin()

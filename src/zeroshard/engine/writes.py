@@ -9,7 +9,7 @@ changes no value: the cast lasts until the next step, and its gradient goes to t
 
 import warnings
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,7 @@ class Writes:
         self._casts: list[tuple[Shard, int]] = []
         self._cast_modules: set[str] = set()
         self._modules: list[nn.Module] = []
+        self._tables: list[dict[str, Any]] = []
         self._contents: list[int] = []
         self.allowed = False
 
@@ -206,12 +207,12 @@ class Writes:
 
     def _learn_structure(self) -> None:
         self._modules = list(self._model.modules())  # kept, so that no other module gets the identity of one of them
+        self._tables = [table for m in self._modules for table in (m._parameters, m._modules)]
         self._contents = self._structure()
 
     def _structure(self) -> list[int]:
         """The identities of all parameters and modules of the modules that are known."""
-        held = chain.from_iterable((m._parameters.values(), m._modules.values()) for m in self._modules)
-        return list(map(id, chain.from_iterable(held)))
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _absent(self, shard: Shard) -> bool:
         return shard.parameters.residence is not Residence.GATHERED

@@ -52,6 +52,7 @@ class Flat:
         self._aliases: dict[int, torch.Tensor] = {}  # of what `p.data` returned, by number
         self._lent: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._past_edits = 0
+        self._addresses: list[int] = []  # of the views, when they were last looked at
 
     @property
     def label(self) -> str:
@@ -136,6 +137,9 @@ class Flat:
 
     def moved(self) -> list[int]:
         """The numbers of the parameters that do not view the buffer, however they came to that."""
+        if list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
+            return []
+        self._addresses = list(map(torch.Tensor.data_ptr, self.views))
         pairs = zip(self.parameters, self.views, strict=True)
         return [number for number, (parameter, view) in enumerate(pairs) if parameter.data_ptr() != view.data_ptr()]
 

@@ -127,8 +127,11 @@ def kinds_for(watcher: Watcher) -> tuple[type[nn.Parameter], type[nn.Parameter]]
 
 def values_of(parameter: Tensor) -> Tensor:
     """Torch's own `parameter.data`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        values: Tensor = VALUES.__get__(parameter)
+    if isinstance(parameter, Absent):
+        with torch._C.DisableTorchFunctionSubclass():
+            absent: Tensor = VALUES.__get__(parameter)
+        return absent
+    values: Tensor = VALUES.__get__(parameter)
     return values
 
 
@@ -175,10 +178,10 @@ class HeldGradient(Unreadable):
     """What `p.grad` shows while the gradient is in a flat buffer.
 
     Attributes:
-        zeroed: whether it was zeroed, as `zero_grad(set_to_none=False)` does.
+        zeroed: gets the name when it is zeroed, as by `zero_grad(set_to_none=False)`.
     """
 
-    zeroed = False
+    zeroed: set[str]
 
     @classmethod
     def __torch_function__(
@@ -188,7 +191,7 @@ class HeldGradient(Unreadable):
             return super().__torch_function__(func, types, args, kwargs)
         for item in _leaves(args):
             if isinstance(item, HeldGradient):
-                item.zeroed = True
+                item.zeroed.add(item.parameter)
             else:
                 item.zero_()
         return args[0]

@@ -151,6 +151,8 @@ class GradientShards:
 
     def collect(self) -> None:
         """Take over what autograd has added up itself since the last call."""
+        if not self.shown.fresh:
+            return
         numbers = self.shown.collect()
         if not numbers:
             return

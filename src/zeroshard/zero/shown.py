@@ -6,6 +6,7 @@ needs a place: big parameters have None there, so that it hands over a tensor of
 """
 
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,17 @@ class ShownGradients:
     Attributes:
         small: where it does so, once `open_small` was called and there are such.
         opened: whether it does so for all parameters, in a buffer that `open` was given.
+        fresh: parameters for which it did so since the last `collect`.
     """
 
     def __init__(self, flat: Flat, ledger: Ledger, first_small: int) -> None:
         self._flat, self._ledger, self._first_small = flat, ledger, first_small
         self.small: Tensor | None = None
         self.opened = False
-        self._fresh: list[nn.Parameter] = []
+        self.fresh: list[nn.Parameter] = []
         self._direct: dict[int, tuple[int, Tensor]] = {}  # by id of parameter, since hashing one is slow
         self._held: list[HeldGradient] = []
+        self._zeroed: set[str] = set()  # names of parameters whose gradients the user has zeroed
 
     def open(self, parameters: Sequence[nn.Parameter], landing: Tensor) -> None:
         """Let autograd add the gradients of these parameters, which stand for those of the flat, into `landing`."""
@@ -59,7 +62,7 @@ class ShownGradients:
     def _let_in(self, parameter: nn.Parameter, number: int, view: Tensor) -> None:
         parameter.grad = view
         self._direct[id(parameter)] = (number, view)
-        parameter.register_post_accumulate_grad_hook(self._fresh.append)
+        parameter.register_post_accumulate_grad_hook(self.fresh.append)
 
     def hold(self, parameters: Sequence[nn.Parameter], refuse: Refuse) -> None:
         """Have something for `p.grad` to show while the gradients are in the flat buffer.
@@ -72,22 +75,23 @@ class ShownGradients:
         if all(type(parameter.detach()) is Tensor for parameter in parameters):  # none without values, in a rehearsal
             pairs = zip(parameters, self._flat.index.entries, strict=True)
             self._held = [HeldGradient.of(parameter, entry.name, refuse) for parameter, entry in pairs]
+            for held in self._held:
+                held.zeroed = self._zeroed
 
     def collect(self) -> list[int]:
         """The numbers of the parameters whose gradients autograd has added up itself since the last call."""
-        if not self._fresh:
-            return []
         numbers = []
-        for parameter in self._fresh:
+        for parameter in self.fresh:
             if not parameter.requires_grad:
                 continue  # it was frozen after the forward, and autograd passed it over
             number, view = self._direct[id(parameter)]
             if parameter.grad is not view:  # autograd has put one of its own there, or the user has taken it away
                 if parameter.grad is not None:
                     view.add_(parameter.grad.detach())
-                self._show(parameter, number, view)
+                self.hide(parameter, number)
+                parameter.grad = view
             numbers.append(number)
-        self._fresh.clear()
+        self.fresh.clear()
         return numbers
 
     def begin(self) -> None:
@@ -106,10 +110,9 @@ class ShownGradients:
 
     def hide(self, parameter: Tensor, number: int) -> None:
         """Let `p.grad` of parameter `number` say that the gradient is here."""
-        if self._held:
-            self._show(parameter, number, self._held[number])
-        else:
-            parameter.grad = None
+        if parameter.dtype is not self._flat.dtype:
+            self._flat.restore(number)  # its module has cast it, for the forward and backward that are over
+        parameter.grad = self._held[number] if self._held else None
 
     def consumed(self, small: bool) -> None:
         """Let `p.grad` be None, of small parameters too if `small` says so."""
@@ -120,9 +123,9 @@ class ShownGradients:
 
     def forget(self) -> None:
         """Drop what autograd has added up and nobody collected."""
-        if self.small is not None and self._fresh:
+        if self.small is not None and self.fresh:
             self.small.zero_()
-        self._fresh.clear()
+        self.fresh.clear()
 
     def discarded(self, written: Sequence[int], everything: bool = False) -> tuple[list[int], list[int]]:
         """Which gradients the user has discarded since they came, and which he zeroed (all of them with `everything`).
@@ -135,24 +138,21 @@ class ShownGradients:
         if self.opened or not self._held:
             return gone, zeroed
         with torch._C.DisableTorchFunctionSubclass():
-            for number, (parameter, held) in enumerate(zip(self._flat.parameters, self._held, strict=True)):
-                gradient = parameter.grad
+            gradients = [parameter.grad for parameter in self._flat.parameters]
+            if not (self._zeroed or everything) and all(map(is_, gradients, self._held)):
+                return gone, zeroed
+            for number, (gradient, held) in enumerate(zip(gradients, self._held, strict=True)):
                 if gradient is held:
-                    if held.zeroed or everything:
+                    if held.parameter in self._zeroed or everything:
                         zeroed.append(number)
-                        held.zeroed = False
                 elif gradient is None:
                     if written[number]:
                         gone.append(number)
-                elif number < self._first_small or gradient is not self._direct[id(parameter)][1]:
+                elif number < self._first_small or gradient is not self._direct[id(self._flat.parameters[number])][1]:
                     raise PlanError(
                         f"p.grad of '{self._flat.index.entries[number].name}' was set by hand; gradients of the engine "
                         f"come from backwards alone. Give this one to a backward, engine.backward((p * "
                         f"gradient).sum()), or change gradients in a hook (p.register_hook)."
                     )
+        self._zeroed.clear()
         return gone, zeroed
-
-    def _show(self, parameter: Tensor, number: int, gradient: Tensor) -> None:
-        if parameter.dtype is not gradient.dtype:
-            self._flat.restore(number)  # its module has cast it, for the forward and backward that are over
-        parameter.grad = gradient
