@@ -226,8 +226,9 @@ def test_checkpoints_in_the_midst_of_a_pending_update(moments: Any, disk: bool, 
     with executing("latest"):
         third = make(**below)
         third.load(tmp_path / "b")
-        third.save(tmp_path / "c")
+        saving = third.save(tmp_path / "c")
         assert_same((take_steps(third, 5, 5), third.state_dict()), rest)
+        saving.wait()
     if moments == "fp32":
         plain = make(**{**below, "delayed_update": False, "delayed_warmup": 40})
         plain.load(tmp_path / "a")
