@@ -37,7 +37,7 @@ def ledger() -> Ledger:
 
 @pytest.fixture
 def disk(tmp_path: Path, ledger: Ledger) -> Disk:
-    return Disk(tmp_path / "new" / "folder", ledger, timeout=60.0)
+    return Disk(tmp_path / "folder", ledger, timeout=60.0)
 
 
 class Flaky:
