@@ -369,3 +369,47 @@ def test_what_a_block_recomputes_leaves_its_weight_gradients_too(pool: Pool, ree
     for weights in pool.run(split_backwards_that_recompute, 2, reentrant):
         for key, value in model.state_dict().items():
             torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
+
+
+class Listed(torch.nn.Module):
+    """Blocks in a list, with layers before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(6, 6)
+        self.blocks = torch.nn.ModuleList([Recomputing(reentrant=False) for _ in range(4)])
+        self.leave = torch.nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.leave(x)
+        return y
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    """Rates by place in the list of all parameters."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.01 * (n + 1)} for n, p in enumerate(parameters)])
+
+
+def train_in_groups(mesh: zs.Mesh) -> Any:
+    torch.manual_seed(3)
+    plan = zs.Plan(stages=2, schedule="1f1b", microbatches=4, balance="parameters")
+    engine = zs.Engine(Listed(), grouped, plan, mesh=mesh, loss=lambda y, x: y.square().mean(), example=ROWS[:2])
+    for _ in range(2):
+        engine.train_step(ROWS)
+    return engine.state_dict()
+
+
+def test_a_function_of_the_parameters_gets_those_of_all_stages(pool: Pool) -> None:
+    torch.manual_seed(3)
+    model = Listed()
+    optimizer = grouped(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ROWS).square().mean().backward()
+        optimizer.step()
+    for weights in pool.run(train_in_groups, 2):
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)

@@ -118,15 +118,12 @@ class Assembler:
         self._precision = Precision.named(plan.precision)
         self._arena = Arena(ledger, comm.buffer)
 
-    def assemble(self, optimizer: OptimizerLike, initialise: Initialiser | None) -> Assembly:
+    def assemble(self, torch_optimizer: torch.optim.Optimizer, initialise: Initialiser | None) -> Assembly:
         """Cut the model into flats, give them values, and point the optimizer at what this rank updates.
 
         Raises:
             PlanError, ModelError, OptimizerError: what does not fit together.
         """
-        torch_optimizer = (
-            optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(self._model.parameters())
-        )
         layout = check_elementwise(torch_optimizer)
         _refuse_used(torch_optimizer)
         groups = _group_of(torch_optimizer, self._model)
