@@ -91,7 +91,7 @@ class Engine(Readings):
         limit_device(self.mesh.device, budget)
         self._loss = loss or (lambda output, batch: loss_in(output))
         if not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer(model.parameters())  # all of them, in order, before the model is cut into stages
+            optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         self._stage = self._cut(example)
         self._groups = Groups.of(self.plan, self.mesh, self._stage)
         self.world, self.comm = self._groups.world, self._groups.slices
