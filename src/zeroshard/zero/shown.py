@@ -96,13 +96,30 @@ class ShownGradients:
 
     def begin(self) -> None:
         """A backward begins: give autograd the place for gradients of small parameters."""
-        for parameter in self._flat.parameters[self._first_small :] if self.small is not None else ():
-            view = self._direct[id(parameter)][1]
-            parameter.grad = view if parameter.dtype is view.dtype else None  # else autograd's own is added to it
+        if self.small is None:
+            return
+        small = self._flat.parameters[self._first_small :]
+        views = [self._direct[id(parameter)][1] for parameter in small]
+        try:
+            for parameter, view in zip(small, views, strict=True):
+                parameter.grad = view
+        except (RuntimeError, TypeError):  # its module has cast one: autograd's own gradient is added to the view
+            for parameter, view in zip(small, views, strict=True):
+                parameter.grad = view if parameter.dtype is view.dtype else None
 
     def end(self, written: Sequence[int]) -> None:
         """A backward is over: let `p.grad` of small parameters say which gradients are here, by number."""
-        for number in range(self._first_small, len(self._flat.parameters)) if self.small is not None else ():
+        if self.small is None:
+            return
+        first = self._first_small
+        try:
+            if self._held and all(written[first:]):
+                for parameter, held in zip(self._flat.parameters[first:], self._held[first:], strict=True):
+                    parameter.grad = held
+                return
+        except (RuntimeError, TypeError):  # as above
+            pass
+        for number in range(first, len(self._flat.parameters)):
             if written[number]:
                 self.hide(self._flat.parameters[number], number)
             else:
