@@ -8,6 +8,7 @@ import runpy
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from pool import copies
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds that a job may take
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The class and message of what it raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def run_job(script: Path, *words: str, ranks: int = 2) -> str:

@@ -3,13 +3,13 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
 import torch
 from adopt.regression import Regression, batches
+from jobs import error_of
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zeroshard as zs
@@ -65,15 +65,6 @@ def fit(folder: Path, plan: zs.Plan, module: Module | None = None, ckpt: Path | 
     )  # fmt: skip
     trainer.fit(module, loader(), loader(), ckpt_path=ckpt, weights_only=False)
     return trainer, module.losses, trainer.strategy.lightning_module_state_dict()
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    """The class and message of what it raises."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def main(folder: Path) -> None:

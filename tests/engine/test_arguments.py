@@ -38,7 +38,13 @@ def test_an_argument_of_another_kind(arguments: tuple[Any, ...], kind: type[Exce
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, SGD, lambda ps: torch.optim.SGD(ps, lr=0.1)])
 def test_arguments_of_the_right_kinds(optimizer: Any) -> None:
-    zs.Engine(nn.Linear(4, 1), optimizer, mesh=zs.Mesh())
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    engine = zs.Engine(model, optimizer, mesh=zs.Mesh())
+    engine.backward(engine(torch.ones(2, 4)).mean())
+    assert not engine.step().skipped
+    assert type(engine.optimizer) in (torch.optim.AdamW, torch.optim.SGD)
+    assert not torch.equal(model.weight, before)
 
 
 def steps_without_backward(mesh: zs.Mesh, zero: int) -> list[str]:

@@ -17,28 +17,12 @@ from zeroshard.errors import ModelError
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, STEPS = 29, 3
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "use_cache": False,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
-BERT = {
-    "vocab_size": VOCABULARY,
-    "use_cache": False,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-    "is_decoder": True,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+TEXT = {
+    "vocab_size": VOCABULARY, "use_cache": False, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+LLAMA = {**TEXT, "num_key_value_heads": 1}
+BERT = {**TEXT, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {
     "vocab_size": VOCABULARY, "use_cache": False, "n_positions": 32, "n_embd": 12, "n_layer": 4, "n_head": 2,
     "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 1, "eos_token_id": None,

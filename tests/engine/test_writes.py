@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from jobs import error_of
 from pool import Pool
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard as zs
 
@@ -116,11 +118,15 @@ class Plain:
         yield
 
 
-def step(loop: Any, x: Tensor) -> Tensor:
-    loss = loop(x)
-    loop.backward(loss)
+def step(loop: Any, *rows: Tensor) -> Tensor:
+    """One step of as many microbatches, and its loss."""
+    losses = []
+    for x in rows:
+        loss = loop(x) / len(rows)
+        loop.backward(loss)
+        losses.append(loss.detach())
     loop.step()
-    return loss.detach()
+    return torch.stack(losses).sum()
 
 
 def swap(loop: Any, model: nn.Module, x: Any) -> Any:
@@ -262,6 +268,14 @@ def nothing(loop: Any, model: nn.Module) -> None:
     pass
 
 
+def count_operators(loop: Any, model: nn.Module, x: Any) -> None:
+    """A mode sees autograd's own adding up, as that into the gradients of small parameters."""
+    with FlopCounterMode(display=False) as counter:
+        step(loop, x(0), x(1))
+    assert counter.get_total_flops() > 0
+    step(loop, x(2))
+
+
 KEPT: dict[str, tuple[Callable[[], nn.Module], Scenario]] = {
     "swap": (Net, swap),
     "prune": (Net, prune),
@@ -285,6 +299,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], Scenario]] = {
     "clip by the sum": (Net, partial(clip, 1.0)),
     "clip to the 2-norm": (Net, partial(clip, 2.0)),
     "clip by value": (Net, clip_value),
+    "operators counted": (Net, count_operators),
     "a weight of another unit": (reading, evaluate),
 }
 
@@ -366,14 +381,6 @@ MAYBE: dict[str, tuple[Callable[[], nn.Module], Scenario]] = {
     "p.data[...] = values before the step": (Net, clamp_before_step),
     "p.data = values in the forward": (partial(Net, Normalising), normalise),
 }
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def run_maybe(mesh: zs.Mesh, settings: dict[str, Any]) -> dict[str, Any]:
@@ -597,7 +604,7 @@ def run_router(mesh: zs.Mesh, settings: dict[str, Any]) -> Any:
     engine = zs.Engine(model, maker, zs.Plan(**settings), mesh=mesh)
     mine = slice(mesh.rank * ROWS, (mesh.rank + 1) * ROWS)
     with pytest.warns(UserWarning, match="router.classifier.*fp32_modules"):
-        losses = [float(step(engine, rows(0)[mine])) for _ in range(6)]
+        losses = [float(step(engine, rows(0)[mine], rows(1)[mine])) for _ in range(6)]
     with torch.no_grad():
         losses.append(float(engine(rows(0)[mine])))
     weights = engine.state_dict()
@@ -611,7 +618,7 @@ def test_modules_that_cast_their_weights_train_under_bf16(pool: Pool, zero: int)
     ]
     plain = build(partial(Net, Routed))
     loop = Plain(plain)
-    wanted = [float(step(loop, rows(0))) for _ in range(6)]
+    wanted = [float(step(loop, rows(0), rows(1))) for _ in range(6)]
     for settings in plans:
         found = pool.run(run_router, 2, settings)
         losses = torch.tensor([rank[0] for rank in found]).mean(0)[:6]

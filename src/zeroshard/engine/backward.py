@@ -17,6 +17,7 @@ from zeroshard.comm import Comm
 from zeroshard.engine.assembly import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.zero import Gatherer, GradientShards, PassKind
+from zeroshard.zero.shown import unreadable
 
 IN_FLIGHT = 1  # reductions under way before the oldest is waited for
 GRACE = 0.2  # seconds that it is waited for, where this rank's next gather may be what the others wait for
@@ -205,11 +206,10 @@ class Backward:
         if self.explicit and gradients.open_to_autograd:
             gradients.open(parameters)
             return
-        gradients.shown.hold(parameters, _refuse_reading)
         for number, parameter in enumerate(parameters[: gradients.first_small]):
             parameter.register_hook(_Arrival(self, parameter))
             parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))
-        gradients.shown.open_small(parameters, self._comm.mesh.device)
+        gradients.shown.listen(parameters, self._comm.mesh.device)
 
     def receive(self, gradients: GradientShards, number: int, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""
@@ -285,10 +285,6 @@ class Backward:
             self._gatherer.end()
         self._finish(len(self._in_flight))
         self._release(len(self._unread))
-        if not self.explicit:
-            for gradients in self.gradients:
-                gradients.collect()
-                gradients.shown.end(gradients.written_in_step)
         self._active = False
         if self._assembly.below is not None:
             self._assembly.below.link.note("backward", self._began)
@@ -300,15 +296,6 @@ def _covers(arrived: bytearray, expected: bytes) -> bool:
 
 def _either(a: bytes, b: bytes) -> bytes:
     return bytes(x | y for x, y in zip(a, b, strict=True))
-
-
-def _refuse_reading(name: str) -> PlanError:
-    return PlanError(
-        f"The gradient of '{name}' was read or changed through p.grad, and is in the engine's flat buffers, reduced "
-        f"over the ranks or still to be. Clip with engine.clip_grad_norm(max_norm, norm_type) or "
-        f"engine.clip_grad_value(value), discard with engine.zero_grad() or p.grad = None, and change single gradients "
-        f"in a hook (p.register_hook)."
-    )
 
 
 class _Arrival:
@@ -344,4 +331,4 @@ class _Receipt:
             if gradient is not None:
                 backward.receive(gradients, self.number, gradient.detach())
             elif parameter.requires_grad:  # else it was frozen after the forward, and autograd passes it over
-                raise _refuse_reading(gradients.flat.index.entries[self.number].name)
+                raise unreadable(gradients.flat.index.entries[self.number].name)

@@ -216,7 +216,7 @@ class Update:
         for shard in self._shards:
             assert shard.gradients is not None
             shard.gradients.consume()
-            shard.gradients.shown.consumed(small=not self._backward.explicit)
+            shard.gradients.shown.consumed()
         self._backward.count = self._averaged = 0
         self._settled = None
 

@@ -11,10 +11,13 @@ that would read the values is an error, or fetches them first; what only asks fo
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 VALUES: Any = torch.Tensor.data  # torch's own property
 _READING = frozenset({VALUES, *(getattr(Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))})
@@ -30,6 +33,9 @@ _HARMLESS = frozenset(
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size),
     torch._has_compatible_shallow_copy_type,
 }
+
+_CONVERTING = frozenset(getattr(Tensor, name) for name in ("to", "cpu", "cuda", "float", "half", "bfloat16", "double"))
+_SETTING = VALUES.__set__
 
 
 class Watcher(Protocol):
@@ -154,8 +160,13 @@ class Unreadable(Tensor):
     @classmethod
     def of(cls, parameter: Tensor, name: str, refuse: Callable[[str], Exception]) -> Self:
         """One of the dtype and shape of `parameter`."""
-        nothing = torch.full((), float("nan") if parameter.is_floating_point() else 0, device=parameter.device)
-        made = nothing.to(parameter.dtype).expand(parameter.shape).as_subclass(cls)
+        with _disable_current_modes():
+            return cls.over(_nothing(parameter.dtype, parameter.device).expand(parameter.shape), name, refuse)
+
+    @classmethod
+    def over(cls, values: Tensor, name: str, refuse: Callable[[str], Exception]) -> Self:
+        """One over the memory of `values`, which those who have another name for it read and write."""
+        made = values.as_subclass(cls)
         made.parameter, made.refuse = name, refuse
         return made
 
@@ -163,6 +174,15 @@ class Unreadable(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _CONVERTING:
+            return args[0]  # as unreadable there
+        if isinstance(func, OpOverload):  # autograd's own adding up, where a mode of the user watches operators
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func == _SETTING and isinstance(args[0], Unreadable):
+            if args[1] is args[0]:
+                return None  # what `Module.to` does with what `Tensor.to` returned
+            raise args[0].refuse(args[0].parameter)
         with torch._C.DisableTorchFunctionSubclass():
             if _reads(func):
                 for item in _leaves((args, kwargs)):
@@ -195,6 +215,12 @@ class HeldGradient(Unreadable):
             else:
                 item.zero_()
         return args[0]
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The one element that all stand-ins of a dtype and device share."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 def _reads(func: Any) -> bool:

@@ -1,12 +1,13 @@
 """What `p.grad` shows, and where autograd adds up gradients by itself.
 
-[Note: p.grad] Between a backward and the step the gradients are in flat buffers, and `p.grad` is a stand-in that has
-their shape and refuses to be read. Whoever sets it to None, or zeroes it, discards the gradient. In a backward autograd
-needs a place: big parameters have None there, so that it hands over a tensor of its own, and small ones a view.
+[Note: p.grad] The gradients are in flat buffers, and `p.grad` is a stand-in that has their shape and refuses to be
+read. Whoever sets it to None, or zeroes it, discards the gradient. Autograd needs a place: big parameters have None
+there until their gradient came, so that it hands over a tensor of its own; the stand-in of a small parameter is a view
+of the buffer in which autograd adds up, which sees no difference.
 """
 
-from collections.abc import Callable, Sequence
-from operator import is_
+from collections.abc import Sequence
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.units import Flat, HeldGradient
 
-Refuse = Callable[[str], Exception]
+REQUIRES = attrgetter("requires_grad")
+SHOWN = attrgetter("grad")
 
 
 class ShownGradients:
@@ -35,8 +37,8 @@ class ShownGradients:
         self.small: Tensor | None = None
         self.opened = False
         self.fresh: list[nn.Parameter] = []
-        self._direct: dict[int, tuple[int, Tensor]] = {}  # by id of parameter, since hashing one is slow
-        self._held: list[HeldGradient] = []
+        self._direct: dict[int, tuple[int, Tensor, Tensor]] = {}  # by id of parameter, since hashing one is slow
+        self._held: list[Tensor | None] = []  # of the parameters last listened to
         self._zeroed: set[str] = set()  # names of parameters whose gradients the user has zeroed
 
     def open(self, parameters: Sequence[nn.Parameter], landing: Tensor) -> None:
@@ -45,9 +47,17 @@ class ShownGradients:
         for number, parameter in enumerate(parameters):
             self._let_in(parameter, number, self._flat.view(landing, number))
 
-    def open_small(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        """Let autograd add up the gradients of the small ones among these parameters ([Note: small parameters])."""
+    def listen(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        """Show the gradients of these parameters, which stand for those of the flat.
+
+        Autograd adds those of the small ones up by itself from now on ([Note: small parameters]).
+        """
         index, first = self._flat.index, self._first_small
+        self._held = []
+        for parameter, entry in zip(parameters[:first], index.entries, strict=False):
+            parameter.grad = None
+            real = type(parameter.detach()) is Tensor  # with values, unlike those of a rehearsal
+            self._held.append(self._zeroable(HeldGradient.of(parameter, entry.name, unreadable)) if real else None)
         if first == len(parameters):
             return
         offset = index.entries[first].offset
@@ -57,85 +67,52 @@ class ShownGradients:
         for number in range(first, len(parameters)):
             entry = index.entries[number]
             view = self.small[entry.offset - offset : entry.stop - offset].view(entry.shape)
-            self._let_in(parameters[number], number, view)
+            self._held.append(self._let_in(parameters[number], number, view))
 
-    def _let_in(self, parameter: nn.Parameter, number: int, view: Tensor) -> None:
-        parameter.grad = view
-        self._direct[id(parameter)] = (number, view)
+    def _let_in(self, parameter: nn.Parameter, number: int, view: Tensor) -> Tensor:
+        name = self._flat.index.entries[number].name
+        real = type(view) is Tensor
+        parameter.grad = shown = self._zeroable(HeldGradient.over(view, name, unreadable)) if real else view
+        self._direct[id(parameter)] = (number, view, shown)
         parameter.register_post_accumulate_grad_hook(self.fresh.append)
+        return shown
 
-    def hold(self, parameters: Sequence[nn.Parameter], refuse: Refuse) -> None:
-        """Have something for `p.grad` to show while the gradients are in the flat buffer.
-
-        Args:
-            refuse: makes the error of those who read it, from the parameter's name.
-        """
-        for parameter in parameters:
-            parameter.grad = None
-        if all(type(parameter.detach()) is Tensor for parameter in parameters):  # none without values, in a rehearsal
-            pairs = zip(parameters, self._flat.index.entries, strict=True)
-            self._held = [HeldGradient.of(parameter, entry.name, refuse) for parameter, entry in pairs]
-            for held in self._held:
-                held.zeroed = self._zeroed
+    def _zeroable(self, held: HeldGradient) -> HeldGradient:
+        held.zeroed = self._zeroed
+        return held
 
     def collect(self) -> list[int]:
         """The numbers of the parameters whose gradients autograd has added up itself since the last call."""
+        fresh = self.fresh if all(map(REQUIRES, self.fresh)) else [p for p in self.fresh if p.requires_grad]
         numbers = []
-        for parameter in self.fresh:
-            if not parameter.requires_grad:
-                continue  # it was frozen after the forward, and autograd passed it over
-            number, view = self._direct[id(parameter)]
-            if parameter.grad is not view:  # autograd has put one of its own there, or the user has taken it away
+        for parameter in fresh:  # without those that were frozen after the forward, which autograd passed over
+            number, view, shown = self._direct[id(parameter)]
+            if parameter.grad is not shown:  # autograd has put one of its own there, or the user has taken it away
                 if parameter.grad is not None:
                     view.add_(parameter.grad.detach())
-                self.hide(parameter, number)
-                parameter.grad = view
+                self._show(parameter, number, shown)
             numbers.append(number)
         self.fresh.clear()
         return numbers
 
     def begin(self) -> None:
-        """A backward begins: give autograd the place for gradients of small parameters."""
-        if self.small is None:
-            return
-        small = self._flat.parameters[self._first_small :]
-        views = [self._direct[id(parameter)][1] for parameter in small]
-        try:
-            for parameter, view in zip(small, views, strict=True):
-                parameter.grad = view
-        except (RuntimeError, TypeError):  # its module has cast one: autograd's own gradient is added to the view
-            for parameter, view in zip(small, views, strict=True):
-                parameter.grad = view if parameter.dtype is view.dtype else None
-
-    def end(self, written: Sequence[int]) -> None:
-        """A backward is over: let `p.grad` of small parameters say which gradients are here, by number."""
-        if self.small is None:
-            return
-        first = self._first_small
-        try:
-            if self._held and all(written[first:]):
-                for parameter, held in zip(self._flat.parameters[first:], self._held[first:], strict=True):
-                    parameter.grad = held
-                return
-        except (RuntimeError, TypeError):  # as above
-            pass
-        for number in range(first, len(self._flat.parameters)):
-            if written[number]:
-                self.hide(self._flat.parameters[number], number)
-            else:
-                self._flat.parameters[number].grad = None
+        """The first backward of a step begins: what was zeroed before it was of no gradient."""
+        self._zeroed.clear()
 
     def hide(self, parameter: Tensor, number: int) -> None:
-        """Let `p.grad` of parameter `number` say that the gradient is here."""
+        """Let `p.grad` of the big parameter `number` say that the gradient is here."""
+        self._show(parameter, number, self._held[number])
+
+    def _show(self, parameter: Tensor, number: int, gradient: Tensor | None) -> None:
         if parameter.dtype is not self._flat.dtype:
             self._flat.restore(number)  # its module has cast it, for the forward and backward that are over
-        parameter.grad = self._held[number] if self._held else None
+        parameter.grad = gradient
 
-    def consumed(self, small: bool) -> None:
-        """Let `p.grad` be None, of small parameters too if `small` says so."""
+    def consumed(self) -> None:
+        """Let `p.grad` of big parameters be None."""
         if not self.opened:
             with torch._C.DisableTorchFunctionSubclass():  # absent parameters would ask about each
-                for parameter in self._flat.parameters if small else self._flat.parameters[: self._first_small]:
+                for parameter in self._flat.parameters[: self._first_small]:
                     parameter.grad = None
 
     def forget(self) -> None:
@@ -152,24 +129,35 @@ class ShownGradients:
         """
         gone: list[int] = []
         zeroed: list[int] = []
-        if self.opened or not self._held:
+        if self.opened:
             return gone, zeroed
         with torch._C.DisableTorchFunctionSubclass():
-            gradients = [parameter.grad for parameter in self._flat.parameters]
-            if not (self._zeroed or everything) and all(map(is_, gradients, self._held)):
-                return gone, zeroed
-            for number, (gradient, held) in enumerate(zip(gradients, self._held, strict=True)):
-                if gradient is held:
-                    if held.parameter in self._zeroed or everything:
-                        zeroed.append(number)
-                elif gradient is None:
-                    if written[number]:
-                        gone.append(number)
-                elif number < self._first_small or gradient is not self._direct[id(self._flat.parameters[number])][1]:
-                    raise PlanError(
-                        f"p.grad of '{self._flat.index.entries[number].name}' was set by hand; gradients of the engine "
-                        f"come from backwards alone. Give this one to a backward, engine.backward((p * "
-                        f"gradient).sum()), or change gradients in a hook (p.register_hook)."
-                    )
+            gradients = list(map(SHOWN, self._flat.parameters))
+        if not (self._zeroed or everything) and all(map(is_, gradients, self._held)):
+            return gone, zeroed
+        for number, (gradient, held) in enumerate(zip(gradients, self._held, strict=True)):
+            name = self._flat.index.entries[number].name
+            if gradient is held:
+                if written[number] and (everything or name in self._zeroed):
+                    zeroed.append(number)
+            elif gradient is None:
+                if written[number]:
+                    gone.append(number)
+            else:
+                raise PlanError(
+                    f"p.grad of '{name}' was set by hand; gradients of the engine come from backwards alone. Give this "
+                    f"one to a backward, engine.backward((p * gradient).sum()), or change gradients in a hook "
+                    f"(p.register_hook)."
+                )
         self._zeroed.clear()
         return gone, zeroed
+
+
+def unreadable(name: str) -> PlanError:
+    """The error of those who read the gradient of the parameter so called."""
+    return PlanError(
+        f"The gradient of '{name}' was read or changed through p.grad, and is in the engine's flat buffers, reduced "
+        f"over the ranks or still to be. Clip with engine.clip_grad_norm(max_norm, norm_type) or "
+        f"engine.clip_grad_value(value), discard with engine.zero_grad() or p.grad = None, and change single gradients "
+        f"in a hook (p.register_hook)."
+    )
