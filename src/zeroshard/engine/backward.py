@@ -127,12 +127,13 @@ class Backward:
         """
         if self.explicit:
             return False
-        found = [(gradients.flat.label, gradients.take_back(everything)) for gradients in self.gradients]
-        if any(numbers for _, numbers in found):
-            left = any(any(gradients.written_in_step) for gradients in self.gradients)
-            self.note_discard(str(found) if left else "all gradients")
-            return True
-        return False
+        found = [gradients.take_back(everything) for gradients in self.gradients]
+        if not any(found):
+            return False
+        left = any(any(gradients.written_in_step) for gradients in self.gradients)
+        labels = [gradients.flat.label for gradients in self.gradients]
+        self.note_discard(str(list(zip(labels, found, strict=True))) if left else "all gradients")
+        return True
 
     def note_discard(self, label: str) -> None:
         """Enter a discard into the checksum that the ranks compare before an update."""
@@ -178,9 +179,9 @@ class Backward:
     def expect(self) -> None:
         """Expect from the next step every parameter that got a gradient in any step so far."""
         written = [[bytes(g.written_in_step) for g in gradients] for gradients in self._gradients]
-        if self._past is not None:
-            either = zip(self._past, written, strict=True)
-            written = [[_either(a, b) for a, b in zip(before, now, strict=True)] for before, now in either]
+        if self._past is not None and written != self._past:
+            units = zip(self._past, written, strict=True)
+            written = [[either(a, b) for a, b in zip(before, now, strict=True)] for before, now in units]
         self._past = self._expected = written
 
     @property
@@ -294,8 +295,9 @@ def _covers(arrived: bytearray, expected: bytes) -> bool:
     return not int.from_bytes(expected) & ~int.from_bytes(arrived)
 
 
-def _either(a: bytes, b: bytes) -> bytes:
-    return bytes(x | y for x, y in zip(a, b, strict=True))
+def either(a: bytes, b: bytes) -> bytes:
+    """`a | b`, bit by bit; both are of one length."""
+    return (int.from_bytes(a) | int.from_bytes(b)).to_bytes(len(a))
 
 
 class _Arrival:

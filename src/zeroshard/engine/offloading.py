@@ -106,7 +106,7 @@ class Offloaded:
         """Those of an assembly, if there are any."""
         return cls(assembly, plan, judge, ranks) if any(shard.below for shard in assembly.all_shards) else None
 
-    def start(self, todo: Sequence[tuple[Shard, Sequence[bool]]], factor: float, step: int) -> None:
+    def start(self, todo: Sequence[tuple[Shard, bytes]], factor: float, step: int) -> None:
         """Begin the updates of a step, with gradients times `factor`.
 
         Args:
@@ -172,7 +172,7 @@ class Offloaded:
         out.copy_(shard.owned)
         self._rise(shard, out, staging, [])
 
-    def _begin(self, shard: Shard, written: Sequence[bool], factor: float, late: bool) -> Update:
+    def _begin(self, shard: Shard, written: bytes, factor: float, late: bool) -> Update:
         home, sink = _home(shard), _sink(shard)
         spans = self._spans(shard, written)
         parts = self._parts(shard, spans)
@@ -260,7 +260,7 @@ class Offloaded:
         update = self._update(shard, parts, factor, aside=True, shadow=shadow)
         self._ahead[id(shard)] = Guess(update, parts, factor, sink.puts, shadow)
 
-    def _spans(self, shard: Shard, written: Sequence[bool]) -> list[Span]:
+    def _spans(self, shard: Shard, written: bytes) -> list[Span]:
         """The spans that got a gradient, cut so that each got it whole or not at all."""
         optimizer, index = self._assembly.optimizer, shard.flat.index
         if not all(written):

@@ -1,22 +1,21 @@
 """The update: the ranks agree on what there is, the norm is made exact over slices, and each slice takes one step.
 
 [Note: agreement] Once per step, every rank sends one small word: the step's number, checksums of the collectives so
-far,
-which units it has not reduced, which parameters got a gradient, and its share of the squared norm. Everything that
-could
-differ between ranks (an unused parameter, an overflow, a lost step) is decided from the same words by all.
+far, which units it has not reduced, which parameters got a gradient, and its share of the squared norm. Everything that
+could differ between ranks (an unused parameter, an overflow, a lost step) is decided from the same words by all.
 """
 
 import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
 from zeroshard.comm import Comm
 from zeroshard.engine.assembly import Assembly, Shard
-from zeroshard.engine.backward import Backward
+from zeroshard.engine.backward import Backward, either
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.writes import Writes
@@ -29,10 +28,14 @@ CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What all ranks agree on before an update: the norm of the mean gradient as it is (scaled), and who got one."""
+    """What all ranks agree on before an update: the norm of the mean gradient as it is (scaled), and who got one.
+
+    Attributes:
+        written: one byte for each parameter, 1 for one that got a gradient.
+    """
 
     norm: float
-    written: list[bool]
+    written: bytes
 
 
 class Update:
@@ -82,7 +85,7 @@ class Update:
         if left or averages:
             words = self._agree(step)
         norm = math.sqrt(sum(word.squares for word in words[: self._groups.slices.mesh.ranks]))  # of one group
-        settled = Settled(norm, [any(flags) for flags in zip(*(word.written for word in words), strict=True)])
+        settled = Settled(norm, reduce(either, (word.written for word in words)))
         self._settled = (self._backward.count, settled)
         self._spread_written(settled)
         return settled
@@ -220,7 +223,7 @@ class Update:
         self._backward.count = self._averaged = 0
         self._settled = None
 
-    def _update(self, shard: Shard, written: list[bool], factor: float) -> None:
+    def _update(self, shard: Shard, written: bytes, factor: float) -> None:
         assert shard.gradients is not None
         optimizer, index = self._assembly.optimizer, shard.flat.index
         gradient = shard.gradients.for_update()
@@ -297,9 +300,9 @@ class Update:
         """A parameter that got a gradient on any rank got one here too: zeros, if nothing else."""
         place = 0
         for gradients in self._backward.gradients:
-            for number in range(len(gradients.written_in_step)):
-                gradients.written_in_step[number] = settled.written[place]
-                place += 1
+            count = len(gradients.written_in_step)
+            gradients.written_in_step[:] = settled.written[place : place + count]
+            place += count
 
 
 @dataclass(frozen=True, slots=True)

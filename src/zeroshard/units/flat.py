@@ -1,6 +1,7 @@
 """A flat buffer and the user's parameters, which are views into it."""
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -49,6 +50,7 @@ class Flat:
         self.kinds: tuple[type[nn.Parameter], type[nn.Parameter]] | None = None
         self.replaced: set[int] = set()
         self._absent = torch.empty(())
+        self._nowhere: list[torch.Tensor] = []  # it, in the shapes of the parameters
         self._aliases: dict[int, torch.Tensor] = {}  # of what `p.data` returned, by number
         self._lent: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._past_edits = 0
@@ -71,6 +73,7 @@ class Flat:
         self._absent = torch.full((), float("nan") if self.dtype.is_floating_point else 0, device=buffer.device).to(
             self.dtype
         )
+        self._nowhere = []
 
     def watch(self, kinds: tuple[type[nn.Parameter], type[nn.Parameter]], here: bool) -> None:
         """Make the parameters watched ones ([Note: watched parameters]); those of other classes stay as they are.
@@ -85,15 +88,20 @@ class Flat:
     def attach(self) -> None:
         """Let every parameter view the buffer, which holds its values."""
         self._show(here=True)
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            set_values(parameter, view)
+        self._put(self.views)
         self.replaced.clear()
 
     def detach(self) -> None:
         """Take the buffer away from the parameters: one NaN, seen in every element of the true shape."""
-        for parameter in self.parameters:
-            set_values(parameter, self._absent.expand(parameter.shape))
+        if not self._nowhere:
+            self._nowhere = [self._absent.expand(entry.shape) for entry in self.index.entries]
+        self._put(self._nowhere)
         self._show(here=False)
+
+    def _put(self, values: Iterable[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # asking each parameter takes half the time so
+            for parameter, tensor in zip(self.parameters, values, strict=True):
+                set_values(parameter, tensor)
 
     def _show(self, here: bool) -> None:
         if self.kinds is not None:

@@ -162,6 +162,10 @@ class GradientShards:
             region = landing[index.entries[first].offset : index.numel]
             region.add_(small) if any(self.written[first:]) else region.copy_(small)
             small.zero_()
+        if small is not None and len(numbers) == len(self.written) - self.first_small == len(set(numbers)):
+            for flags in (self.arrived, self.written, self.written_in_step):
+                flags[self.first_small :] = b"\1" * len(numbers)
+            return
         for number in numbers:
             self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
 
@@ -176,11 +180,12 @@ class GradientShards:
         """
         self.collect()
         gone, zeroed = self.shown.discarded(self.written_in_step, everything)
-        if gone or zeroed:
-            self._zero([*gone, *zeroed])
-            for number in gone:
-                self.written[number] = self.written_in_step[number] = 0
-        return [*gone, *zeroed]
+        found = [*gone, *zeroed]
+        if found:
+            self._zero(found)
+        for number in gone:
+            self.written[number] = self.written_in_step[number] = 0
+        return found
 
     def _zero(self, numbers: Sequence[int]) -> None:
         """Let what these parameters got in this step be zeros, on this rank before reductions and after them."""
@@ -356,7 +361,8 @@ class GradientShards:
         if self._total is not None:
             return self._total
         assert self._landing is not None
-        return self._landing[self.interval[0] : self.interval[1]]
+        start, stop = self.interval
+        return self._landing if stop - start == self._landing.numel() else self._landing[start:stop]
 
     def settle(self) -> torch.Tensor:
         """The total of the step [S], zero where nothing was written; call it when nothing is left to reduce."""
@@ -460,7 +466,8 @@ class GradientShards:
             for number, entry in enumerate(self.flat.index.entries):
                 if not self.written[number] and not (collected and number >= first):
                     landing[entry.offset : entry.stop].zero_()
-        landing[self.flat.index.numel :].zero_()
+        if self.flat.index.padding:
+            landing[self.flat.index.numel :].zero_()
 
     def _persistent_landing(self) -> torch.Tensor:
         index, dtype = self.flat.index, self._landing_dtype
