@@ -153,10 +153,9 @@ class GradientShards:
         """Take over what autograd has added up itself since the last call."""
         if not self.shown.fresh:
             return
-        numbers = self.shown.collect()
+        numbers, small = self.shown.collect(), self.shown.small
         if not numbers:
             return
-        small = self.shown.small
         if small is not None:
             landing, index, first = self._ready_landing(), self.flat.index, self.first_small
             region = landing[index.entries[first].offset : index.numel]
@@ -459,10 +458,8 @@ class GradientShards:
 
     def _zero_unwritten(self, landing: torch.Tensor) -> None:
         if not all(self.written):
-            first, collected = (
-                self.first_small,
-                self.shown.small is not None and any(self.written[self.first_small :]),
-            )
+            first = self.first_small
+            collected = self.shown.small is not None and any(self.written[first:])
             for number, entry in enumerate(self.flat.index.entries):
                 if not self.written[number] and not (collected and number >= first):
                     landing[entry.offset : entry.stop].zero_()
