@@ -129,9 +129,7 @@ class GradientShards:
         self.written_in_step = bytearray(len(flat.parameters))
         if self._keeps_landing:
             self._landing = self._persistent_landing()
-        if sink is not None:
-            pass
-        elif not self._keeps_landing or (accumulation.reduced and self._ranks > 1):
+        if sink is None and (not self._keeps_landing or (accumulation.reduced and self._ranks > 1)):
             self._total = self._new_total(sums if accumulation.reduced or accumulation.local else flat.dtype)
 
     @property
