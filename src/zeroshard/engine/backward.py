@@ -34,6 +34,7 @@ class Backward:
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         count: backwards since the last update.
+        losses: of those backwards, as far as they are known, unscaled.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Backward:
         self.reduces = True
         self.under_scale = False
         self.count = 0
+        self.losses: list[torch.Tensor] = []
         for shard in assembly.all_shards:
             if shard.gradients is not None:
                 self.listen(shard.gradients, shard.flat.parameters)

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Saving
+from zeroshard.comm import Comm
 from zeroshard.counts import merged
+from zeroshard.engine.alike import check_alike, check_settings
 from zeroshard.engine.arguments import check_arguments
 from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
@@ -92,6 +94,7 @@ class Engine(Readings):
         self._loss = loss or (lambda output, batch: loss_in(output))
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
+        check_alike(Comm(self.mesh), model, optimizer, self.plan)
         self._stage = self._cut(example)
         self._groups = Groups.of(self.plan, self.mesh, self._stage)
         self.world, self.comm = self._groups.world, self._groups.slices
@@ -141,12 +144,16 @@ class Engine(Readings):
         return self._pipelined.evaluate(lambda batch: self.model(*batch[0], **batch[1]), args, kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss` (a scalar) to those of the step; with loss scaling, of the scaled loss."""
+        """Add the gradients of `loss` (a scalar) to those of the step; with loss scaling, of the scaled loss.
+
+        A loss that is not finite counts, in the next `step`, as a gradient that is not.
+        """
         self._refuse_pipeline("backward")
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
             (loss * self.loss_scale if self.plan.scales_loss else loss).backward()
+            self._backward.losses.append(loss.detach().reshape(()))
         finally:
             self._backward.under_scale = False
             self._backward.forget_interrupted()
@@ -200,7 +207,8 @@ class Engine(Readings):
             )
         self._backward.forget_interrupted()
         try:
-            verdict = self._judge.judge(self._update.demand(self.steps).norm, self._update.refuse_nonfinite)
+            settled = self._update.demand(self.steps)
+            verdict = self._judge.judge(settled.norm, self._update.refuse_nonfinite, settled.sound)
         except NonFiniteError:
             self._update.consume()
             raise
@@ -298,6 +306,7 @@ class Engine(Readings):
             CheckpointError: the path exists already or cannot be made; with `wait`, whatever went wrong.
         """
         self.flush()
+        check_settings(self.world, self.optimizer.param_groups)
         facts = {
             "zeroshard": __version__,
             "torch": str(torch.__version__),
@@ -322,7 +331,7 @@ class Engine(Readings):
         """
         self.flush()
         self._savings.wait()
-        self.world.agree(b"", "load")  # the others may still be reading what they share
+        check_settings(self.world, self.optimizer.param_groups)  # waits, since others may still read what they share
         facts = self._state.load(Path(path))
         self._take_over()
         self._backward.never_written = facts["never_written"]

@@ -242,6 +242,7 @@ class Executor:
         try:
             with self._backward.local(), self._deferring(flight):
                 if flight.loss is not None:
+                    self._backward.losses.append(flight.loss.detach().reshape(()))
                     torch.autograd.backward(flight.loss * self._scale())
                 elif flight.edge is not None:
                     torch.autograd.backward((flight.edge,), (gradient,))

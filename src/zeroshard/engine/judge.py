@@ -60,15 +60,16 @@ class Judge:
         """The factor on the loss."""
         return self.scaler.scale if self.scaler else 1.0
 
-    def judge(self, scaled_norm: float, refuse: Callable[[float], None]) -> Verdict:
+    def judge(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
         """The verdict on gradients whose norm, loss scale included, is `scaled_norm`.
 
         Args:
-            refuse: raises for a norm that is not finite, where the plan says so.
+            refuse: raises for what is not finite, where the plan says so.
+            sound: whether all losses are finite, on all ranks.
         """
         scale = self.scale
         norm = scaled_norm / scale
-        finite = math.isfinite(norm)
+        finite = math.isfinite(norm) and sound
         if not finite and not self.scaler and self._plan.nonfinite == "raise":
             refuse(norm)
         skip = not finite and (self.scaler is not None or self._plan.nonfinite == "skip")

@@ -30,7 +30,7 @@ PURPOSES = {
     Kind.LEND: Purpose.LEND_WEIGHTS,
     Kind.REPAY: Purpose.REPAY_GRADIENTS,
 }
-WORD = struct.Struct("<dd")  # a rank's squared norm and its share of the loss
+WORD = struct.Struct("<dd?")  # a rank's squared norm, its share of the loss, and whether its losses are finite
 
 
 class Pipelined:
@@ -166,21 +166,23 @@ class Pipelined:
         settled = self._update.settle(self._updates)
         loss = float(self._losses()) if stage.is_last else 0.0
         comm = self.executor.wires.comm
-        frames = comm.agree(WORD.pack((settled.norm * gain) ** 2, loss), f"agreement of all stages, {self._updates}")
+        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound)
+        frames = comm.agree(word, f"agreement of all stages, {self._updates}")
         words = [WORD.unpack(frame) for frame in frames]
         squares = sum(words[layout.members(s)[0]][0] for s in range(layout.stages))
-        self._loss = torch.tensor(sum(loss for _, loss in words) / stage.lanes)
-        return self._conclude(math.sqrt(squares), gain)
+        self._loss = torch.tensor(sum(loss for _, loss, _ in words) / stage.lanes)
+        return self._conclude(math.sqrt(squares), gain, all(sound for _, _, sound in words))
 
     def _decide_alone(self) -> float | None:
         """This stage's verdict on one update: it waits for nobody but its replicas."""
-        return self._conclude(self._update.settle(self._updates).norm, 1)
+        settled = self._update.settle(self._updates)
+        return self._conclude(settled.norm, 1, settled.sound)
 
-    def _conclude(self, norm: float, gain: int) -> float | None:
+    def _conclude(self, norm: float, gain: int, sound: bool) -> float | None:
         comm = None if self._plan.streams else self.executor.wires.comm
         self._updates += 1
         try:
-            self.verdict = self._judge.judge(norm, lambda found: self._update.refuse_nonfinite(found, comm))
+            self.verdict = self._judge.judge(norm, lambda found: self._update.refuse_nonfinite(found, comm), sound)
         except Exception:
             self._update.consume()
             raise

@@ -14,6 +14,7 @@ from functools import reduce
 import torch
 
 from zeroshard.comm import Comm
+from zeroshard.engine.alike import Settings, check_settings
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward, either
 from zeroshard.engine.groups import Groups
@@ -22,7 +23,7 @@ from zeroshard.engine.writes import Writes
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.optim import Span
 
-HEAD = struct.Struct("<qIId")
+HEAD = struct.Struct("<qIIId?")
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -32,10 +33,12 @@ class Settled:
 
     Attributes:
         written: one byte for each parameter, 1 for one that got a gradient.
+        sound: whether the losses of all ranks are finite, as far as they are known.
     """
 
     norm: float
     written: bytes
+    sound: bool
 
 
 class Update:
@@ -56,6 +59,8 @@ class Update:
         self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
         self.offloaded, self._writes = offloaded, writes
         self._step = 0
+        self._settings = Settings()
+        self._sound = True  # whether the losses of this rank are finite
 
     def settle(self, step: int) -> Settled:
         """Reduce what is left and agree with all ranks; a collective call, made once per step.
@@ -85,7 +90,7 @@ class Update:
         if left or averages:
             words = self._agree(step)
         norm = math.sqrt(sum(word.squares for word in words[: self._groups.slices.mesh.ranks]))  # of one group
-        settled = Settled(norm, reduce(either, (word.written for word in words)))
+        settled = Settled(norm, reduce(either, (word.written for word in words)), all(word.sound for word in words))
         self._settled = (self._backward.count, settled)
         self._spread_written(settled)
         return settled
@@ -162,13 +167,19 @@ class Update:
             NonFiniteError: always.
         """
         mine = [name for shard in self._shards for name in _nonfinite(shard)]
-        everyone = (comm or self._comm).agree_on(mine, "non-finite gradients")
-        found = [name for names in everyone for name in names]
-        shown = ", ".join(dict.fromkeys(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        losses = [loss for loss in map(float, self._backward.losses) if not math.isfinite(loss)]
+        everyone = (comm or self._comm).agree_on([mine, str(losses[0]) if losses else None], "non-finite gradients")
+        found = list(dict.fromkeys(name for names, _ in everyone for name in names))
+        shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        what = [f"The gradient of {shown} is not finite (norm {norm})"] if found else []
+        bad = [(rank, loss) for rank, (_, loss) in enumerate(everyone) if loss]
+        if bad:
+            ranks = ", ".join(str(rank) for rank, _ in bad)
+            what.append(f"The loss is {bad[0][1]} on rank{'s' if len(bad) > 1 else ''} {ranks}")
         raise NonFiniteError(
-            f"The gradient of {shown} is not finite (norm {norm}); the weights were left as they are. Look at the "
-            f"loss, lower the learning "
-            "rate, set clip_norm, or choose nonfinite='skip' to leave such steps out."
+            f"{'. '.join(what)}; the weights were left as they are. Look at the batch (no token to predict, an empty "
+            f"part) and the loss, lower the learning rate, set clip_norm, or choose nonfinite='skip' to leave such "
+            f"steps out."
         )
 
     def apply(self, factor: float, shards: Sequence[Shard] | None = None) -> None:
@@ -221,6 +232,7 @@ class Update:
             shard.gradients.consume()
             shard.gradients.shown.consumed()
         self._backward.count = self._averaged = 0
+        self._backward.losses.clear()
         self._settled = None
 
     def _update(self, shard: Shard, written: bytes, factor: float) -> None:
@@ -268,7 +280,9 @@ class Update:
         unreduced = self._backward.unreduced()
         squares = 0.0 if unreduced else self._squares()
         digests = self._groups.slices.digests
-        mine = HEAD.pack(step, digests["gather"], digests["reduce"], squares)
+        groups = self._assembly.optimizer.optimizer.param_groups
+        settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
+        mine = HEAD.pack(step, digests["gather"], digests["reduce"], settings, squares, self._sound)
         mine += bytes(unit in unreduced for unit in range(len(self._assembly.units)))
         mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
         words = [
@@ -281,16 +295,19 @@ class Update:
                     f"they gathered and "
                     "reduced different units on the way. Every rank must call forward, backward and step equally often."
                 )
+        if len({word.settings for word in words}) > 1:
+            check_settings(self._comm, groups)
         return words
 
     def _squares(self) -> float:
         """This rank's share of the squared norm."""
         gradients = [shard.gradients for shard in self._shards if shard.gradients is not None]
-        found = [each.norm() for each in gradients]
-        if len({norm.device for norm in found}) == 1 and len({norm.dtype for norm in found}) == 1:
-            norms: list[float] = torch.stack(found).tolist()  # one wait for the device, not one per flat
-        else:
-            norms = [float(norm) for norm in found]
+        found = [*(each.norm() for each in gradients), *self._backward.losses]
+        if len({(norm.device, norm.dtype) for norm in found}) > 1:
+            found = [norm.to(found[0].device, torch.float64) for norm in found]
+        norms: list[float] = torch.stack(found).tolist() if found else []  # one wait for the device, not one per flat
+        norms, losses = norms[: len(gradients)], norms[len(gradients) :]
+        self._sound = all(map(math.isfinite, losses))
         for number, norm in enumerate(norms):
             if math.isinf(norm):  # perhaps only their squares do not fit
                 norms[number] = float(torch.linalg.vector_norm(gradients[number].settle(), dtype=torch.float64))
@@ -311,15 +328,18 @@ class _Word:
 
     step: int
     digests: tuple[int, int]
+    settings: int
     squares: float
+    sound: bool
     unreduced: list[int]
     written: bytes
 
     @classmethod
     def unpack(cls, words: bytes, units: int) -> "_Word":
-        step, gathers, reductions, squares = HEAD.unpack_from(words)
-        flags = words[HEAD.size :]
-        return cls(step, (gathers, reductions), squares, [u for u in range(units) if flags[u]], flags[units:])
+        step, gathers, reductions, settings, squares, sound = HEAD.unpack_from(words)
+        flags, digests = words[HEAD.size :], (gathers, reductions)
+        unreduced = [u for u in range(units) if flags[u]]
+        return cls(step, digests, settings, squares, sound, unreduced, flags[units:])
 
 
 def _nonfinite(shard: Shard) -> list[str]:

@@ -1,0 +1,137 @@
+"""Do all ranks train the same? One digest when the engine is made, and a checksum of the optimizer's settings per step.
+
+Ranks that differ in a width, a learning rate or a version would otherwise train on with weights that mean nothing, or
+end inside a collective without a word about the reason.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.comm import Comm
+from zeroshard.engine.state import tied_names
+from zeroshard.errors import CommError
+from zeroshard.plan import Plan
+from zeroshard.version import __version__
+
+OWN = {"device_memory", "offload_disk"}  # fields of a plan in which ranks on different machines may differ
+SHOWN = 4  # differences of one rank in an error
+MOST = 3  # ranks in an error
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def check_alike(comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Compare versions, plans, models and optimizers over all ranks: a collective call.
+
+    Raises:
+        CommError: they differ, on every rank alike, with the fields.
+    """
+    if comm.mesh.ranks > 1:
+        _compare(comm, dict(_facts(model, optimizer, plan)), "the engine's plan, model and optimizer")
+
+
+def check_settings(comm: Comm, groups: Groups) -> None:
+    """Compare the settings of the optimizer's groups over all ranks: a collective call.
+
+    Raises:
+        CommError: they differ, on every rank alike, with the fields.
+    """
+    if comm.mesh.ranks > 1:
+        _compare(comm, dict(_settings(groups)), "the optimizer's settings")
+
+
+class Settings:
+    """A checksum of the settings of an optimizer's groups, cheap to take anew in each step."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] | None = None
+        self._checksum = 0
+
+    def checksum(self, groups: Groups) -> int:
+        """Of everything in the groups but their parameters; of tensors only where they are on the CPU."""
+        values: list[Any] = []
+        for group in groups:
+            values += [
+                value if not isinstance(value, torch.Tensor) else _plain(value)
+                for key, value in group.items()
+                if key != "params"
+            ]
+        if values != self._seen:
+            self._seen = values
+            self._checksum = zlib.crc32(json.dumps(dict(_settings(groups))).encode())
+        return self._checksum
+
+
+def _compare(comm: Comm, facts: dict[str, str], what: str) -> None:
+    digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+    if len(set(comm.agree(digest, f"comparison of {what}"))) == 1:
+        return
+    everyone = comm.agree_on(facts, f"differences in {what}")
+    differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    told = [_difference(rank, everyone[rank], everyone[0]) for rank in differing[:MOST]]
+    if len(differing) > MOST:
+        told.append(f"ranks {', '.join(map(str, differing[MOST:]))} differ too")
+    raise CommError(
+        f"The ranks differ in {what}: {'. '.join(told)}. Every rank must run the same script with the same packages, "
+        f"and may choose nothing by its rank or machine but its data."
+    )
+
+
+def _difference(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
+    names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    told = [f"{name} is {theirs.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}" for name in names]
+    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+    return f"on rank {rank} " + "; ".join(told[:SHOWN]) + more
+
+
+def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Names and values of everything that must be the same on all ranks."""
+    yield "the version of zeroshard", __version__
+    yield "the version of torch", str(torch.__version__)
+    for name, value in plan.as_dict().items():
+        if name not in OWN:
+            yield f"plan.{name}", json.dumps(value, default=str)
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        yield f"parameter '{name}'", _of_tensor(parameter) + ("" if parameter.requires_grad else ", frozen")
+    for name, buffer in model.named_buffers():
+        yield f"buffer '{name}'", _of_tensor(buffer)
+    for name, others in sorted(tied_names(model).items()):
+        yield f"what '{name}' is tied to", str(others)
+    yield "the optimizer", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    for number, group in enumerate(optimizer.param_groups):
+        members = "\n".join(sorted(names.get(id(parameter), "?") for parameter in group["params"]))
+        yield f"optimizer group {number}: parameters", f"{len(group['params'])} ({zlib.crc32(members.encode()):08x})"
+    yield from _settings(optimizer.param_groups)
+
+
+def _settings(groups: Groups) -> Iterator[tuple[str, str]]:
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                yield f"optimizer group {number}: {key}", json.dumps(_plain(value))
+
+
+def _of_tensor(tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{list(tensor.shape)} {kind}{' on the meta device' if tensor.is_meta else ''}"
+
+
+def _plain(value: Any) -> Any:
+    """What can be compared between processes: an object of which only the class is alike counts as its class."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return type(value).__qualname__
