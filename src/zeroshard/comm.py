@@ -26,13 +26,13 @@ from zeroshard.counts import BACKWARDS as BACKWARDS
 from zeroshard.counts import Count as Count
 from zeroshard.counts import Purpose as Purpose
 from zeroshard.errors import CommError
+from zeroshard.leases import ABANDONED
 from zeroshard.mesh import Mesh
 from zeroshard.rehearsal import Nobody, stand_in
 from zeroshard.shared import Signal, share
 from zeroshard.transport import Arrival, Network, Scratch, Shared
 from zeroshard.watch import PATIENCE, Watch
 
-ABANDONED: list[Any] = []  # operations that were under way when nobody waited for them any more, after an error
 REMEMBERED = 32  # messages per channel whose names a rank can still tell
 LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
 
@@ -60,7 +60,8 @@ class Pending:
     def __del__(self) -> None:
         """gloo waits for an operation under way when it is freed, so one that will never end is kept."""
         if self._work is not None and not self._work.is_completed():
-            ABANDONED.append(self._work)
+            lease = self._comm.mesh.lease
+            ABANDONED.append((lease.name if lease else "", self._work))
 
     def arrives_within(self, seconds: float) -> bool:
         """Wait a little; False when the result is not there yet."""
@@ -82,7 +83,12 @@ class Pending:
         start, pulse = time.perf_counter(), self._comm.mesh.pulse
         if pulse is not None:
             pulse.enter(self._place)
-        self._comm.wait(self._work, self._place)
+        try:
+            self._comm.wait(self._work, self._place)
+        except CommError:
+            if self._comm.mesh.lease is not None:
+                self._comm.mesh.lease.broken = True
+            raise
         if pulse is not None:
             pulse.leave()
         self._count.seconds += time.perf_counter() - start

@@ -10,9 +10,11 @@ import ctypes
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from zeroshard.errors import PlanError
+from zeroshard.leases import Lease, is_open, lease, roll_call
 from zeroshard.pulse import Pulse
 from zeroshard.rehearsal import Rehearsal
 from zeroshard.rendezvous import connect, naming, wait_for_all
@@ -28,6 +31,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
 HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than watch.PATIENCE)
 WORLD = "the process group of all ranks"
+CALLS: Counter[float] = Counter()  # how often this process asked for a mesh, by its timeout
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -48,6 +52,7 @@ class Mesh:
         timeout: seconds that a collective may wait before it is an error.
         pulse: where this rank says what it does, for its supervisor; None without one.
         rehearsal: set where the other ranks do not exist and are imagined.
+        lease: keeps the groups ([Note: leases]).
     """
 
     rank: int = 0
@@ -61,6 +66,7 @@ class Mesh:
     timeout: float = 300.0
     pulse: Pulse | None = None
     rehearsal: Rehearsal | None = None
+    lease: Lease | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -73,6 +79,9 @@ class Mesh:
     def now(self) -> float:
         """Seconds of a clock that the processes of a machine share; in a rehearsal, of its own."""
         return time.monotonic() if self.rehearsal is None else self.rehearsal.now()
+
+
+SHARED: dict[float, Mesh] = {}  # by their timeouts
 
 
 def attempt() -> int:
@@ -130,8 +139,29 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
     if ranks == 1:
         return Mesh(device=where, timeout=timeout, pulse=pulse)
     mesh = mesh_of(list(range(ranks)), where, timeout, pulse)
-    atexit.register(_leave, mesh)
+    atexit.register(_leave, replace(mesh, gathers=None, reductions=None, control=None, lease=None))
     return mesh
+
+
+def shared_mesh(timeout: float) -> Mesh:
+    """The mesh of the engines that were given none: one for all with this timeout, until an operation in it fails.
+
+    A collective call, since it may have failed on some ranks only. Raises what `init_mesh` raises.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        mesh = init_mesh(timeout)
+        if mesh.ranks > 1:
+            SHARED[timeout] = mesh
+        return mesh
+    CALLS[timeout] += 1
+    known, rank, ranks, store = SHARED.get(timeout), dist.get_rank(), dist.get_world_size(), _get_default_store()
+    key = f"zeroshard/shared/{timeout}/{CALLS[timeout]}"
+    usable = known is not None and is_open(known.gathers) and not (known.lease and known.lease.broken)
+    store.add(key, int(usable))
+    roll_call(store, rank, ranks, partial(wait_for_all, store, rank, ranks, timeout, "an engine"))
+    if known is None or store.add(key, 0) < ranks:
+        known = SHARED[timeout] = init_mesh(timeout)
+    return known
 
 
 def _join(backend: str, timeout: float) -> None:
@@ -164,13 +194,15 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Pul
     patience = timedelta(seconds=timeout + 30.0)  # Comm gives up first, with the names
     me, name = dist.get_rank(), "-".join(map(str, members))
     store, what = PrefixStore(f"zeroshard/{name}", _get_default_store()), f"the process groups of ranks {name}"
-    wait_for_all(store, me, dist.get_world_size(), timeout, what)
+    ranks = dist.get_world_size()
+    roll_call(_get_default_store(), me, ranks, partial(wait_for_all, store, me, ranks, timeout, what))
     with naming(me, what):
         gathers = dist.new_group(members, timeout=patience)
         reductions = dist.new_group(members, timeout=patience)
         control = dist.new_group(members, timeout=patience, backend="gloo")
     rank = members.index(me) if me in members else 0
-    return Mesh(rank, len(members), device, gathers, reductions, control, store, store, timeout, pulse)
+    groups = (gathers, reductions, control)
+    return Mesh(rank, len(members), device, *groups, store, store, timeout, pulse, lease=lease(f"ranks {name}", groups))
 
 
 def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
@@ -200,14 +232,16 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
 
     everyone = "-".join(map(str, dist.get_process_group_ranks(mesh.gathers)))
     what = f"the process groups of {name} among ranks {everyone}"
-    wait_for_all(mesh.store, mesh.rank, mesh.ranks, mesh.timeout, what)
+    wait = partial(wait_for_all, mesh.store, mesh.rank, mesh.ranks, mesh.timeout, what)
+    roll_call(mesh.store, mesh.rank, mesh.ranks, wait, f"{mesh.lease.name}/") if mesh.lease else wait()
     with naming(mesh.rank, what):
         groups = (group(None), group(None), group("gloo"))
+    kept = lease(f"{mesh.lease.name if mesh.lease else everyone}/{name}", groups)
     if len(members) == 1:
-        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
+        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse, lease=kept)
     store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)
     rank = members.index(mesh.rank)
-    return Mesh(rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.pulse)
+    return Mesh(rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.pulse, lease=kept)
 
 
 def keep_freed_memory() -> None:

@@ -17,6 +17,7 @@ from zeroshard.comm import Comm
 from zeroshard.engine.state import tied_names
 from zeroshard.errors import CommError
 from zeroshard.plan import Plan
+from zeroshard.rendezvous import wait_for_all
 from zeroshard.version import __version__
 
 OWN = {"device_memory", "offload_disk"}  # fields of a plan in which ranks on different machines may differ
@@ -30,9 +31,12 @@ def check_alike(comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, 
     """Compare versions, plans, models and optimizers over all ranks: a collective call.
 
     Raises:
-        CommError: they differ, on every rank alike, with the fields.
+        CommError: they differ, on every rank alike, with the fields; or a rank did not come.
     """
-    if comm.mesh.ranks > 1:
+    mesh = comm.mesh
+    if mesh.store is not None:
+        wait_for_all(mesh.store, mesh.rank, mesh.ranks, mesh.timeout, "an engine")
+    if mesh.ranks > 1:
         _compare(comm, dict(_facts(model, optimizer, plan)), "the engine's plan, model and optimizer")
 
 

@@ -40,7 +40,7 @@ from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Ledger
-from zeroshard.mesh import Mesh, init_mesh, keep_freed_memory
+from zeroshard.mesh import Mesh, keep_freed_memory, shared_mesh
 from zeroshard.plan import Plan
 from zeroshard.schedule import Layout, Pipeline, Schedule, verify, with_gathers
 from zeroshard.version import __version__
@@ -85,7 +85,7 @@ class Engine(Readings):
         check_model(model)
         self.model = model
         self.plan = plan or Plan()
-        self.mesh = mesh or init_mesh(self.plan.timeout)
+        self.mesh = mesh or shared_mesh(self.plan.timeout)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
         budget = self.plan.device_budget

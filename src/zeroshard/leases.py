@@ -1,0 +1,78 @@
+"""Process groups that are given back once no rank needs them.
+
+[Note: leases] Torch keeps a process group, with about five descriptors and three threads, until it is destroyed. Ranks
+lose the mesh that a group is of at different times, as garbage is collected, and torch names some new groups by those
+that there are. So a group ends at the next roll call of all ranks in which none of them has its mesh any more.
+"""
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+ABANDONED: list[tuple[str, dist.Work]] = []  # operations that nobody waits for any more, with the names of leases
+_COUNTS: Counter[str] = Counter()  # leases so far, by their first names
+_GROUPS: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # that were not ended yet, by the names of their leases
+
+
+class Lease:
+    """Held by every copy of a mesh; its groups may end when the last is gone.
+
+    Attributes:
+        name: the same on all ranks.
+        broken: whether an operation in the groups has failed.
+    """
+
+    __slots__ = ("__weakref__", "broken", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.broken = name, False
+
+
+_HELD: "weakref.WeakValueDictionary[str, Lease]" = weakref.WeakValueDictionary()
+
+
+def lease(name: str, groups: tuple[dist.ProcessGroup, ...]) -> Lease:
+    """The lease of new groups.
+
+    Args:
+        name: what they are for; the same calls in the same order on all ranks tell equal ones apart.
+    """
+    _COUNTS[name] += 1
+    made = Lease(f"{name}#{_COUNTS[name]}")
+    _HELD[made.name], _GROUPS[made.name] = made, groups
+    return made
+
+
+def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], within: str = "") -> None:
+    """Wait for all ranks, and end the groups that none of them needs; a collective call.
+
+    Args:
+        wait: returns when all ranks have called it.
+        within: how the names of the leases begin that are looked at, all of which these ranks have.
+    """
+    _COUNTS[f"{within}/call"] += 1
+    names = [f"leases/{within}/{_COUNTS[f'{within}/call']}/{each}" for each in range(ranks)]
+    stuck = {name for name, work in ABANDONED if not work.is_completed()}  # to end their groups is to wait for them
+    store.set(names[rank], json.dumps([name for name in {*stuck, *_HELD} if name.startswith(within)]))
+    wait()
+    needed = {name for each in names for name in json.loads(store.get(each))}
+    for name in [name for name in _GROUPS if name.startswith(within) and name not in needed]:
+        for group in filter(is_open, _GROUPS.pop(name)):
+            dist.destroy_process_group(group)
+            dist.distributed_c10d._world.pg_names[_Ended()] = f"ended {name}"  # type: ignore
+
+
+class _Ended:
+    """Stands where an ended group was, since torch names new groups by how many there are, and each name once."""
+
+    def shutdown(self) -> None:
+        """There is nothing left to end."""
+
+
+def is_open(group: dist.ProcessGroup | None) -> bool:
+    """Whether torch still knows a group: another may have ended it, or all of them."""
+    return group in dist.distributed_c10d._world.pg_map
