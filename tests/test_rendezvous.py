@@ -77,7 +77,7 @@ def comes_late(mesh: zs.Mesh) -> tuple[str, int]:
 
 def test_a_rank_that_comes_late_to_an_engine(pool: Pool) -> None:
     (told, lanes), other = pool.run(comes_late, 2)
-    assert "Rank 0 waited 1 s for rank 1 of 2 to make an engine" in told
+    assert "Rank 0 waited 1 s for rank 1 of 2 to make an engine of ranks 0-1" in told
     assert (lanes, other) == (2, ("", 2))
 
 

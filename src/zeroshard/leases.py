@@ -9,6 +9,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -57,20 +58,28 @@ def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], wit
     _COUNTS[f"{within}/call"] += 1
     names = [f"leases/{within}/{_COUNTS[f'{within}/call']}/{each}" for each in range(ranks)]
     stuck = {name for name, work in ABANDONED if not work.is_completed()}  # to end their groups is to wait for them
-    store.set(names[rank], json.dumps([name for name in {*stuck, *_HELD} if name.startswith(within)]))
+    mine = [name for name in {*stuck, *_HELD} if name.startswith(within)]
+    known: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    store.set(names[rank], json.dumps([mine, len(known)]))
     wait()
-    needed = {name for each in names for name in json.loads(store.get(each))}
+    words = [json.loads(store.get(each)) for each in names]
+    needed = {name for held, _ in words for name in held}
     for name in [name for name in _GROUPS if name.startswith(within) and name not in needed]:
         for group in filter(is_open, _GROUPS.pop(name)):
             dist.destroy_process_group(group)
-            dist.distributed_c10d._world.pg_names[_Ended()] = f"ended {name}"  # type: ignore
+    most = max(count for _, count in words)
+    while len(known) < most:
+        known[_Nothing()] = f"nothing {len(known)}"
 
 
-class _Ended:
-    """Stands where an ended group was, since torch names new groups by how many there are, and each name once."""
+class _Nothing:
+    """Counts as a group: torch names one of some of the ranks by how many groups a rank has, and ends them all so.
+
+    So that number is to be the same on all ranks, and never one that there has been.
+    """
 
     def shutdown(self) -> None:
-        """There is nothing left to end."""
+        """There is nothing to end."""
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:

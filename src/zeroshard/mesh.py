@@ -244,6 +244,17 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     return Mesh(rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.pulse, lease=kept)
 
 
+def wait_for_ranks(mesh: Mesh, what: str) -> None:
+    """Wait until all ranks of a mesh are about to make `what`.
+
+    Raises:
+        CommError: with those that did not come in time.
+    """
+    if mesh.store is not None and mesh.gathers is not None:
+        everyone = "-".join(map(str, dist.get_process_group_ranks(mesh.gathers)))
+        wait_for_all(mesh.store, mesh.rank, mesh.ranks, mesh.timeout, f"{what} of ranks {everyone}")
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep what torch frees on the CPU, instead of giving pages back to take them anew every step.
 

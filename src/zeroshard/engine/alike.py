@@ -16,8 +16,8 @@ from torch import nn
 from zeroshard.comm import Comm
 from zeroshard.engine.state import tied_names
 from zeroshard.errors import CommError
+from zeroshard.mesh import wait_for_ranks
 from zeroshard.plan import Plan
-from zeroshard.rendezvous import wait_for_all
 from zeroshard.version import __version__
 
 OWN = {"device_memory", "offload_disk"}  # fields of a plan in which ranks on different machines may differ
@@ -33,10 +33,8 @@ def check_alike(comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, 
     Raises:
         CommError: they differ, on every rank alike, with the fields; or a rank did not come.
     """
-    mesh = comm.mesh
-    if mesh.store is not None:
-        wait_for_all(mesh.store, mesh.rank, mesh.ranks, mesh.timeout, "an engine")
-    if mesh.ranks > 1:
+    wait_for_ranks(comm.mesh, "an engine")
+    if comm.mesh.ranks > 1:
         _compare(comm, dict(_facts(model, optimizer, plan)), "the engine's plan, model and optimizer")
 
 
