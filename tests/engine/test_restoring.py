@@ -90,6 +90,10 @@ SETTINGS: dict[str, tuple[Edit, str]] = {
     "a step that is NaN": (scalar(["tensor", "float32", ["float", "nan"]]), "is nan; it must count steps"),
     "half a step": (scalar(["tensor", "float32", 1.5]), "is 1.5; it must count steps"),
 }
+SETTINGS["no random numbers"] = (
+    lambda table: table["tensors"].pop("rng:python"),
+    "lacks the random numbers 'rng:python'",
+)
 FACTS: dict[str, tuple[Edit, str]] = {
     "skipped below 0": (fact(skipped=-1), "skipped is -1, and skipped must be a whole number"),
     "skipped true": (fact(skipped=True), "skipped is True"),
@@ -99,11 +103,13 @@ FACTS: dict[str, tuple[Edit, str]] = {
     "never_written of numbers": (fact(never_written=[1]), r"never_written is \[1\]"),
     "no stages": (fact(cut=[0, 1, None]), r"cut is \[0, 1, None\]"),
     "replicas of other stages": (fact(cut=[2, 1, [1]]), r"cut is \[2, 1, \[1\]\]"),
+    "stages without ranks": (fact(cut=[2, 1, [1, 1]]), "1 ranks cannot be cut so"),
     "layouts of one": (fact(gradient_layouts={"root[float32]": [True]}), "gradient_layouts is"),
     "groups as a table": (fact(optimizer={"class": "AdamW", "groups": {}, "scalars": {}}), "optimizer is"),
     "a group that is none": (lambda table: table["optimizer"].update(groups=[3]), "optimizer is"),
     "buffers as a list": (fact(buffers=[]), r"buffers is \[\]"),
     "ties that are none": (fact(tied={"head.weight": 1}), "tied is"),
+    "an unknown fact": (fact(optimizers={}), "its manifest says 'optimizers', which this zeroshard does not know"),
     "an update of no norm": (fact(last_update={"0": ["x", False]}), "last_update is"),
 }
 

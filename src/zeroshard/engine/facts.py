@@ -82,8 +82,14 @@ def check_facts(path: Path, facts: dict[str, Any]) -> None:
     """Check every fact for its type and range; the manifest has checked those that all readers need.
 
     Raises:
-        DamagedError: one is missing or none, with its name and what it must be.
+        DamagedError: one is missing, unknown or none, with its name and what it must be.
     """
+    unknown = sorted(facts.keys() - FACTS.keys() - set(CHECKED_BEFORE))
+    if unknown:
+        raise DamagedError(
+            f"{path} is not to be trusted: its manifest says {shown(unknown[0])}, which this zeroshard does not "
+            f"know. Use an earlier checkpoint, or the version that wrote this one."
+        )
     for name, (fits, what) in FACTS.items():
         if name not in facts and name in OPTIONAL:
             continue
@@ -93,6 +99,16 @@ def check_facts(path: Path, facts: dict[str, Any]) -> None:
                 f"{path} is not to be trusted: its manifest {found}, and {name} must be {what}. Use an earlier "
                 f"checkpoint."
             )
+    if not _fits_ranks(facts["cut"], facts["ranks"]):
+        raise DamagedError(
+            f"{path} is not to be trusted: its manifest says that cut is {facts['cut']}, and {facts['ranks']} ranks "
+            f"cannot be cut so. Use an earlier checkpoint."
+        )
+
+
+def _fits_ranks(cut: list[Any], ranks: int) -> bool:
+    stages, _, replicas = cut
+    return cut == [1, 1, None] if stages == 1 else replicas is not None and sum(replicas) == ranks
 
 
 def _count(value: Any, least: int = 0) -> bool:
@@ -174,4 +190,5 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tied": (lambda v: isinstance(v, dict) and _names(list(v.values())), "a table of names"),
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
 }
+CHECKED_BEFORE = ("step", "ranks", "extra")
 OPTIONAL = ("zeroshard", "torch", "plan", "last_update", "buffers", "tied", "config")

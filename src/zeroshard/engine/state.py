@@ -16,7 +16,7 @@ from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.buffers import Buffers, merged_facts
 from zeroshard.engine.facts import check_facts, plain, unfit
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.restoring import Saved
+from zeroshard.engine.restoring import WAY_OUT, Saved
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
@@ -180,6 +180,12 @@ class State:
         check_facts(path, reader.facts)
         self._check_shapes(reader)
         saved = self._checked(reader)
+        mesh = self._world.mesh
+        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
+        if same_layout:
+            missing = sorted({"torch", "python", "numpy"} - set(reader.names("rng")))
+            if missing:
+                raise CheckpointError(f"{path} lacks the random numbers 'rng:{missing[0]}'. {WAY_OUT}")
         for shard in self._assembly.all_shards:
             with at_hand(shard, writes=True):
                 self._load_weights(shard, reader)
@@ -187,8 +193,6 @@ class State:
                     self._load_optimizer(shard, reader, saved)
         for group, options in zip(self._assembly.optimizer.optimizer.param_groups, saved.groups, strict=True):
             group.update(options)
-        mesh = self._world.mesh
-        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
         self.buffers.load(reader, same_layout)
         if same_layout:
             for name in reader.names("rng"):
