@@ -6,9 +6,10 @@ Each fault is a function below benchmarks/soak/ that makes it, and asserts what 
 that of an undisturbed run, no committed checkpoint unreadable, the culprit named, all ranks gone in time. The table of
 what came of it is printed, and kept under benchmarks/results/ as JSON and Markdown.
 
-- F1 kills ranks: three times under each plan of tests/survive/plans_job.py, in rounds with other moments, and the main
-  job from outside; at least 200 kills in all. F13 kills the supervisor, F15 a rank that reads a checkpoint, F17 counts
-  samples meanwhile, F20 does everything for 2,000 steps.
+- F1 kills ranks: three times under each plan of tests/survive/plans_job.py, which have every pair of values of zero,
+  offload, schedule, transport and precision, in rounds with other moments, and the main job from outside; with
+  `--kills 500` so many at least, without the main job. F13 kills the supervisor, F15 a rank that reads a checkpoint,
+  F17 counts samples meanwhile, F20 does everything for 2,000 steps.
 - F8 to F12 and F19 stop ranks, hang them, slow them down, give them NaN, ask them to stop, flip a bit. F9b are those
   that raise, leave and differ.
 - F16 cuts the link between two network namespaces. It needs root, and is left out without.
@@ -96,6 +97,7 @@ def parse() -> argparse.Namespace:
         "--quick", action="store_true", help="one small case of each; no table is kept unless asked for"
     )
     parser.add_argument("--only", help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--kills", type=int, help="at least so many of F1, over every pair of values in a plan")
     parser.add_argument("--forged", type=int, help=f"checkpoints of F21; by default {forge.COUNT}, or {forge.QUICK}")
     parser.add_argument("--json", help="file for the table; by default benchmarks/results/soak-DATE.json and .md")
     parser.add_argument("--folder", help="where the jobs run; by default the folder of temporary files")
@@ -114,9 +116,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the jobs are ended too
     kept = {**circumstances(), "quick": options.quick, "rows": []}
     base = Path(tempfile.mkdtemp(prefix="zeroshard-soak-", dir=options.folder))
+    made = {"F1": partial(kills.killed_ranks, kills=options.kills), "F21": partial(forge.forged, count=options.forged)}
     for name in options.names:
-        fault = partial(forge.forged, count=options.forged) if name == "F21" else FAULTS[name]
-        row = run(name, fault, base / name, options.quick)
+        row = run(name, made.get(name, FAULTS[name]), base / name, options.quick)
         kept["rows"].append(row)
         print(shown(row), flush=True)
         if row["result"] != "FAIL" and not options.keep:
