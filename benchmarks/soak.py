@@ -6,12 +6,14 @@ Each fault is a function below benchmarks/soak/ that makes it, and asserts what 
 that of an undisturbed run, no committed checkpoint unreadable, the culprit named, all ranks gone in time. The table of
 what came of it is printed, and kept under benchmarks/results/ as JSON and Markdown.
 
-- F1 kills ranks: three times under each plan of tests/survive/plans_job.py, in rounds with other moments, and the main
-  job from outside; at least 200 kills in all. F13 kills the supervisor, F15 a rank that reads a checkpoint, F17 counts
-  samples meanwhile, F20 does everything for 2,000 steps.
+- F1 kills ranks: three times under each plan of tests/survive/plans_job.py, which have every pair of values of zero,
+  offload, schedule, transport and precision, in rounds with other moments, and the main job from outside; with
+  `--kills 500` so many at least, without the main job. F13 kills the supervisor, F15 a rank that reads a checkpoint,
+  F17 counts samples meanwhile, F20 does everything for 2,000 steps.
 - F8 to F12 and F19 stop ranks, hang them, slow them down, give them NaN, ask them to stop, flip a bit. F9b are those
   that raise, leave and differ.
 - F16 cuts the link between two network namespaces. It needs root, and is left out without.
+- F21 damages and forges checkpoints, 1,000 or as many as `--forged` says, and counts those that load in silence.
 - F2 to F7, F14 and F18 are tests of the suite, with more cases.
 
 Seconds depend on the machine; limits on time (15 s, or the timeout and 2 s after a hang) are asserted, so leave the
@@ -27,15 +29,17 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ranks import circumstances
-from soak import hangs, kills, nodes, suites
+from soak import forge, hangs, kills, nodes, suites
 from soak.job import Unable
 
 RESULTS = Path(__file__).parent / "results"
-ALL = {**kills.FAULTS, **hangs.FAULTS, **nodes.FAULTS, **suites.FAULTS}
+ALL = {**kills.FAULTS, **hangs.FAULTS, **nodes.FAULTS, **suites.FAULTS, **forge.FAULTS}
 FAULTS = {name: ALL[name] for name in sorted(ALL, key=lambda name: (int(name.strip("Fb")), name))}
 
 
@@ -47,13 +51,13 @@ def what(name: str) -> str:
     return (FAULTS[name].__doc__ or "").partition(": ")[2].rstrip(".")
 
 
-def run(name: str, folder: Path, quick: bool) -> dict[str, Any]:
+def run(name: str, fault: Callable[[Path, bool], dict[str, Any]], folder: Path, quick: bool) -> dict[str, Any]:
     """Make one fault; its row of the table."""
     began = time.monotonic()
     row: dict[str, Any] = {"fault": name, "what": what(name), "result": "pass", "counts": {}}
     folder.mkdir()
     try:
-        row["counts"] = FAULTS[name](folder, quick)
+        row["counts"] = fault(folder, quick)
     except Unable as reason:
         row |= {"result": "left out", "why": str(reason)}
     except Exception as error:
@@ -93,6 +97,8 @@ def parse() -> argparse.Namespace:
         "--quick", action="store_true", help="one small case of each; no table is kept unless asked for"
     )
     parser.add_argument("--only", help=f"some of {','.join(FAULTS)}")
+    parser.add_argument("--kills", type=int, help="at least so many of F1, over every pair of values in a plan")
+    parser.add_argument("--forged", type=int, help=f"checkpoints of F21; by default {forge.COUNT}, or {forge.QUICK}")
     parser.add_argument("--json", help="file for the table; by default benchmarks/results/soak-DATE.json and .md")
     parser.add_argument("--folder", help="where the jobs run; by default the folder of temporary files")
     parser.add_argument("--keep", action="store_true", help="leave the jobs' folders, also of what passed")
@@ -110,8 +116,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the jobs are ended too
     kept = {**circumstances(), "quick": options.quick, "rows": []}
     base = Path(tempfile.mkdtemp(prefix="zeroshard-soak-", dir=options.folder))
+    made = {"F1": partial(kills.killed_ranks, kills=options.kills), "F21": partial(forge.forged, count=options.forged)}
     for name in options.names:
-        row = run(name, base / name, options.quick)
+        row = run(name, made.get(name, FAULTS[name]), base / name, options.quick)
         kept["rows"].append(row)
         print(shown(row), flush=True)
         if row["result"] != "FAIL" and not options.keep:

@@ -31,7 +31,7 @@ from zeroshard.train.toml_config import load_toml, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if page.exists()),
+    *(page for page in (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")) if page.exists()),
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
 ]
 FOLDERS = [ROOT, ROOT / "src" / "zeroshard", ROOT / "tests"]
@@ -147,7 +147,7 @@ def zeroshard_names(tree: ast.AST) -> Iterator[str]:
 
 def test_there_are_pages() -> None:
     names = {page.relative_to(ROOT).as_posix() for page in PAGES}
-    assert {"CONTRIBUTING.md", "docs/index.md", "docs/quickstart.md", "docs/limits.md"} <= names
+    assert {"CONTRIBUTING.md", "SECURITY.md", "docs/index.md", "docs/quickstart.md", "docs/limits.md"} <= names
 
 
 @each_page

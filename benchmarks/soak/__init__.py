@@ -1,1 +1,6 @@
 """The faults of the soak test, and what they have in common. See benchmarks/soak.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # the plans that are killed are those of a test

@@ -12,20 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from survive import plans_job
 
-from soak.job import ROOT, Job, check_same, check_whole, losses, metrics, newest_run, reference_of, train
+from soak.job import Job, check_same, check_whole, losses, metrics, newest_run, reference_of, train
 from zeroshard.checkpoint import committed
 
 KILLS, IN_A_ROW = 3, 3  # under each plan; and in the main job without a newer checkpoint
-PLANS_JOB = ROOT / "tests" / "survive" / "plans_job.py"
+PLANS_JOB = Path(plans_job.__file__)
 MOST_GROWTH = 1.01
 Counts = dict[str, Any]
 
 
-def killed_ranks(folder: Path, quick: bool) -> Counts:
+def killed_ranks(folder: Path, quick: bool, kills: int | None = None) -> Counts:
     """F1: SIGKILL of any rank at any time, under all plans and in the main job: every line bit for bit the same."""
-    names = ("zero3", "2bw") if quick else ()
-    counts = _plans(folder / "plans", list(names), 1 if quick else 5)
+    if kills is not None:  # so many at least, first under the plans of the cover, without the main job
+        places = -(-kills // KILLS)
+        rounds = max(1, -(-places // len(plans_job.ALL)))
+        names = [*plans_job.COVER, *plans_job.PLANS][: -(-places // rounds)]
+        return {"plans": len(names), **_plans(folder / "plans", names, rounds)}
+    names = ["zero3", "2bw"] if quick else list(plans_job.ALL)
+    counts = _plans(folder / "plans", names, 1 if quick else 5)
     pipeline = ("--stages", "2", "--microbatches", "2", "--balance", "parameters")
     for number, options in enumerate([()] if quick else [(), ("--zero", "3"), pipeline]):
         found = _main_job(folder / f"main-{number}", options, 3 if quick else 12, number)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.adopt.inert import load_inert
 from zeroshard.errors import CheckpointError
 
 
@@ -160,6 +161,78 @@ BROKEN: dict[str, tuple[int, Callable[[Path], Any], str]] = {
     "autoep": (2, change(MODEL, ds_autoep_layers=[{}]), "under a mixture of experts"),
     "a list": (2, lambda tag: torch.save([], tag / MODEL), "holds a list"),
 }  # fmt: skip
+
+
+def change_state(rank: int, **entries: Any) -> Callable[[Path], None]:
+    """Change entries of a rank's state of the optimizer."""
+
+    def harm(tag: Path) -> None:
+        file = tag / SLICE.format(rank)
+        state = load_inert(file)["optimizer_state_dict"]
+        kept = {"zero_stage": int(state["zero_stage"]), "partition_count": 3, FLATS: [f.clone() for f in state[FLATS]]}
+        torch.save({"optimizer_state_dict": {**kept, **entries}}, file)
+
+    return harm
+
+
+FLATS = "single_partition_of_fp32_groups"
+MISTYPED: dict[str, tuple[int, Callable[[Path], Any], str]] = {
+    **{
+        f"{key} as {value!r}": (2, change(MODEL, **{key: value}), f"{MODEL} holds '{key}' as something else")
+        for key, value in {
+            "module": [1],
+            "buffer_names": 3,
+            "global_steps": "seven",
+            "frozen_param_shapes": [1],
+            "frozen_param_fragments": {"a": 1},
+            "shared_params": {"x": 1},
+        }.items()
+    },
+    "a weight that is none": (2, change(MODEL, module={"a": "b"}), "holds 'module' as something else"),
+    "a name that is none": (2, change(MODEL, module={1: torch.ones(1)}), "holds 'module' as something else"),
+    "steps below 0": (2, change(MODEL, global_steps=-1), "holds 'global_steps' as .* than a whole number of 0"),
+    "steps true": (2, change(MODEL, global_steps=True), "holds 'global_steps'"),
+    "steps as a list": (2, change(MODEL, global_steps=[]), "holds 'global_steps'"),
+    "no shapes": (2, change(MODEL, param_shapes=None), "holds 'param_shapes' as something else"),
+    "shapes as a table": (2, change(MODEL, param_shapes={"a": 1}), "holds 'param_shapes' as something else"),
+    "shapes as lists": (2, change(MODEL, param_shapes=[{"a": [2, 3]}]), "holds 'param_shapes' as something else"),
+    "a shape below 0": (2, change(MODEL, param_shapes=[{"a": torch.Size([-2])}]), "holds 'param_shapes'"),
+    "a group too few": (2, change(MODEL, param_shapes=[{}]), "shapes of 1 optimizer groups and slices of"),
+    "a stage of words": (2, change_state(1, zero_stage="two"), "holds 'zero_stage' as something else"),
+    "stage 7": (2, change_state(0, zero_stage=7), "holds 'zero_stage' as something else"),
+    "no partitions": (2, change_state(0, partition_count=[]), "holds 'partition_count' as something else"),
+    "half a partition": (2, change_state(0, partition_count=1.5), "holds 'partition_count' as something else"),
+    "flats that are numbers": (2, change_state(0, **{FLATS: [1, 2]}), f"holds '{FLATS}' as something else"),
+    "flats of whole numbers": (2, change_state(0, **{FLATS: [torch.ones(3).long()]}), f"holds '{FLATS}'"),
+    "flats that are none": (2, change_state(2, **{FLATS: None}), f"holds '{FLATS}' as something else"),
+    "a state that is none": (2, lambda tag: torch.save({"optimizer_state_dict": 3}, tag / SLICE.format(0)), "no ZeRO"),
+    "latest that is none": (2, lambda tag: (tag.parent / "latest").write_bytes(b"\xff\0"), "holds no checkpoint of"),
+    "frozen slices that lack": (
+        3,
+        change(f"zero_pp_rank_0_{MODEL}", frozen_param_shapes={"f": torch.Size([3])}),
+        "holds no slice of the frozen parameter 'f'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTYPED)
+def test_content_of_another_type_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    stage, harm, message = MISTYPED[case]
+    save(tmp_path, stage, 3, GROUPS)
+    harm(tmp_path / "global_step7")
+    with pytest.raises(CheckpointError, match=message):
+        zs.DeepSpeedWeights(tmp_path)
+
+
+def test_a_frozen_parameter_of_another_size_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, 3, 2, GROUPS, frozen={"f": torch.ones(6)})
+    for rank in (0, 1):
+        change(f"zero_pp_rank_{rank}_{MODEL}", frozen_param_shapes={"f": torch.Size([60])})(tmp_path / "global_step7")
+    found = zs.DeepSpeedWeights(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be put together at 'f'"):
+        found["f"]
+    with pytest.raises(KeyError):
+        found["g"]
 
 
 @pytest.mark.parametrize("case", BROKEN)

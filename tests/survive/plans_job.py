@@ -2,6 +2,9 @@
 
     zeroshard run --nproc-per-node 2 -- tests/survive/plans_job.py FOLDER KILLS SEED [PLAN ...]
 
+The plans are those of `PLANS`, and of `COVER` where they are named: the latter have every pair of values of zero,
+offload, schedule, transport and precision that `Plan` allows.
+
 Under each plan the job is killed KILLS times (SIGKILL), at moments drawn from SEED: at the start, between and inside of
 steps, while a checkpoint is written. Each kill is noted in a file first, so that it comes once. A plan that is finished
 is left out by the next attempt; the one that was cut off goes on from its newest checkpoint.
@@ -12,6 +15,8 @@ is left out by the next attempt; the one that was cut off goes on from its newes
     FOLDER/done/PLAN              it is finished
 """
 
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -31,13 +36,15 @@ from torch.nn import functional as F
 
 import zeroshard as zs
 from zeroshard.checkpoint import Reader, committed
-from zeroshard.errors import CheckpointWarning
+from zeroshard.errors import CheckpointWarning, PlanError
+from zeroshard.schedule import SCHEDULES
 
 STEPS, EVERY, RANKS = 16, 4, 2
 STRIDE = 100  # steps of plan n are counted from n * STRIDE, so that a later plan's checkpoints are newer
 ROWS, TOKENS, WORDS, WIDTH = 8, 4, 11, 8
 START = 0.3  # seconds after the beginning in which a kill at the start comes
 SOON = 0.02  # seconds after a step or a save in which a kill there comes; longer than a step
+ALL_BELOW = "optimizer,parameters,activations"
 PIPELINE = {"stages": 2, "microbatches": 4, "balance": "parameters"}
 PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"zero": 0},
@@ -48,6 +55,55 @@ PLANS: dict[str, dict[str, Any]] = {
     **{name: {**PIPELINE, "schedule": name} for name in ("naive", "gpipe", "1f1b", "zb-h1", "pipedream", "2bw")},
     "interleaved": {**PIPELINE, "schedule": "interleaved", "chunks": 2},
 }
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "offload": ("", "optimizer", "optimizer,parameters", "activations", "optimizer,activations", ALL_BELOW),
+    "schedule": (None, *SCHEDULES),  # None for one stage
+    "transport": ("auto", "shared", "network"),
+    "precision": ("fp32", "bf16", "fp16"),
+}
+LEAST = 24  # plans in a cover
+
+
+def options_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the plan that has one value of each axis."""
+    schedule = values["schedule"]
+    if schedule is None:
+        return {name: value for name, value in values.items() if name != "schedule"}
+    return {**values, **PIPELINE, "chunks": 2 if schedule == "interleaved" else 1}
+
+
+def allowed() -> list[dict[str, Any]]:
+    """Every combination of values that `Plan` allows."""
+    found = []
+    for chosen in itertools.product(*AXES.values()):
+        values = dict(zip(AXES, chosen, strict=True))
+        with contextlib.suppress(PlanError):
+            zs.Plan(**options_of(values))
+            found.append(values)
+    return found
+
+
+def pairs_of(values: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """The pairs of values of two axes in a combination."""
+    return set(itertools.combinations(values.items(), 2))
+
+
+def cover() -> dict[str, dict[str, Any]]:
+    """Few plans in which each pair of values is that any plan may have; always the same."""
+    every = allowed()
+    missing, chosen = set().union(*map(pairs_of, every)), list[dict[str, Any]]()
+    while missing:
+        chosen.append(max(every, key=lambda values: len(pairs_of(values) & missing)))
+        missing -= pairs_of(chosen[-1])
+    chosen += [values for values in every if values not in chosen][: max(0, LEAST - len(chosen))]
+    return {f"pairs-{number:02}": options_of(values) for number, values in enumerate(chosen)}
+
+
+COVER = cover()
+ALL = {**PLANS, **COVER}
 
 
 class Block(nn.Module):
@@ -149,11 +205,11 @@ def check_all(folder: Path) -> None:
 def train(mesh: zs.Mesh, folder: Path, name: str, killer: Killer | None) -> None:
     """Train under one plan, from wherever it was cut off."""
     torch.manual_seed(0)
-    plan = zs.Plan(**PLANS[name])
+    plan = zs.Plan(**ALL[name])
     adamw = partial(torch.optim.AdamW, lr=1e-2)
     engine = zs.Engine(Model(), adamw, plan, mesh=mesh, example=batch(0, 0, 4) if plan.pipelined else None)
     torch.manual_seed(1 + mesh.rank)  # dropout differs between ranks
-    begin = STRIDE * (1 + list(PLANS).index(name))
+    begin = STRIDE * (1 + list(ALL).index(name))
     engine.steps = begin
     check_all(folder / "checkpoints" / name)
     checkpoints = zs.Checkpoints(engine, folder / "checkpoints" / name)

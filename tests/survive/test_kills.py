@@ -8,10 +8,11 @@ from collections import defaultdict
 from pathlib import Path
 
 from pool import Pool
-from survive.plans_job import EVERY, PLANS, STEPS, STRIDE, go
+from survive.plans_job import COVER, EVERY, LEAST, PLANS, STEPS, STRIDE, allowed, go, options_of, pairs_of
 
 from zeroshard.checkpoint import Reader, committed
 from zeroshard.mesh import Mesh
+from zeroshard.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("plans_job.py")
@@ -30,6 +31,14 @@ def lines(folder: Path, name: str) -> dict[int, set[str]]:
     for line in (folder / "losses" / f"{name}.jsonl").read_text().splitlines():
         found[json.loads(line)["step"]].add(line)
     return found
+
+
+def test_the_cover_has_every_pair_that_a_plan_may_have() -> None:
+    every = allowed()
+    chosen = [values for values in every if options_of(values) in COVER.values()]
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, every))
+    assert LEAST <= len(COVER) < len(every) / 3 and len(set(map(str, COVER.values()))) == len(COVER)
+    assert {Plan(**options).precision for options in COVER.values()} == {"fp32", "bf16", "fp16"}
 
 
 def test_killed_three_times_under_every_plan(pool: Pool, tmp_path: Path) -> None:

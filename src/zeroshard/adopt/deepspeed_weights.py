@@ -62,16 +62,22 @@ class DeepSpeedWeights(Mapping[str, torch.Tensor]):
         self.stage = slices[0].stage if slices else 0
         self.ranks = len(slices) or 1
         prefixes = [f"zero_pp_rank_{rank}_" for rank in range(self.ranks)] if self.stage == 3 else [""]
-        models = [load_inert(self._folder / f"{prefix}mp_rank_00_model_states.pt") for prefix in prefixes]
+        files = [self._folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in prefixes]
+        models = [load_inert(file) for file in files]
         model = models[0]
-        self.step = int(model.get("global_steps", 0))
         self._check(model, slices)
+        for held, file in zip(models, files, strict=True):
+            _check_types(held, MODEL, file)
+        self.step = int(model.get("global_steps", 0))
         self._parts: dict[str, Callable[[], torch.Tensor]] = {}
         buffers = set(model.get("buffer_names") or ())
         for name, tensor in model["module"].items():
             if self.stage < 3 or name in buffers:
                 self._parts[name] = tensor.detach if name in buffers else partial(_fp32, tensor)
         if slices:
+            _check_types(
+                {"param_shapes": model.get("param_shapes")}, {"param_shapes": (_shape_tables, SHAPES)}, files[0]
+            )
             flats = [part.flats for part in slices]
             shapes = model["param_shapes"]
             parts = _cut_singly(shapes, flats, self._folder) if self.stage == 3 else _cut_whole(shapes, flats)
@@ -88,7 +94,13 @@ class DeepSpeedWeights(Mapping[str, torch.Tensor]):
         Raises:
             KeyError: the checkpoint has none of that name.
         """
-        return self._parts[name]()
+        part = self._parts[name]
+        try:
+            return part()
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise CheckpointError(
+                f"{self._folder} cannot be put together at {name!r} ({error}). Copy it again."
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -159,20 +171,78 @@ class _Slice:
     def __init__(self, held: Mapping[str, Any], file: Path) -> None:
         self.file = file
         state = held.get("optimizer_state_dict") or {}
-        if "zero_stage" not in state:
+        if not isinstance(state, Mapping) or "zero_stage" not in state:
             raise CheckpointError(f"{file} names no ZeRO stage; it is no checkpoint of DeepSpeed's ZeRO.")
+        _check_types(state, SLICES, file)
         self.stage = int(state["zero_stage"])
         count = state["partition_count"]
         self.ranks: list[int] = list(count) if isinstance(count, (list, tuple)) else [count]
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         if key not in state:
             raise CheckpointError(f"{file} holds no {key!r}, the fp32 weights of stage {self.stage}. Copy it again.")
+        _check_types(state, {key: (_flats, "a list of flat tensors of floating-point numbers")}, file)
         self.flats: list[torch.Tensor] = list(state[key])
+
+
+def _check_types(held: Mapping[str, Any], fields: "Fields", file: Path) -> None:
+    """Refuse an entry that is of another type than DeepSpeed writes."""
+    for key, (fits, what) in fields.items():
+        if key in held and not fits(held[key]):
+            raise CheckpointError(
+                f"{file} holds {key!r} as something else (a {type(held[key]).__name__}) than {what}, which DeepSpeed "
+                f"writes there. Copy it again."
+            )
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+
+
+def _table(value: Any, kind: type) -> bool:
+    return isinstance(value, Mapping) and _names(list(value)) and all(isinstance(v, kind) for v in value.values())
+
+
+def _shape_tables(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(_shapes(group) for group in value)
+
+
+def _shapes(value: Any) -> bool:
+    return _table(value, torch.Size) and all(size >= 0 for shape in value.values() for size in shape)
+
+
+def _flats(value: Any) -> bool:
+    tensors = isinstance(value, Sequence) and all(isinstance(flat, torch.Tensor) for flat in value)
+    return tensors and all(flat.dim() == 1 and flat.is_floating_point() for flat in value)
+
+
+def _count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _counts(value: Any) -> bool:
+    several = isinstance(value, (list, tuple)) and len(value) > 0
+    return all(_count(count, 1) for count in (value if several else [value]))
+
+
+Fields = Mapping[str, tuple[Callable[[Any], bool], str]]
+SHAPES = "a list of tables of shapes"
+MODEL: Fields = {
+    "module": (lambda v: _table(v, torch.Tensor), "a table of tensors"),
+    "buffer_names": (_names, "a list of names"),
+    "global_steps": (lambda v: _count(v, 0), "a whole number of 0 or more"),
+    "frozen_param_shapes": (lambda v: v is None or _shapes(v), "a table of shapes"),
+    "frozen_param_fragments": (lambda v: v is None or _table(v, torch.Tensor), "a table of tensors"),
+    "shared_params": (lambda v: v is None or _table(v, str), "a table of names"),
+}
+SLICES: Fields = {
+    "zero_stage": (lambda v: _count(v, 1) and v <= 3, "1, 2 or 3"),
+    "partition_count": (_counts, "one or more whole numbers of 1 or more"),
+}
 
 
 def _folder(path: Path, tag: str | None) -> Path:
     if tag is None and (path / "latest").is_file():
-        tag = (path / "latest").read_text().strip()
+        tag = (path / "latest").read_text(errors="replace").strip().replace("\0", "?")
     folder = path / tag if tag is not None else path
     if not any(folder.glob("*_model_states.pt")):
         raise CheckpointError(
@@ -200,16 +270,22 @@ def _cut_whole(
     shapes: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[torch.Tensor]]
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Parameters of stages 1 and 2: an optimizer group end to end, padded by less than 2N, in one slice per rank."""
+    there = {len(flat) for flat in flats}
+    if there != {len(shapes)}:
+        raise CheckpointError(
+            f"There are shapes of {len(shapes)} optimizer groups and slices of {sorted(there)}; the checkpoint is "
+            f"damaged. Copy it again."
+        )
     for number, group in enumerate(shapes):
         pieces = [flat[number] for flat in flats]
         start = 0
         for name, shape in group.items():
             yield name, partial(_joined, [(pieces, start, start + shape.numel())], shape)
             start += shape.numel()
-        there = sum(piece.numel() for piece in pieces)
-        if not start <= there < start + 2 * len(pieces):
+        held = sum(piece.numel() for piece in pieces)
+        if not start <= held < start + 2 * len(pieces):
             raise CheckpointError(
-                f"Optimizer group {number} has {start} elements by the shapes of its parameters and {there} in the "
+                f"Optimizer group {number} has {start} elements by the shapes of its parameters and {held} in the "
                 f"slices; the checkpoint is damaged, or of a layout that is not known here. {_CONVERT}"
             )
 
@@ -234,6 +310,8 @@ def _cut_singly(
 def _frozen(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Frozen parameters of stage 3: a slice in every rank's file."""
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        if any(name not in (model.get("frozen_param_fragments") or {}) for model in models):
+            raise CheckpointError(f"Some rank's file holds no slice of the frozen parameter {name!r}. Copy it again.")
         pieces = [model["frozen_param_fragments"][name].flatten() for model in models]
         yield name, partial(_joined, [(pieces, 0, shape.numel())], shape)
 

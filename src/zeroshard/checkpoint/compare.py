@@ -11,7 +11,8 @@ from zeroshard.checkpoint.manifest import COPIES
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 
-LAYOUT = ("zeroshard", "torch", "plan", "ranks", "cut", "gradient_layouts")  # facts of how it was written, not of what
+# Facts of how it was written, not of what.
+LAYOUT = ("zeroshard", "torch", "plan", "ranks", "cut", "gradient_layouts", "last_update")
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ class Engine(Readings):
         """
         if self._pipelined is not None:
             loss = self._pipelined.step(batch)
-            return self._conclude(self._pipelined.verdict, loss)
+            return self._conclude(self._judge.last, loss)
         parts = microbatches(batch, self.plan.microbatches)
         mean = torch.zeros((), device=self.mesh.device)
         for loss in accumulate(self.schedule, parts, self._run, self.backward, self.no_sync):
@@ -314,6 +314,7 @@ class Engine(Readings):
             "step": self.steps,
             "skipped": self.skipped,
             "loss_scale": self._judge.scaler.state() if self._judge.scaler else None,
+            "last_update": self._judge.state(),
             "never_written": self._backward.never_written,
             "extra": dict(extra or {}),
         }
@@ -338,6 +339,8 @@ class Engine(Readings):
         self.steps, self.skipped = facts["step"], facts["skipped"]
         if self._judge.scaler and facts["loss_scale"]:
             self._judge.scaler.load(facts["loss_scale"])
+        last = facts.get("last_update", {})
+        self._judge.load(last.get(str(self._stage.number if self._stage else 0), next(iter(last.values()), None)))
         extra: dict[str, Any] = facts["extra"]
         return extra
 

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from zeroshard.engine.facts import plain, setting
 from zeroshard.plan import Plan
 from zeroshard.precision import LossScaler
 
@@ -46,12 +48,14 @@ class Judge:
 
     Attributes:
         clip: for the next step alone, a limit and the norm that it limits, set by `clip_grad_norm`.
+        last: the verdict on the last update; None before the first.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.scaler = _scaler(plan)
         self.clip: tuple[float, float] | None = None
+        self.last: Verdict | None = None
         # Stages that do not wait for each other clip alone, and keep the whole norm within the limit.
         self._shares = plan.stages if plan.streams else 1
 
@@ -59,6 +63,14 @@ class Judge:
     def scale(self) -> float:
         """The factor on the loss."""
         return self.scaler.scale if self.scaler else 1.0
+
+    def state(self) -> list[Any] | None:
+        """The last update, for a checkpoint: its norm, and whether it was skipped and is not counted yet."""
+        return None if self.last is None else [plain(self.last.norm), self.last.skip and self._plan.streams]
+
+    def load(self, state: list[Any] | None) -> None:
+        """Go on from `state()`: a stage that has not updated yet in a step shows its last update."""
+        self.last = None if state is None else Verdict(setting(state[0]), 1.0, state[1] and self._plan.streams, 1.0)
 
     def judge(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
         """The verdict on gradients whose norm, loss scale included, is `scaled_norm`.
@@ -80,7 +92,8 @@ class Judge:
         self.clip = None
         if self.scaler:
             self.scaler.update(overflow=not finite)
-        return Verdict(norm, scale, skip, factor / scale)
+        self.last = Verdict(norm, scale, skip, factor / scale)
+        return self.last
 
 
 def _scaler(plan: Plan) -> LossScaler | None:

@@ -15,7 +15,7 @@ from zeroshard.engine.assembly import Assembly
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import uneven_microbatches
 from zeroshard.engine.executor import Executor, Part
-from zeroshard.engine.judge import Judge, Verdict
+from zeroshard.engine.judge import Judge
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
 from zeroshard.engine.wires import Shape
@@ -38,7 +38,6 @@ class Pipelined:
 
     Attributes:
         executor: what carries the actions out.
-        verdict: on the last update.
         fed: steps since the start or the last flush of a schedule that never flushes by itself.
     """
 
@@ -56,7 +55,6 @@ class Pipelined:
         scale: Callable[[], float] = lambda: judge.scale  # noqa: E731
         decide = self._decide_alone if plan.streams else self._decide_together
         self.executor = Executor(stage, assembly, backward, update, run, scale, decide, plan.recomputes)
-        self.verdict: Verdict | None = None
         self.fed = 0
         self._updates = 0
         self._loss: Tensor | None = None
@@ -182,11 +180,11 @@ class Pipelined:
         comm = None if self._plan.streams else self.executor.wires.comm
         self._updates += 1
         try:
-            self.verdict = self._judge.judge(norm, lambda found: self._update.refuse_nonfinite(found, comm), sound)
+            verdict = self._judge.judge(norm, lambda found: self._update.refuse_nonfinite(found, comm), sound)
         except Exception:
             self._update.consume()
             raise
-        return None if self.verdict.skip else self.verdict.factor * gain
+        return None if verdict.skip else verdict.factor * gain
 
 
 def watch_versions(stage: Stage, assembly: Assembly, backward: Backward, ledger: Ledger) -> None:

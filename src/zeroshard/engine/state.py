@@ -1,7 +1,6 @@
 """A model's shards as the logical tensors of a checkpoint, and back."""
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import DTYPES, Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
+from zeroshard.checkpoint import Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
 from zeroshard.engine import rng
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.buffers import Buffers, merged_facts
+from zeroshard.engine.facts import check_facts, plain, unfit
 from zeroshard.engine.groups import Groups
+from zeroshard.engine.restoring import WAY_OUT, Saved
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
@@ -23,8 +24,6 @@ from zeroshard.offload.moments import Blockwise
 from zeroshard.offload.slices import MOMENTS, expanded
 from zeroshard.optim import Span
 from zeroshard.zero import Gatherer
-
-NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are not the optimizer's
 
 
 class State:
@@ -133,7 +132,7 @@ class State:
 
     def _begin(self, order: Order, facts: dict[str, Any]) -> str:
         """Let all ranks agree that a checkpoint can be begun; the token of this try."""
-        problem = None
+        problem = found = None
         if self._world.mesh.rank == 0:
             order.token = f"{time.time_ns():x}"
             try:
@@ -144,9 +143,12 @@ class State:
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         try:
+            found = unfit(facts["extra"])
             json.dumps(facts, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            problem = f"what goes beside the weights must be plain and finite JSON values ({error})"
+        except (TypeError, ValueError, RecursionError) as error:
+            found = found or str(error)
+        if found:
+            problem = f"what goes beside the weights must be plain and finite JSON values ({found})"
         words = self._world.agree_on([problem, order.token], f"checkpoint {order.path.name}")
         problems = [problem for problem, _ in words if problem]
         if problems:
@@ -158,13 +160,14 @@ class State:
     def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         """This rank's facts, those of its shards included."""
         optimizer = self._assembly.optimizer.optimizer
-        groups = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        groups = [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         scalars = {name: kept for shard in self._assembly.all_shards for name, kept in self._scalars(shard).items()}
         layouts = {s.flat.label: s.gradients.layout for s in self._assembly.all_shards if s.gradients}
         return {
             **facts,
             "optimizer": {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars},
             "gradient_layouts": layouts,
+            "last_update": {str(self._stage.number if self._stage else 0): facts["last_update"]},
             "cut": self._cut,
             "buffers": self.buffers.facts(),
             "tied": self._tied,
@@ -174,18 +177,22 @@ class State:
     def _read(self, path: Path) -> dict[str, Any]:
         """Fill what this rank owns; no other rank is needed."""
         reader = Reader(path)
-        optimizer = reader.facts["optimizer"]
+        check_facts(path, reader.facts)
         self._check_shapes(reader)
-        self._check_optimizer(reader, optimizer)
+        saved = self._checked(reader)
+        mesh = self._world.mesh
+        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
+        if same_layout:
+            missing = sorted({"torch", "python", "numpy"} - set(reader.names("rng")))
+            if missing:
+                raise CheckpointError(f"{path} lacks the random numbers 'rng:{missing[0]}'. {WAY_OUT}")
         for shard in self._assembly.all_shards:
             with at_hand(shard, writes=True):
                 self._load_weights(shard, reader)
                 if shard.gradients is not None:
-                    self._load_optimizer(shard, reader, optimizer["scalars"])
-        for group, saved in zip(self._assembly.optimizer.optimizer.param_groups, optimizer["groups"], strict=True):
-            group.update({k: _setting(v) for k, v in saved.items() if k in group and k != "params"})
-        mesh = self._world.mesh
-        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
+                    self._load_optimizer(shard, reader, saved)
+        for group, options in zip(self._assembly.optimizer.optimizer.param_groups, saved.groups, strict=True):
+            group.update(options)
         self.buffers.load(reader, same_layout)
         if same_layout:
             for name in reader.names("rng"):
@@ -193,11 +200,7 @@ class State:
             for shard in self._assembly.all_shards:
                 if shard.gradients is not None and shard.flat.label in reader.facts["gradient_layouts"]:
                     shard.gradients.restore_layout(*reader.facts["gradient_layouts"][shard.flat.label])
-        facts = reader.facts
-        never = facts["never_written"]
-        if type(facts["skipped"]) is not int or not (never is None or isinstance(never, list)):
-            raise TypeError("skipped or never_written is none")
-        return facts
+        return reader.facts
 
     @property
     def nbytes(self) -> int:
@@ -245,7 +248,7 @@ class State:
         """States that are no element's (step counts), by parameter."""
         scalars: dict[str, dict[str, Any]] = {}
         for span in self._spans(shard):
-            kept = {k: _plain(v) for k, v in self._state(span).items() if not _elementwise(v, span)}
+            kept = {k: plain(v) for k, v in self._state(span).items() if not _elementwise(v, span)}
             for number, _, _ in shard.flat.index.overlaps(span.start, span.stop):
                 if self._state(span):
                     scalars[shard.flat.index.entries[number].name] = kept
@@ -274,15 +277,14 @@ class State:
                 has, needs = theirs.get(name, "no such parameter"), mine.get(name, "no such parameter")
                 raise CheckpointError(f"{reader.path} is of another model: '{name}' is {has} there and {needs} here.")
 
-    def _check_optimizer(self, reader: Reader, optimizer: dict[str, Any]) -> None:
-        kind = type(self._assembly.optimizer.optimizer).__name__
-        groups = len(self._assembly.optimizer.optimizer.param_groups)
-        if (optimizer["class"], len(optimizer["groups"])) != (kind, groups):
-            raise CheckpointError(
-                f"{reader.path} was written with {optimizer['class']} in {len(optimizer['groups'])} parameter groups, "
-                f"this run has {kind} "
-                f"in {groups}. Use the same optimizer to go on."
-            )
+    def _checked(self, reader: Reader) -> Saved:
+        """What a checkpoint says of the optimizer, which has been found to fit what is trained here."""
+        saved = Saved(reader, self._assembly.optimizer.optimizer)
+        for shard in self._assembly.all_shards:
+            for span in self._spans(shard):
+                for number, _, _ in shard.flat.index.overlaps(span.start, span.stop):
+                    saved.check(shard.flat.index.entries[number].name, span.group)
+        return saved
 
     def _load_weights(self, shard: Shard, reader: "Reader | WeightFiles") -> None:
         trainable, parameters = shard.flat.trainable, shard.parameters
@@ -292,9 +294,9 @@ class State:
             entry = shard.flat.index.entries[number]
             reader.read(f"weight:{entry.name}", region[low - start : high - start], low - entry.offset)
 
-    def _load_optimizer(self, shard: Shard, reader: Reader, scalars: dict[str, Any]) -> None:
+    def _load_optimizer(self, shard: Shard, reader: Reader, saved: Saved) -> None:
         entries = shard.flat.index.entries
-        kept = [scalars.get(entry.name) for entry in entries]
+        kept = [(saved.scalars.get(entry.name), saved.kinds(entry.name)) for entry in entries]
         cuts = [after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b]
         self._assembly.optimizer.split(shard.spans, cuts)
         if shard.home is not None:
@@ -303,14 +305,13 @@ class State:
         state = self._assembly.optimizer.optimizer.state
         for span in self._spans(shard):
             entry = entries[shard.flat.index.number_at(span.start)]
-            known = scalars.get(entry.name)
+            loaded = saved.state(entry.name)
             state.pop(span.tensor, None)
-            if known is None:
+            if loaded is None:
                 if shard.home is not None:
                     shard.home.forget_moments(span.start - shard.start, span.stop - shard.start)
                 continue
-            loaded: dict[str, Any] = {k: _setting(v) for k, v in known.items()}
-            for key in (kind for kind in reader.kinds(entry.name) if kind not in NO_STATES):
+            for key in saved.kinds(entry.name):
                 loaded[key] = values = torch.zeros_like(span.tensor)
                 for number, low, high in shard.flat.index.overlaps(span.start, span.stop):
                     name, first = entries[number].name, low - entries[number].offset
@@ -367,6 +368,7 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     facts["optimizer"] = {**facts["optimizer"], "scalars": scalars}
     facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}
     facts["buffers"] = merged_facts(everyone)
+    facts["last_update"] = {stage: v for rank in everyone for stage, v in rank["last_update"].items()}
     never = [rank["never_written"] for rank in everyone]
     if facts["cut"][0] > 1:
         facts["never_written"] = None if None in never else sorted({name for names in never for name in names})
@@ -400,21 +402,3 @@ def _precise(value: Any, shard: Shard) -> torch.Tensor:
     if shard.home is None:
         return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     return expanded(value).clone() if shard.home.on_disk else expanded(value)
-
-
-def _plain(value: Any) -> Any:
-    """A scalar tensor as ["tensor", dtype, value], NaN and infinities as ["float", name], the rest as it is."""
-    if isinstance(value, torch.Tensor):
-        return ["tensor", str(value.dtype).removeprefix("torch."), _plain(value.item())]
-    if isinstance(value, float) and not math.isfinite(value):
-        return ["float", str(value)]
-    return value
-
-
-def _setting(value: Any) -> Any:
-    """What `_plain` made of a setting or a scalar state, as it was; JSON has lists where there were tuples."""
-    if isinstance(value, list) and value[:1] == ["tensor"]:
-        return torch.tensor(_setting(value[2]), dtype=DTYPES[value[1]])
-    if isinstance(value, list) and value[:1] == ["float"]:
-        return float(value[1])
-    return tuple(value) if isinstance(value, list) else value

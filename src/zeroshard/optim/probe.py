@@ -71,6 +71,31 @@ def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor:
     return dict(_construct(optimizer, group, [tensor]).state.get(tensor, {}))
 
 
+def try_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of a tensor of shape `SHAPE` after each of some steps under the options of `group`.
+
+    Raises:
+        OptimizerError: the constructor refuses the options, or a step fails under them.
+    """
+    kind, generator = type(optimizer), torch.Generator().manual_seed(0)
+    accepted = inspect.signature(kind.__init__).parameters
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    parameter = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
+    try:
+        # The constructors of torch.optim look at what they are called with, not at what a group brings.
+        settings = {k: v for k, v in {**optimizer.defaults, **options}.items() if k in accepted}
+        probe = kind([{**options, "params": [parameter]}], **settings)
+        found = []
+        with torch.enable_grad():
+            for _ in range(STEPS):
+                parameter.grad = torch.randn(SHAPE, generator=generator)
+                probe.step()
+                found.append(dict(probe.state.get(parameter, {})))
+    except Exception as error:  # whatever an optimizer of the user's may raise
+        raise OptimizerError(f"{kind.__name__} cannot use them ({type(error).__name__}: {error}).") from error
+    return found
+
+
 def _cut(tensor: torch.Tensor, at: int) -> list[torch.Tensor]:
     flat = tensor.flatten()
     return [flat[:at], flat[at:]]

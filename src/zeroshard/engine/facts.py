@@ -1,0 +1,194 @@
+"""What a checkpoint says besides its tensors: how values become JSON and back, and what each of them must be."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint import DTYPES
+from zeroshard.errors import CheckpointError, DamagedError
+
+SHOWN = 60  # characters of a value in a message
+NOT_FINITE = ("nan", "inf", "-inf")
+
+
+def plain(value: Any) -> Any:
+    """A scalar tensor as ["tensor", dtype, value], NaN and infinities as ["float", name], the rest as it is.
+
+    Raises:
+        CheckpointError: a tensor of several elements, which is no option of an optimizer.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise CheckpointError(
+                f"The optimizer keeps a tensor of shape {list(value.shape)} as an option or as a state that is no "
+                f"element's, and only scalars can be saved there. Keep it as a buffer of the model."
+            )
+        return ["tensor", str(value.dtype).removeprefix("torch."), plain(value.item())]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ["float", str(value)]
+    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def setting(value: Any) -> Any:
+    """What `plain` made of an option or a scalar state, as it was; JSON has lists where there were tuples.
+
+    Raises:
+        ValueError: nothing that `plain` makes.
+    """
+    match value:
+        case ["tensor", str(dtype), inner] if dtype in DTYPES:
+            number = setting(inner)
+            if not isinstance(number, (bool, int, float)):
+                raise ValueError(f"a tensor of {shown(inner)}")
+            return torch.tensor(number, dtype=DTYPES[dtype])
+        case ["float", str(name)] if name in NOT_FINITE:
+            return float(name)
+        case [("tensor" | "float"), *_]:
+            raise ValueError(f"{shown(value)}, which is no number")
+        case list():
+            return tuple(setting(inner) for inner in value)
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def unfit(value: Any, at: str = "extra") -> str | None:
+    """Why a value would not come back from JSON as it is, with its place; None if it would. Tuples become lists."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                return f"{at} has the key {shown(key)}, and keys must be strings; write str(key), or a list of pairs"
+            if (problem := unfit(inner, f"{at}[{key!r}]")) is not None:
+                return problem
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            if (problem := unfit(inner, f"{at}[{number}]")) is not None:
+                return problem
+    elif not (value is None or isinstance(value, (str, int, float))):
+        return f"{at} is a {type(value).__name__}, which JSON does not have"
+    elif isinstance(value, float) and not math.isfinite(value):
+        return f"{at} is {value}, which JSON does not have"
+    return None
+
+
+def check_facts(path: Path, facts: dict[str, Any]) -> None:
+    """Check every fact for its type and range; the manifest has checked those that all readers need.
+
+    Raises:
+        DamagedError: one is missing, unknown or none, with its name and what it must be.
+    """
+    unknown = sorted(facts.keys() - FACTS.keys() - set(CHECKED_BEFORE))
+    if unknown:
+        raise DamagedError(
+            f"{path} is not to be trusted: its manifest says {shown(unknown[0])}, which this zeroshard does not "
+            f"know. Use an earlier checkpoint, or the version that wrote this one."
+        )
+    for name, (fits, what) in FACTS.items():
+        if name not in facts and name in OPTIONAL:
+            continue
+        if name not in facts or not fits(facts[name]):
+            found = f"says that {name} is {shown(facts[name])}" if name in facts else f"has no {name}"
+            raise DamagedError(
+                f"{path} is not to be trusted: its manifest {found}, and {name} must be {what}. Use an earlier "
+                f"checkpoint."
+            )
+    if not _fits_ranks(facts["cut"], facts["ranks"]):
+        raise DamagedError(
+            f"{path} is not to be trusted: its manifest says that cut is {facts['cut']}, and {facts['ranks']} ranks "
+            f"cannot be cut so. Use an earlier checkpoint."
+        )
+
+
+def _fits_ranks(cut: list[Any], ranks: int) -> bool:
+    stages, _, replicas = cut
+    return cut == [1, 1, None] if stages == 1 else replicas is not None and sum(replicas) == ranks
+
+
+def _count(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _counts(value: Any, least: int = 0) -> bool:
+    return isinstance(value, list) and all(_count(inner, least) for inner in value)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _cut(value: Any) -> bool:
+    match value:
+        case [stages, chunks, replicas]:
+            each = replicas is None or (_counts(replicas, 1) and len(replicas) == stages)
+            return _count(stages, 1) and _count(chunks, 1) and each
+    return False
+
+
+def _loss_scale(value: Any) -> bool:
+    match value:
+        case None:
+            return True
+        case {"scale": scale, "good": good, "left": left, **more}:
+            return _number(scale) and scale > 0 and _count(good) and _count(left, 1) and not more
+    return False
+
+
+def _last_update(value: Any) -> bool:
+    def one(words: Any) -> bool:
+        match words:
+            case None:
+                return True
+            case [norm, bool()]:
+                return (_number(norm) and norm >= 0) or norm in (["float", "nan"], ["float", "inf"])
+        return False
+
+    return isinstance(value, dict) and all(map(one, value.values()))
+
+
+def _layouts(value: Any) -> bool:
+    pairs = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(pair, list) and [type(flag) for flag in pair] == [bool, bool] for pair in pairs)
+
+
+def _buffers(value: Any) -> bool:
+    match value:
+        case {"made": dict() as made, "unset": unset, **more}:
+            return not more and _names(unset) and all(shape is None or _counts(shape) for shape in made.values())
+    return False
+
+
+def _optimizer(value: Any) -> bool:
+    match value:
+        case {"class": str(), "groups": list() as groups, "scalars": dict() as scalars, **more}:
+            return not more and all(isinstance(table, dict) for table in (*groups, *scalars.values()))
+    return False
+
+
+FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "zeroshard": (lambda v: isinstance(v, str), "a version"),
+    "torch": (lambda v: isinstance(v, str), "a version"),
+    "plan": (lambda v: isinstance(v, dict), "a table"),
+    "skipped": (_count, "a whole number of 0 or more"),
+    "loss_scale": (_loss_scale, "null, or a table of a scale above 0 and two counts"),
+    "last_update": (_last_update, "by stage a gradient norm and whether the update was skipped, or null"),
+    "never_written": (lambda v: v is None or _names(v), "null, or a list of names"),
+    "cut": (_cut, "stages, chunks, and null or the replicas of each stage"),
+    "gradient_layouts": (_layouts, "by label two of true or false"),
+    "optimizer": (_optimizer, "a class, a list of groups and a table of scalars"),
+    "buffers": (_buffers, "a table of shapes and a list of names"),
+    "tied": (lambda v: isinstance(v, dict) and _names(list(v.values())), "a table of names"),
+    "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
+}
+CHECKED_BEFORE = ("step", "ranks", "extra")
+OPTIONAL = ("zeroshard", "torch", "plan", "last_update", "buffers", "tied", "config")

@@ -1,0 +1,160 @@
+"""Whether what a checkpoint says of an optimizer fits the optimizer here, asked before anything is changed.
+
+The optimizer is asked itself: a copy of it is made with the saved options, which checks their ranges, and takes a few
+steps, which shows what states it needs and of which types. See `zeroshard.optim.probe`.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint import Reader
+from zeroshard.engine.facts import setting, shown
+from zeroshard.errors import CheckpointError, OptimizerError
+from zeroshard.optim.probe import SHAPE, try_states
+
+NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are not the optimizer's
+WAY_OUT = "Use an earlier checkpoint, or take the weights alone with engine.load_weights."
+
+Table = dict[str, Any]
+
+
+class Saved:
+    """An optimizer's options and states as a checkpoint has them.
+
+    Attributes:
+        groups: the options of each parameter group, as they were.
+        scalars: by parameter, the states that are no element's, as JSON has them.
+
+    Raises:
+        CheckpointError: the options are not those of this optimizer, or out of range.
+    """
+
+    def __init__(self, reader: Reader, optimizer: torch.optim.Optimizer) -> None:
+        self._reader, self._path, facts = reader, reader.path, reader.facts["optimizer"]
+        kind, groups = type(optimizer).__name__, optimizer.param_groups
+        if (facts["class"], len(facts["groups"])) != (kind, len(groups)):
+            raise CheckpointError(
+                f"{self._path} was written with {facts['class']} in {len(facts['groups'])} parameter groups, "
+                f"this run has {kind} in {len(groups)}. Use the same optimizer to go on."
+            )
+        here, there = str(torch.__version__), reader.facts.get("torch", torch.__version__)
+        needed = optimizer.defaults.keys() if here == there else ()  # another version has other options
+        self.scalars: Table = facts["scalars"]
+        self.groups: list[Table] = []
+        self._needs: list[list[Table]] = []  # by group: the states after each of some steps
+        for number, (live, saved) in enumerate(zip(groups, facts["groups"], strict=True)):
+            at = f"the optimizer's group {number}"
+            missing = [key for key in live if key in needed and key not in saved]
+            if missing:
+                raise CheckpointError(f"{self._path} lacks '{missing[0]}' of {at}. {WAY_OUT}")
+            known = [key for key in saved if key in live and key != "params"]
+            free = [key for key, default in optimizer.defaults.items() if default is None]
+            options = {
+                key: _option(self._path, f"'{key}' of {at}", saved[key], live[key], key in free) for key in known
+            }
+            try:
+                self._needs.append(try_states(optimizer, {**live, **options}))
+            except OptimizerError as error:
+                raise CheckpointError(f"{self._path} holds options that cannot be: {at}: {error} {WAY_OUT}") from error
+            self.groups.append(options)
+
+    def state(self, name: str) -> Table | None:
+        """The states of a parameter that are no element's; None if it has no states."""
+        kept = self.scalars.get(name)
+        return None if kept is None else {key: setting(value) for key, value in kept.items()}
+
+    def kinds(self, name: str) -> list[str]:
+        """The states of a parameter that are there for each element."""
+        return [kind for kind in self._reader.kinds(name) if kind not in NO_STATES]
+
+    def check(self, name: str, group: int) -> None:
+        """Check a parameter's states against those that its group's optimizer makes.
+
+        Raises:
+            CheckpointError: one is missing, or of another type or shape.
+        """
+        kept, kinds, steps = self.scalars.get(name), self.kinds(name), self._needs[group]
+        if kept is None and not kinds:
+            return
+        for key in kinds:
+            self._check_elements(key, name)
+        seen = {key: value for states in steps for key, value in states.items()}
+        for key, value in seen.items():
+            elements = isinstance(value, torch.Tensor) and value.shape == SHAPE
+            there = key in kinds if elements else kept is not None and key in kept
+            if not there and all(key in states for states in steps):
+                raise CheckpointError(
+                    f"{self._path} lacks the optimizer's state '{key}' of '{name}', without which the update would be "
+                    f"another. {WAY_OUT}"
+                )
+        if kept is None:
+            raise CheckpointError(f"{self._path} holds '{kinds[0]}:{name}' and no scalars of '{name}'. {WAY_OUT}")
+        for key, value in kept.items():
+            _check_scalar(self._path, f"the optimizer's state '{key}' of '{name}'", value, seen.get(key), key)
+
+    def _check_elements(self, key: str, name: str) -> None:
+        entry, weight = self._reader.tensors[f"{key}:{name}"], self._reader.tensors[f"weight:{name}"]
+        if entry.shape != weight.shape or not (entry.dtype.is_floating_point or entry.dtype.is_complex):
+            raise CheckpointError(
+                f"{self._path} holds '{key}:{name}' as {entry.dtype} {list(entry.shape)}; it must have floating-point "
+                f"numbers in the shape of the weights, {list(weight.shape)}. {WAY_OUT}"
+            )
+
+
+def _decoded(path: Path, at: str, saved: Any) -> Any:
+    try:
+        return setting(saved)
+    except (ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{path} says that {at} is {error}. {WAY_OUT}") from error
+
+
+def _option(path: Path, at: str, saved: Any, live: Any, free: bool) -> Any:
+    """An option as it was, of the type that it has here.
+
+    Args:
+        free: it may be left out (None), and be a number or true or false.
+    """
+    value = _decoded(path, at, saved)
+    if not _alike(value, live, free):
+        raise CheckpointError(f"{path} says that {at} is {shown(value)}, and here it is {shown(live)}. {WAY_OUT}")
+    if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
+        return value.to(live.device)
+    return list(value) if isinstance(live, list) else value
+
+
+def _alike(value: Any, live: Any, free: bool) -> bool:
+    """Whether a value may stand where another one stands."""
+    if free and (value is None or live is None):
+        return value is None or (_finite(value) is not False and not isinstance(value, (str, tuple)))
+    if isinstance(live, bool) or live is None or isinstance(live, str):
+        return type(value) is type(live)
+    if isinstance(live, (list, tuple)):
+        pairs = zip(value, live, strict=False) if isinstance(value, tuple) else ()
+        return isinstance(value, tuple) and len(value) == len(live) and all(_alike(a, b, False) for a, b in pairs)
+    return bool(_finite(value)) or (_finite(live) is False and _finite(value) is False)
+
+
+def _finite(value: Any) -> bool | None:
+    """Of a number, also one in a tensor, whether it is finite; None for what is none."""
+    if isinstance(value, torch.Tensor):
+        return None if value.dtype == torch.bool else math.isfinite(value.item())
+    return math.isfinite(value) if type(value) in (int, float) else None
+
+
+def _check_scalar(path: Path, at: str, saved: Any, like: Any, key: str) -> None:
+    """Check a state that is no element's; what a few steps of the optimizer do not make, nothing is known of."""
+    value = _decoded(path, at, saved)
+    if like is not None and _type(value) != _type(like):
+        raise CheckpointError(f"{path} says that {at} is a {_type(value)}; it must be a {_type(like)}. {WAY_OUT}")
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    if key == "step" and like is not None and not (_finite(value) and number >= 0 and number == int(number)):
+        raise CheckpointError(f"{path} says that {at} is {shown(number)}; it must count steps. {WAY_OUT}")
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{'scalar' if value.dim() == 0 else 'whole'} tensor of {value.dtype}"
+    return type(value).__name__

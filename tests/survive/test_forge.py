@@ -1,0 +1,30 @@
+"""A few of the soak's damaged and forged checkpoints, with the judge shown to be able to say no."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from soak import forge
+
+from zeroshard.engine.state import State
+
+
+def test_none_is_loaded_as_something_that_it_is_not(tmp_path: Path) -> None:
+    counts = forge.forged(tmp_path, True)
+    assert counts["made"] == forge.QUICK and counts["silent"] == 0
+    assert {change.__name__ for change in forge.KINDS} == {key.split()[0] for key in counts} - {"made", "silent"}
+
+
+def test_a_loader_that_believes_everything_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that leaves a parameter as it was."""
+    load = State._load_weights
+
+    def lazily(self: State, shard: object, reader: object) -> None:
+        load(self, shard, reader)  # type: ignore[arg-type]
+        shard.owned[:1] = 0  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(State, "_load_weights", lazily)
+    with pytest.raises(AssertionError, match="silent"):
+        forge.forged(tmp_path, True)
