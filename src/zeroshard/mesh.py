@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from zeroshard.errors import PlanError
+from zeroshard.lock import Owner
 from zeroshard.pulse import Pulse
 from zeroshard.rehearsal import Rehearsal
 from zeroshard.rendezvous import connect, naming, wait_for_all
@@ -92,6 +93,15 @@ def attempt() -> int:
 def job() -> str:
     """What names this job through all its attempts: from `zeroshard run`, else from torchrun; empty without either."""
     return os.environ.get("ZEROSHARD_JOB", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+
+
+def owner() -> Owner:
+    """Who this rank works for: the process that starts it again after a failure, or else itself."""
+    pid = os.environ.get("ZEROSHARD_SUPERVISOR", "")
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    requeued = int(count) if count.isdecimal() else 0
+    return Owner.of(int(pid) if pid.isdecimal() else agent, os.environ.get("SLURM_JOB_ID", ""), requeued)
 
 
 def local_ranks() -> int | None:
