@@ -54,7 +54,7 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     *(("comm", "counts"), ("link", "counts"), ("rehearsal", "link"), ("tiers", "ledger")),
     *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
     ("mesh", "rendezvous"),
-    ("mesh", "lock"),
+    *(("mesh", "lock"), ("mesh", "tiers")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}
 EXCEPTIONS: dict[str, str] = {

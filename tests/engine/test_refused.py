@@ -62,6 +62,14 @@ def within_address_space(pipe: Any) -> None:
         os.wait()
 
 
+def of_several_ranks(pipe: Any) -> None:
+    """Join as one of two ranks, with too little address space for gloo's threads."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOMS[0] * MIB,) * 2)
+    pipe.send(train(nn.Linear(1, 1)))
+
+
 def within_cgroup(pipe: Any, procs: str) -> None:
     """Train in a control group."""
     Path(procs).write_text(str(os.getpid()))
@@ -88,6 +96,13 @@ def test_limits_of_address_space() -> None:
     for room, words in zip(ROOMS, said, strict=True):
         assert words.startswith("BudgetExceeded: "), (room, words)
         assert "RLIMIT_AS (ulimit -v) of this process leaves " in words and "Raise that limit or free memory" in words
+
+
+def test_connections_that_have_no_room() -> None:
+    (words,) = heard(of_several_ranks)
+    assert words.startswith(
+        "BudgetExceeded: The connections of several ranks need 402,653,184 more bytes of address sp"
+    )
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def told(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], 
     """Let a method of an engine raise `BudgetExceeded` where the system has no memory for it."""
 
     @functools.wraps(method)
-    def call(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(self, *args, **kwargs)
         except (MemoryError, RuntimeError, OSError) as error:
