@@ -12,7 +12,13 @@ import psutil
 import pytest
 
 from zeroshard import cli
+from zeroshard.comm import Comm
+from zeroshard.errors import ConfigError
+from zeroshard.mesh import Mesh
 from zeroshard.run_command import resuming
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.folder import RunFolder
+from zeroshard.train.toml_config import parse
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0
@@ -33,13 +39,17 @@ def started(words: list[str], folder: Path) -> "subprocess.Popen[str]":
     )
 
 
-def interrupt_after(process: "subprocess.Popen[str]", folder: Path, steps: int) -> set[psutil.Process]:
-    """Press Ctrl-C when so many steps are done; returns the processes that there were."""
+def wait_for_steps(process: "subprocess.Popen[str]", folder: Path, steps: int) -> None:
+    """Wait until so many steps are done, or the process has ended."""
     deadline = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < deadline:
         if any(path.read_text().count('"loss"') >= steps for path in folder.glob("runs/*/metrics.jsonl")):
             break
         time.sleep(0.05)
+
+
+def interrupt(process: "subprocess.Popen[str]") -> set[psutil.Process]:
+    """Press Ctrl-C; returns the processes that there were."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = set(psutil.Process(process.pid).children(recursive=True))
         os.killpg(process.pid, signal.SIGINT)
@@ -47,15 +57,20 @@ def interrupt_after(process: "subprocess.Popen[str]", folder: Path, steps: int) 
     return set()
 
 
-def test_ctrl_c_saves_and_names_the_command_that_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_names_the_command_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with a module that is called like one of Python's, on data whose name looks like markup."""
     (tmp_path / "numbers.py").write_text("raise RuntimeError('this is not the module of the standard library')\n")
     data = tmp_path / "x[" / "red]"  # a relative path with [/red] in it
     data.mkdir(parents=True)
     (data / "a.txt").write_text("".join(f"line {n}: {n * n}\n" for n in range(600)))
-    words = [sys.executable, "-m", "zeroshard", "train", "--ranks", "2", "--data", "x[/red]", *SHORT, "--steps", "4000"]
-    process = started(words, tmp_path)
-    family = interrupt_after(process, tmp_path, steps=3)
+    options = ["--ranks", "2", "--data", "x[/red]", *SHORT, "--steps", "4000"]
+    process = started([sys.executable, "-m", "zeroshard", "train", *options], tmp_path)
+    wait_for_steps(process, tmp_path, steps=3)
+    monkeypatch.chdir(tmp_path)
+    config = parse(TrainConfig, [*options, "--resume", "auto"], "zeroshard train")
+    with pytest.raises(ConfigError, match=f"is held by process {process.pid} of "):  # two would overwrite each other
+        RunFolder.create(config, Comm(Mesh()))
+    family = interrupt(process)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, out + err
     assert len(family) >= 3 and not psutil.wait_procs(family, timeout=10)[1]

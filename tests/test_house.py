@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
-    **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "mesh"), 0),
+    **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "lock", "mesh"), 0),
     **dict.fromkeys(("rehearsal", "rendezvous", "version", "link", "tiers"), 0),
     **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
     **dict.fromkeys(("zero", "optim", "precision", "pipeline"), 2),  # the techniques, which never import each other
@@ -54,6 +54,7 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     *(("comm", "counts"), ("link", "counts"), ("rehearsal", "link"), ("tiers", "ledger")),
     *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
     ("mesh", "rendezvous"),
+    *(("mesh", "lock"), ("mesh", "tiers")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}
 EXCEPTIONS: dict[str, str] = {

@@ -21,15 +21,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from zeroshard.errors import PlanError
+from zeroshard.errors import BudgetExceeded, PlanError
 from zeroshard.leases import Lease, is_open, lease, roll_call
+from zeroshard.lock import Owner
 from zeroshard.pulse import Pulse
 from zeroshard.rehearsal import Rehearsal
 from zeroshard.rendezvous import connect, naming, wait_for_all
+from zeroshard.tiers import find_rooms
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
 HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than watch.PATIENCE)
+CONNECTIONS = 384 * 2**20  # bytes of address space that the threads of the groups take, malloc's part included
 WORLD = "the process group of all ranks"
 CALLS: Counter[float] = Counter()  # how often this process asked for a mesh, by its timeout
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
@@ -103,6 +106,15 @@ def job() -> str:
     return os.environ.get("ZEROSHARD_JOB", os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
+def owner() -> Owner:
+    """Who this rank works for: the process that starts it again after a failure, or else itself."""
+    pid = os.environ.get("ZEROSHARD_SUPERVISOR", "")
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    requeued = int(count) if count.isdecimal() else 0
+    return Owner.of(int(pid) if pid.isdecimal() else agent, os.environ.get("SLURM_JOB_ID", ""), requeued)
+
+
 def local_ranks() -> int | None:
     """How many ranks of this job the launcher started on this machine; None without a launcher."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -123,6 +135,7 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
 
     Raises:
         PlanError: a world size or a device that cannot be had. CommError: a rank did not come within `timeout`.
+        BudgetExceeded: too little address space for connections.
     """
     where, pulse = _device(device), _pulse()
     if not dist.is_initialized():
@@ -170,6 +183,7 @@ def _join(backend: str, timeout: float) -> None:
     [Note: a store outlives an attempt] A launcher that restarts its processes keeps the store, and with it the
     addresses of processes that are gone; a rank that reads one fails to connect. So each attempt has its own keys.
     """
+    _check_address_space()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -177,6 +191,21 @@ def _join(backend: str, timeout: float) -> None:
     wait_for_all(own, rank, ranks, timeout, WORLD)
     with naming(rank, WORLD):
         dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+
+
+def _check_address_space() -> None:
+    """Refuse a limit under which gloo's threads cannot start, where it ends the process without a word.
+
+    Raises:
+        BudgetExceeded: with what is left.
+    """
+    for room in find_rooms():
+        if room.limit.startswith("RLIMIT_AS") and room.nbytes < CONNECTIONS:
+            raise BudgetExceeded(
+                f"The connections of several ranks need {CONNECTIONS:,} more bytes of address space; "
+                f"{room.limit} leaves {max(0, room.nbytes):,}.",
+                "Raise that limit or free memory, or train on one rank.",
+            )
 
 
 def _pulse() -> Pulse | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroshard.pulse import Collective, Failure, Reading
-from zeroshard.supervise.judge import Limits, decide, diagnose, finished, pass_on, stop_code
+from zeroshard.supervise.judge import Limits, decide, diagnose, finished, pass_on, stop_code, stopped_alone
 from zeroshard.supervise.records import Culprit, RankState
 
 LIMITS = Limits(timeout=60.0, start=600.0, linger=10.0)
@@ -52,6 +52,18 @@ def test_ends_without_a_fault(codes: tuple[int, ...], code: int | None) -> None:
 def test_a_broken_connection_after_a_stop_is_no_fault() -> None:
     assert finished([dead(0, 75), dead(1, 1, failure=said("CommError", "a connection broke"))]) == 75
     assert finished([dead(0, 75), dead(1, 1, failure=said("ValueError", "no"))]) is None
+
+
+def test_a_rank_that_stops_alone_is_named() -> None:
+    """Whether the others ended well, broke with it, or are about to."""
+    broken = said("CommError", "connection closed by peer")
+    words = stopped_alone([dead(0, 0), dead(1, 75), dead(2, 1, failure=broken)])
+    assert words.startswith("rank 1 ended with exit code 75, which says stopped on request, and the others did not: ")
+    assert "rank 0 ended with exit code 0; rank 2 raised CommError: connection closed by peer. Start again" in words
+    assert stopped_alone([dead(0, 75), dead(1, 75)]) == ""
+    culprit = diagnose([dead(1, 75, 1.0), living(2, failure=broken)], LIMITS)
+    assert culprit is not None and (culprit.kind, culprit.ranks, culprit.exit) == ("left", (1,), 75)
+    assert "ended with exit code 75 while rank 2 had not" in culprit.reason
 
 
 CAUSES = [

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -154,6 +155,49 @@ def test_no_orphan_outlives_the_supervisor(start: Callable[..., Supervisor]) -> 
     supervisor.process.kill()
     _, alive = psutil.wait_procs(family, timeout=5)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+WITHOUT_A_GUARD = """
+import multiprocessing
+from functools import partial
+
+import torch
+import zeroshard as zs
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(4, 4)
+engine = zs.Engine(model, partial(torch.optim.AdamW, lr=1e-3), zs.Plan(zero=2))
+for (x,) in DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2, num_workers=1):
+    engine.backward(engine(x).square().mean())
+    engine.step()
+process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+say(rank, engine.steps, multiprocessing.get_start_method(), process.name, parent, "__mp_main__" in sys.modules)
+"""
+CHOOSING = """
+import multiprocessing
+
+def twice(x):
+    return 2 * x
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("METHOD")
+    with multiprocessing.Pool(1) as pool:
+        say(pool.map(twice, [rank]))
+"""
+
+
+def test_a_script_without_a_guard_may_load_data_in_processes(start: Callable[..., Supervisor]) -> None:
+    """As under Python, its children are forked where that is the default, and do not run the script again."""
+    code, out, err = start(WITHOUT_A_GUARD).end()
+    default = multiprocessing.get_all_start_methods()[0]
+    assert (code, err) == (0, [])
+    assert sorted(out.splitlines()) == [f"{rank} 4 {default} MainProcess None False" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_may_choose_how_its_children_start(start: Callable[..., Supervisor], method: str) -> None:
+    code, out, err = start(CHOOSING.replace("METHOD", method)).end()
+    assert (code, err, sorted(out.splitlines())) == (0, [], ["[0]", "[2]"])
 
 
 NODES = """

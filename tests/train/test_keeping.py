@@ -3,9 +3,11 @@
 import errno
 import json
 import math
+import os
+import re
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import pytest
 from zeroshard.checkpoint import Disk, committed
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, DataError, NonFiniteError, Stopped
+from zeroshard.lock import Owner
 from zeroshard.mesh import Mesh
 from zeroshard.plan import Plan
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.folder import LOCK
 from zeroshard.train.run import Run, run
 
 PLAN = Plan(clip_norm=1.0, units=())
@@ -74,6 +78,18 @@ def died(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, number: int) -> N
 
 def newest(config: TrainConfig) -> Path:
     return max(path for path in config.out.iterdir() if path.name != "whole")
+
+
+def test_a_run_that_another_process_works_at_is_refused(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    died(config, monkeypatch, 5)
+    folder = newest(config)
+    other = Owner.of(os.getppid())
+    (folder / LOCK).write_text(json.dumps(asdict(other)))
+    with pytest.raises(ConfigError, match=re.escape(f"{folder} is held by process {os.getppid()} of {other.user}")):
+        run(replace(config, resume="auto"), Mesh())
+    (folder / LOCK).write_text(json.dumps(asdict(replace(other, started=0.0))))  # its number is another process's now
+    assert run(replace(config, resume="auto"), Mesh()) is not None
+    assert (folder / "summary.json").exists() and (folder / LOCK).read_text() == ""
 
 
 def test_auto_goes_on_in_the_same_folder_bit_for_bit(

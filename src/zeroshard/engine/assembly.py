@@ -12,6 +12,7 @@ from zeroshard.comm import Comm
 from zeroshard.engine.below import Below, units_below
 from zeroshard.engine.fitting import Fitting
 from zeroshard.engine.groups import Groups
+from zeroshard.engine.refused import check_machine
 from zeroshard.engine.stage import Stage
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
@@ -135,6 +136,7 @@ class Assembler:
         self._below = Below(self._plan, self._comm.mesh, self._ledger, torch_optimizer) if self._plan.offloads else None
         going = units_below(units, self._plan.offload_share) if "optimizer" in self._plan.offloads else set()
         self._check_budget(units, kept, groups, layout)
+        self._check_machine(units, groups, going, layout)
         if self._below is not None:
             self._below.check_room(units, going, self._precision.compute, layout.bytes_per_element)
         self._share_memory(units)
@@ -199,6 +201,19 @@ class Assembler:
             if self._ledger.way_out is not None:
                 way_out = self._ledger.way_out(needed, budget)
             raise BudgetExceeded(f"device_memory is {budget:,} bytes, and {what} take {needed:,}.", way_out)
+
+    def _check_machine(
+        self, units: list[Unit], groups: dict[nn.Parameter, int], going: set[int], layout: StateLayout
+    ) -> None:
+        """Refuse optimizer states that the machine cannot hold; some kernels would end the process in the first step.
+
+        Raises:
+            BudgetExceeded: with the limit that is met.
+        """
+        stay = [unit for unit in units if unit.number not in going]
+        numel = sum(p.numel() for unit in stay for p in unit.parameters.values() if p in groups)
+        slices = self._comm.mesh.ranks if self._plan.zero else 1
+        check_machine(self._comm.mesh, numel * layout.bytes_per_element // slices, "The optimizer's states")
 
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""

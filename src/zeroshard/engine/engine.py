@@ -32,6 +32,7 @@ from zeroshard.engine.model_checks import check_model, guard
 from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.pipelined import Pipelined, watch_versions
 from zeroshard.engine.readings import Readings
+from zeroshard.engine.refused import told
 from zeroshard.engine.replicas import check_replicas
 from zeroshard.engine.saving import Savings
 from zeroshard.engine.stage import Stage, make_stage
@@ -70,6 +71,7 @@ class Engine(Readings):
         exposed: seconds of the last step in which this rank stood still for what is offloaded, by cause.
     """
 
+    @told
     def __init__(
         self,
         model: nn.Module,
@@ -126,6 +128,7 @@ class Engine(Readings):
         guard(model, self._assembly, self._forward, self._stage is not None)
         self._reset_counts()
 
+    @told
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
 
@@ -143,6 +146,7 @@ class Engine(Readings):
             )
         return self._pipelined.evaluate(lambda batch: self.model(*batch[0], **batch[1]), args, kwargs)
 
+    @told
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` (a scalar) to those of the step; with loss scaling, of the scaled loss.
 
@@ -174,6 +178,7 @@ class Engine(Readings):
         self._update.discard()
         self._judge.clip = None
 
+    @told
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients down at the next `step` so that their norm over all parameters is at most `max_norm`.
 
@@ -192,6 +197,7 @@ class Engine(Readings):
         self._refuse_pipeline("clip_grad_value")
         self._update.clip_values(self.steps, clip_value * self.loss_scale)
 
+    @told
     def step(self) -> StepResult:
         """Update the weights with what the backwards since the last step added up; a collective call.
 
@@ -220,6 +226,7 @@ class Engine(Readings):
         self._update.consume()
         return self._conclude(verdict, None)
 
+    @told
     def train_step(self, batch: Any) -> StepResult:
         """One step of the schedule on this rank's batch: tensors [B, ...], cut into `plan.microbatches` microbatches.
 
@@ -238,6 +245,7 @@ class Engine(Readings):
             mean += loss.to(mean.device)
         return replace(self.step(), loss=mean)
 
+    @told
     def flush(self) -> None:
         """Finish what is in flight: microbatches of a schedule without flushes, offloaded updates; a collective call.
 
@@ -274,6 +282,7 @@ class Engine(Readings):
         self.flush()
         return self._editing.gathered(writer)
 
+    @told
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         self.flush()
@@ -288,6 +297,7 @@ class Engine(Readings):
                 for k, v in self.model.state_dict().items()
             }
 
+    @told
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int | None = None, wait: bool = False
     ) -> Saving:
@@ -320,6 +330,7 @@ class Engine(Readings):
         }
         return self._savings.begin(lambda: self._state.save(Path(path).absolute(), facts, keep, wait))
 
+    @told
     def load(self, path: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint folder: what any plan saved, any plan loads; a collective call.
 
@@ -344,6 +355,7 @@ class Engine(Readings):
         extra: dict[str, Any] = facts["extra"]
         return extra
 
+    @told
     def load_weights(self, path: str | Path) -> None:
         """Start from given weights: a safetensors file, a folder of them as transformers writes it, or a checkpoint.
 

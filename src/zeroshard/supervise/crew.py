@@ -69,6 +69,7 @@ class Crew:
             pulse = folder / f"rank-{rank:05d}.pulse"
             own = {"ZEROSHARD_JOB": environment.get("TORCHELASTIC_RUN_ID", self._folder.name), **environment}
             own |= {"ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_PULSE": str(pulse)}
+            own["ZEROSHARD_SUPERVISOR"] = str(os.getpid())
             process = self._context.Process(target=work, args=(own, self._command), name=f"rank {rank}")
             process.start()
             self._workers.append(Worker(rank, process, pulse, time.monotonic()))

@@ -45,6 +45,19 @@ def finished(states: Sequence[RankState]) -> int | None:
     return DONE if all(code == DONE for code in codes) else None
 
 
+def stopped_alone(states: Sequence[RankState]) -> str:
+    """Which ranks stopped on request while others did not, in words; empty if all did."""
+    left = [state for state in states if state.exit == STOPPED]
+    others = [f"rank {s.rank} {_end(s)}" for s in states if s.exit != STOPPED]
+    if not others:
+        return ""
+    who = f"rank{'s' * (len(left) > 1)} {', '.join(str(s.rank) for s in left)}"
+    return (
+        f"{who} ended with exit code {STOPPED}, which says stopped on request, and the others did not: "
+        f"{'; '.join(others)}. Start again to go on from the last checkpoint"
+    )
+
+
 def diagnose(states: Sequence[RankState], limits: Limits) -> Culprit | None:
     """Who is to blame, if anything is wrong that will not end well by itself."""
     return _failed(states) or _silent(states, limits) or _left(states, limits) or _stalled(states, limits)
@@ -107,17 +120,24 @@ def _failed(states: Sequence[RankState]) -> Culprit | None:
     if max(_since(state) for state in bad) < SETTLE and any(state.exit is None for state in states):
         return None
     first = min(bad, key=lambda s: (_is_echo(s), not (s.failure and s.failure.first), -_since(s), s.rank))
-    gone = [s for s in states if s.exit == DONE and s.exited + SETTLE >= _since(first)]
+    gone = [s for s in states if s.exit in (DONE, STOPPED) and s.exited + SETTLE >= _since(first)]
     if gone and _is_echo(first):  # its connections broke because a rank had left
         left = max(gone, key=lambda s: s.exited)
         others = ", ".join(str(s.rank) for s in states if s not in gone)
-        return _culprit([left], "left", f"ended with exit code {DONE} while rank {others} had not")
+        return _culprit([left], "left", f"ended with exit code {left.exit} while rank {others} had not")
     if first.exit is not None and first.exit < 0:
-        return _culprit([first], "signal", f"was killed by {signal_name(-first.exit)}", _is_echo(first))
-    if first.failure is None:
-        return _culprit([first], "exit", f"ended with exit code {first.exit}", _is_echo(first))
-    words = first.failure.message.strip().partition("\n")[0]
-    return _culprit([first], "exit", f"raised {first.failure.type}: {words}", _is_echo(first))
+        return _culprit([first], "signal", _end(first), _is_echo(first))
+    return _culprit([first], "exit", _end(first), _is_echo(first))
+
+
+def _end(state: RankState) -> str:
+    """How a rank failed or ended, in words that follow "rank N"."""
+    if state.exit is not None and state.exit < 0:
+        return f"was killed by {signal_name(-state.exit)}"
+    if state.failure is None:
+        return f"ended with exit code {state.exit}"
+    words = state.failure.message.strip().partition("\n")[0]
+    return f"raised {state.failure.type}: {words}"
 
 
 def _silent(states: Sequence[RankState], limits: Limits) -> Culprit | None:

@@ -1,10 +1,8 @@
 """The supervisor's loop: start the ranks, watch them, end them, judge, and start them again."""
 
 import contextlib
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -18,9 +16,20 @@ from typing import TYPE_CHECKING
 from zeroshard.supervise.board import Board, Link, keep_store
 from zeroshard.supervise.crash import write_report
 from zeroshard.supervise.crew import GRACE, Crew
-from zeroshard.supervise.judge import FAILED, STOPPED, Limits, decide, diagnose, finished, pass_on, stop_code
+from zeroshard.supervise.judge import (
+    FAILED,
+    STOPPED,
+    Limits,
+    decide,
+    diagnose,
+    finished,
+    pass_on,
+    stop_code,
+    stopped_alone,
+)
 from zeroshard.supervise.place import Place, environments
 from zeroshard.supervise.records import Culprit, RankState, Verdict
+from zeroshard.supervise.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -57,16 +66,15 @@ def supervise(job: Job) -> int:
     0 done; 1 failed, and no restart would help; 2 wrong input; 75 stopped on request; 130 stopped by Ctrl-C; 143
     stopped on request by ranks that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
     """
-    folder = Path(tempfile.mkdtemp(prefix="zeroshard-"))
-    crew = Crew(job.command, folder)
-    try:
-        with _requests() as requests:
-            if job.place.node == 0:
-                return _Leader(job, crew, requests).run()
-            return _follow(job, crew, requests)
-    finally:
-        crew.end()
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch_folder() as folder:
+        crew = Crew(job.command, folder)
+        try:
+            with _requests() as requests:
+                if job.place.node == 0:
+                    return _Leader(job, crew, requests).run()
+                return _follow(job, crew, requests)
+        finally:
+            crew.end()
 
 
 class _Leader:
@@ -139,6 +147,8 @@ class _Leader:
             states = self._states()
             code = finished(states)
             if code is not None:
+                if code == STOPPED and (line := stopped_alone(states)):
+                    _say(line)
                 return code
             culprit = diagnose(states, self._job.limits)
             if culprit is not None:

@@ -8,6 +8,7 @@ another process imports this module.
 import contextlib
 import ctypes
 import importlib
+import multiprocessing
 import os
 import signal
 
@@ -44,4 +45,5 @@ def _settle() -> None:
 
 if os.environ.get(VARIABLE) == str(os.getppid()):
     _settle()
+MAIN = multiprocessing.current_process()  # as a process sees itself that no other has forked
 PID = os.getpid()  # of the process that forks, as its children see it

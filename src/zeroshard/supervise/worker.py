@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import multiprocessing
 import os
 import random
 import runpy
@@ -11,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing import process
 from pathlib import Path
 
 from zeroshard.pulse import Pulse, write_failure
@@ -33,6 +35,7 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the supervisor hears it, and sends SIGTERM
     os.environ.clear()
     os.environ.update(environment)
+    _be_main_process()
     path = Path(environment["ZEROSHARD_PULSE"])
     with open(path.with_suffix(STACKS), "w") as stacks:
         faulthandler.enable(stacks)
@@ -96,6 +99,18 @@ def _exit_code(code: object) -> int:
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
     return 1
+
+
+def _be_main_process() -> None:
+    """Let multiprocessing see what it sees under `python script.py`: no parent, and no start method chosen yet.
+
+    A forked worker has the fork server's, by which a script without a guard would run again in its own children.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    process._parent_process = None  # type: ignore[attr-defined]
+    process._current_process = nursery.MAIN  # type: ignore[attr-defined]
+    nursery.MAIN.name = "MainProcess"  # which the fork server has changed
+    sys.modules.pop("__mp_main__", None)
 
 
 def _seed_afresh() -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: its options, metrics as JSON lines, memory of one step, summary, checkpoints and report."""
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +11,13 @@ from typing import Any, TextIO
 from zeroshard.comm import Comm
 from zeroshard.errors import ConfigError
 from zeroshard.ledger import Category, Event
-from zeroshard.mesh import attempt, job
+from zeroshard.lock import HELD, Owner, hold, release
+from zeroshard.mesh import Mesh, attempt, job, owner
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.toml_config import dump_toml
 
+LOCK = "run.lock"  # says who works in the folder
+STAMP = len("20261122-170000")  # of a run folder's name
 SAME = "run.json"  # what a later start must have in common with a run to go on with it
 
 
@@ -29,6 +33,7 @@ class RunFolder:
         self.path, self.continued, self.split = path, continued, tuple(split)
         self._metrics: TextIO | None = None
         self._board: Any = None
+        self._owner: Owner | None = None  # on the rank that holds the lock
 
     @classmethod
     def create(cls, config: TrainConfig, comm: Comm) -> "RunFolder":
@@ -38,30 +43,30 @@ class RunFolder:
         start goes on with the newest unfinished one.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: it cannot be made, or another run works in it.
         """
         names = comm.agree_on(time.strftime("%Y%m%d-%H%M%S"), "name of the run folder")
-        problem, path = None, config.out / names[0]
-        found = unfinished(config) if comm.mesh.rank == 0 else None
-        if comm.mesh.rank == 0 and found is None:
+        problem, path, found = "", config.out / names[0], None
+        if comm.mesh.rank == 0:
             try:
-                for number in range(1, 1000):
-                    try:
-                        path.mkdir(parents=True)
-                        break
-                    except FileExistsError:
-                        path = config.out / f"{names[0]}-{number}"
-                dump_toml(replace(config), path / "config.toml")
-                _replace(path / SAME, {"job": job(), "ranks": comm.mesh.ranks, **_same(config)})
+                found = unfinished(config)
+                path = found or _fresh(path)
+                _take(path, comm.mesh)
+                if found is None:
+                    dump_toml(replace(config), path / "config.toml")
+                    _replace(path / SAME, {"job": job(), "ranks": comm.mesh.ranks, **_same(config)})
+            except ConfigError as error:
+                problem = str(error)
             except OSError as error:
                 problem = f"The run folder {path} cannot be made ({error.strerror}); choose another with --out."
         split = json.loads((found / SAME).read_text()).get("split", {}) if found else {}
-        mine = split.get(_cut(config), ())
-        words = [str(found or path), problem, found is not None, mine]
+        words = [str(path), problem, found is not None, split.get(_cut(config), ())]
         path, problem, continued, mine = comm.agree_on(words, "run folder")[0]
         if problem:
             raise ConfigError(problem)
-        return cls(Path(path), continued, mine)
+        folder = cls(Path(path), continued, mine)
+        folder._owner = owner() if comm.mesh.rank == 0 else None
+        return folder
 
     def open(self, config: TrainConfig, split: Sequence[str]) -> None:
         """Begin to write; for the one rank that does. `split` is where the model was cut."""
@@ -97,12 +102,43 @@ class RunFolder:
         if self._metrics is not None:
             (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
 
-    def close(self) -> None:
-        """Nothing more will be written."""
+    def close(self, over: bool) -> None:
+        """Nothing more will be written; if the run is over, and not just this attempt, others may go on with it."""
+        if self._owner is not None and (over or self._owner.pid == os.getpid()):
+            release(self.path / LOCK, self._owner)
         if self._metrics is not None:
             self._metrics.close()
         if self._board is not None:
             self._board.close()
+
+
+def _fresh(path: Path) -> Path:
+    """A new folder there, or with a number behind its name.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for number in range(1, 1000):
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            path = path.with_name(f"{path.name[:STAMP]}-{number}")
+    return path
+
+
+def _take(path: Path, mesh: Mesh) -> None:
+    """Lock a run folder; a supervisor learns from a link which one, to unlock it when no attempt follows.
+
+    Raises:
+        ConfigError: another run works in it.
+        OSError: it cannot be written.
+    """
+    hold(path / LOCK, owner())
+    if mesh.pulse is not None:
+        link = mesh.pulse.path.with_suffix(HELD)
+        link.unlink(missing_ok=True)
+        link.symlink_to((path / LOCK).resolve())
 
 
 def _same(config: TrainConfig) -> dict[str, Any]:

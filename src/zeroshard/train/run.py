@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroshard.comm import Comm
 from zeroshard.engine import Engine, StepResult
-from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError
+from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, Stopped
 from zeroshard.initialise import seed_of
 from zeroshard.mesh import Mesh
 from zeroshard.pipeline.cluster import format_size
@@ -430,11 +430,15 @@ def run(
     """
     config, outlook = plan_ahead(config, mesh, profile)
     try:
-        job = Run(config, mesh, outlook, again)
+        job, over = Run(config, mesh, outlook, again), False
         try:
             summary = job.train()
+            over = True
+        except Stopped:
+            over = True
+            raise
         finally:
-            job.folder.close()
+            job.folder.close(over)
     except BudgetExceeded as error:
         raise with_plan_that_fits(error, config, mesh, profile) from error
     return (summary, job.folder.path) if job.reports else None

@@ -1,0 +1,80 @@
+"""Memory that the system refuses, told as one error wherever an engine's call met it: in the model, autograd or here.
+
+Torch, Python and the system say it in words of their own, some without a limit or a way out. A limit that the kernel
+enforces by killing, as those of cgroups, is not met here: `check_machine` refuses the states that go beyond it before.
+"""
+
+import errno
+import functools
+import re
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from zeroshard.errors import BudgetExceeded, ZeroshardError
+from zeroshard.ledger import WAYS_OUT, Ledger
+from zeroshard.mesh import Mesh, local_ranks
+from zeroshard.tiers import find_rooms
+
+SAID = re.compile(r"can('|no)t allocate memory|bad_alloc|can't start new thread|not enough memory", re.I)
+ASKED = re.compile(r"tried to allocate (\d+) bytes")
+RAISE = "Raise that limit or free memory"
+
+E = TypeVar("E")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def told(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Let a method of an engine raise `BudgetExceeded` where the system has no memory for it."""
+
+    @functools.wraps(method)
+    def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except (MemoryError, RuntimeError, OSError) as error:
+            if isinstance(error, ZeroshardError) or not is_refusal(error):
+                raise
+            raise exceeded(error, method.__name__, getattr(self, "ledger", None)) from error
+
+    return call
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error says that host memory could not be had."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or SAID.search(str(error)) is not None
+
+
+def exceeded(error: BaseException, method: str, ledger: Ledger | None) -> BudgetExceeded:
+    """What was needed, the limit that is met first, and what the engine holds."""
+    asked = ASKED.search(str(error))
+    what = {"__init__": "making the engine", "__call__": "the forward"}.get(method, f"engine.{method}()")
+    needed = f"{int(asked[1]):,} more bytes" if asked else "more memory"
+    rooms = sorted(find_rooms(), key=lambda room: room.nbytes)
+    found = f"{rooms[0].limit} leaves {max(0, rooms[0].nbytes):,}" if rooms else "the system gave no more"
+    tiers = {tier: ledger.snapshot(tier) for tier in ("device", "host")} if ledger else {}
+    held = [f"{name} {n:,} on the {tier}" for tier, names in tiers.items() for name, n in names.items() if n]
+    return BudgetExceeded(
+        f"Memory ran out in {what}, which needed {needed}; {found}. The engine holds {', '.join(held) or 'nothing'}.",
+        f"{RAISE}, {WAYS_OUT['device']}.",
+    )
+
+
+def check_machine(mesh: Mesh, nbytes: int, what: str) -> None:
+    """Refuse what this rank will take on a CPU and its machine, its cgroups or its own limits cannot hold.
+
+    Raises:
+        BudgetExceeded: with the limit that is met first.
+    """
+    if mesh.device.type != "cpu" or mesh.rehearsal is not None:
+        return
+    ranks = local_ranks() or mesh.ranks
+    for room in sorted(find_rooms(), key=lambda room: room.nbytes):
+        count = ranks if room.shared else 1
+        if nbytes * count > room.nbytes:
+            each = f" on each of {count} ranks" if count > 1 else ""
+            raise BudgetExceeded(
+                f"{what} need {nbytes:,} more bytes of memory{each}; {room.limit} leaves {max(0, room.nbytes):,}.",
+                f"{RAISE}, {WAYS_OUT['device']}.",
+            )

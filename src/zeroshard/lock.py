@@ -1,0 +1,134 @@
+"""Who works in a folder: a file there holds the words of a process, and counts for as long as that process lives.
+
+A rank writes the words of the process that would start it again, so that no other run gets in between two attempts.
+Whether a process lives can be seen on its own machine alone, by its id and by when it started, because ids come again.
+"""
+
+import contextlib
+import fcntl
+import getpass
+import json
+import os
+import shlex
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from zeroshard.errors import ConfigError
+
+HELD = ".lock"  # suffix of a link beside a rank's pulse, to the lock that it took
+SLACK = 1.0  # seconds by which two readings of one process's start may differ, where the clock was set meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that works in a folder.
+
+    Attributes:
+        started: when, in seconds since 1970.
+        job: what names a job that its cluster starts again elsewhere, and never twice at a time; empty without one.
+        requeued: how often the cluster did.
+    """
+
+    user: str
+    pid: int
+    host: str
+    started: float
+    job: str = ""
+    requeued: int = 0
+
+    @classmethod
+    def of(cls, pid: int, job: str = "", requeued: int = 0) -> "Owner":
+        """The words of a process of this machine that lives."""
+        return cls(_user(), pid, socket.gethostname(), _started(pid) or 0.0, job, requeued)
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+        return f"process {self.pid} of {self.user} on {self.host}, which started at {since}"
+
+    def is_same(self, other: "Owner") -> bool:
+        """Whether both are one process."""
+        return (self.host, self.pid) == (other.host, other.pid) and abs(self.started - other.started) <= SLACK
+
+    def is_gone(self, seen_by: "Owner") -> bool:
+        """Whether it is certain that this process is over."""
+        if self.job and self.job == seen_by.job and self.requeued < seen_by.requeued:
+            return True
+        if self.host != seen_by.host:
+            return False
+        try:
+            started = _started(self.pid)
+        except psutil.AccessDenied:  # it lives, and is none of ours
+            return False
+        return started is None or abs(self.started - started) > SLACK
+
+
+def hold(path: Path, mine: Owner) -> None:
+    """Enter `mine` as the owner, in the place of nobody, of itself, or of one that is gone.
+
+    Raises:
+        ConfigError: another process holds it.
+        OSError: the file cannot be written.
+    """
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # from reading to writing
+        except BlockingIOError:
+            raise ConfigError(f"{path.parent} is taken by another run at this moment; {OTHER_RUN}.") from None
+        except OSError:
+            pass  # a file system without locks: two that start in the same instant are not told apart
+        other = _read(file)
+        if other is not None and not other.is_same(mine) and not other.is_gone(mine):
+            way_out = OTHER_RUN
+            if other.host != mine.host:
+                way_out = (
+                    f"from {mine.host} nobody sees whether it lives: if that run is gone, remove the file with "
+                    f"`rm {shlex.quote(str(path))}`; else {OTHER_RUN}"
+                )
+            raise ConfigError(f"{path.parent} is held by {other}; {way_out}.")
+        file.truncate(0)
+        file.write(json.dumps(asdict(mine)))
+
+
+def release(path: Path, mine: Owner) -> None:
+    """Let others have it, if `mine` holds it."""
+    with contextlib.suppress(OSError), path.open("r+", encoding="utf-8") as file:
+        other = _read(file)
+        if other is not None and other.is_same(mine):
+            file.truncate(0)
+
+
+OTHER_RUN = "wait for it, stop it, or start a run of its own with --resume never"
+
+
+def _read(file: TextIO) -> Owner | None:
+    """Whose words a file holds; None for nobody, and for words that were cut off."""
+    file.seek(0)
+    try:
+        words = json.loads(file.read())
+        texts, numbers = (words["user"], words["host"], words["job"]), (words["pid"], words["requeued"])
+        if all(type(w) is str for w in texts) and all(type(w) is int for w in numbers):
+            return Owner(**{**words, "started": float(words["started"])})
+    except (ValueError, TypeError, KeyError):
+        pass
+    return None
+
+
+def _started(pid: int) -> float | None:
+    """When a process of this machine started; None if there is none."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
