@@ -53,7 +53,7 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     *(("rehearsal", name) for name in ("transport", "shared")),
     *(("comm", "counts"), ("link", "counts"), ("rehearsal", "link"), ("tiers", "ledger")),
     *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
-    ("mesh", "rendezvous"),
+    *((name, "rendezvous") for name in ("comm", "mesh")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}
 EXCEPTIONS: dict[str, str] = {

@@ -5,7 +5,6 @@ It is passed as an object; there is no global registry.
 """
 
 import atexit
-import contextlib
 import ctypes
 import os
 import sys
@@ -22,12 +21,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from zeroshard.errors import PlanError
 from zeroshard.pulse import Pulse
 from zeroshard.rehearsal import Rehearsal
-from zeroshard.rendezvous import connect, naming, wait_for_all
+from zeroshard.rendezvous import connect, give_up, limit_waits, naming, wait_for_all
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
 HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than watch.PATIENCE)
 WORLD = "the process group of all ranks"
+LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the backends listen; by default where the hostname is
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -100,6 +100,15 @@ def local_ranks() -> int | None:
     return int(count) if count.isdecimal() and int(count) else None
 
 
+def stay_inside() -> None:
+    """Let process groups made from now on listen on the loopback address alone, for a job on one machine.
+
+    What the user says in the environment goes first.
+    """
+    for name in LISTENING:
+        os.environ.setdefault(name, "lo")
+
+
 def cache_home() -> str:
     """The folder that the user wants caches to be kept in (XDG base directories); empty where it is not said."""
     return os.environ.get("XDG_CACHE_HOME", "")
@@ -126,6 +135,8 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
         if where.type == "cuda":
             torch.cuda.set_device(where)
         _join("nccl" if where.type == "cuda" else "gloo", timeout)
+    else:
+        limit_waits(_get_default_store(), timeout)
     ranks = dist.get_world_size()
     if ranks == 1:
         return Mesh(device=where, timeout=timeout, pulse=pulse)
@@ -143,9 +154,11 @@ def _join(backend: str, timeout: float) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if local_ranks() == ranks:
+        stay_inside()
     own = PrefixStore(f"attempt-{attempt()}", connect(place, rank, ranks, served, timeout))
     wait_for_all(own, rank, ranks, timeout, WORLD)
-    with naming(rank, WORLD):
+    with naming(own, rank, WORLD):
         dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
 
 
@@ -165,7 +178,7 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Pul
     me, name = dist.get_rank(), "-".join(map(str, members))
     store, what = PrefixStore(f"zeroshard/{name}", _get_default_store()), f"the process groups of ranks {name}"
     wait_for_all(store, me, dist.get_world_size(), timeout, what)
-    with naming(me, what):
+    with naming(store, me, what):
         gathers = dist.new_group(members, timeout=patience)
         reductions = dist.new_group(members, timeout=patience)
         control = dist.new_group(members, timeout=patience, backend="gloo")
@@ -201,7 +214,7 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     everyone = "-".join(map(str, dist.get_process_group_ranks(mesh.gathers)))
     what = f"the process groups of {name} among ranks {everyone}"
     wait_for_all(mesh.store, mesh.rank, mesh.ranks, mesh.timeout, what)
-    with naming(mesh.rank, what):
+    with naming(mesh.store, mesh.rank, what):
         groups = (group(None), group(None), group("gloo"))
     if len(members) == 1:
         return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
@@ -226,15 +239,18 @@ def announce_failure(mesh: Mesh, error: BaseException) -> bool:
     if mesh.failures is None:
         return True
     words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
-    return bool(mesh.failures.compare_set("failure", "", words).decode() == words)
+    try:
+        return bool(mesh.failures.compare_set("failure", "", words).decode() == words)
+    except dist.DistError:  # it is gone with the process that kept it, or cannot be reached; better twice than never
+        give_up(mesh.failures)
+        return True
 
 
 def _leave(mesh: Mesh) -> None:
     """At the end of the process: after an uncaught exception say why, else end the process groups in order."""
     error = getattr(sys, "last_value", None)
     if error is not None:
-        with contextlib.suppress(dist.DistError):  # the store may be gone with the rank that kept it
-            announce_failure(mesh, error)
+        announce_failure(mesh, error)
         sys.stdout.flush()
         sys.stderr.flush()
         if mesh.rank == 0 and mesh.pulse is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:

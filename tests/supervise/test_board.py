@@ -20,7 +20,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def test_orders_arrive_in_order_and_states_come_back() -> None:
-    store = keep_store("127.0.0.1", 0, 20.0, loopback=True)
+    store = keep_store(0, 20.0, loopback=True)
     board = Board(store, 2)
     assert list(board.sizes()) == [None] and board.states() == {} and not board.asked()
     link = Link(dist.TCPStore("127.0.0.1", store.port), 1, 3)
@@ -65,7 +65,7 @@ def test_a_silent_node_grows_older() -> None:
 
 
 def test_a_store_that_is_gone_is_noticed() -> None:
-    kept: list[Any] = [keep_store("127.0.0.1", 0, 20.0, loopback=True)]
+    kept: list[Any] = [keep_store(0, 20.0, loopback=True)]
     link = Link(dist.TCPStore("127.0.0.1", kept[0].port), 1, 1)
     until(lambda: kept[0].check(["node/1"]))
     kept.clear()

@@ -9,7 +9,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
@@ -111,7 +110,7 @@ class _Leader:
         place, patience = self._job.place, self._job.limits.start
         if place.nodes == 1:
             return
-        self._board = Board(keep_store(place.address, place.port, patience, loopback=False), place.nodes)
+        self._board = Board(keep_store(place.port, patience, loopback=False), place.nodes)
         deadline = time.monotonic() + patience
         while None in (sizes := [place.processes, *self._board.sizes()]):
             if time.monotonic() > deadline or self._requests:
@@ -124,7 +123,7 @@ class _Leader:
         place = self._job.place
         port = place.port
         if not place.nested:  # a fresh store, so that a script that knows nothing of attempts finds no old keys
-            self._store = keep_store(place.address, 0, self._job.limits.start, loopback=place.nodes == 1)
+            self._store = keep_store(0, self._job.limits.start, loopback=place.nodes == 1)
             port = self._store.port  # type: ignore[attr-defined]
         if self._board is not None:
             self._board.order("start", attempt=attempt, sizes=self._sizes, port=port)
@@ -214,8 +213,11 @@ class _Leader:
     def _leave(self, code: int, line: str = "") -> int:
         """Let the other nodes go with the same code; the last word is spoken here."""
         if self._board is not None:
-            self._board.order("leave", code=code)
-            self._board.wait_for_goodbyes(NODES_WITHIN)
+            with contextlib.suppress(
+                OSError
+            ):  # nothing that is kept here answers; the others go when they hear nothing
+                self._board.order("leave", code=code)
+                self._board.wait_for_goodbyes(NODES_WITHIN)
         if line:
             _say(line)
         return code
@@ -223,11 +225,13 @@ class _Leader:
 
 def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
     """Another node than 0: obey, and tell what is seen; returns the exit code that node 0 decides."""
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError
+
+    from zeroshard.rendezvous import reach
 
     place, obeyed = job.place, 0
     try:
-        store = TCPStore(place.address, place.port, timeout=timedelta(seconds=job.limits.start))
+        store = reach(place.address, place.port, False, job.limits.start)
     except DistError as error:
         _say(f"node {place.node} cannot reach node 0 at {place.address}:{place.port}: {str(error).splitlines()[0]}")
         return FAILED
