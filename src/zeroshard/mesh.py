@@ -5,6 +5,7 @@ It is passed as an object; there is no global registry.
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import sys
@@ -254,7 +255,10 @@ def _leave(mesh: Mesh) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if mesh.rank == 0 and mesh.pulse is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
+            assert mesh.failures is not None
+            with contextlib.suppress(dist.DistError):
+                mesh.failures.check(["failure"])  # where it does not answer, it answers nobody
+                time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
         os._exit(1)  # the end of the process groups would wait for peers that are gone
     elif dist.is_initialized():
         # gloo's threads drop their tensors a little after a result is there, and need Python's lock for it; one that

@@ -33,6 +33,7 @@ BACKLOG = 1024  # connections that may wait to be accepted
 ADDRESS_BYTES = 128  # of the kernel's sockaddr_storage
 SILENT = "Socket Timeout"  # in torch's words
 LIBC = ctypes.CDLL(None)  # sockets of torch, which Python's own would change by looking at them
+LEAST = 1.0  # seconds in which a store may always answer
 CALLS: Counter[str] = Counter()  # by its name, how often this process has answered a roll call
 
 
@@ -113,8 +114,12 @@ def _listen_inside(address: str, port: int) -> int | None:
         return None  # this process may keep a store there already; torch knows, or says that the port is taken
 
 
-def limit_waits(store: Store, seconds: float) -> None:
-    """Let what a TCP store does not answer within `seconds` be an error; see [Note: a store that does not answer]."""
+def limit_waits(store: Store, timeout: float) -> None:
+    """Let what a TCP store does not answer be an error; see [Note: a store that does not answer].
+
+    A rank that looks into it after `PATIENCE` is done by `timeout`.
+    """
+    seconds = max(timeout - PATIENCE, LEAST)
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for connection in _connections(store):
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
