@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from zeroshard.pulse import Collective, Reading
@@ -20,7 +21,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def test_orders_arrive_in_order_and_states_come_back() -> None:
-    store = keep_store(0, 20.0, loopback=True)
+    store = keep_store("127.0.0.1", 0, 20.0, loopback=True)
     board = Board(store, 2)
     assert list(board.sizes()) == [None] and board.states() == {} and not board.asked()
     link = Link(dist.TCPStore("127.0.0.1", store.port), 1, 3)
@@ -65,8 +66,17 @@ def test_a_silent_node_grows_older() -> None:
 
 
 def test_a_store_that_is_gone_is_noticed() -> None:
-    kept: list[Any] = [keep_store(0, 20.0, loopback=True)]
+    kept: list[Any] = [keep_store("127.0.0.1", 0, 20.0, loopback=True)]
     link = Link(dist.TCPStore("127.0.0.1", kept[0].port), 1, 1)
     until(lambda: kept[0].check(["node/1"]))
     kept.clear()
     until(lambda: link.lost)
+
+
+def test_a_store_that_does_not_answer_node_0_ends_the_job_and_not_its_supervisor() -> None:
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Socket Timeout")
+
+    with pytest.raises(OSError, match=r"does not answer \(Socket Timeout\)"):
+        list(Board(Silent(), 2).sizes())  # type: ignore[arg-type]

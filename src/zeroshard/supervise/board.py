@@ -25,7 +25,7 @@ ANSWER = 10.0  # seconds in which a store answers that this process keeps
 Answer = TypeVar("Answer")
 
 
-def keep_store(port: int, patience: float, loopback: bool) -> "Store":
+def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Store":
     """A key-value store that this process keeps.
 
     Args:
@@ -44,7 +44,7 @@ def keep_store(port: int, patience: float, loopback: bool) -> "Store":
     port, descriptor = listener.getsockname()[1], listener.detach()  # the store closes it
     try:
         store: Store = TCPStore(
-            "127.0.0.1",  # this process's own way to it does not need the network
+            "127.0.0.1" if loopback else address,
             port,
             is_master=True,
             wait_for_workers=False,

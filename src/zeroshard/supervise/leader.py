@@ -110,7 +110,7 @@ class _Leader:
         place, patience = self._job.place, self._job.limits.start
         if place.nodes == 1:
             return
-        self._board = Board(keep_store(place.port, patience, loopback=False), place.nodes)
+        self._board = Board(keep_store(place.address, place.port, patience, loopback=False), place.nodes)
         deadline = time.monotonic() + patience
         while None in (sizes := [place.processes, *self._board.sizes()]):
             if time.monotonic() > deadline or self._requests:
@@ -123,7 +123,7 @@ class _Leader:
         place = self._job.place
         port = place.port
         if not place.nested:  # a fresh store, so that a script that knows nothing of attempts finds no old keys
-            self._store = keep_store(0, self._job.limits.start, loopback=place.nodes == 1)
+            self._store = keep_store(place.address, 0, self._job.limits.start, loopback=place.nodes == 1)
             port = self._store.port  # type: ignore[attr-defined]
         if self._board is not None:
             self._board.order("start", attempt=attempt, sizes=self._sizes, port=port)
@@ -213,9 +213,7 @@ class _Leader:
     def _leave(self, code: int, line: str = "") -> int:
         """Let the other nodes go with the same code; the last word is spoken here."""
         if self._board is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # nothing that is kept here answers; the others go when they hear nothing
+            with contextlib.suppress(OSError):  # the others go when they hear nothing
                 self._board.order("leave", code=code)
                 self._board.wait_for_goodbyes(NODES_WITHIN)
         if line:
