@@ -22,7 +22,7 @@ from torch import nn
 
 import zeroshard as zs
 
-TIMEOUT = 12.0  # seconds that a collective may wait
+TIMEOUT = 10.0  # seconds that a collective may wait
 WITHIN = TIMEOUT + 5.0  # seconds from the cut to the end of the last rank, as docs/survive.md promises
 PATIENCE = 150.0  # seconds in which the ranks have begun to train
 HOLD = ["unshare", "-rn", "sh", "-c", "unshare -n sh -c 'echo $$; exec sleep 600' & exec sleep 600"]
