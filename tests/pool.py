@@ -124,10 +124,11 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
     import torch.distributed as dist
 
     names = dist.distributed_c10d._world.pg_names
+    most = max(len(names), 100 + 20 * number)
     for group in [group for group in names if isinstance(group, dist.ProcessGroup) and group not in kept]:
         dist.destroy_process_group(group)
         _ENDED.append(group)
-    while len(names) < 100 + 20 * number:
+    while len(names) < most:
         names[object()] = f"filler {len(names)}"
 
 

@@ -188,5 +188,5 @@ def test_a_store_that_is_gone_is_an_error_and_no_hang() -> None:
             raise dist.DistNetworkError("broken pipe")
 
     comm = Comm(Mesh(1, 2, store=Gone()))  # type: ignore[arg-type]
-    with pytest.raises(CommError, match="Rank 1 stopped in 'x' because the job's store is gone"):
+    with pytest.raises(CommError, match="Rank 1 stopped in 'x' because the job's store does not answer"):
         comm.explain(Place("gather", 1, "x"), expired=False)

@@ -1,18 +1,25 @@
 """A rank that does not come is named in time; one that comes later finds the others."""
 
+import os
+import signal
 import socket
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
+from pool import Pool, copies
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm import Comm
+from zeroshard.comm import Comm, Place
 from zeroshard.errors import CommError, PlanError
-from zeroshard.rendezvous import wait_for_all
+from zeroshard.mesh import announce_failure
+from zeroshard.rendezvous import connect, naming, wait_for_all
 
 
 def engine_on(mesh: zs.Mesh | None, **settings: object) -> zs.Engine:
@@ -87,3 +94,80 @@ def test_a_rank_that_fails_before_it_comes(monkeypatch: pytest.MonkeyPatch) -> N
     store.set("failure", "rank 1 failed: DataError: no text")
     with pytest.raises(CommError, match="Rank 0 cannot make it because rank 1 failed: DataError: no text"):
         wait_for_all(store, 0, 2, 60.0, "it")
+
+
+PATIENCE = 60.0  # seconds after which a test gives up; nothing here takes a tenth of it
+
+
+def keep(port: int, pipe: Any) -> None:
+    """Be rank 0 that keeps the store, and nothing else."""
+    store = connect(("127.0.0.1", str(port)), 0, 2, False, PATIENCE)
+    store.set("there", "yes")
+    pipe.send("kept")
+    pipe.recv()
+
+
+@pytest.fixture
+def keeper(port: int) -> Iterator[Any]:
+    """The process that keeps the store at `port`."""
+    context = copies()
+    here, there = context.Pipe()
+    process = context.Process(target=keep, args=(port, there), daemon=True)
+    process.start()
+    assert here.poll(PATIENCE)
+    yield process
+    process.kill()
+    process.join()
+
+
+def stop(pid: int) -> None:
+    """Stop a process, with all its threads when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENCE
+    while any(
+        path.read_text().rpartition(")")[2].split()[0] != "T" for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("what", ["roll call", "wait", "end", "group"])
+def test_a_store_that_stops_to_answer_is_an_error_in_time(port: int, keeper: Any, what: str) -> None:
+    """As one behind a cable that was cut; without a deadline each of these calls would never return."""
+    store = connect(("127.0.0.1", str(port)), 1, 2, False, 1.0)
+    mine = dist.PrefixStore("mine", store)
+    mesh = zs.Mesh(rank=1, ranks=2, store=mine, failures=mine, timeout=1.0)
+    assert store.check(["there"]) and not mine.check(["there"])
+    stop(keeper.pid)
+    silent = "the job's store does not answer: .*rank 0 or the launcher.*network"
+    start = time.monotonic()
+    if what == "roll call":
+        with pytest.raises(CommError, match=f"Rank 1 cannot make it because {silent}"):
+            wait_for_all(mine, 1, 2, 1.0, "it")
+    elif what == "wait":
+        with pytest.raises(CommError, match=f"Rank 1 stopped in 'step 7' because {silent}"):
+            Comm(mesh).explain(Place("control", 1, "step 7"), expired=False)
+    elif what == "group":
+        with pytest.raises(CommError, match=f"Rank 1 could not make it because {silent}"), naming(mine, 1, "it"):
+            mine.compare_set("what torch asks", "", "x")
+    else:
+        assert announce_failure(mesh, ValueError("the disk is full"))
+    os.kill(keeper.pid, signal.SIGCONT)
+    with pytest.raises(dist.DistError):  # an answer that comes late is nobody's
+        store.check(["there"])
+    Comm(mesh).withdraw()
+    assert time.monotonic() - start < PATIENCE
+
+
+def test_something_else_that_listens_there_and_is_silent(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    wanted = f"at 127.0.0.1:{port}, and it did not come .*does not answer as a store"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(CommError, match=wanted):
+        engine_on(None, timeout=1.0)
+
+
+def test_rank_0_listens_on_the_loopback_address_alone(port: int) -> None:
+    store = connect(("localhost", str(port)), 0, 2, False, 5.0)
+    assert not store.check(["anything"])
+    with socket.socket() as other:  # taken already, if the store listens on every address
+        other.bind(("127.0.0.2", port))

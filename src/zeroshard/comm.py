@@ -29,6 +29,7 @@ from zeroshard.errors import CommError
 from zeroshard.leases import ABANDONED
 from zeroshard.mesh import Mesh
 from zeroshard.rehearsal import Nobody, stand_in
+from zeroshard.rendezvous import SHORTEST, give_up
 from zeroshard.shared import Signal, share
 from zeroshard.transport import Arrival, Network, Scratch, Shared
 from zeroshard.watch import PATIENCE, Watch
@@ -299,7 +300,8 @@ class Comm:
         while True:
             try:
                 with self._naming(place):
-                    work.wait(timedelta(seconds=min(PATIENCE, self.mesh.timeout)))
+                    left = max(deadline - time.monotonic(), SHORTEST)
+                    work.wait(timedelta(seconds=min(PATIENCE, left)))
                 break
             except TimeoutError:
                 published = True
@@ -317,13 +319,17 @@ class Comm:
             self._publish(place)
             self._compare(place, expired)
         except dist.DistError as error:
-            reason = "the job's store is gone, and with it the process that kept it (rank 0 or the launcher)"
+            reason = give_up(self.mesh.store)
             raise CommError(f"Rank {self.mesh.rank} stopped in '{place.label}' because {reason}.") from error
 
     def withdraw(self) -> None:
-        """This rank goes on."""
-        if self.mesh.store is not None:
+        """This rank goes on; where the store does not hear it, the next wait that takes long will say so."""
+        if self.mesh.store is None:
+            return
+        try:
             self.mesh.store.delete_key(f"where/{self.mesh.rank}")
+        except dist.DistError:
+            give_up(self.mesh.store)
 
     def break_messages(self, place: Place | None) -> None:
         """Let the wait at `place` fail."""
@@ -427,6 +433,7 @@ class Comm:
         try:
             return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
         except dist.DistError:
+            give_up(store)
             return None
 
 

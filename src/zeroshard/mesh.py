@@ -26,7 +26,7 @@ from zeroshard.leases import Lease, is_open, lease, roll_call
 from zeroshard.lock import Owner
 from zeroshard.pulse import Pulse
 from zeroshard.rehearsal import Rehearsal
-from zeroshard.rendezvous import connect, naming, wait_for_all
+from zeroshard.rendezvous import connect, give_up, limit_waits, naming, wait_for_all
 from zeroshard.tiers import find_rooms
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
@@ -35,6 +35,7 @@ HEARD = 3.0  # seconds in which a rank that waits has looked into the store (mor
 CONNECTIONS = 384 * 2**20  # bytes of address space that the threads of the groups take, malloc's part included
 WORLD = "the process group of all ranks"
 CALLS: Counter[float] = Counter()  # how often this process asked for a mesh, by its timeout
+LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the backends listen; by default where the hostname is
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -121,6 +122,15 @@ def local_ranks() -> int | None:
     return int(count) if count.isdecimal() and int(count) else None
 
 
+def stay_inside() -> None:
+    """Let process groups made from now on listen on the loopback address alone, for a job on one machine.
+
+    What the user says in the environment goes first.
+    """
+    for name in LISTENING:
+        os.environ.setdefault(name, "lo")
+
+
 def cache_home() -> str:
     """The folder that the user wants caches to be kept in (XDG base directories); empty where it is not said."""
     return os.environ.get("XDG_CACHE_HOME", "")
@@ -148,6 +158,8 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
         if where.type == "cuda":
             torch.cuda.set_device(where)
         _join("nccl" if where.type == "cuda" else "gloo", timeout)
+    else:
+        limit_waits(_get_default_store(), timeout)
     ranks = dist.get_world_size()
     if ranks == 1:
         return Mesh(device=where, timeout=timeout, pulse=pulse)
@@ -187,9 +199,11 @@ def _join(backend: str, timeout: float) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if local_ranks() == ranks:
+        stay_inside()
     own = PrefixStore(f"attempt-{attempt()}", connect(place, rank, ranks, served, timeout))
     wait_for_all(own, rank, ranks, timeout, WORLD)
-    with naming(rank, WORLD):
+    with naming(own, rank, WORLD):
         dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
 
 
@@ -225,7 +239,7 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Pul
     store, what = PrefixStore(f"zeroshard/{name}", _get_default_store()), f"the process groups of ranks {name}"
     ranks = dist.get_world_size()
     roll_call(_get_default_store(), me, ranks, partial(wait_for_all, store, me, ranks, timeout, what))
-    with naming(me, what):
+    with naming(store, me, what):
         gathers = dist.new_group(members, timeout=patience)
         reductions = dist.new_group(members, timeout=patience)
         control = dist.new_group(members, timeout=patience, backend="gloo")
@@ -263,7 +277,7 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     what = f"the process groups of {name} among ranks {everyone}"
     wait = partial(wait_for_all, mesh.store, mesh.rank, mesh.ranks, mesh.timeout, what)
     roll_call(mesh.store, mesh.rank, mesh.ranks, wait, f"{mesh.lease.name}/") if mesh.lease else wait()
-    with naming(mesh.rank, what):
+    with naming(mesh.store, mesh.rank, what):
         groups = (group(None), group(None), group("gloo"))
     kept = lease(f"{mesh.lease.name if mesh.lease else everyone}/{name}", groups)
     if len(members) == 1:
@@ -300,19 +314,25 @@ def announce_failure(mesh: Mesh, error: BaseException) -> bool:
     if mesh.failures is None:
         return True
     words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
-    return bool(mesh.failures.compare_set("failure", "", words).decode() == words)
+    try:
+        return bool(mesh.failures.compare_set("failure", "", words).decode() == words)
+    except dist.DistError:  # it is gone with the process that kept it, or cannot be reached; better twice than never
+        give_up(mesh.failures)
+        return True
 
 
 def _leave(mesh: Mesh) -> None:
     """At the end of the process: after an uncaught exception say why, else end the process groups in order."""
     error = getattr(sys, "last_value", None)
     if error is not None:
-        with contextlib.suppress(dist.DistError):  # the store may be gone with the rank that kept it
-            announce_failure(mesh, error)
+        announce_failure(mesh, error)
         sys.stdout.flush()
         sys.stderr.flush()
         if mesh.rank == 0 and mesh.pulse is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-            time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
+            assert mesh.failures is not None
+            with contextlib.suppress(dist.DistError):
+                mesh.failures.check(["failure"])  # where it does not answer, it answers nobody
+                time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
         os._exit(1)  # the end of the process groups would wait for peers that are gone
     elif dist.is_initialized():
         # gloo's threads drop their tensors a little after a result is there, and need Python's lock for it; one that

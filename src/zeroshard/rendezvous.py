@@ -3,21 +3,37 @@
 [Note: roll call] Making a process group waits inside torch until every rank is there, longer than `timeout` and without
 a name for the rank that is missing. So before a group is made each rank enters its name in the job's store and waits
 for those of the others; after that, the group is made at once.
+
+[Note: a store that does not answer] torch waits without an end for the store's answer, and neither a cable that was cut
+nor a process that was stopped answers anything. So the socket to the store has a deadline, whoever asks: this package,
+or torch where it makes a group. The answer may come after it, to be taken for that to the next question, so a
+connection that was given up is shut, and whatever asks then fails at once.
 """
 
 import contextlib
+import ctypes
+import os
+import socket
+import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zeroshard.errors import CommError, PlanError
 
 SHORTEST, LONGEST = 0.001, 0.25  # seconds between two looks at who is there
 PATIENCE = 2.0  # seconds before a rank looks whether another one has failed
+SHAKE = 1.0  # seconds more than torch's own deadline for a connection
+BACKLOG = 1024  # connections that may wait to be accepted
+ADDRESS_BYTES = 128  # of the kernel's sockaddr_storage
+SILENT = "Socket Timeout"  # in torch's words
+LIBC = ctypes.CDLL(None)  # sockets of torch, which Python's own would change by looking at them
+LEAST = 1.0  # seconds in which a store may always answer
 CALLS: Counter[str] = Counter()  # by its name, how often this process has answered a roll call
 
 
@@ -37,11 +53,9 @@ def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout
             f"port (below 65536) at which rank 0 can be reached. Start the job with torchrun, which sets both."
         )
     keeps = rank == 0 and not served
-    patience = timedelta(seconds=timeout)
     try:
-        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, int(port), ranks, keeps, patience, wait_for_workers=False, multi_tenant=keeps
-        )
+        store = reach(address, int(port), keeps, timeout)
+        limit_waits(store, timeout)
         return store
     except dist.DistError as error:
         first = str(error).splitlines()[0]
@@ -56,6 +70,88 @@ def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout
             f"did not come ({first}). Look at its log, and compare MASTER_ADDR and MASTER_PORT; raise `timeout` if it "
             f"may take that long to start."
         ) from error
+
+
+def reach(address: str, port: int, keeps: bool, timeout: float) -> Store:
+    """The store at an address; from a thread, because torch waits without an end for what listens there in silence.
+
+    Args:
+        keeps: whether this process keeps it.
+
+    Raises:
+        DistError: it did not come within `timeout` seconds, or the port is taken.
+    """
+    found: list[Store | dist.DistError] = []
+    patience, listener = timedelta(seconds=timeout), _listen_inside(address, port) if keeps else None
+
+    def connect_there() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, None, keeps, patience, False, multi_tenant=keeps, master_listen_fd=listener
+            )
+        except dist.DistError as error:
+            found.append(error)
+        else:
+            found.append(store)
+
+    thread = threading.Thread(target=connect_there, name="zeroshard store", daemon=True)
+    thread.start()
+    thread.join(timeout + SHAKE)
+    if not found:
+        raise dist.DistStoreError("something listens there and does not answer as a store does")
+    if isinstance(found[0], dist.DistError):
+        raise found[0]
+    return found[0]
+
+
+def _listen_inside(address: str, port: int) -> int | None:
+    """A descriptor that listens on the loopback address alone, if that is where the store is; else torch listens."""
+    if address != "localhost" and not address.startswith("127."):
+        return None
+    try:
+        return socket.create_server((address, port), backlog=BACKLOG).detach()  # the store closes it
+    except OSError:
+        return None  # this process may keep a store there already; torch knows, or says that the port is taken
+
+
+def limit_waits(store: Store, timeout: float) -> None:
+    """Let what a TCP store does not answer be an error; see [Note: a store that does not answer].
+
+    A rank that looks into it after `PATIENCE` is done by `timeout`.
+    """
+    seconds = max(timeout - PATIENCE, LEAST)
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for connection in _connections(store):
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            LIBC.setsockopt(connection, socket.SOL_SOCKET, option, limit, len(limit))
+
+
+def give_up(store: Store | None) -> str:
+    """End the connection to a store that has failed; returns what is to be said of it."""
+    for connection in _connections(store):
+        LIBC.shutdown(connection, socket.SHUT_RDWR)
+    return (
+        "the job's store does not answer: the process that keeps it (rank 0 or the launcher) is gone or stopped, or "
+        "its machine cannot be reached any more (cable, firewall). Look at the logs of the other ranks and at the "
+        "network between the machines, and start again from the last checkpoint"
+    )
+
+
+def _connections(store: Store | None) -> list[int]:
+    """The descriptors of this process's connections to a TCP store, known by the port at their other end."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    if port is None:
+        return []
+    peer, found = ctypes.create_string_buffer(ADDRESS_BYTES), []
+    for name in os.listdir("/dev/fd"):
+        length = ctypes.c_uint32(ADDRESS_BYTES)
+        if LIBC.getpeername(int(name), peer, ctypes.byref(length)) == 0:
+            family, there = struct.unpack_from("=H", peer.raw)[0], struct.unpack_from(">H", peer.raw, 2)[0]
+            if family in (socket.AF_INET, socket.AF_INET6) and there == port:
+                found.append(int(name))
+    return found
 
 
 def wait_for_all(store: Store, rank: int, ranks: int, timeout: float, what: str) -> None:
@@ -75,8 +171,7 @@ def wait_for_all(store: Store, rank: int, ranks: int, timeout: float, what: str)
         CALLS[what] -= 1
         failed = store.get("failure").decode() if store.check(["failure"]) else None
     except dist.DistError as error:
-        reason = "the job's store is gone, and with it the process that kept it (rank 0 or the launcher)"
-        raise CommError(f"Rank {rank} cannot make {what} because {reason}.") from error
+        raise CommError(f"Rank {rank} cannot make {what} because {give_up(store)}.") from error
     if failed is not None:
         raise CommError(f"Rank {rank} cannot make {what} because {failed}")
     who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
@@ -100,11 +195,13 @@ def _all_arrive(store: Store, names: list[str], timeout: float) -> bool:
 
 
 @contextlib.contextmanager
-def naming(rank: int, what: str) -> Iterator[None]:
-    """Turn an error of torch in making `what` into a `CommError`."""
+def naming(store: Store, rank: int, what: str) -> Iterator[None]:
+    """Turn an error of torch in making `what`, which needs the store, into a `CommError`."""
     try:
         yield
     except dist.DistError as error:
+        if SILENT in str(error):
+            raise CommError(f"Rank {rank} could not make {what} because {give_up(store)}.") from error
         raise CommError(
             f"Rank {rank} could not make {what} ({str(error).splitlines()[0]}): a rank was there and left, or its "
             f"address cannot be reached. Look at the logs of the other ranks, and run `zeroshard doctor`."

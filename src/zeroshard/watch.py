@@ -5,8 +5,6 @@ import time
 import weakref
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from zeroshard.errors import CommError
 from zeroshard.mesh import Mesh
 
@@ -64,6 +62,4 @@ class Watch(threading.Thread):
             except CommError as error:
                 self.found = error
                 comm.break_messages(place)
-            except dist.DistError:
-                return  # the store is gone with rank 0, and so will be the wait
             del comm

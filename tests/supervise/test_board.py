@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from zeroshard.pulse import Collective, Reading
@@ -70,3 +71,12 @@ def test_a_store_that_is_gone_is_noticed() -> None:
     until(lambda: kept[0].check(["node/1"]))
     kept.clear()
     until(lambda: link.lost)
+
+
+def test_a_store_that_does_not_answer_node_0_ends_the_job_and_not_its_supervisor() -> None:
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Socket Timeout")
+
+    with pytest.raises(OSError, match=r"does not answer \(Socket Timeout\)"):
+        list(Board(Silent(), 2).sizes())  # type: ignore[arg-type]

@@ -110,5 +110,9 @@ def test_the_environment_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None
     assert [first[name] for name in names] == ["4", "0", "7", "2", "a", "77"]
     assert [second[name] for name in names] == ["5", "1", "7", "2", "a", "77"]
     assert "ZEROSHARD_NURSERY" not in first
+    assert "GLOO_SOCKET_IFNAME" not in first
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    (alone,) = environments(Place(), [1], 77)
+    assert alone["GLOO_SOCKET_IFNAME"] == "lo" and alone["NCCL_SOCKET_IFNAME"] == "mine"
     (nested,) = environments(Place(nested=True), [1], 77)
     assert nested["RANK"] == "9" and "TORCHELASTIC_USE_AGENT_STORE" not in nested

@@ -32,6 +32,7 @@ from zeroshard.comm import Comm
 from zeroshard.errors import CheckpointError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.mesh import Mesh
+from zeroshard.rendezvous import give_up
 
 POLLS = 0.005, 0.1  # seconds between looks into the store, at first and at most
 
@@ -109,7 +110,7 @@ class Notes:
     """The board of threads: notes in the store, which are looked for now and then.
 
     Raises:
-        CheckpointError: from `collect` and `spread`, when a rank has failed, or the store is gone.
+        CheckpointError: from `collect` and `spread`, when a rank has failed, or the store does not answer.
     """
 
     def __init__(self, mesh: Mesh, token: str) -> None:
@@ -121,13 +122,13 @@ class Notes:
         if mesh.ranks == 1 or store is None:
             return [word]
         if mesh.rank:
-            with _Naming():
+            with _Naming(self._mesh):
                 store.set(f"save/{self._token}/{mesh.rank}", json.dumps(word))
             return []
         words = [word]
         for rank in range(1, mesh.ranks):
             words.append(json.loads(self._look_for(f"save/{self._token}/{rank}")))
-            with _Naming():
+            with _Naming(self._mesh):
                 store.delete_key(f"save/{self._token}/{rank}")
         return words
 
@@ -137,7 +138,7 @@ class Notes:
         if mesh.ranks == 1 or store is None:
             return word
         if mesh.rank == 0:
-            with _Naming():
+            with _Naming(self._mesh):
                 store.set(f"save/{self._token}/end", json.dumps(word))
             return word
         return json.loads(self._look_for(f"save/{self._token}/end"))
@@ -147,7 +148,7 @@ class Notes:
         mesh, pause, moved = self._mesh, POLLS[0], time.monotonic()
         assert mesh.store is not None and mesh.failures is not None
         while True:
-            with _Naming():
+            with _Naming(self._mesh):
                 if mesh.store.check([key]):
                     return mesh.store.get(key)
                 if mesh.failures.check(["failure"]):
@@ -163,12 +164,15 @@ class Notes:
 class _Naming:
     """Turns an error of the store into a `CheckpointError`."""
 
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, dist.DistError):
-            raise CheckpointError("the job's key-value store is gone") from error
+            raise CheckpointError(give_up(self._mesh.store)) from error
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ copies gradients out and weights in. The server is on rank 0, which works too an
 """
 
 import atexit
-import contextlib
 import math
 import sys
 import threading
@@ -16,7 +15,6 @@ from functools import partial
 from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -239,8 +237,7 @@ class AsynchronousTrainer:
     def _abandon(self) -> None:
         """The process ends before `finish`; what still waits in gloo when the interpreter goes would abort it."""
         error = getattr(sys, "last_value", None) or CommError("the process ended before its finish()")
-        with contextlib.suppress(dist.DistError):  # the store may be gone
-            announce_failure(self.mesh, error)
+        announce_failure(self.mesh, error)
         if self.server is not None and self._agents:
             self.server.fail(error)
             self._comm.break_messages(None)

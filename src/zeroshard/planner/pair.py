@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import Comm, Purpose
-from zeroshard.mesh import SETTLE, Mesh, keep_freed_memory, mesh_of
+from zeroshard.mesh import SETTLE, Mesh, keep_freed_memory, mesh_of, stay_inside
 from zeroshard.planner.measure import copy_bandwidth, matrix_flops
 from zeroshard.planner.profile import PAIR
 
@@ -37,6 +37,7 @@ def main(words: str) -> None:
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    stay_inside()
     patience = timedelta(seconds=task["limit"])
     backend = "nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=PAIR, timeout=patience)

@@ -10,10 +10,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zeroshard.supervise.records import RankState
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 BEAT = 0.25  # seconds between two messages of a node
+ANSWER = 10.0  # seconds in which a store answers that this process keeps
+Answer = TypeVar("Answer")
 
 
 def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Store":
@@ -36,6 +38,8 @@ def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Sto
     """
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
+    from zeroshard.rendezvous import limit_waits
+
     listener = socket.create_server(("127.0.0.1" if loopback else "", port), backlog=1024)
     port, descriptor = listener.getsockname()[1], listener.detach()  # the store closes it
     try:
@@ -49,6 +53,7 @@ def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Sto
         )
     except DistError as error:
         raise OSError(str(error)) from error
+    limit_waits(store, ANSWER)
     return store
 
 
@@ -73,7 +78,8 @@ class Board:
 
     def order(self, what: str, **details: Any) -> None:
         """Tell all other nodes what to do."""
-        self._store.set(f"order/{self._orders}", json.dumps({"what": what, **details}))
+        words = json.dumps({"what": what, **details})
+        self._ask(lambda store: store.set(f"order/{self._orders}", words))
         self._orders += 1
 
     def states(self) -> dict[int, list[RankState]]:
@@ -98,18 +104,35 @@ class Board:
             time.sleep(BEAT)
 
     def _is_there(self, node: int, seconds: float) -> bool:
-        if self._message(node) is None or self._store.check([f"node/{node}/gone"]):
+        if self._message(node) is None or self._ask(lambda store: store.check([f"node/{node}/gone"])):
             return False
         return time.monotonic() - self._heard[node][1] < seconds
 
     def _message(self, node: int) -> dict[str, Any] | None:
         key = f"node/{node}"
-        if not self._store.check([key]):
+        if not self._ask(lambda store: store.check([key])):
             return None
-        message: dict[str, Any] = json.loads(self._store.get(key))
+        message: dict[str, Any] = json.loads(self._ask(lambda store: store.get(key)))
         if self._heard.get(node, (-1, 0.0))[0] != message["number"]:
             self._heard[node] = (message["number"], time.monotonic())
         return message
+
+    def _ask(self, question: "Callable[[Store], Answer]") -> Answer:
+        """The store's answer.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        from torch.distributed import DistError
+
+        from zeroshard.rendezvous import give_up
+
+        try:
+            return question(self._store)
+        except DistError as error:
+            give_up(self._store)
+            first = str(error).splitlines()[0]
+            raise OSError(f"the store in which the nodes meet does not answer ({first}); is `lo` up?") from error
 
 
 class Link(threading.Thread):

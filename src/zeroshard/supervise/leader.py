@@ -7,7 +7,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
@@ -224,8 +223,9 @@ class _Leader:
     def _leave(self, code: int, line: str = "") -> int:
         """Let the other nodes go with the same code; the last word is spoken here."""
         if self._board is not None:
-            self._board.order("leave", code=code)
-            self._board.wait_for_goodbyes(NODES_WITHIN)
+            with contextlib.suppress(OSError):  # the others go when they hear nothing
+                self._board.order("leave", code=code)
+                self._board.wait_for_goodbyes(NODES_WITHIN)
         if line:
             _say(line)
         return code
@@ -233,11 +233,13 @@ class _Leader:
 
 def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
     """Another node than 0: obey, and tell what is seen; returns the exit code that node 0 decides."""
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import DistError
+
+    from zeroshard.rendezvous import reach
 
     place, obeyed = job.place, 0
     try:
-        store = TCPStore(place.address, place.port, timeout=timedelta(seconds=job.limits.start))
+        store = reach(place.address, place.port, False, job.limits.start)
     except DistError as error:
         _say(f"node {place.node} cannot reach node 0 at {place.address}:{place.port}: {str(error).splitlines()[0]}")
         return FAILED

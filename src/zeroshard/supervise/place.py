@@ -9,6 +9,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.supervise import nursery
 
 LOOPBACK, PORT = "127.0.0.1", 29500  # the port is torchrun's default
+INSIDE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks listen on the loopback address alone
 SLURM_PORTS = (10000, 20000)  # first, and how many: below those that Linux hands out by itself
 
 
@@ -99,6 +100,8 @@ def environments(place: Place, sizes: list[int], port: int) -> list[dict[str, st
     common = {name: value for name, value in os.environ.items() if name != nursery.VARIABLE}
     if place.nested:
         return [common]
+    if place.nodes == 1:
+        common = INSIDE | common
     first, world = sum(sizes[: place.node]), sum(sizes)
     common |= {
         "WORLD_SIZE": str(world),
