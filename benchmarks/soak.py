@@ -14,6 +14,8 @@ what came of it is printed, and kept under benchmarks/results/ as JSON and Markd
   that raise, leave and differ.
 - F16 cuts the link between two network namespaces. It needs root, and is left out without.
 - F21 damages and forges checkpoints, 1,000 or as many as `--forged` says, and counts those that load in silence.
+- F22 makes ranks differ in 50 fields at random, F23 cuts a link that comes back in time, F24 resumes one run twice at
+  once, F25 runs scripts without a guard whose data loaders have processes. F23 needs root, as F16.
 - F2 to F7, F14 and F18 are tests of the suite, with more cases.
 
 Seconds depend on the machine; limits on time (15 s, or the timeout and 2 s after a hang) are asserted, so leave the
@@ -35,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 from ranks import circumstances
-from soak import forge, hangs, kills, nodes, suites
+from soak import boundaries, forge, hangs, kills, nodes, suites
 from soak.job import Unable
 
 RESULTS = Path(__file__).parent / "results"
-ALL = {**kills.FAULTS, **hangs.FAULTS, **nodes.FAULTS, **suites.FAULTS, **forge.FAULTS}
+ALL = {**kills.FAULTS, **hangs.FAULTS, **nodes.FAULTS, **suites.FAULTS, **forge.FAULTS, **boundaries.FAULTS}
 FAULTS = {name: ALL[name] for name in sorted(ALL, key=lambda name: (int(name.strip("Fb")), name))}
 
 

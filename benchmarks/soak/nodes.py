@@ -44,6 +44,11 @@ def _ip(*words: str) -> None:
         raise Unable(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
+def set_link(name: str, state: str) -> None:
+    """Let the device of a namespace be "up" or "down"; the address stays."""
+    _ip("-n", name, "link", "set", name, state)
+
+
 def start(folder: Path, names: list[str], *options: str) -> list[Job]:
     """One supervisor in each namespace, with one rank."""
     jobs = []
@@ -68,7 +73,7 @@ def cut_network(folder: Path, quick: bool) -> Counts:
             pids, began = [reading.pid for job in jobs for reading in job.ranks.values()], time.monotonic()
             assert len(pids) == 2
             if kind == "cut":
-                _ip("-n", names[0], "link", "set", names[0], "down")
+                set_link(names[0], "down")
             else:
                 jobs[0].process.send_signal(signal.SIGKILL)
             ranks_s = max(ranks_s, jobs[0].seconds_to_stop(began, pids))
