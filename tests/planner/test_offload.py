@@ -90,6 +90,19 @@ def rehearsed(plan: dict[str, Any], machines: Machines | None = None, rows: int 
     return rehearse(task(rows=rows), zs.Plan(**plan), 0, 1, rows, machines)
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_a_share_of_many_blocks_is_predicted_as_it_is_rehearsed(share: float) -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=8))
+
+    job = Task(build, tokens, OPTIMIZERS["adamw"], ROWS, SHAPE.context)
+    plan = zs.Plan(**{**STATES, "zero": 2, "precision": "bf16", "offload_share": share})
+    found, whole = predict(job, plan, one(GIB), ROWS), rehearse(job, plan, 0, 1, ROWS, one(GIB))
+    assert sum(found.memory.values()) == whole.peak_bytes
+    assert sum(found.host.values()) == sum(whole.host.values())
+
+
 def one(memory: int, host: int | None = None, kind: Any = "cuda", **rates: Any) -> Machines:
     """A device with so much memory, and its host."""
     rates = {"memory_bandwidth": 1e12, "launch_seconds": 0.0, **rates}
@@ -114,7 +127,7 @@ def test_every_tier_to_the_byte_the_traffic_and_the_peak(pool: Pool, case: tuple
         below = (
             found.host["optimizer states"] if optimizer != "adamw" else 0
         )  # made by torch.optim, as if on the device
-        bar = 0.001 if "precision" not in plan else 0.01
+        bar = 0.001 if "precision" not in plan else 0.005
         assert found.peak_bytes + below == pytest.approx(real[rank]["peak"], rel=bar)
 
 

@@ -112,13 +112,18 @@ def _alone(task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequen
     """
     m = plan.microbatches
     few = m if stacks is None else min(m, ALIKE)
-    stacks = [stack for stack in stacks or () if stack.depth > FEW + 1]
+    stacks = [stack for stack in stacks or () if stack.depth > FEW + 1 and not keeps_part_below(plan)]
     less = replace(plan, microbatches=few)
     seen: list[Rehearsed] = []
     for depths in probes(stacks):
         probe = replace(task, build=shallow(task.build, depths)) if stacks else task
         seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines))
     return needs_of(seen[-1], seen, stacks, m - few)
+
+
+def keeps_part_below(plan: Plan) -> bool:
+    """Whether some units are offloaded and some are not, so that a further block may be either."""
+    return "optimizer" in plan.offloads and plan.offload_share < 1
 
 
 def _with_values(task: Task, plan: Plan, machines: Machines, rows: int) -> tuple[Task, tuple[str, ...]]:

@@ -13,7 +13,7 @@ import torch
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines
 from zeroshard.planner.needs import Needs, needs_of
-from zeroshard.planner.predict import on_machines, put_together, refuse_too_large
+from zeroshard.planner.predict import keeps_part_below, on_machines, put_together, refuse_too_large
 from zeroshard.planner.rehearse import ALIKE, Task, rehearse
 from zeroshard.planner.result import Prediction
 from zeroshard.planner.shallow import probes, shallow
@@ -43,7 +43,7 @@ def predict_really(task: Task, plan: Plan, machines: Machines, rows: int, thread
 
 
 def _alone(task: Task, plan: Plan, machines: Machines, rows: int) -> Needs:
-    stacks = [stack for stack in task.look.stacks if stack.depth > FEW + STEP]
+    stacks = [stack for stack in task.look.stacks if stack.depth > FEW + STEP and not keeps_part_below(plan)]
     m = plan.microbatches
     few = m if m <= 2 * ALIKE else ALIKE
     less = replace(plan, microbatches=few)

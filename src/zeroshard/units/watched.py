@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -176,7 +177,8 @@ class Unreadable(Tensor):
     ) -> Any:
         if func in _CONVERTING:
             return args[0]  # as unreadable there
-        if isinstance(func, OpOverload):  # autograd's own adding up, where a mode of the user watches operators
+        if isinstance(func, OpOverload) or CompileContext.try_get() is not None:
+            # autograd's own adding up, where a mode of the user watches operators; or a look of torch.compile
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func == _SETTING and isinstance(args[0], Unreadable):
