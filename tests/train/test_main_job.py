@@ -53,7 +53,7 @@ def test_default_run_on_two_ranks_leaves_a_whole_run_folder(tmp_path: Path) -> N
     output = zeroshard("train", "--steps", "12", "--sample-tokens", "8", "--validation-rows", "8", cwd=tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
     files = {path.name for path in run.iterdir()}
-    written = {"config.toml", "run.json", "metrics.jsonl", "memory.json", "summary.json", "report.html"}
+    written = {"config.toml", "run.json", "run.lock", "metrics.jsonl", "memory.json", "summary.json", "report.html"}
     assert files == {*written, "checkpoints"}
     summary = json.loads((run / "summary.json").read_text())
     assert summary["world_size"] == 2
