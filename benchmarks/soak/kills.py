@@ -48,10 +48,7 @@ def _plans(folder: Path, names: list[str], rounds: int) -> Counts:
         assert job.wait() == 0
     for seed in range(1, rounds + 1):
         place = folder / str(seed)
-        budget = (
-            "--max-restarts",
-            str(2 * KILLS + 2),
-        )  # the last kills of a plan and the first of the next may come in a row
+        budget = ("--max-restarts", str(KILLS * len(names)))  # each plan counts its steps from 0: no progress to see
         with Job(place, [str(PLANS_JOB), str(place), str(KILLS), str(seed), *names], budget) as job:
             assert job.wait() == 0
             blamed = [tuple(report["culprit"]["ranks"]) for report in job.reports]
