@@ -3,10 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from planner.rehearsed import OPTIMIZERS, SHAPE, peak_of, tokens, wire_of
+from planner.rehearsed import OPTIMIZERS, SHAPE, peak_of, punctual, tokens, wire_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -68,11 +69,8 @@ def quick(rows: int = 1) -> Task:
 
 def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str) -> dict[str, Any]:
     """Train for real; bytes by category on all tiers, traffic, and the peak of all that torch allocated."""
-    kept, below_engine.executor_of = (
-        below_engine.executor_of,
-        lambda *_: Eager(),
-    )  # a thread's pool depends on how fast it is
-    try:
+    # The pool of a thread depends on how fast the thread is.
+    with patch.object(below_engine, "executor_of", lambda *_: Eager()), punctual():
         for signed in (True, False):
             code_map(signed)  # tables that a process makes once
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -81,8 +79,6 @@ def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str) -> dict[str, Any]:
                 engine.train_step(tokens(ROWS))
             tiers = {tier: engine.ledger.snapshot(tier) for tier in ("device", "host", "disk")}
             wire = wire_of(engine)
-    finally:
-        below_engine.executor_of = kept
     return {"tiers": tiers, "wire": wire, "peak": peak_of(watched)}
 
 
