@@ -98,13 +98,15 @@ def using(name: str) -> Iterator[None]:
 @cache
 def _first() -> str:
     """The first back end that works here; each that does not is named in a warning, with the reason."""
+    compiles = kernel.compiler() is not None
     try:
         kernel.library()
+        compiles = False  # if the kernel's results are not torch's, neither are those of torch.compile
         _prove()
         return "c++"
     except OptimizerError as error:
         reason = str(error)
-    if kernel.compiler() is not None:
+    if compiles:
         try:
             one = torch.ones(1, dtype=torch.float32, device="cpu")
             compiled.update(one, 1.0, PROOF, States(one, one, one), States(one.clone(), one.clone(), one.clone()))
