@@ -19,6 +19,7 @@ WORLD = 4
 SIZES = (2, 3, 4)
 TIMEOUT = 20.0  # seconds that a collective may wait inside a test
 PATIENCE = 90.0  # seconds that a whole test function may take
+TRIES = 5  # to start the workers
 
 
 @contextlib.contextmanager
@@ -69,7 +70,11 @@ class Pool:
             WorkerError: with every rank's traceback, if any rank raised.
         """
         if not self._processes:
-            self._start()
+            for _ in range(TRIES):
+                self._start()
+                if self._ready():
+                    break
+                self.stop()
         self._calls += 1
         call = (self._calls, function.__module__, function.__qualname__, ranks, args)
         for pipe in self._pipes[:ranks]:
@@ -97,6 +102,13 @@ class Pool:
         for process in self._processes:
             process.join()
         self._processes, self._pipes = [], []
+
+    def _ready(self) -> bool:
+        """Whether all workers have found each other; another process may have taken their port before they did."""
+        try:
+            return all(pipe.poll(PATIENCE) and pipe.recv() for pipe in self._pipes)
+        except EOFError:
+            return False
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn") if self._apart else copies()
@@ -148,6 +160,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
     for size in sizes:
         meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
     kept = set(dist.distributed_c10d._world.pg_names)
+    pipe.send(True)
     while True:
         try:
             number, module, name, ranks, args = pipe.recv()
