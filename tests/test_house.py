@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "lock", "mesh"), 0),
-    **dict.fromkeys(("rehearsal", "rendezvous", "leases", "version", "link", "tiers"), 0),
+    **dict.fromkeys(("platform", "rendezvous", "leases", "version", "link", "tiers"), 0),
     **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
     **dict.fromkeys(("zero", "optim", "precision", "pipeline"), 2),  # the techniques, which never import each other
     **dict.fromkeys(("data_parallel", "offload", "activations"), 2),
@@ -49,9 +49,9 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     ("launch", "supervise"),  # a rank ends with the process that started it
     *(("cli", "simulate_command"), ("simulate_command", "report")),
     *(("cli", f"{name}_command") for name in ("run", "launch", "checkpoint", "export")),
-    *((name, "rehearsal") for name in ("comm", "mesh")),
-    *(("rehearsal", name) for name in ("transport", "shared")),
-    *(("comm", "counts"), ("link", "counts"), ("rehearsal", "link"), ("tiers", "ledger")),
+    ("mesh", "platform"),
+    *(("platform", name) for name in ("transport", "shared", "tiers", "ledger")),
+    *(("comm", "counts"), ("link", "counts"), ("platform", "link"), ("tiers", "ledger")),
     *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
     *((name, "rendezvous") for name in ("comm", "mesh")),
     *(("mesh", "lock"), ("mesh", "tiers"), ("mesh", "leases"), ("comm", "leases")),

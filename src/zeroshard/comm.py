@@ -28,10 +28,9 @@ from zeroshard.counts import Purpose as Purpose
 from zeroshard.errors import CommError
 from zeroshard.leases import ABANDONED
 from zeroshard.mesh import Mesh
-from zeroshard.rehearsal import Nobody, stand_in
 from zeroshard.rendezvous import SHORTEST, give_up
-from zeroshard.shared import Signal, share
-from zeroshard.transport import Arrival, Network, Scratch, Shared
+from zeroshard.shared import Signal
+from zeroshard.transport import Arrival, Scratch, Shared
 from zeroshard.watch import PATIENCE, Watch
 
 REMEMBERED = 32  # messages per channel whose names a rank can still tell
@@ -148,8 +147,7 @@ class Comm:
         self.digests = {"gather": 0, "reduce": 0}
         self.session = 0
         self.shared: Shared | None = None
-        place = (mesh.rank, mesh.ranks, mesh.device)
-        self._network = Network(*place) if mesh.rehearsal is None else Nobody(*place, mesh.rehearsal)
+        self._network = mesh.platform.network(mesh.rank, mesh.ranks, mesh.device)
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
         self._watch: Watch | None = None
@@ -169,10 +167,7 @@ class Comm:
             why it cannot be, or None.
         """
         mesh = self.mesh
-        if mesh.rehearsal is not None:
-            found = stand_in(mesh.rehearsal, mesh.rank, mesh.ranks)
-        else:
-            found = share(mesh.rank, mesh.ranks, self.agree_on, nbytes)
+        found = mesh.platform.share(mesh.rank, mesh.ranks, self.agree_on, nbytes)
         if isinstance(found, str):
             return found
         self.shared = Shared(found)
@@ -273,19 +268,15 @@ class Comm:
 
     def _spread(self, frame: bytes, label: str) -> list[bytes]:
         """Every rank's `frame`, which must be equally long on all ranks."""
-        if self.mesh.rehearsal is not None:
-            self.mesh.rehearsal.begin("gather", len(frame) * self.mesh.ranks).wait()
-            return [frame] * self.mesh.ranks
-        mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-        everyone = torch.empty(self.mesh.ranks * len(frame), dtype=torch.uint8)
         place = self._place("control", label)
-        count = self.counts[Purpose.CONTROL]
-        self._add(count, everyone, 0, sent=True)
         with self._naming(place):
-            work = dist.all_gather_single(everyone, mine, group=self._groups["control"], async_op=True)
-        Pending(self, work, place, count).wait()
-        blob = everyone.numpy().tobytes()
-        return [blob[i : i + len(frame)] for i in range(0, len(blob), len(frame))]
+            work, everyone = self._network.words(frame, self._groups["control"])
+        if work is not None:
+            count = self.counts[Purpose.CONTROL]
+            nbytes = len(frame) * self.mesh.ranks
+            self._count(count, nbytes, nbytes, sent=True)
+            Pending(self, work, place, count).wait()
+        return everyone()
 
     def wait(self, work: dist.Work, place: Place) -> None:
         """Wait for `work`, looking for the reason when it takes long."""
@@ -379,11 +370,14 @@ class Comm:
         return place
 
     def _add(self, count: Count, full: torch.Tensor, padding: int, sent: bool) -> None:
-        ranks = self.mesh.ranks
-        count.elements += full.numel() - padding
+        self._count(count, full.numel() - padding, full.nbytes, sent)
         count.padding += padding
-        count.nbytes += full.nbytes
-        count.sent_nbytes += full.nbytes * (ranks - 1) // ranks if sent else 0
+
+    def _count(self, count: Count, elements: int, nbytes: int, sent: bool) -> None:
+        ranks = self.mesh.ranks
+        count.elements += elements
+        count.nbytes += nbytes
+        count.sent_nbytes += nbytes * (ranks - 1) // ranks if sent else 0
         count.calls += 1
 
     def _naming(self, place: Place) -> "_Naming":

@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from zeroshard.errors import BudgetExceeded, PlanError
 from zeroshard.leases import Lease, is_open, lease, roll_call
 from zeroshard.lock import Owner
+from zeroshard.platform import REAL, Platform
 from zeroshard.pulse import Pulse
-from zeroshard.rehearsal import Rehearsal
 from zeroshard.rendezvous import connect, give_up, limit_waits, naming, wait_for_all
 from zeroshard.tiers import find_rooms
 
@@ -55,7 +55,7 @@ class Mesh:
         failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
         timeout: seconds that a collective may wait before it is an error.
         pulse: where this rank says what it does, for its supervisor; None without one.
-        rehearsal: set where the other ranks do not exist and are imagined.
+        platform: this machine, or one that is rehearsed.
         lease: keeps the groups ([Note: leases]).
     """
 
@@ -69,7 +69,7 @@ class Mesh:
     failures: Store | None = None
     timeout: float = 300.0
     pulse: Pulse | None = None
-    rehearsal: Rehearsal | None = None
+    platform: Platform = REAL
     lease: Lease | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,8 +81,8 @@ class Mesh:
             raise PlanError(f"Rank {self.rank} is outside a mesh of {self.ranks} ranks; ranks count from 0.")
 
     def now(self) -> float:
-        """Seconds of a clock that the processes of a machine share; in a rehearsal, of its own."""
-        return time.monotonic() if self.rehearsal is None else self.rehearsal.now()
+        """Seconds of the platform's clock."""
+        return self.platform.now()
 
 
 SHARED: dict[float, Mesh] = {}  # by their timeouts
@@ -257,12 +257,11 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     members = next(part for part in parts if mesh.rank in part)
     if max(map(len, parts)) == 1:
         alone = Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
-        return replace(alone, rehearsal=mesh.rehearsal)
-    if mesh.rehearsal is not None:
-        rank = members.index(mesh.rank)
-        part = mesh.rehearsal.part(members)
-        return Mesh(rank, len(members), mesh.device, timeout=mesh.timeout, rehearsal=part)
-    assert mesh.gathers is not None and mesh.store is not None
+        return replace(alone, platform=mesh.platform)
+    if mesh.gathers is None:  # there are no process groups to make others from
+        rank, platform = members.index(mesh.rank), mesh.platform.part(members)
+        return Mesh(rank, len(members), mesh.device, timeout=mesh.timeout, platform=platform)
+    assert mesh.store is not None
     world = [dist.get_global_rank(mesh.gathers, rank) for rank in members]
     patience = timedelta(seconds=mesh.timeout + 30.0)
 

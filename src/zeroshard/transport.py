@@ -104,6 +104,13 @@ class Network:
         work: dist.Work = dist.all_to_all_single(into, out, receives, sends, group=group, async_op=True)
         return work
 
+    def words(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
+        """Start to send every rank a frame, equally long on all; the second result gives all, once they are there."""
+        mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        everyone = torch.empty(self._ranks * len(frame), dtype=torch.uint8)
+        work = dist.all_gather_single(everyone, mine, group=group, async_op=True)
+        return work, lambda: [part.numpy().tobytes() for part in everyone.split(len(frame))]
+
     def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
         """Start to overwrite `tensor` with that of rank `source`."""
         work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=source, async_op=True)

@@ -24,8 +24,8 @@ from planner.rehearsed import punctual
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.engine import below
 from zeroshard.link import Eager
+from zeroshard.platform import real
 
 FOLDER = Path(__file__).parent / "golden"
 STEPS, ROWS = 4, 24
@@ -122,7 +122,7 @@ def record(mesh: zs.Mesh, name: str, folder: str) -> dict[str, Any]:
     disk = {key: f"{folder}/disk" if value == "DISK" else value for key, value in options.items()}
     plan = zs.Plan(**disk)
     # A thread's copies end when they end: what is lent in the meantime would not be the same each time.
-    with patch.object(below, "executor_of", lambda *_: Eager()), punctual():
+    with patch.object(real, "executor_of", lambda *_: Eager()), punctual():
         engine = _engine(mesh, model, optimizer, plan, seed=mesh.rank)
         seen = _train(engine, range(STEPS))
         seen["actions"] = _actions(engine)

@@ -11,8 +11,8 @@ from engine.models import batch, build
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.engine import below
 from zeroshard.link import Eager, Executor, Latest, Shuffled, Worker
+from zeroshard.platform import real
 
 EXECUTORS: dict[str, Callable[[torch.device, float], Executor]] = {
     "eager": lambda device, timeout: Eager(),
@@ -33,11 +33,11 @@ IN_MEMORY = {
 @contextmanager
 def executing(name: str) -> Iterator[None]:
     """Let engines that are made inside use an executor."""
-    before, below.executor_of = below.executor_of, EXECUTORS[name]
+    before, real.executor_of = real.executor_of, EXECUTORS[name]
     try:
         yield
     finally:
-        below.executor_of = before
+        real.executor_of = before
 
 
 def in_memory(plan: zs.Plan) -> zs.Plan:

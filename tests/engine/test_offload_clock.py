@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.counts import UPDATE, Purpose
-from zeroshard.engine import below
 from zeroshard.link import Modelled, Task
-from zeroshard.rehearsal import Clock
+from zeroshard.platform import Clock, real
 
 DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP
 ACTIVATIONS_DOWN, ACTIVATIONS_UP = Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP
@@ -41,7 +40,7 @@ class Clocked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Seconds, **plan: Any) -> None:
         self.clock = Clock()
         executor: Callable[..., Modelled] = lambda device, timeout: Modelled(self.clock, self._task)  # noqa: E731
-        monkeypatch.setattr(below, "executor_of", executor)
+        monkeypatch.setattr(real, "executor_of", executor)
         self._seconds = seconds
         model = Blocks()
         self.engine = zs.Engine(model, ADAMW, zs.Plan(**{"offload": "optimizer", **plan}))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
-from zeroshard.engine import below as below_engine
 from zeroshard.errors import PlanError
 from zeroshard.link import Eager
 from zeroshard.offload.moments import code_map
@@ -24,6 +23,7 @@ from zeroshard.planner.rehearse import Rehearsed, Task, rehearse
 from zeroshard.planner.result import Found
 from zeroshard.planner.search import search
 from zeroshard.planner.words import describe, short
+from zeroshard.platform import real
 from zeroshard.train.gpt import GPT
 
 ROWS, MIB, GIB = 16, 2**20, 2**30
@@ -70,7 +70,7 @@ def quick(rows: int = 1) -> Task:
 def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str) -> dict[str, Any]:
     """Train for real; bytes by category on all tiers, traffic, and the peak of all that torch allocated."""
     # The pool of a thread depends on how fast the thread is.
-    with patch.object(below_engine, "executor_of", lambda *_: Eager()), punctual():
+    with patch.object(real, "executor_of", lambda *_: Eager()), punctual():
         for signed in (True, False):
             code_map(signed)  # tables that a process makes once
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -127,8 +127,9 @@ def test_every_tier_to_the_byte_the_traffic_and_the_peak(pool: Pool, case: tuple
         assert found.peak_bytes + below == pytest.approx(real[rank]["peak"], rel=bar)
 
 
-def test_states_on_the_disk_are_counted_and_no_file_is_made(tmp_path: Path) -> None:
-    there = {**STATES, "offload_disk": str(tmp_path / "made")}
+@pytest.mark.parametrize("plan", [STATES, {**STREAMED, "offload_disk_parameters": True}], ids=["states", "all"])
+def test_what_is_on_the_disk_is_counted_and_no_file_is_made(tmp_path: Path, plan: dict[str, Any]) -> None:
+    there = {**plan, "offload_disk": str(tmp_path / "made")}
     found = rehearsed(there)
     assert not (tmp_path / "made").exists()
     real = run(zs.Mesh(), there, "adamw")

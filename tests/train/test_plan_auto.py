@@ -17,7 +17,7 @@ from zeroshard.errors import ConfigError, PlanError
 from zeroshard.mesh import Mesh
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.result import Found
-from zeroshard.rehearsal import Rehearsal
+from zeroshard.platform import Rehearsal
 from zeroshard.report import write_report
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
@@ -101,7 +101,7 @@ def test_stages_leave_the_rows_of_a_step_as_they_are(
     found = Found((prediction(plan, ranks=4, batch=6),), (), 1, 0.1)
     tasks = []
     monkeypatch.setattr(planning, "best_plans", lambda task, *rest: tasks.append(task) or found)
-    mesh = Mesh(0, 4, rehearsal=Rehearsal(range(4)))
+    mesh = Mesh(0, 4, platform=Rehearsal(range(4)))
     config = parse(TrainConfig, [*words, "--plan", "auto", "--batch", "4", "--transport", "network"], "train")
     chosen, outlook = plan_ahead(config, mesh)
     assert tasks[0].rows == 16 == 8 * 2  # two lanes of two stages each

@@ -1,7 +1,7 @@
 """What an engine has below its device: host memory, a disk, the link to them, and which units live there."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -9,18 +9,17 @@ import torch
 
 from zeroshard.errors import OptimizerError, PlanError
 from zeroshard.ledger import Category, Ledger
-from zeroshard.link import Executor, Link, Modelled, Span, Worker
+from zeroshard.link import Link, Span
 from zeroshard.mesh import Mesh, local_ranks
 from zeroshard.offload.host_adam import stands_for
 from zeroshard.offload.moments import BLOCK
 from zeroshard.offload.slices import Form, HostSlice, Shadows
 from zeroshard.plan import Plan
-from zeroshard.tiers import Disk, HostMemory, ImaginedDisk, find_rooms
+from zeroshard.tiers import Disk, HostMemory, Room
 from zeroshard.units import Flat, Unit
 
 PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning
 SPARED = 4  # of the host memory that is free at the start, the part that shadow pages may take
-executor_of: Callable[[torch.device, float], Executor] = Worker  # tests put others in its place
 
 
 class Below:
@@ -36,16 +35,12 @@ class Below:
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
         self._plan, self._mesh = plan, mesh
-        rehearsal = mesh.rehearsal
-        self.host = HostMemory(ledger, mesh.device, make=None if rehearsal is None else rehearsal.below)
-        executor = executor_of(mesh.device, plan.timeout)
-        if rehearsal is not None:
-            executor = Modelled(rehearsal.clock, rehearsal.task_seconds)
-        self.link = Link(executor, mesh.now)
+        platform = mesh.platform
+        self.host = platform.host(ledger, mesh.device)
+        self.link = Link(platform.executor(mesh.device, plan.timeout), mesh.now)
         self.disk: Disk | None = None
         if plan.offload_disk is not None:
-            rehearsed = rehearsal is not None
-            self.disk = ImaginedDisk(ledger) if rehearsed else Disk(Path(plan.offload_disk), ledger, plan.timeout)
+            self.disk = platform.disk(Path(plan.offload_disk), ledger, plan.timeout)
         reason = stands_for(optimizer)
         self.adam = reason is None
         wanted = [name for name, off in (("offload_disk", None), ("delayed_update", False), ("offload_moments", "fp32"))
@@ -55,13 +50,12 @@ class Below:
                 f"{wanted[0]}={getattr(plan, wanted[0])!r} is for the host's own Adam, and {reason}. Use "
                 f"torch.optim.AdamW or Adam as they are, or leave {wanted[0]} out."
             )
-        guesses = plan.speculate and rehearsal is None
-        self.shadows = Shadows(self.host, _spare(local_ranks() or mesh.ranks) // SPARED if guesses else 0)
+        spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
+        self.shadows = Shadows(self.host, spare // SPARED if plan.speculate else 0)
 
     def parameter_slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
         """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""
-        on_disk = self._plan.offload_disk_parameters and self.disk is not None and self._mesh.rehearsal is None
-        tier: HostMemory | Disk = self.disk if on_disk and self.disk is not None else self.host
+        tier = self.disk if self._plan.offload_disk_parameters and self.disk is not None else self.host
         return tier.slab(numel, dtype, Category.PARAMETERS, label, padding)
 
     @property
@@ -92,10 +86,9 @@ class Below:
                 kept = 4 + {"fp32": states, "bf16": 4, "8bit": 2}[plan.offload_moments]
                 nbytes += (each + (kept if self.disk is None else 0)) * parameter.numel() // ranks
                 on_disk += kept * parameter.numel() // ranks
-        if self._mesh.rehearsal is None:
-            self.host.check_room(nbytes, "What is offloaded", local_ranks() or ranks)
-            if self.disk is not None and on_disk > PROBED:
-                _warn_if_slow(self.disk, on_disk)
+        self.host.check_room(nbytes, "What is offloaded", local_ranks() or ranks)
+        if self.disk is not None and on_disk > PROBED:
+            _warn_if_slow(self.disk, on_disk)
 
     def slice_of(self, flat: Flat, numel: int, padding: int) -> HostSlice:
         """The home of a slice [numel] of a flat."""
@@ -118,9 +111,9 @@ def _warn_if_slow(disk: Disk, nbytes: int) -> None:
         )
 
 
-def _spare(ranks: int) -> int:
+def _spare(rooms: Sequence[Room], ranks: int) -> int:
     """Bytes of host memory that each of the machine's ranks may still take."""
-    return min((room.nbytes // (ranks if room.shared else 1) for room in find_rooms()), default=0)
+    return min((room.nbytes // (ranks if room.shared else 1) for room in rooms), default=0)
 
 
 def units_below(units: Sequence[Unit], share: float) -> set[int]:

@@ -67,10 +67,10 @@ def check_machine(mesh: Mesh, nbytes: int, what: str) -> None:
     Raises:
         BudgetExceeded: with the limit that is met first.
     """
-    if mesh.device.type != "cpu" or mesh.rehearsal is not None:
+    if mesh.device.type != "cpu":
         return
     ranks = local_ranks() or mesh.ranks
-    for room in sorted(find_rooms(), key=lambda room: room.nbytes):
+    for room in sorted(mesh.platform.rooms(), key=lambda room: room.nbytes):
         count = ranks if room.shared else 1
         if nbytes * count > room.nbytes:
             each = f" on each of {count} ranks" if count > 1 else ""

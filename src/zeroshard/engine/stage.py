@@ -200,7 +200,7 @@ def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Calla
         weights: list[float] = []
         if plan.balance == "parameters":
             weights = [sum(p.numel() for p in layer.parameters.values()) for layer in chain.layers]
-        elif world.mesh.rank == 0 or world.mesh.rehearsal is not None:
+        elif world.mesh.platform.decides(world.mesh.rank):
             with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing here
                 costs = measure(model, chain, forward, world.mesh.device, now=world.mesh.now)
             weights = [cost.forward_seconds + cost.backward_seconds for cost in costs]

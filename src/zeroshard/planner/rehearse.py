@@ -31,7 +31,7 @@ from zeroshard.planner.result import TEMPORARIES, Span
 from zeroshard.planner.shallow import Look, look_at
 from zeroshard.planner.tracker import Tracker
 from zeroshard.planner.workspaces import beside_results
-from zeroshard.rehearsal import Clock, Rehearsal
+from zeroshard.platform import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
 
 ALIKE = 3  # microbatches from which on every further one costs the same
@@ -179,8 +179,7 @@ def rehearse(
             below=tracker.make_below,
         )
         with tracker, tracker.resizing():
-            mesh = Mesh(rank, ranks, rehearsal=rehearsal)
-            stage = _Stage(task, plan, rows, mesh, tracker)
+            stage = _Stage(task, plan, rows, Mesh(rank, ranks, platform=rehearsal), tracker)
             rehearsed = stage.run()
         return stage.timed(rehearsed) if timed else rehearsed
 
@@ -193,10 +192,10 @@ class _Stage:
         self._batch = task.batch(rows)
         example = task.batch(max(1, rows // plan.microbatches)) if plan.pipelined else None
         model = task.build()
-        assert mesh.rehearsal is not None
-        self._clock, self._timed, self._last = mesh.rehearsal.clock, mesh.rehearsal.measured, 0.0
+        assert isinstance(mesh.platform, Rehearsal)
+        self._clock, self._timed, self._last = mesh.platform.clock, mesh.platform.measured, 0.0
         whole = replace(plan, device_memory=None, delayed_warmup=min(plan.delayed_warmup, SETTLED))
-        if mesh.rehearsal.values:  # which mean nothing
+        if mesh.platform.values:  # which mean nothing
             whole = replace(whole, nonfinite="ignore", loss_scale=1.0 if plan.scales_loss else "auto")
         self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
         self._updating = False

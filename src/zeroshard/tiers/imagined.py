@@ -1,10 +1,14 @@
 """A disk in a rehearsal: its extents are counted, no file is made, and nothing is written or read."""
 
+from collections.abc import Callable
+
 import torch
 
 from zeroshard.ledger import Category, Ledger
 from zeroshard.tiers.disk import Disk, Extent
 from zeroshard.tiers.host import in_pages
+
+Make = Callable[[int, torch.dtype], torch.Tensor]  # so many elements, zeroed
 
 
 class ImaginedDisk(Disk):
@@ -12,10 +16,11 @@ class ImaginedDisk(Disk):
 
     Args:
         ledger: holds every extent, in whole pages; what the last page does not need is padding.
+        make: makes so many elements that are only counted.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._end = ledger, 0
+    def __init__(self, ledger: Ledger, make: Make) -> None:
+        self._ledger, self._make, self._end = ledger, make, 0
         self._entries: list[tuple[Category, int, str, int]] = []
 
     def reserve(self, nbytes: int, category: Category, label: str, padding: int = 0) -> Extent:
@@ -31,6 +36,15 @@ class ImaginedDisk(Disk):
         extent = Extent(self._end, nbytes, label)
         self._end += size
         return extent
+
+    def slab(self, numel: int, dtype: torch.dtype, category: Category, label: str, padding: int = 0) -> torch.Tensor:
+        """A new 1-D tensor of `numel` elements, of which `padding` elements hold nothing.
+
+        Raises:
+            BudgetExceeded: the budget cannot hold it.
+        """
+        self.reserve(numel * dtype.itemsize, category, label, padding * dtype.itemsize)
+        return self._make(numel, dtype)
 
     def write(self, extent: Extent, tensor: torch.Tensor) -> None:
         """Nothing."""

@@ -19,10 +19,7 @@ def add_mean(comm: Comm, into: torch.Tensor, copies: list[torch.Tensor], arena: 
     at_once = apart and not add and into.dtype == sums
     chunk = CHUNK if into.device.type == "cpu" else LAUNCH
     scratch = None if at_once else arena.take(min(chunk, into.numel()), sums, "sum over ranks")
-    rehearsal = comm.mesh.rehearsal
-    if rehearsal is not None and not rehearsal.values:  # which need not see every addition
-        rehearsal.compute((len(copies) + 1) * copies[0].nbytes + into.nbytes, len(copies) + 1)
-    else:
+    if not comm.mesh.platform.skips((len(copies) + 1) * copies[0].nbytes + into.nbytes, len(copies) + 1):
         _sum(into, copies, chunk, scratch, add)
     if scratch is not None:
         arena.give(scratch)

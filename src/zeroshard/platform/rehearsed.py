@@ -13,12 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zeroshard.link import Task
+from zeroshard.ledger import Ledger
+from zeroshard.link import Executor, Modelled, Task
+from zeroshard.platform.real import Platform
 from zeroshard.shared import SharedMemory, Signal
+from zeroshard.tiers import Disk, HostMemory, ImaginedDisk, Room
 from zeroshard.transport import Arrival, Group, Network, Scratch, Sizes
 
 WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes, the ranks that take part
@@ -71,8 +76,8 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """That a mesh is rehearsed, and how.
+class Rehearsal(Platform):
+    """The platform of one rank whose peers do not exist.
 
     Attributes:
         members: the ranks of the mesh by their numbers in the whole world.
@@ -105,6 +110,42 @@ class Rehearsal:
     def now(self) -> float:
         """Seconds of the clock, or of CPU time."""
         return time.process_time() if self.measured else self.clock.now
+
+    def network(self, rank: int, ranks: int, device: torch.device) -> Network:
+        """One on which nobody is."""
+        return Nobody(rank, ranks, device, self)
+
+    def share(
+        self, rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int
+    ) -> SharedMemory | str:
+        """Memory to share with nobody, or why there is none."""
+        return OwnMemory(rank, ranks, self) if self.shares else "the ranks are taken to be on different machines"
+
+    def decides(self, rank: int) -> bool:
+        """There is no other."""
+        return True
+
+    def skips(self, nbytes: int, operations: int) -> bool:
+        """On tensors without values; the clock goes on all the same."""
+        if not self.values:
+            self.compute(nbytes, operations)
+        return not self.values
+
+    def rooms(self) -> list[Room]:
+        """The machine that is rehearsed is another one, whose memory the planner knows."""
+        return []
+
+    def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
+        """Memory that is only counted."""
+        return HostMemory(ledger, device, make=self.below)
+
+    def disk(self, folder: Path, ledger: Ledger, timeout: float) -> Disk:
+        """A disk that is only counted."""
+        return ImaginedDisk(ledger, self.below)
+
+    def executor(self, device: torch.device, timeout: float) -> Executor:
+        """Tasks on the clock of the rehearsal."""
+        return Modelled(self.clock, self.task_seconds)
 
     def begin(self, operation: str, nbytes: int) -> dist.Work:
         """Put a collective onto the wire; on real CPUs its time is the CPU's, and nothing hides it."""
@@ -150,6 +191,11 @@ class Nobody(Network):
         """Copies of what is here."""
         self._rehearsal.fill(into, out)
         return Imagined(self._rehearsal.clock)
+
+    def words(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
+        """As if every rank said the same; over at once, and not counted."""
+        self._rehearsal.begin("gather", len(frame) * self._ranks).wait()
+        return None, lambda: [frame] * self._ranks
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
         """As if the source had what this rank has."""
@@ -221,10 +267,3 @@ class Imagined(dist.Work):
         """Let the time pass."""
         self._clock.wait_until(self._end)
         return True
-
-
-def stand_in(rehearsal: Rehearsal, rank: int, ranks: int) -> SharedMemory | str:
-    """Memory to share with nobody, or why there is none."""
-    if not rehearsal.shares:
-        return "the ranks are taken to be on different machines"
-    return OwnMemory(rank, ranks, rehearsal)

@@ -1,0 +1,74 @@
+"""This machine as it is: its clock, network, shared and host memory, disks, and the threads that serve them."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.ledger import Ledger
+from zeroshard.link import Executor, Worker
+from zeroshard.shared import SharedMemory, share
+from zeroshard.tiers import Disk, HostMemory, Room, find_rooms
+from zeroshard.transport import Network
+
+executor_of: Callable[[torch.device, float], Executor] = Worker  # tests put others in its place
+
+
+class Platform:
+    """What a rank finds around it. `Rehearsal` overrides what is not there."""
+
+    def now(self) -> float:
+        """Seconds of a clock that the processes of a machine share."""
+        return time.monotonic()
+
+    def part(self, ranks: Sequence[int]) -> "Platform":
+        """That of a mesh of some of the ranks."""
+        return self
+
+    def network(self, rank: int, ranks: int, device: torch.device) -> Network:
+        """How tensors get from rank to rank."""
+        return Network(rank, ranks, device)
+
+    def share(
+        self, rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int
+    ) -> SharedMemory | str:
+        """Memory that all ranks share, or why there is none; a collective call.
+
+        Args:
+            agree_on: gives every rank's value, in rank order.
+            nbytes: how much will be needed.
+        """
+        return share(rank, ranks, agree_on, nbytes)
+
+    def decides(self, rank: int) -> bool:
+        """Whether it is this rank's word that counts, where one speaks for all."""
+        return rank == 0
+
+    def skips(self, nbytes: int, operations: int) -> bool:
+        """Whether operations on so many bytes, whose results do not matter, need not be carried out."""
+        return False
+
+    def rooms(self) -> list[Room]:
+        """The limits of this process's memory."""
+        return find_rooms()
+
+    def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
+        """The memory of the host, below the device."""
+        return HostMemory(ledger, device)
+
+    def disk(self, folder: Path, ledger: Ledger, timeout: float) -> Disk:
+        """A file in a folder.
+
+        Raises:
+            OffloadError: no file can be made there.
+        """
+        return Disk(folder, ledger, timeout)
+
+    def executor(self, device: torch.device, timeout: float) -> Executor:
+        """What carries out copies between tiers and jobs of the host."""
+        return executor_of(device, timeout)
+
+
+REAL = Platform()
