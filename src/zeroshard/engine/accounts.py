@@ -11,7 +11,7 @@ import torch
 from zeroshard.comm import Count, Purpose
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Stage, Whole
 from zeroshard.ledger import Category, Ledger
 from zeroshard.plan import Plan
 from zeroshard.tiers import in_pages
@@ -121,9 +121,8 @@ class TrafficTable(_Table[TrafficRow]):
         return next(row for row in self.rows if row.purpose == purpose)
 
 
-def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, stage: Stage | None) -> MemoryTable:
+def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, stage: Stage | Whole) -> MemoryTable:
     """The formula and the ledger, tier by tier and category by category; what ranks share counts in equal parts."""
-    versions = stage.versions if stage else 1
     zero = StateBytes(*[Fraction(0)] * 4)
     planned, padding = dict.fromkeys(TIERS, zero), dict.fromkeys(TIERS, zero)
     for shard in assembly.all_shards:
@@ -133,14 +132,14 @@ def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, sta
             states = _with_sums(state_bytes(numel, ranks, plan.zero, each, frozen), numel, shard, plan, ranks)
             if shard.parameters.common:
                 states = replace(states, parameters=Fraction(numel * each.parameter, ranks))
-            older = 0 if frozen else numel * each.parameter * (versions - 1)
+            older = 0 if frozen else numel * each.parameter * (stage.versions - 1)
             sums["device"] += _on_device(states, shard, plan) + _parameters(older)
         for piece in _pieces_below(shard, assembly, plan):
             kept = Fraction(piece.nbytes * index.numel, index.padded_numel)
             planned[piece.tier] += replace(zero, **{piece.field: kept})
             padding[piece.tier] += replace(zero, **{piece.field: piece.held - kept})
     for borrowed in assembly.borrowed.values():
-        copies = (stage.borrowed_versions if stage else 1) * borrowed.numel * borrowed.dtype.itemsize
+        copies = stage.borrowed_versions * borrowed.numel * borrowed.dtype.itemsize
         planned["device"] += replace(_parameters(copies), gradients=Fraction(borrowed.gradient.nbytes))
     rows = []
     for tier, category in itertools.product(TIERS, Category):

@@ -13,7 +13,7 @@ from zeroshard.engine.below import Below, units_below
 from zeroshard.engine.fitting import Fitting
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.refused import check_machine
-from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
@@ -25,7 +25,7 @@ from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.schedule import Loan
-from zeroshard.units import Flat, Unit, find_units, is_small
+from zeroshard.units import Flat, Unit, is_small
 from zeroshard.zero import Accumulation, Gatherer, GradientShards, ParameterShards, Residency
 from zeroshard.zero.formulas import BytesPerParameter
 
@@ -111,7 +111,7 @@ class Assembly:
 class Assembler:
     """Builds an `Assembly`: materialises unit by unit, and keeps of each unit what the plan says."""
 
-    def __init__(self, model: nn.Module, plan: Plan, groups: Groups, ledger: Ledger, stage: Stage | None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, groups: Groups, ledger: Ledger, stage: Stage | Whole) -> None:
         self._stage = stage
         self._groups, comm = groups, groups.slices
         self._model, self._plan, self._comm, self._ledger = model, plan, comm, ledger
@@ -129,9 +129,7 @@ class Assembler:
         _refuse_used(torch_optimizer)
         groups = _group_of(torch_optimizer, self._model)
         kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
-        stage = self._stage
-        units = stage.units if stage else find_units(self._model, self._plan.units)
-        skip = stage.skipped_modules if stage else set()
+        units, skip = self._stage.units, self._stage.skipped_modules
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         self._below = Below(self._plan, self._comm.mesh, self._ledger, torch_optimizer) if self._plan.offloads else None
         going = units_below(units, self._plan.offload_share) if "optimizer" in self._plan.offloads else set()
@@ -159,7 +157,9 @@ class Assembler:
                 shards[-1].append(shard)
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
-        borrowed = self._keep_stage(stage, units, materialiser, kept) if stage else {}
+        borrowed = self._stage.let_go(
+            units, materialiser.real, lambda p: self._precision.dtype_of(p, p in kept), self._ledger
+        )
         self._place_buffers(skip)
         self._comm.agree(b"", "weights are in place")
         spans.adopt()
@@ -183,7 +183,7 @@ class Assembler:
             sum(p.numel() * self._precision.dtype_of(p, p in kept).itemsize for p in unit.parameters.values())
             for unit in units
         ]
-        if self._stage is None:
+        if self._stage.pipeline is None:
             numel = sum(p.numel() for unit in units for p in unit.parameters.values())
             trained = sum(p.numel() for unit in units for p in unit.parameters.values() if p in groups)
             width = sum(sizes) // max(1, numel)
@@ -233,37 +233,6 @@ class Assembler:
         if reason is not None and plan.transport == "shared":
             raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 
-    def _keep_stage(
-        self, stage: Stage, units: list[Unit], materialiser: Materialiser, kept: set[nn.Parameter]
-    ) -> dict[Loan, Borrowed]:
-        """Borrow what other stages own and leave the rest of the model on the meta device, without its storage."""
-        device, chain = self._comm.mesh.device, stage.chain
-        real = {name: materialiser.real(p) for layer in chain.layers for name, p in layer.parameters.items()}
-        names = {name: self._precision.dtype_of(p, p in kept) for layer in chain.layers
-                 for name, p in layer.parameters.items()}  # fmt: skip
-        borrowed = {}
-        for loan, lent in stage.loans.items():
-            if loan.borrower % stage.pipeline.layout.stages == stage.number:
-                sites = [list(chain.sites(real[name])) for name in lent]
-                values = [nn.Parameter(real[name].detach().to(device, names[name])) for name in lent]
-                borrowed[loan] = Borrowed(values, sites, self._ledger)
-        here = {id(materialiser.real(p)) for unit in units for p in unit.parameters.values()}
-        lent_names = {name for loan in borrowed for name in stage.loans[loan]}
-        for name, parameter in real.items():
-            if id(parameter) in here:
-                continue
-            if not parameter.is_meta:  # whoever holds the parameter itself must not keep the values alive
-                parameter.data = torch.zeros((), dtype=parameter.dtype).to(parameter.device).expand(parameter.shape)
-            if name in lent_names:
-                continue
-            for module, attribute in list(chain.sites(parameter)):
-                absent = torch.empty(parameter.shape, dtype=names[name], device="meta")
-                if module in chain.frames:  # its forward runs here, and must find a tensor
-                    absent = torch.full((), float("nan"), dtype=names[name], device=device).expand(parameter.shape)
-                module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
-        chain.standins.forget()
-        return borrowed
-
     def _kinds(
         self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
     ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
@@ -288,12 +257,12 @@ class Assembler:
         has_master = flat.trainable and (flat.dtype.itemsize < 4 or below)
         if has_master or parameters.sliced or _precise(flat) != flat.dtype:
             values = torch.zeros(index.padded_numel, dtype=_precise(flat), device=self._comm.mesh.device)
-            self._fill(values, flat, keyed, self._source)
+            self._fill(values, flat, keyed, self._groups.alike)
             parameters.load(values)
         else:
             values = parameters.full
             if not parameters.common or rank == 0:
-                self._fill(values, flat, keyed, self._groups.replicas if parameters.common else self._source)
+                self._fill(values, flat, keyed, self._groups.replicas if parameters.common else self._groups.alike)
             flat.attach()
         owned = parameters.own if self._residency.slice_states else parameters.full
         padding, home = index.padding_in(start, stop), None
@@ -324,11 +293,6 @@ class Assembler:
         padding = flat.index.padding_in(*flat.index.interval(self._comm.mesh.rank))
         return HostGradients(*self._below.parts, numel, dtype, flat.label, padding, self._plan.delayed_update)
 
-    @property
-    def _source(self) -> Comm:
-        """Whose rank 0 has the initial values: of the world, or of this stage's replicas."""
-        return self._comm if self._stage else self._groups.world
-
     def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, comm: Comm | None) -> None:
         """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of `comm`."""
         for number, parameter in enumerate(flat.parameters):
@@ -349,7 +313,7 @@ class Assembler:
                     module._buffers[name] = torch.empty_like(buffer, device="meta")
                     continue
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
-                self._source.broadcast(placed, f"buffer {name}")
+                self._groups.alike.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
 
 

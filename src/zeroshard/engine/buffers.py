@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Piece, Reader
-from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import CheckpointError
 from zeroshard.mesh import Mesh
 
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 class Buffers:
     """The persistent buffers of one rank's model, by their names in its state dict."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, stage: Stage | None) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, stage: Stage | Whole) -> None:
         self._model, self._mesh, self._stage = model, mesh, stage
         self._made = {name: _shape(buffer) for name, _, _, buffer in self._all()}
 
@@ -38,20 +38,19 @@ class Buffers:
 
     def stages(self) -> dict[str, int]:
         """The stage to which each belongs; 0 without a pipeline."""
-        stage = self._stage
-        return {name: stage.home_of(module, last) if stage else 0 for name, module, last, _ in self._all()}
+        return {name: self._stage.home_of(module, last) for name, module, last, _ in self._all()}
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's copies, for a checkpoint ([Note: whose buffer])."""
         home = self.stages()
         for name, buffer in self.here():
-            if self._stage is None or home[name] == self._stage.number:
+            if home[name] == self._stage.number:
                 yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer.contiguous())
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of buffers that are not as they were when the engine was made."""
         home = self.stages()
-        mine = [e for e in self._all() if self._stage is None or home[e[0]] == self._stage.number]
+        mine = [e for e in self._all() if home[e[0]] == self._stage.number]
         other = {name: _shape(b) for name, _, _, b in mine if self._made.get(name) != _shape(b)}
         return {
             "made": {name: self._made.get(name) for name, shape in other.items() if shape is not None},
@@ -82,7 +81,7 @@ class Buffers:
             if there is None:
                 _set(module, last, None, registered=name in self._made)
                 continue
-            copy = self._stage.copy_of(home.get(name, 0)) if self._stage else self._mesh.rank
+            copy = self._stage.copy_of(home.get(name, 0))
             values = reader.whole(f"buffer:{name}", copy if same_ranks else 0).view(there)
             if buffer is not None and tuple(buffer.shape) == there:
                 buffer.copy_(values)
@@ -91,11 +90,8 @@ class Buffers:
                 _set(module, last, values.to(self._mesh.device, dtype), registered=True)
 
     def _skips(self, module: nn.Module, buffer: torch.Tensor | None) -> bool:
-        """Whether a module runs on other stages alone."""
-        if self._stage is None or module in self._stage.chain.everywhere:
-            return False
-        runs_here = any(module in top.modules() for layer in self._stage.layers for top in layer.modules)
-        return not runs_here if buffer is None else buffer.is_meta
+        """Whether a module, which may have had such a buffer, runs on other stages alone."""
+        return self._stage.is_elsewhere(module) if buffer is None else buffer.is_meta
 
     def _misfit(self, reader: Reader, name: str, there: Shape | None, buffer: torch.Tensor | None) -> str:
         has = "no such buffer" if there is None else str(there)

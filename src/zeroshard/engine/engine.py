@@ -97,15 +97,15 @@ class Engine(Readings):
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
-        self._stage = self._cut(example)
-        self._groups = Groups.of(self.plan, self.mesh, self._stage)
+        self._stage = make_stage(model, self.plan, self.mesh, example, self._run)
+        self._groups = Groups.of(self.plan, self._stage)
         self.world, self.comm = self._groups.world, self._groups.slices
         tied = tied_names(model)
         assembler = Assembler(model, self.plan, self._groups, self.ledger, self._stage)
         self._assembly = assembler.assemble(optimizer, initialise)
         self._gatherer = self._assembly.gatherer(self.comm)
         self._backward = Backward(
-            self._assembly, self._gatherer, self.comm, self.plan.scales_loss, explicit=self._stage is not None
+            self._assembly, self._gatherer, self.comm, self.plan.scales_loss, explicit=self.plan.pipelined
         )
         self._judge = Judge(self.plan)
         self._offloaded = Offloaded.of(self._assembly, self.plan, self._judge, self.comm.mesh.ranks)
@@ -117,7 +117,7 @@ class Engine(Readings):
         self._update = Update(self._assembly, self._backward, self._groups, self._offloaded, writes)
         self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
-        self._pipelined = self._make_pipelined() if self._stage else None
+        self._pipelined = self._make_pipelined(self._stage) if isinstance(self._stage, Stage) else None
         self._counts = {}
         self.exposed: Mapping[str, float] = {}
         self.steps = self.skipped = 0
@@ -125,7 +125,7 @@ class Engine(Readings):
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         writes.watch()
         self._assembly.optimizer.guard(self._update.discard)
-        guard(model, self._assembly, self._forward, self._stage is not None)
+        guard(model, self._assembly, self._forward, self.plan.pipelined)
         self._reset_counts()
 
     @told
@@ -152,7 +152,7 @@ class Engine(Readings):
 
         A loss that is not finite counts, in the next `step`, as a gradient that is not.
         """
-        self._refuse_pipeline("backward")
+        self._stage.refuse("backward")
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
@@ -187,14 +187,14 @@ class Engine(Readings):
         Args:
             norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
         """
-        self._refuse_pipeline("clip_grad_norm")
+        self._stage.refuse("clip_grad_norm")
         norm = self._update.norm(self.steps, norm_type) / self.loss_scale
         self._judge.clip = (max_norm, norm)
         return norm
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Limit every element of the gradients to [-clip_value, clip_value] now; a collective call."""
-        self._refuse_pipeline("clip_grad_value")
+        self._stage.refuse("clip_grad_value")
         self._update.clip_values(self.steps, clip_value * self.loss_scale)
 
     @told
@@ -205,7 +205,7 @@ class Engine(Readings):
             NonFiniteError: gradients are not finite and the plan says `nonfinite="raise"`.
             CommError: the ranks did different things, or a rank is gone. PlanError: no rank has any gradient.
         """
-        self._refuse_pipeline("step")
+        self._stage.refuse("step")
         if self._forward.writes.allowed:
             raise PlanError(
                 "engine.step() was called inside `with engine.gathered():`, at whose end the gathered copies become "
@@ -268,7 +268,7 @@ class Engine(Readings):
         Raises:
             PlanError: ranks wrote different values; or the call is inside of the model's forward under stage 3.
         """
-        self._refuse_pipeline("gathered")
+        self._stage.refuse("gathered")
         if self._forward.writes.allowed and writer is None:
             return nullcontext()  # inside of another such context, which takes everything over
         if self._forward.writes.allowed:
@@ -286,7 +286,7 @@ class Engine(Readings):
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         self.flush()
-        if self._stage is not None:
+        if isinstance(self._stage, Stage):
             return whole_state_dict(self.model, self._stage, self._state.buffers)
         if self._gatherer is not None and "parameters" in self.plan.offloads and not self._forward.writes.allowed:
             self._takes_apart = True
@@ -351,7 +351,7 @@ class Engine(Readings):
         if self._judge.scaler and facts["loss_scale"]:
             self._judge.scaler.load(facts["loss_scale"])
         last = facts.get("last_update", {})
-        self._judge.load(last.get(str(self._stage.number if self._stage else 0), next(iter(last.values()), None)))
+        self._judge.load(last.get(str(self._stage.number), next(iter(last.values()), None)))
         extra: dict[str, Any] = facts["extra"]
         return extra
 
@@ -388,28 +388,22 @@ class Engine(Readings):
 
     def _make_schedule(self) -> Schedule:
         """This rank's list for one step; with one stage, gradient accumulation."""
-        if self._stage is not None:
-            return self._stage.pipeline.step(self._stage.rank)
+        if self._stage.pipeline is not None:
+            return self._stage.pipeline.step(self.mesh.rank)
         plan = self.plan
         alone = Pipeline("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
         actions = with_gathers(alone.step(0)) if self._gatherer else alone.step(0)
         verify([actions])
         return actions
 
-    def _cut(self, example: Any) -> Stage | None:
-        if not self.plan.pipelined:
-            return None
-        return make_stage(self.model, self.plan, self.mesh, example, self._run)
-
     def _run(self, batch: Any) -> torch.Tensor:
         """The model's loss on a microbatch."""
         return self._loss(call_with(self.model, batch), batch)
 
-    def _make_pipelined(self) -> Pipelined:
-        assert self._stage is not None
+    def _make_pipelined(self, stage: Stage) -> Pipelined:
         if self.plan.streams:
-            watch_versions(self._stage, self._assembly, self._backward, self.ledger)
-        parts = (self._stage, self._assembly, self._backward, self._update, self._judge)
+            watch_versions(stage, self._assembly, self._backward, self.ledger)
+        parts = (stage, self._assembly, self._backward, self._update, self._judge)
         return Pipelined(*parts, self.plan, self._run)
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
@@ -429,13 +423,6 @@ class Engine(Readings):
     def _reset_counts(self) -> None:
         for comm in self._groups.all:
             comm.reset()
-
-    def _refuse_pipeline(self, what: str) -> None:
-        if self._stage is not None:
-            raise PlanError(
-                f"engine.{what}() is for models in one stage, and this one is cut into {self.plan.stages}: use "
-                f"engine.train_step(batch) to train and engine.state_dict() to take the weights out."
-            )
 
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._offloaded is not None:

@@ -8,9 +8,9 @@ groups once per step, a slice each.
 from dataclasses import dataclass
 
 from zeroshard.comm import Comm
-from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import PlanError
-from zeroshard.mesh import Mesh, part_of
+from zeroshard.mesh import part_of
 from zeroshard.plan import Plan
 
 
@@ -20,35 +20,37 @@ class Groups:
 
     Attributes:
         world: all ranks that train.
+        alike: those that have the same parameters: the replicas of a stage.
         slices: those among which each flat buffer is sliced.
         replicas: those that hold the same slice as this rank, one in each group; None where there is one group.
     """
 
     world: Comm
+    alike: Comm
     slices: Comm
     replicas: Comm | None = None
 
     @classmethod
-    def of(cls, plan: Plan, mesh: Mesh, stage: Stage | None) -> "Groups":
+    def of(cls, plan: Plan, stage: Stage | Whole) -> "Groups":
         """The groups that a plan asks for; a collective call.
 
         Raises:
             PlanError: the ranks do not divide into groups.
         """
-        if stage is not None:
-            return cls(stage.world, Comm(stage.mesh))
-        world, size = Comm(mesh), plan.shard_ranks or mesh.ranks
+        world, mesh = stage.world, stage.mesh
+        alike = world if mesh is world.mesh else Comm(mesh)
+        size = plan.shard_ranks or mesh.ranks
         if mesh.ranks % size:
             raise PlanError(
                 f"{mesh.ranks} ranks do not divide into groups of shard_ranks={size}; start a multiple of {size} ranks."
             )
         if size == mesh.ranks:
-            return cls(world, world)
+            return cls(world, alike, alike)
         blocks = [range(first, first + size) for first in range(0, mesh.ranks, size)]
         strides = [range(place, mesh.ranks, size) for place in range(size)]
-        return cls(world, Comm(part_of(mesh, blocks, "slices")), Comm(part_of(mesh, strides, "replicas")))
+        return cls(world, alike, Comm(part_of(mesh, blocks, "slices")), Comm(part_of(mesh, strides, "replicas")))
 
     @property
     def all(self) -> list[Comm]:
         """Each group once."""
-        return list(dict.fromkeys(comm for comm in (self.slices, self.world, self.replicas) if comm is not None))
+        return list(dict.fromkeys(comm for comm in (self.slices, self.world, self.alike, self.replicas) if comm))

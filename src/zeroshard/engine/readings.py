@@ -16,7 +16,7 @@ from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge
 from zeroshard.engine.offloading import Guesses, Offloaded
 from zeroshard.engine.pipelined import Pipelined
-from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Stage, Whole
 from zeroshard.engine.state import State
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Event, Ledger
@@ -40,7 +40,7 @@ class Readings:
     _judge: Judge
     _offloaded: Offloaded | None
     _pipelined: Pipelined | None
-    _stage: Stage | None
+    _stage: Stage | Whole
     _state: State
 
     @property
@@ -73,39 +73,38 @@ class Readings:
     @property
     def lane(self) -> int:
         """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""
-        return self._stage.lane if self._stage else self.mesh.rank
+        return self._stage.lane
 
     @property
     def lanes(self) -> int:
         """How many batches, one per lane, make up a step."""
-        return self._stage.lanes if self._stage else self.mesh.ranks
+        return self._stage.lanes
 
     @property
     def knows_loss(self) -> bool:
         """Whether `train_step` returns the loss here: everywhere, but on the last stage if nothing flushes."""
-        return self._stage is None or not self.plan.streams or self._stage.is_last
+        return not self.plan.streams or self._stage.is_last
 
     @property
     def reports(self) -> bool:
         """Whether this is the one rank that is to speak for all: it knows the loss."""
-        if self._stage is None or not self.plan.streams:
-            return self.mesh.rank == 0
-        return self._stage.is_last and self._stage.mesh.rank == 0
+        place = self._stage.mesh if self.plan.streams else self.mesh
+        return self.knows_loss and place.rank == 0
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The lists of all ranks, where the model is cut into stages."""
-        return self._stage.pipeline if self._stage else None
+        return self._stage.pipeline
 
     @property
     def layers(self) -> list[str]:
         """The names of the layers on this rank, where the model is cut into stages."""
-        return [layer.name for layer in self._stage.layers] if self._stage else []
+        return [layer.name for layer in self._stage.layers]
 
     @property
     def split(self) -> tuple[str, ...]:
         """The layers with which the chunks after the first begin; a plan with this `split` cuts the model alike."""
-        return self._stage.split if self._stage else ()
+        return self._stage.split
 
     @property
     def checkpoint_nbytes(self) -> int:

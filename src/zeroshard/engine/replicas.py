@@ -13,7 +13,7 @@ import torch
 
 from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import DivergenceError
 
 CHUNK = 2**24  # bytes on the host at a time
@@ -52,7 +52,7 @@ class Copies:
         return copies
 
 
-def check_replicas(assembly: Assembly, groups: Groups, stage: Stage | None) -> None:
+def check_replicas(assembly: Assembly, groups: Groups, stage: Stage | Whole) -> None:
     """Compare what must be the same on several ranks: a collective call of all ranks that train.
 
     Full parameters at the stages that keep them; with groups of ranks, slices from group to group; and what the
@@ -85,16 +85,14 @@ def check_replicas(assembly: Assembly, groups: Groups, stage: Stage | None) -> N
     )
 
 
-def _sets(groups: Groups, stage: Stage | None, slices: int) -> Iterator[tuple[list[int], slice]]:
+def _sets(groups: Groups, stage: Stage | Whole, slices: int) -> Iterator[tuple[list[int], slice]]:
     """Ranks of the world that have the same, and which of their flats."""
-    if stage is not None:
-        layout = stage.pipeline.layout
-        yield from ((list(layout.members(number)), slice(0, None)) for number in range(layout.stages))
-        return
-    ranks, size = groups.world.mesh.ranks, groups.slices.mesh.ranks
-    if groups.replicas is not None:
-        yield from ((list(range(place, ranks, size)), slice(0, slices)) for place in range(size))
-    yield from ((list(range(first, first + size)), slice(slices, None)) for first in range(0, ranks, size))
+    for members in stage.parts:
+        size = len(members)
+        if groups.replicas is not None:
+            size = groups.slices.mesh.ranks
+            yield from ((members[place::size], slice(0, slices)) for place in range(size))
+        yield from ((members[first : first + size], slice(slices, None)) for first in range(0, len(members), size))
 
 
 def _compare(ranks: list[int], answers: list[dict[str, int]]) -> Iterator[str]:

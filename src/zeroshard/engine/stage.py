@@ -1,11 +1,14 @@
-"""A pipeline stage: which layers this rank has, what it shares with other stages, and who its replicas are."""
+"""The stage of a rank: which layers it has, what it shares with other stages, and who its replicas are.
+
+There is always one: `Whole` is that of a model which is not cut.
+"""
 
 import time
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,18 +16,80 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.comm import Comm
 from zeroshard.errors import ModelError, PlanError
+from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh, part_of
 from zeroshard.pipeline.balance import balance
+from zeroshard.pipeline.borrowed import Borrowed
 from zeroshard.pipeline.chain import Chain, Layer
 from zeroshard.pipeline.deferred import Deferral
 from zeroshard.pipeline.measure import measure
 from zeroshard.plan import Plan
 from zeroshard.schedule import Loan, Pipeline, verify
 from zeroshard.schedule.orders import warm_up
-from zeroshard.units import Unit
+from zeroshard.units import Unit, find_units
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
+DtypeOf = Callable[[nn.Parameter], torch.dtype]
 VERIFIED_STEPS = 3  # of a schedule that never flushes
+
+
+class Whole:
+    """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
+
+    number, is_last, versions, borrowed_versions = 0, True, 1, 1
+    facts: ClassVar[list[Any]] = [1, 1, None]
+    layers: tuple[Layer, ...] = ()
+    split: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+        self._model, self._plan, self.mesh, self.world = model, plan, mesh, Comm(mesh)
+        self.skipped_modules: set[nn.Module] = set()
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the model."""
+        return find_units(self._model, self._plan.units)
+
+    @property
+    def lanes(self) -> int:
+        """One per rank."""
+        return self.mesh.ranks
+
+    @property
+    def lane(self) -> int:
+        """This rank's own."""
+        return self.mesh.rank
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """All ranks."""
+        return [list(range(self.mesh.ranks))]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter is in a unit."""
+        return {}
+
+    def home_of(self, module: nn.Module, name: str) -> int:
+        """There is one stage."""
+        return 0
+
+    def copy_of(self, stage: int) -> int:
+        """Each rank has buffers of its own."""
+        return self.mesh.rank
+
+    def is_elsewhere(self, module: nn.Module) -> bool:
+        """Nothing is."""
+        return False
+
+    def let_go(
+        self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
+    ) -> dict[Loan, Borrowed]:
+        """There is nothing to let go of, nor to borrow."""
+        return {}
+
+    def refuse(self, what: str) -> None:
+        """All methods of an engine are for it."""
 
 
 @dataclass(slots=True)
@@ -113,6 +178,75 @@ class Stage:
         """The first layer of every chunk after the first, by name."""
         return tuple(self.chain.layers[first].name for first in self.firsts[1:-1])
 
+    @property
+    def facts(self) -> list[Any]:
+        """Stages, chunks and replicas, as a checkpoint tells them."""
+        layout = self.pipeline.layout
+        return [layout.stages, layout.chunks, list(layout.replicas)]
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """The ranks of each stage."""
+        layout = self.pipeline.layout
+        return [list(layout.members(number)) for number in range(layout.stages)]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters of all stages."""
+        return {name: tuple(p.shape) for layer in self.chain.layers for name, p in layer.parameters.items()}
+
+    def is_elsewhere(self, module: nn.Module) -> bool:
+        """Whether a module runs on other stages alone."""
+        if module in self.chain.everywhere:
+            return False
+        return not any(module in top.modules() for layer in self.layers for top in layer.modules)
+
+    def let_go(
+        self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
+    ) -> dict[Loan, Borrowed]:
+        """Borrow what other stages own, and leave the rest of the model on the meta device, without its storage.
+
+        Args:
+            units: of this rank.
+            real: what stands for a parameter of the model now.
+            dtype: of computation, of a parameter.
+        """
+        device, chain = self.mesh.device, self.chain
+        named = {name: p for layer in chain.layers for name, p in layer.parameters.items()}
+        dtypes, made = {name: dtype(p) for name, p in named.items()}, {name: real(p) for name, p in named.items()}
+        borrowed = {}
+        for loan, lent in self.loans.items():
+            if loan.borrower % self.pipeline.layout.stages == self.number:
+                sites = [list(chain.sites(made[name])) for name in lent]
+                values = [nn.Parameter(made[name].detach().to(device, dtypes[name])) for name in lent]
+                borrowed[loan] = Borrowed(values, sites, ledger)
+        here = {id(real(p)) for unit in units for p in unit.parameters.values()}
+        lent_names = {name for loan in borrowed for name in self.loans[loan]}
+        for name, parameter in made.items():
+            if id(parameter) in here:
+                continue
+            if not parameter.is_meta:  # whoever holds the parameter itself must not keep the values alive
+                parameter.data = torch.zeros((), dtype=parameter.dtype).to(parameter.device).expand(parameter.shape)
+            if name in lent_names:
+                continue
+            for module, attribute in list(chain.sites(parameter)):
+                absent = torch.empty(parameter.shape, dtype=dtypes[name], device="meta")
+                if module in chain.frames:  # its forward runs here, and must find a tensor
+                    absent = torch.full((), float("nan"), dtype=dtypes[name], device=device).expand(parameter.shape)
+                module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
+        chain.standins.forget()
+        return borrowed
+
+    def refuse(self, what: str) -> None:
+        """Refuse a method of an engine that is for models in one stage.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            f"engine.{what}() is for models in one stage, and this one is cut into {self.pipeline.layout.stages}: use "
+            f"engine.train_step(batch) to train and engine.state_dict() to take the weights out."
+        )
+
     def home_of(self, module: nn.Module, name: str) -> int:
         """The stage to which a buffer belongs: the one that runs its module."""
         return self.chunk_of_layer(self.chain.home_of(module, name)) % self.pipeline.layout.stages
@@ -128,8 +262,8 @@ class Stage:
         return bisect_right(self.firsts[:-1], layer) - 1
 
 
-def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run) -> Stage:
-    """Cut `model` for this rank; a collective call.
+def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run) -> Stage | Whole:
+    """This rank's part of `model`; a collective call.
 
     Args:
         example: one microbatch, as `train_step` will cut them.
@@ -138,6 +272,8 @@ def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run)
     Raises:
         ModelError: no chain, or too few blocks. PlanError: the ranks do not fit the stages.
     """
+    if not plan.pipelined:
+        return Whole(model, plan, mesh)
     pipeline = plan.pipeline(mesh.ranks)
     if example is None:
         raise PlanError("A pipeline is cut on an example: pass Engine(..., example=one microbatch).")

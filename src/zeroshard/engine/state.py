@@ -17,7 +17,7 @@ from zeroshard.engine.buffers import Buffers, merged_facts
 from zeroshard.engine.facts import check_facts, plain, unfit
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.restoring import WAY_OUT, Saved
-from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
 from zeroshard.offload.moments import Blockwise
@@ -35,10 +35,10 @@ class State:
         assembly: Assembly,
         groups: Groups,
         ledger: Ledger,
-        stage: Stage | None = None,
-        tied: dict[str, str] | None = None,
+        stage: Stage | Whole,
+        tied: dict[str, str],
     ) -> None:
-        self._tied = tied or {}
+        self._tied = tied
         self._model, self._assembly, self._comm, self._stage = model, assembly, groups.slices, stage
         self._world = groups.world
         self.buffers = Buffers(model, groups.world.mesh, stage)
@@ -167,8 +167,8 @@ class State:
             **facts,
             "optimizer": {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars},
             "gradient_layouts": layouts,
-            "last_update": {str(self._stage.number if self._stage else 0): facts["last_update"]},
-            "cut": self._cut,
+            "last_update": {str(self._stage.number): facts["last_update"]},
+            "cut": self._stage.facts,
             "buffers": self.buffers.facts(),
             "tied": self._tied,
             "config": _config(self._model),
@@ -181,7 +181,7 @@ class State:
         self._check_shapes(reader)
         saved = self._checked(reader)
         mesh = self._world.mesh
-        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._cut)
+        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._stage.facts)
         if same_layout:
             missing = sorted({"torch", "python", "numpy"} - set(reader.names("rng")))
             if missing:
@@ -257,10 +257,7 @@ class State:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters of the model, those of other stages included."""
         mine = {e.name: tuple(e.shape) for s in self._assembly.all_shards for e in s.flat.index.entries}
-        if self._stage is not None:
-            layers = self._stage.chain.layers
-            mine |= {name: tuple(p.shape) for layer in layers for name, p in layer.parameters.items()}
-        return mine
+        return mine | self._stage.shapes()
 
     def _buffer_shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
         """The shapes of all buffers of the model; None for those that no state dict holds."""
@@ -328,11 +325,6 @@ class State:
     def _state(self, span: Span) -> dict[str, Any]:
         state: dict[str, Any] = self._assembly.optimizer.optimizer.state.get(span.tensor, {})
         return state
-
-    @property
-    def _cut(self) -> list[Any]:
-        layout = self._stage.pipeline.layout if self._stage else None
-        return [layout.stages, layout.chunks, list(layout.replicas)] if layout else [1, 1, None]
 
 
 @contextmanager
