@@ -303,10 +303,6 @@ class Plan:
                 "transport='shared' and stages do not combine: pipelines keep older weights of their own. Leave "
                 "transport='auto', which sends them through torch.distributed."
             )
-        if self.shard_ranks is not None:
-            raise PlanError(
-                "shard_ranks and stages do not combine: the replicas of a stage slice among themselves. Leave it out."
-            )
         check(self.schedule, Layout(self.replicas or (1,) * self.stages, self.chunks), self.microbatches)
         if self.zero == 3:
             raise PlanError(
@@ -359,11 +355,20 @@ class Plan:
                         f"{name}={getattr(self, name)!r} is for offloaded optimizer states; set offload='optimizer'."
                     )
             return
-        if self.zero == 0 or self.pipelined or self.shard_ranks is not None:
-            found = "zero=0" if self.zero == 0 else f"stages={self.stages}" if self.pipelined else "shard_ranks"
+        if self.zero == 0:
             raise PlanError(
-                f"offload='optimizer' and {found} do not combine: what goes down is each rank's own slice of the whole "
-                f"model. Use zero=1, 2 or 3 without stages and shard_ranks, on one device too."
+                "offload='optimizer' and zero=0 do not combine: each rank's own slice is updated below its device, and "
+                "zero=0 has none. Use zero=1, 2 or 3, on one device too."
+            )
+        if self.streams:
+            raise PlanError(
+                f"offload='optimizer' and schedule={self.schedule!r} do not combine: updates below the device end with "
+                f"a step, and this schedule has no step's end. Use schedule='1f1b', or another that flushes."
+            )
+        if self.delayed_update and self.pipelined:
+            raise PlanError(
+                f"delayed_update=True and stages={self.stages} do not combine: stages would go on from weights of "
+                f"unlike ages. Leave delayed_update out: a stage's update runs beside what other stages still compute."
             )
         if not isinstance(self.offload_share, (int, float)) or not 0 < self.offload_share <= 1:
             raise PlanError(f"offload_share is {self.offload_share!r}; it must be a number above 0 and at most 1.")

@@ -26,6 +26,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "adamw", {"zero": 0, "schedule": "gpipe", **CUT}),
     (2, "sgd", {"zero": 0, "schedule": "pipedream", **CUT}),
     (2, "adamw", {"zero": 0, "schedule": "2bw", **CUT}),
+    (4, "adamw", {"zero": 2, "shard_ranks": 1, "clip_norm": 1.0, **CUT}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
 

@@ -100,7 +100,7 @@ class Executor:
             Kind.DROP: self._drop,
             Kind.REPAY: self.loans.repay,
             Kind.COLLECT: self.loans.collect,
-            Kind.LEND: self.loans.lend,
+            Kind.LEND: self._lend,
             Kind.BORROW: self.loans.borrow,
         }
 
@@ -340,6 +340,10 @@ class Executor:
             self._backward.expect()
             self._update.consume()
             self._decided = False
+
+    def _lend(self, action: Action) -> None:
+        self._update.finish()
+        self.loans.lend(action)
 
     def _drop(self, action: Action) -> None:
         for shard in self._shards_of[action.chunk]:

@@ -40,10 +40,12 @@ class Groups:
         world, mesh = stage.world, stage.mesh
         alike = world if mesh is world.mesh else Comm(mesh)
         size = plan.shard_ranks or mesh.ranks
-        if mesh.ranks % size:
-            raise PlanError(
-                f"{mesh.ranks} ranks do not divide into groups of shard_ranks={size}; start a multiple of {size} ranks."
-            )
+        for members in stage.parts:
+            if plan.shard_ranks and len(members) % size:
+                raise PlanError(
+                    f"{len(members)} ranks{stage.called} do not divide into groups of shard_ranks={size}; start a "
+                    f"multiple of {size} ranks{stage.called}."
+                )
         if size == mesh.ranks:
             return cls(world, alike, alike)
         blocks = [range(first, first + size) for first in range(0, mesh.ranks, size)]

@@ -37,6 +37,7 @@ class Whole:
     """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
 
     number, is_last, versions, borrowed_versions = 0, True, 1, 1
+    called = ""
     facts: ClassVar[list[Any]] = [1, 1, None]
     layers: tuple[Layer, ...] = ()
     split: tuple[str, ...] = ()
@@ -177,6 +178,11 @@ class Stage:
     def split(self) -> tuple[str, ...]:
         """The first layer of every chunk after the first, by name."""
         return tuple(self.chain.layers[first].name for first in self.firsts[1:-1])
+
+    @property
+    def called(self) -> str:
+        """What a sentence about its ranks adds."""
+        return " of a stage"
 
     @property
     def facts(self) -> list[Any]:

@@ -53,7 +53,7 @@ class Update:
         writes: Writes,
     ) -> None:
         self._assembly, self._backward, self._groups = assembly, backward, groups
-        self._comm = groups.slices if groups.replicas is None else groups.world
+        self._comm = groups.alike
         self._shards = [shard for shard in assembly.all_shards if shard.gradients is not None]
         self._settled: tuple[int, Settled] | None = None
         self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
@@ -75,8 +75,7 @@ class Update:
         if self._settled is not None and self._settled[0] == self._backward.count:
             return self._settled[1]
         self._step = step
-        if self.offloaded is not None:
-            self.offloaded.finish()
+        self.finish()
         words = self._agree(step)
         left = sorted({unit for word in words for unit in word.unreduced})
         if left:
@@ -208,6 +207,11 @@ class Update:
         if self.offloaded is not None:
             self.offloaded.start(later, factor, self._step)
         self._assembly.optimizer.account()
+
+    def finish(self) -> None:
+        """Have the weights of all updates that were begun on the device."""
+        if self.offloaded is not None:
+            self.offloaded.finish()
 
     def skip(self, shards: Sequence[Shard]) -> None:
         """Count a new version of these shards' weights that is the same as the last."""

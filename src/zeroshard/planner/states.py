@@ -1,6 +1,6 @@
 """Model states by the formulas alone, to leave out plans before a rehearsal. Predictions never come from here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
@@ -49,10 +49,9 @@ def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
     """What the states take at least on every rank; under stage 3 with the largest unit gathered."""
     width = 4 if plan.precision == "fp32" else 2
     each = BytesPerParameter(width, width, 0 if width == 4 else 4, sizes.state_bytes)
-    if plan.pipelined:  # the stage with most holds at least an equal part
-        each_stage = Fraction(sizes.trainable + sizes.frozen, plan.stages)
-        return ceil(state_bytes(each_stage, ranks // plan.stages, plan.zero, each).total)
-    slices = plan.shard_ranks or ranks
+    # The stage with most holds at least an equal part.
+    sizes = replace(sizes, trainable=sizes.trainable // plan.stages, frozen=sizes.frozen // plan.stages)
+    slices = plan.shard_ranks or ranks // plan.stages
     if "optimizer" in plan.offloads:
         return _least_with_offload(sizes, plan, slices, each)
     states = state_bytes(sizes.trainable, slices, plan.zero, each).total

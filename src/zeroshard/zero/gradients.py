@@ -399,6 +399,8 @@ class GradientShards:
         comm.gather(padded, own, purpose, label, padding).wait()
         total.copy_(padded[: total.numel()])
         self._reduced = True
+        if self.sink is not None:
+            self.sink.changed()
         if self._ranks == 1:
             self.written = bytearray(b"\1" * len(self.written))  # what another group wrote is here now
         for used in (padded, exchange.scratch):

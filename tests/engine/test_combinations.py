@@ -1,0 +1,158 @@
+"""Techniques that meet: slices in groups and offloaded states in the stages of a pipeline, and the two together."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.models import OPTIMIZERS, batch, build
+from engine.offloaded import EXECUTORS, executing, in_memory
+from engine.test_pipelines import plain
+from pool import Pool
+from torch import Tensor
+
+import zeroshard as zs
+from zeroshard.errors import PlanError
+
+STEPS, ROWS = 4, 16
+TWO = {"stages": 2, "microbatches": 4, "balance": "parameters"}
+STATES = {"offload": "optimizer", "transport": "network"}
+STREAMED = {"offload": "optimizer,parameters", "zero": 3, "transport": "network"}
+GROUPS = {"shard_ranks": 2, "transport": "network"}
+
+Case = tuple[int, str, dict[str, Any]]  # ranks, model, plan
+OFFLOADED: dict[str, Case] = {
+    "naive": (2, "TiedFive", {**TWO, **STATES, "schedule": "naive", "zero": 1}),
+    "gpipe": (2, "TiedFive", {**TWO, **STATES, "schedule": "gpipe", "zero": 2}),
+    "1f1b, tied, clipped": (2, "TiedFive", {**TWO, **STATES, "zero": 1, "clip_norm": 0.5}),
+    "1f1b, replicas": (4, "TiedFive", {**TWO, **STATES, "zero": 2, "clip_norm": 0.5}),
+    "zb-h1, replicas": (4, "Deep", {**TWO, **STATES, "schedule": "zb-h1", "zero": 1, "offload_share": 0.5}),
+    "interleaved": (2, "DeepTied", {**TWO, **STATES, "schedule": "interleaved", "chunks": 2, "zero": 2}),
+    "bf16": (2, "TiedFive", {**TWO, **STATES, "zero": 2, "precision": "bf16"}),
+    "fp16": (2, "TiedFive", {**TWO, **STATES, "zero": 2, "precision": "fp16", "loss_scale_initial": 2.0**20}),
+    "uneven": (3, "Deep", {**TWO, **STATES, "replicas": (2, 1), "zero": 1}),
+    "groups": (4, "Plain", {**STATES, **GROUPS, "zero": 2, "clip_norm": 0.5}),
+    "groups, several reductions": (4, "Tied", {**STATES, **GROUPS, "zero": 1, "microbatches": 2}),
+    "groups, stage 3": (4, "Plain", {**STATES, **GROUPS, "zero": 3, "microbatches": 2}),
+    "groups, streamed": (4, "Tied", {**STREAMED, **GROUPS, "clip_norm": 0.5}),
+}
+STAGES_OF_GROUPS: dict[str, Case] = {
+    "1f1b": (8, "TiedFive", {**TWO, **GROUPS, "zero": 1, "clip_norm": 0.5}),
+    "zb-h1": (8, "Deep", {**TWO, **GROUPS, "zero": 2, "schedule": "zb-h1"}),
+    "offloaded": (8, "TiedFive", {**TWO, **GROUPS, **STATES, "zero": 2, "clip_norm": 0.5}),
+}
+
+
+@pytest.fixture(scope="module")
+def cube() -> Iterator[Pool]:
+    """Eight workers: two stages of two groups of two ranks."""
+    workers = Pool(8, (8,), apart=False)
+    yield workers
+    workers.stop()
+
+
+def make(mesh: zs.Mesh, model: str, plan: zs.Plan, seed: int) -> zs.Engine:
+    example = (batch(0, 0, 1, 1), 0) if plan.pipelined else None
+    return zs.Engine(build(model, seed), OPTIMIZERS["adamw"], plan, mesh=mesh, example=example)
+
+
+def train(mesh: zs.Mesh, model: str, plan: zs.Plan, executor: str, folder: str = "") -> Any:
+    """Losses, norms and final weights of four steps; a checkpoint where a folder is given. Formulas are checked."""
+    with executing(executor):
+        engine = make(mesh, model, plan, seed=mesh.rank)
+        losses, norms = [], []
+        for step in range(STEPS):
+            result = engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step))
+            losses.append(result.loss.item())
+            norms.append(result.grad_norm)
+        check_formulas(engine)
+        if folder:
+            engine.save(folder, wait=True)
+        return losses, norms, engine.state_dict()
+
+
+def check_formulas(engine: zs.Engine) -> None:
+    """Raise unless the ledger and the wire have what the formulas say."""
+    for row in engine.memory():
+        if row.planned_bytes is not None and row.padding_bytes is not None:
+            assert row.planned_bytes + row.padding_bytes == row.measured_bytes, row
+    for line in engine.traffic():
+        assert line.planned_elements in (None, line.measured_elements), line
+
+
+def load(mesh: zs.Mesh, model: str, plan: zs.Plan, folder: str) -> dict[str, Tensor]:
+    """The weights that an engine under another plan takes from a checkpoint."""
+    engine = make(mesh, model, plan, seed=7)
+    engine.load(folder)
+    return engine.state_dict()
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
+
+
+def close(run: list[Any], model: str, clip: float | None) -> None:
+    """Raise unless the mean of the ranks' losses, and the weights, are those of a plain loop."""
+    losses, _, weights = plain(model, "adamw", (ROWS,) * STEPS, clip)
+    mean = [sum(column) / len(run) for column in zip(*(mine[0] for mine in run), strict=True)]
+    assert mean == pytest.approx(losses, rel=1e-5)
+    for _, _, found in run:
+        for name, wanted in weights.items():
+            assert (found[name] - wanted).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -> None:
+    ranks, model, options = OFFLOADED[name]
+    plan = zs.Plan(**options)
+    executor = list(EXECUTORS)[list(OFFLOADED).index(name) % len(EXECUTORS)]
+    found = pool.run(train, ranks, model, plan, executor, str(tmp_path / "a"))
+    wanted = pool.run(train, ranks, model, in_memory(plan), "eager")
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine[0] == theirs[0]
+        assert [repr(norm) for norm in mine[1]] == [repr(norm) for norm in theirs[1]]
+        assert same(mine[2], theirs[2])
+    if plan.precision == "fp32":
+        close(found, model, plan.clip_norm)
+    for others, other in ((1, zs.Plan(zero=0)), (2, zs.Plan(**STREAMED))):
+        for weights in pool.run(load, others, model, other, str(tmp_path / "a")):
+            assert all(
+                weights[key].equal(value) for key, value in found[0][2].items() if value.dtype == weights[key].dtype
+            )
+
+
+@pytest.mark.parametrize("name", STAGES_OF_GROUPS)
+def test_groups_of_ranks_in_stages(cube: Pool, pool: Pool, tmp_path: Path, name: str) -> None:
+    ranks, model, options = STAGES_OF_GROUPS[name]
+    plan = zs.Plan(**options)
+    found = cube.run(train, ranks, model, plan, "latest", str(tmp_path / "a"))
+    close(found, model, plan.clip_norm)
+    for _, _, weights in found[1:]:
+        assert same(weights, found[0][2])
+    (weights,) = pool.run(load, 1, model, zs.Plan(zero=0), str(tmp_path / "a"))
+    assert same(weights, found[0][2])
+
+
+def test_groups_that_do_not_divide_a_stage_are_refused(pool: Pool) -> None:
+    for error in pool.run(refused, 4, zs.Plan(**TWO, zero=1, shard_ranks=3)):
+        assert error == (
+            "2 ranks of a stage do not divide into groups of shard_ranks=3; start a multiple of 3 ranks of a stage."
+        )
+
+
+def refused(mesh: zs.Mesh, plan: zs.Plan) -> str:
+    with pytest.raises(PlanError) as caught:
+        make(mesh, "Five", plan, seed=0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"schedule": "2bw"}, "schedule='2bw' do not combine"),
+        ({"delayed_update": True}, "delayed_update=True and stages=2 do not combine"),
+    ],
+)
+def test_what_has_no_end_of_a_step_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        zs.Plan(**TWO, zero=1, offload="optimizer", **options)
