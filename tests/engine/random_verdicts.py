@@ -16,6 +16,9 @@ from torch import Tensor
 import zeroshard as zs
 
 BLOCKS = {"Five": 5, "TiedFive": 5, "Thrifty": 5, "Spiked": 5, "Deep": 12, "DeepTied": 12}  # that can be emulated
+NOISY = (
+    0.005  # of the elements, those with such tiny gradients that Adam makes rounding visible; wrong versions move all
+)
 
 
 @dataclass(frozen=True)
@@ -257,20 +260,28 @@ def _against_emulation(emulated: Asynchronous, case: Case, answers: list[dict[st
     emulation = Emulation(emulated)
     evaluations = emulation.play()
     wanted = emulation.weights()
+    few, start = emulated.more["precision"] == "bf16", _initial(case.model, None)
+    rtol = 1e-2 if few else 1e-5
     for rank, answer in enumerate(answers):
-        losses = [value for word, (_, value) in _entries(answer["log"], "loss") if word]
+        losses = [value for _, (_, value) in _entries(answer["log"], "loss")]
         expected = [emulation.mean_loss(number, rank) for number in range(len(losses))] if losses[0] is not None else []
         for number, (found, value) in enumerate(zip(losses, expected, strict=False)):
-            if not _near(found, value, 1e-5):
+            if not _near(found, value, rtol):
                 return [f"rank {rank}: the loss of step {number} is {found} and the equations' {value}"]
         for (_, (lane, found)), values in zip(_entries(answer["log"], "evaluation"), evaluations, strict=True):
-            if not _near(found, values[lane], 1e-5):
+            if not _near(found, values[lane], rtol):
                 return [f"rank {rank}: an evaluation is {found} and the equations' {values[lane]}"]
-        weights = answer["log"][-1][1]
-        for name, value in wanted.items():
-            apart = (weights[name].float() - value.float()).abs()
-            if (apart > 1e-5 + 1e-5 * value.float().abs()).any():
-                return [f"rank {rank}: {name} is off by {apart.max():.3g} from the equations"]
+        apart = {name: (answer["log"][-1][1][name].float() - value.float()).abs() for name, value in wanted.items()}
+        worst = max(apart, key=lambda name: float(apart[name].max()))
+        told = f"rank {rank}: {worst} is off by {float(apart[worst].max()):.3g} from the equations"
+        if few:  # rounding of the clipped gradients decides bits of 16, and those of later ones
+            moved = _norm([value.float() - start[name] for name, value in wanted.items()])
+            if _norm(list(apart.values())) > 0.3 * moved + _norm(list(wanted.values())) * 2**-8:
+                return [told]
+            continue
+        far = sum(int((apart[name] > 1e-5 + 1e-5 * value.abs()).sum()) for name, value in wanted.items())
+        if far > NOISY * sum(value.numel() for value in wanted.values()) or float(apart[worst].max()) > 1e-3:
+            return [told]
     return []
 
 
