@@ -219,6 +219,30 @@ def test_an_evaluation_is_not_counted_among_the_activations_of_a_step(pool: Pool
         assert all(planned is None or planned == measured for planned, measured in rows.values())
 
 
+def reduced(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[int | None, int]:
+    """What the engine says that its last step reduced."""
+    engine = zs.Engine(
+        build("Five"),
+        OPTIMIZERS["sgd"],
+        zs.Plan(balance="parameters", **plan),
+        mesh=mesh,
+        example=(data(0, 0, 1, 2), 0),
+    )
+    for step in range(3):
+        engine.train_step((data(step, engine.lane, engine.lanes, 8), step))
+    row = engine.traffic()["reduce gradients"]
+    return row.planned_elements, row.measured_elements
+
+
+@pytest.mark.parametrize("schedule, every", [("1f1b", "microbatch"), ("1f1b", "auto"), ("pipedream", "auto")])
+def test_uneven_replicas_reduce_their_own_microbatches(pool: Pool, schedule: str, every: str) -> None:
+    """A stage of r replicas reduces m/r times where each microbatch, or each update of one, is reduced."""
+    plan = {"stages": 2, "replicas": (2, 1), "microbatches": 4, "schedule": schedule, "reduce_every": every}
+    answers = pool.run(reduced, 3, plan)
+    assert all(planned == measured for planned, measured in answers)
+    assert answers[0][1] > 0 and answers[2] == (0, 0)
+
+
 def overflow(mesh: zs.Mesh, stage: int) -> list[tuple[bool, float]]:
     """fp16 steps, the first with a gradient that overflows on one stage alone."""
     model = build("Deep")
