@@ -24,6 +24,7 @@ DECAY = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1
 # is reduced and, at stage 3, gathers the block once more than the formulas say ([Note: order of reductions]), and the
 # sum of the first is kept beside the gradients of the second.
 SECOND_ROUND = {"CheckpointedReentrant"}
+STREAMED = "gather parameters", "parameters up"
 MEETING = (PlanError, ModelError, OptimizerError, BudgetExceeded)  # what may come when a plan meets model and ranks
 
 
@@ -154,7 +155,9 @@ class Run:
         plan, late = self.engine.plan, "optimizer" in self.engine.plan.offloads
         if self.case.model == "Sometimes" and number % 3 == 2:
             return True  # a block is left out
-        if purpose not in ("gather parameters", "gather gradients", "parameters up"):
+        if self.case.model == "Twice" and "parameters" in plan.offloads and purpose in STREAMED:
+            return True  # its first block has left when it is used again, so it comes up and is gathered once more
+        if purpose not in (*STREAMED, "gather gradients"):
             return self.case.model in SECOND_ROUND
         skipped = any(value for word, value in self.log[-4 * (1 + late) :] if word == "skipped")
         turns = plan.delayed_update and number >= plan.delayed_warmup  # an update more or less is under way
