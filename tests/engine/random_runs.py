@@ -155,8 +155,8 @@ class Run:
         plan, late = self.engine.plan, "optimizer" in self.engine.plan.offloads
         if self.case.model == "Sometimes" and number % 3 == 2:
             return True  # a block is left out
-        if self.case.model == "Twice" and "parameters" in plan.offloads and purpose in STREAMED:
-            return True  # its first block has left when it is used again, so it comes up and is gathered once more
+        if self.case.model == "Twice" and plan.zero == 3 and purpose in STREAMED:
+            return True  # known: its first block has left when it is used again, so it is gathered once more
         if purpose not in (*STREAMED, "gather gradients"):
             return self.case.model in SECOND_ROUND
         skipped = any(value for word, value in self.log[-4 * (1 + late) :] if word == "skipped")

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,8 @@ def judge(case: Case, answers: list[dict[str, Any]]) -> Verdict:
         complaints = [] if has_way_out(message) else [f"the engine's refusal does not say the way out: {message}"]
         if len({answer.get("refused") for answer in answers}) > 1:
             complaints.append(f"not all ranks refused alike: {[answer.get('message') for answer in answers]}")
-        reason = f"{answers[0].get('refused')}: {message[:60]}"
+        told = re.sub(r"\d+", "N", re.sub(r"'[^' ]*'", "...", message))  # so that like reasons are counted together
+        reason = f"{answers[0].get('refused')}: {told[:70]}"
         return Verdict("failed" if complaints else "refused by the engine", reason, complaints)
     complaints = [f"rank {rank}: {words}" for rank, answer in enumerate(answers) for words in answer["wrong"]]
     complaints += _alike(case, answers)
