@@ -14,6 +14,7 @@ class Purpose(StrEnum):
     GATHER_GRADIENTS = "gather gradients"
     AVERAGE_REPLICAS = "average replicas"
     SEND_ACTIVATIONS = "send activations"
+    SEND_TO_EVALUATE = "send to evaluate"
     SEND_GRADIENTS = "send their gradients"
     LEND_WEIGHTS = "lend weights"
     REPAY_GRADIENTS = "repay their gradients"

@@ -312,7 +312,8 @@ class Plan:
         if self.split and len(self.split) != self.stages * self.chunks - 1:
             raise PlanError(
                 f"split names {len(self.split)} layers and {self.stages * self.chunks} chunks (stages times chunks) "
-                f"need {self.stages * self.chunks - 1}, the first layer of every chunk but the first."
+                f"need {self.stages * self.chunks - 1}, the first layer of every chunk but the first. Name as many, or "
+                f"leave split out to have the chunks balanced."
             )
         if self.vertical_sync and (self.schedule != "pipedream" or len(set(self.replicas or ())) > 1):
             raise PlanError(

@@ -146,6 +146,16 @@ def test_streamed_parameters_are_on_the_host_alone(pool: Pool, ranks: int) -> No
             assert (host["master weights"], host["optimizer states"]) == (4 * low, 8 * low)
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer,parameters"])
+def test_states_of_fp64_beside_those_of_fp32(pool: Pool, offload: str) -> None:
+    """Torch makes the first below, the host's own Adam the others; both are counted."""
+    for answer in pool.run(measure, 2, "TwoDtypes", {"zero": 3, "offload": offload}, "adamw", 2):
+        check_to_the_byte(answer)
+        double = sum(p.numel() for p in make("TwoDtypes").parameters() if p.dtype == torch.float64)
+        states = Fraction(8 * (psi("TwoDtypes") + double), 2)
+        assert planned(answer, "host")["optimizer states"] == states
+
+
 def test_states_on_the_disk(pool: Pool, tmp_path: Any) -> None:
     plan = {"precision": "bf16", "offload": "optimizer", "offload_disk": str(tmp_path)}
     for answer in pool.run(measure, 1, "Plain", plan, "adamw"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
-from zeroshard.errors import BudgetExceeded, OffloadError, OptimizerError, PlanError
+from zeroshard.errors import BudgetExceeded, ModelError, OffloadError, OptimizerError, PlanError
 from zeroshard.ledger import Category
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -267,6 +267,19 @@ def test_own_loop_accumulates_and_gathers(tmp_path: Path, monkeypatch: pytest.Mo
             with executing("shuffled"):
                 found = go(plan)
             assert_same(found, go(in_memory(plan)))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"offload_moments": "8bit"}, {"delayed_update": True}, {"offload_disk": "states"}], ids=str
+)
+def test_what_the_host_adam_alone_can_do_is_refused_for_fp64(
+    setting: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (name,) = setting
+    message = rf"{name}=.* is for the host's own Adam.*'blocks.1.* is torch.float64. Convert .* or leave"
+    with pytest.raises(ModelError, match=message):
+        zs.Engine(build("TwoDtypes", 0), ADAMW, zs.Plan(offload="optimizer", **setting))
 
 
 class Deep(torch.nn.Module):

@@ -67,7 +67,11 @@ PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "replicas": ({"stages": 3, "replicas": (2, 1)}, ["replicas is (2, 1)", "each of the 3 stages"]),
     "split-too-short": (
         {"stages": 2, "chunks": 2, "schedule": "interleaved", "microbatches": 2, "split": ("blocks.1",)},
-        ["split names 1 layers and 4 chunks", "need 3"],
+        ["split names 1 layers and 4 chunks", "need 3", "Name as many, or leave split out"],
+    ),
+    "too-few-for-2bw": (
+        {"stages": 3, "schedule": "2bw", "microbatches": 2},
+        ["schedule='2bw'", "microbatches is 2", "Make it 3 or more"],
     ),
     "no-schedule": ({"stages": 2, "schedule": "gdream"}, ["schedule is 'gdream'", "'pipedream'"]),
     "one-stage-pipedream": (
@@ -161,14 +165,14 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
         "Plain",
         {**TWO, "chunks": 2, "schedule": "interleaved"},
         "PlanError",
-        ["stages=2 times chunks=2 makes 4 chunks", "3 blocks"],
+        ["stages=2 times chunks=2 makes 4 chunks", "3 blocks", "Make stages times chunks 3 or less"],
     ),
     "split-nothing": (
         2,
         "Plain",
         {**TWO, "split": ("block.1",)},
         "ModelError",
-        ["no layer 'block.1'", "its layers are prefix, blocks.0, blocks.1, blocks.2, suffix"],
+        ["no layer 'block.1'", "its layers are prefix, blocks.0, blocks.1, blocks.2, suffix. Name some"],
     ),
     "split-order": (
         3,

@@ -193,6 +193,56 @@ def test_evaluation_gives_every_rank_the_output(pool: Pool, schedule: str) -> No
     assert all(torch.equal(run[0], expected) and not torch.equal(run[1], expected) for run in runs)
 
 
+def sent(mesh: zs.Mesh, evaluates: bool) -> list[tuple[str, int | None, int]]:
+    """What the engine says that its second step moved."""
+    engine = zs.Engine(
+        build("Five"),
+        OPTIMIZERS["sgd"],
+        zs.Plan(stages=2, balance="parameters"),
+        mesh=mesh,
+        example=(data(0, 0, 1, 2), 0),
+    )
+    for step in range(2):
+        if evaluates and step == 1:
+            with torch.no_grad():
+                engine(data(9, 0, 1, 6))
+        engine.train_step((data(step, 0, 1, 4), step))
+    return [(row.purpose, row.planned_elements, row.measured_elements) for row in engine.traffic()]
+
+
+def test_an_evaluation_is_not_counted_among_the_activations_of_a_step(pool: Pool) -> None:
+    for with_evaluation, without in zip(pool.run(sent, 2, True), pool.run(sent, 2, False), strict=True):
+        rows = {purpose: row for purpose, *row in with_evaluation}
+        evaluation = rows.pop("send to evaluate")
+        assert evaluation[0] is None
+        assert {**rows, "agreement": None} == {**{p: row for p, *row in without}, "agreement": None}
+        assert all(planned is None or planned == measured for planned, measured in rows.values())
+
+
+def reduced(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[int | None, int]:
+    """What the engine says that its last step reduced."""
+    engine = zs.Engine(
+        build("Five"),
+        OPTIMIZERS["sgd"],
+        zs.Plan(balance="parameters", **plan),
+        mesh=mesh,
+        example=(data(0, 0, 1, 2), 0),
+    )
+    for step in range(3):
+        engine.train_step((data(step, engine.lane, engine.lanes, 8), step))
+    row = engine.traffic()["reduce gradients"]
+    return row.planned_elements, row.measured_elements
+
+
+@pytest.mark.parametrize("schedule, every", [("1f1b", "microbatch"), ("1f1b", "auto"), ("pipedream", "auto")])
+def test_uneven_replicas_reduce_their_own_microbatches(pool: Pool, schedule: str, every: str) -> None:
+    """A stage of r replicas reduces m/r times where each microbatch, or each update of one, is reduced."""
+    plan = {"stages": 2, "replicas": (2, 1), "microbatches": 4, "schedule": schedule, "reduce_every": every}
+    answers = pool.run(reduced, 3, plan)
+    assert all(planned == measured for planned, measured in answers)
+    assert answers[0][1] > 0 and answers[2] == (0, 0)
+
+
 def overflow(mesh: zs.Mesh, stage: int) -> list[tuple[bool, float]]:
     """fp16 steps, the first with a gradient that overflows on one stage alone."""
     model = build("Deep")

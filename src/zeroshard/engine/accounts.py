@@ -152,7 +152,12 @@ def memory_table(assembly: Assembly, plan: Plan, ranks: int, ledger: Ledger, sta
 
 
 def traffic_table(
-    assembly: Assembly, plan: Plan, groups: Groups, counts: Mapping[Purpose, Count], messages: Mapping[str, int]
+    assembly: Assembly,
+    plan: Plan,
+    groups: Groups,
+    counts: Mapping[Purpose, Count],
+    messages: Mapping[str, int],
+    stage: Stage | None,
 ) -> TrafficTable:
     """The formula and comm's counts of the last step, purpose by purpose.
 
@@ -162,8 +167,11 @@ def traffic_table(
     trainable = sum(s.flat.index.numel for s in assembly.all_shards if s.flat.trainable)
     frozen = sum(s.flat.index.numel for s in assembly.all_shards if not s.flat.trainable)
     ranks = groups.slices.mesh.ranks
-    updates = plan.microbatches // plan.microbatches_per_update
-    each = wire_elements(trainable, ranks, plan.zero, plan.microbatches_per_update, plan.reductions)
+    # Where stages have unlike numbers of replicas, one batch goes round those of each stage.
+    around = ranks if stage is not None and stage.pipeline.layout.uneven else 1
+    updates = plan.microbatches // (plan.microbatches_per_update * (around if plan.streams else 1))
+    reductions = plan.reductions // around if plan.reductions > 1 else 1
+    each = wire_elements(trainable, ranks, plan.zero, plan.microbatches_per_update, reductions)
     planned = {purpose: elements * updates for purpose, elements in each.items()} | dict(messages)
     if any(shard.parameters.common for shard in assembly.all_shards):
         planned["gather parameters"] = 0  # they are there once for all ranks

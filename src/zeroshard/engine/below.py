@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.errors import OptimizerError, PlanError
+from zeroshard.errors import ModelError, OptimizerError, PlanError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.link import Link, Span
 from zeroshard.mesh import Mesh, local_ranks
@@ -45,10 +45,11 @@ class Below:
         self.adam = reason is None
         wanted = [name for name, off in (("offload_disk", None), ("delayed_update", False), ("offload_moments", "fp32"))
                   if getattr(plan, name) != off]  # fmt: skip
+        self._needs_adam = f"{wanted[0]}={getattr(plan, wanted[0])!r} is for the host's own Adam" if wanted else None
         if reason is not None and wanted:
             raise OptimizerError(
-                f"{wanted[0]}={getattr(plan, wanted[0])!r} is for the host's own Adam, and {reason}. Use "
-                f"torch.optim.AdamW or Adam as they are, or leave {wanted[0]} out."
+                f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {wanted[0]} "
+                f"out."
             )
         spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
         self.shadows = Shadows(self.host, spare // SPARED if plan.speculate else 0)
@@ -72,14 +73,20 @@ class Below:
             states: bytes of optimizer states per element.
 
         Raises:
-            BudgetExceeded: with what is needed and what there is.
+            BudgetExceeded: with what is needed and what there is. ModelError: parameters that the plan's host Adam
+                does not update.
         """
         plan, ranks, nbytes, on_disk = self._plan, self._mesh.ranks, 0, 0
         gradients = 2 if plan.delayed_update else 1
         sums = plan.microbatches > 1
         for unit in units:
-            for parameter in unit.parameters.values() if unit.number in going else ():
+            for name, parameter in unit.parameters.items() if unit.number in going else ():
                 size = (compute or parameter.dtype).itemsize
+                if self._needs_adam is not None and parameter.requires_grad and size > 4:
+                    raise ModelError(
+                        f"{self._needs_adam}, which updates parameters of 32 bits or fewer, and '{name}' is "
+                        f"{parameter.dtype}. Convert the model by model.float(), or leave that setting out."
+                    )
                 each = (max(size, 4) if sums else size) * gradients + (
                     size if "parameters" in plan.offloads and not plan.offload_disk_parameters else 0
                 )

@@ -86,6 +86,7 @@ class Executor:
         self.losses: dict[int, Tensor] = {}
         self.spans: list[Span] = []
         self.tracing = False
+        self._sending = Purpose.SEND_ACTIVATIONS
         self._do: Mapping[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backwards,
@@ -145,6 +146,7 @@ class Executor:
         assert number is not None
         kept, self._parts, self._run = (self._parts, self._run), {number: Part(batch, 1.0)}, run
         self._at_once, result = set(), None
+        self._sending = Purpose.SEND_TO_EVALUATE
         try:
             for action in actions:
                 if action.kind is Kind.FORWARD:
@@ -156,6 +158,7 @@ class Executor:
                     self._do[action.kind](action)
         finally:
             self._parts, self._run = kept
+            self._sending = Purpose.SEND_ACTIVATIONS
         return result if self._is_last(actions[-1].chunk) else None
 
     def _forward(self, action: Action) -> None:
@@ -304,7 +307,7 @@ class Executor:
     def _receive_forward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
         shape = self._shape(self._stage.firsts[chunk], j)
-        self.wires.post(f"input of F{chunk}.{j}", shape, peer, Purpose.SEND_ACTIVATIONS)
+        self.wires.post(f"input of F{chunk}.{j}", shape, peer, self._sending)
 
     def _receive_backward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
@@ -314,7 +317,7 @@ class Executor:
     def _send_forward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
         output = self._out.pop((Kind.FORWARD, chunk, j))
-        self.wires.send(f"input of F{chunk + 1}.{j}", output, _peer(action), Purpose.SEND_ACTIVATIONS)
+        self.wires.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending)
 
     def _send_backward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)

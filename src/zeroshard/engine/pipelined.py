@@ -120,10 +120,10 @@ class Pipelined:
             if stage.rank == source:
                 for peer in lane:
                     if peer != source:
-                        wires.send(name, leaf, peer, Purpose.SEND_ACTIVATIONS)
+                        wires.send(name, leaf, peer, Purpose.SEND_TO_EVALUATE)
             else:
                 leaves[n] = buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=stage.mesh.device)
-                wires.post_into(name, buffer, leaf.shape, source, Purpose.SEND_ACTIVATIONS)
+                wires.post_into(name, buffer, leaf.shape, source, Purpose.SEND_TO_EVALUATE)
                 wires.take(name)
         wires.finish()
         return tree_unflatten(leaves, spec)

@@ -131,7 +131,7 @@ class Readings:
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
         messages = self._pipelined.planned_messages() if self._pipelined else {}
-        return traffic_table(self._assembly, self.plan, self._groups, self._counts, messages)
+        return traffic_table(self._assembly, self.plan, self._groups, self._counts, messages, self._stage)
 
     def recording(self) -> AbstractContextManager[list[Event]]:
         """Keep every change of memory inside, activations included; the list is filled when the block ends."""

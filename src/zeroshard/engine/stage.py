@@ -331,7 +331,7 @@ def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Calla
     if chunks > chain.blocks:
         raise PlanError(
             f"stages={plan.stages} times chunks={plan.chunks} makes {chunks} chunks and the model has {chain.blocks} "
-            f"blocks; each chunk needs one."
+            f"blocks, and each chunk needs one. Make stages times chunks {chain.blocks} or less, or name more units."
         )
     if plan.split:
         firsts = [0, *(chain.number(name) for name in plan.split)]

@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 
@@ -123,7 +123,7 @@ class Update:
         self.settle(step)
         for shard in self._shards:
             assert shard.gradients is not None
-            shard.gradients.change(lambda total: total.clamp_(-limit, limit))
+            shard.gradients.change(partial(_clamp, limit=limit))
         self._settled = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
@@ -354,3 +354,9 @@ def _nonfinite(shard: Shard) -> list[str]:
         for number, low, high in index.overlaps(start, start + total.numel())
         if not bool(torch.isfinite(total[low - start : high - start]).all())
     ]
+
+
+def _clamp(total: torch.Tensor, limit: float) -> None:
+    """Limit gradients in place. Under a loss scale fp16 may not reach the limit; what overflowed stays an overflow."""
+    if limit < torch.finfo(total.dtype).max:
+        total.clamp_(-limit, limit)

@@ -45,6 +45,7 @@ class SpanOptimizer:
         self._ledger = ledger
         self._spans: list[list[Span]] = []
         self._tiers: list[str | None] = []
+        self._states_bytes = {"device": 0, "host": 0}  # in the ledger, beside what others enter
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars
         self._templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._stepping = False
@@ -179,9 +180,10 @@ class SpanOptimizer:
                     states[tier] += value.nbytes if whole else 0
                     scalars[tier or "host"] += 0 if whole else value.nbytes
         for tier, nbytes in states.items():
-            held = 0 if tier is None else self._ledger.account(Category.OPTIMIZER_STATES, tier).current
-            if tier is not None and nbytes > held:
-                self._ledger.take(Category.OPTIMIZER_STATES, nbytes - held, "optimizer states", tier=tier)
+            if tier is not None and nbytes > self._states_bytes[tier]:
+                more = nbytes - self._states_bytes[tier]
+                self._ledger.take(Category.OPTIMIZER_STATES, more, "optimizer states", tier=tier)
+                self._states_bytes[tier] = nbytes
         for place, nbytes in scalars.items():
             if nbytes > self._seen_bytes[place]:
                 more = nbytes - self._seen_bytes[place]

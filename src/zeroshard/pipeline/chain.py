@@ -161,7 +161,7 @@ class Chain:
             if layer.name == name:
                 return layer.number
         names = ", ".join(layer.name for layer in self.layers)
-        raise ModelError(f"The model has no layer {name!r} to cut before; its layers are {names}.")
+        raise ModelError(f"The model has no layer {name!r} to cut before; its layers are {names}. Name some of them.")
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a gated module returns, for its caller: its own output, or a stand-in."""

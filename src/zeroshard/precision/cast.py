@@ -53,7 +53,7 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
     for want in wanted:
         if want not in names:
             near = difflib.get_close_matches(want, list(names), n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Classes and paths are {', '.join(sorted(names - {''}))}."
+            hint = f"Did you mean {near[0]!r}?" if near else f"Name one of {', '.join(sorted(names - {''}))}."
             raise PlanError(f"fp32_modules names {want!r}, which is no class and no path in the model. {hint}")
     if precision.compute is None:
         return kept

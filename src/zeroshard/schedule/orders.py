@@ -135,7 +135,7 @@ def check(name: str, layout: Layout, m: int) -> None:
     if name == "2bw" and m < d:
         raise PlanError(
             f"schedule='2bw' keeps two versions of the weights, which is enough from {d} microbatches per step on "
-            f"(one per stage); microbatches is {m}."
+            f"(one per stage), and microbatches is {m}. Make it {d} or more, or use schedule='1f1b'."
         )
     if layout.uneven:
         if name not in UNEVEN:

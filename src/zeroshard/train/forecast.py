@@ -25,7 +25,7 @@ STEPS = 20  # after which both are compared
 TRACKED, TIMED = 5, 6  # the step whose every allocation is seen; the first whose time counts
 FEWEST = 8  # steps that say something
 MEMORY_BAR, TIME_BAR = 0.03, 0.2  # shares of what was predicted; on the wire there is no error to bear
-NOT_PREDICTED = (Purpose.CONTROL, Purpose.SETUP, Purpose.GATHER_TO_EVALUATE)
+NOT_PREDICTED = (Purpose.CONTROL, Purpose.SETUP, Purpose.GATHER_TO_EVALUATE, Purpose.SEND_TO_EVALUATE)
 ADDRESSES = 2**37  # bytes; a storage as long as this is a mapping of what belongs to others
 NO_PART = (type, ModuleType, FrameType, str, bytes, int, float)
 

@@ -77,7 +77,11 @@ def _named(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
     for want in wanted:
         if want not in modules and want not in classes:
             near = difflib.get_close_matches(want, [*classes, *modules], n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"The model's classes are {', '.join(sorted(classes))}."
+            hint = (
+                f"Did you mean {near[0]!r}?"
+                if near
+                else f"Name a path or one of its classes: {', '.join(sorted(classes))}."
+            )
             raise PlanError(f"The unit {want!r} names no class and no path in the model. {hint}")
     for path, module in modules.items():
         if path in wanted or type(module).__name__ in wanted:

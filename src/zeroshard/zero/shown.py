@@ -93,9 +93,9 @@ class ShownGradients:
             numbers, shown = [], []
             for parameter in fresh:  # without those that were frozen after the forward, which autograd passed over
                 number, view, gradient = self._direct[id(parameter)]
-                if parameter.grad is not gradient:  # autograd has put its own there, or the user has taken it away
-                    if parameter.grad is not None:
-                        view.add_(parameter.grad.detach())
+                # Autograd has put its own there; or it is None, taken away by the user, which `discarded` is to find.
+                if parameter.grad is not gradient and parameter.grad is not None:
+                    view.add_(parameter.grad.detach())
                     self._show(parameter, number, gradient)
                 numbers.append(number)
                 shown.append(gradient)

@@ -1,0 +1,77 @@
+"""Gradients that the user takes away, in a model in which those that come last are of small parameters."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.errors import PlanError
+
+
+def take_one(model: nn.Module) -> None:
+    """Of the first layer's bias alone."""
+    next(p for p in model.parameters() if p.dim() == 1).grad = None
+
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    "model.zero_grad": lambda model: model.zero_grad(),
+    "to zeros": lambda model: model.zero_grad(set_to_none=False),
+    "one parameter": take_one,
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(40), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1))
+
+
+def inputs(number: int, rank: int, ranks: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(12, 40, generator=generator).chunk(ranks)[rank]
+
+
+def discarding(mesh: zs.Mesh, way: str, zero: int) -> dict[str, torch.Tensor]:
+    """The weights after two steps, in each of which the gradients of one of three backwards are taken away."""
+    model = net()
+    plan = zs.Plan(zero=zero, transport="network")
+    engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), plan, mesh=mesh)
+    for step in range(2):
+        for number in range(3):
+            engine.backward(engine(inputs(3 * step + number, mesh.rank, mesh.ranks)).square().mean())
+            if number == step:
+                WAYS[way](model)
+        engine.step()
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_taken_away_between_backwards_is_gone(pool: Pool, way: str, ranks: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in range(3):
+            model(inputs(3 * step + number, 0, 1)).square().mean().backward()
+            if number == step:
+                WAYS[way](model)
+        optimizer.step()
+    for zero in range(4):
+        for weights in pool.run(discarding, ranks, way, zero):
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(
+                    weights[name], value, msg=lambda text, where=(zero, name): f"{where}: {text}"
+                )
+
+
+def test_nothing_is_left_for_a_step_after_all_was_taken_away() -> None:
+    model = net()
+    engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1))
+    engine.backward(engine(inputs(0, 0, 1)).square().mean())
+    model.zero_grad()
+    with pytest.raises(PlanError, match="gradient"):
+        engine.step()
