@@ -157,7 +157,7 @@ def traffic_table(
     groups: Groups,
     counts: Mapping[Purpose, Count],
     messages: Mapping[str, int],
-    stage: Stage | None,
+    stage: Stage | Whole,
 ) -> TrafficTable:
     """The formula and comm's counts of the last step, purpose by purpose.
 
@@ -167,8 +167,7 @@ def traffic_table(
     trainable = sum(s.flat.index.numel for s in assembly.all_shards if s.flat.trainable)
     frozen = sum(s.flat.index.numel for s in assembly.all_shards if not s.flat.trainable)
     ranks = groups.slices.mesh.ranks
-    # Where stages have unlike numbers of replicas, one batch goes round those of each stage.
-    around = ranks if stage is not None and stage.pipeline.layout.uneven else 1
+    around = stage.ranks_per_lane
     updates = plan.microbatches // (plan.microbatches_per_update * (around if plan.streams else 1))
     reductions = plan.reductions // around if plan.reductions > 1 else 1
     each = wire_elements(trainable, ranks, plan.zero, plan.microbatches_per_update, reductions)

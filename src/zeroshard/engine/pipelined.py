@@ -83,7 +83,7 @@ class Pipelined:
             self.fed += 1
             self._loss = self._losses() if stage.is_last else None
             if self._loss is not None and each:
-                self._loss = self._loss / (plan.microbatches // (stage.mesh.ranks if pipeline.layout.uneven else 1))
+                self._loss = self._loss / (plan.microbatches // stage.ranks_per_lane)
         return self._loss
 
     def flush(self) -> None:
@@ -160,7 +160,7 @@ class Pipelined:
         """One verdict of all stages on the step."""
         stage, layout = self.stage, self.stage.pipeline.layout
         # Where stages have unlike numbers of replicas, a replica's mean is over its own part of the microbatches.
-        gain = stage.mesh.ranks if layout.uneven else 1
+        gain = stage.ranks_per_lane
         settled = self._update.settle(self._updates)
         loss = float(self._losses()) if stage.is_last else 0.0
         comm = self.executor.wires.comm

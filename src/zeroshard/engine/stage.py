@@ -36,7 +36,7 @@ VERIFIED_STEPS = 3  # of a schedule that never flushes
 class Whole:
     """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
 
-    number, is_last, versions, borrowed_versions = 0, True, 1, 1
+    number, is_last, versions, borrowed_versions, ranks_per_lane = 0, True, 1, 1, 1
     called = ""
     facts: ClassVar[list[Any]] = [1, 1, None]
     layers: tuple[Layer, ...] = ()
@@ -139,6 +139,11 @@ class Stage:
     def lane(self) -> int:
         """Whose batch this rank works on."""
         return self.pipeline.layout.replica_of(self.rank) if self.lanes > 1 else 0
+
+    @property
+    def ranks_per_lane(self) -> int:
+        """Replicas of this stage among which the microbatches of a batch go round."""
+        return self.mesh.ranks if self.pipeline.layout.uneven else 1
 
     @property
     def is_last(self) -> bool:
