@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from pool import Pool
+from pool import Pool, free_port
 
 torch.set_num_threads(1)
 _POOL = Pool()
@@ -29,6 +29,13 @@ def wide_pool() -> Iterator[Pool]:
     """Six workers, for the few tests that need more than four ranks."""
     yield _WIDE
     _WIDE.stop()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port of 127.0.0.1 for the store of a job."""
+    with free_port() as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

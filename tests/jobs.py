@@ -5,14 +5,13 @@ import contextlib
 import io
 import os
 import runpy
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pool import copies
+from pool import copies, free_port
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds that a job may take
@@ -33,26 +32,23 @@ def run_job(script: Path, *words: str, ranks: int = 2) -> str:
     Raises:
         AssertionError: with the traceback of a rank, if one failed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = copies()
+    context, answers = copies(), []
     pipes = [context.Pipe() for _ in range(ranks)]
-    processes = [
-        context.Process(target=_rank, args=((rank, ranks, port), [str(script), *words], pipes[rank][1]))
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        answers = []
-        for rank, (pipe, _) in enumerate(pipes):
-            assert pipe.poll(PATIENCE), f"rank {rank} of {script.name} is not done after {PATIENCE:.0f} s"
-            answers.append(pipe.recv())
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with free_port() as port:
+        processes = [
+            context.Process(target=_rank, args=((rank, ranks, port), [str(script), *words], pipes[rank][1]))
+            for rank in range(ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for rank, (pipe, _) in enumerate(pipes):
+                assert pipe.poll(PATIENCE), f"rank {rank} of {script.name} is not done after {PATIENCE:.0f} s"
+                answers.append(pipe.recv())
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
     for rank, (good, text) in enumerate(answers):
         assert good, f"rank {rank} of {script.name}:\n{text}"
     return "".join(text for _, text in answers)

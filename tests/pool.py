@@ -20,6 +20,8 @@ SIZES = (2, 3, 4)
 TIMEOUT = 20.0  # seconds that a collective may wait inside a test
 PATIENCE = 90.0  # seconds that a whole test function may take
 TRIES = 5  # to start the workers
+# What copies need not import again; torch imports its compiler where the first optimizer is made, in 1.5 s.
+IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroshard", "zeroshard.engine"]
 
 
 @contextlib.contextmanager
@@ -36,10 +38,19 @@ def impatient() -> Iterator[None]:
 
 
 def copies() -> Any:
-    """The context of multiprocessing whose processes are copies of one that has imported torch."""
+    """The context of multiprocessing whose processes are copies of one that has imported torch and zeroshard."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(IMPORTED)
     return context
+
+
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that the system gives to nobody else meanwhile; whoever is told of it may listen there."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 class WorkerError(AssertionError):
@@ -90,8 +101,9 @@ class Pool:
                 answers[rank] = (False, ("EOFError", "the worker died", "the worker died"))
         errors = {rank: answer for rank, (good, answer) in answers.items() if not good}
         if errors:
-            self.stop()  # collectives may be left half done
-            self._apart = False
+            if ranks > 1:
+                self.stop()  # collectives may be left half done
+                self._apart = False
             raise WorkerError(errors)
         return [answers[rank][1] for rank in range(ranks)]
 
@@ -112,17 +124,15 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn") if self._apart else copies()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(self._world):
-            here, there = context.Pipe()
-            place = (rank, self._world, self._sizes, port)
-            process = context.Process(target=_work, args=(place, there, [str(Path(__file__).parent)]), daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._pipes.append(here)
+        with free_port() as port:
+            for rank in range(self._world):
+                here, there = context.Pipe()
+                place = (rank, self._world, self._sizes, port)
+                process = context.Process(target=_work, args=(place, there, [str(Path(__file__).parent)]), daemon=True)
+                process.start()
+                there.close()
+                self._processes.append(process)
+                self._pipes.append(here)
 
 
 _ENDED: list[Any] = []  # gloo waits for what is under way when a group is freed, and tests leave things half done

@@ -1,7 +1,6 @@
 """Comm: words on which ranks agree, what is counted, and what is said when the ranks part or one is gone."""
 
 import os
-import socket
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -182,11 +181,8 @@ def dying(rank: int, port: int, pipe: Any, speaks: bool) -> None:
 
 
 @pytest.mark.parametrize("speaks", [False, True])
-def test_a_rank_that_dies_is_an_error_on_the_other(speaks: bool) -> None:
+def test_a_rank_that_dies_is_an_error_on_the_other(port: int, speaks: bool) -> None:
     context = copies()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     pipes = [context.Pipe() for _ in range(2)]
     processes = [context.Process(target=dying, args=(rank, port, pipes[rank][1], speaks)) for rank in range(2)]
     try:

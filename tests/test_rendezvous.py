@@ -27,16 +27,13 @@ def engine_on(mesh: zs.Mesh | None, **settings: object) -> zs.Engine:
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> int:
+def port(port: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """A free port, told as torchrun does to rank 0 of three."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found)}
+    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    return found
+    return port
 
 
 def test_ranks_that_are_never_started_are_named(port: int) -> None:
@@ -56,11 +53,9 @@ def test_a_store_that_is_not_there(port: int, launcher: bool, keeper: str, monke
 
 
 def test_a_port_that_is_taken(port: int) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        with pytest.raises(CommError, match=f"Rank 0 cannot keep the job's store at 127.0.0.1:{port} .*a free port"):
-            engine_on(None, timeout=1.0)
+    wanted = f"Rank 0 cannot keep the job's store at 127.0.0.1:{port} .*a free port"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(CommError, match=wanted):
+        engine_on(None, timeout=1.0)
 
 
 @pytest.mark.parametrize("name, value", [("MASTER_ADDR", ""), ("MASTER_PORT", "http"), ("MASTER_PORT", "70000")])

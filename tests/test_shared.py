@@ -2,9 +2,9 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -155,10 +155,7 @@ while True:
 """
 
 
-def test_a_rank_that_is_killed_is_named_and_leaves_nothing() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_a_rank_that_is_killed_is_named_and_leaves_nothing(port: int) -> None:
     before = set(os.listdir("/dev/shm"))
     ranks = []
     for rank in range(2):
@@ -172,7 +169,10 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing() -> None:
     assert ranks[0].returncode == 1
     assert "CommError" in words
     assert "rank 1 is gone" in words or "a connection broke" in words
-    assert set(os.listdir("/dev/shm")) <= before
+    deadline = time.monotonic() + 60.0  # others on this machine have files there for a while, too
+    while left := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_hostless_plan_is_refused() -> None:

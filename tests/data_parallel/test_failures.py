@@ -1,7 +1,6 @@
 """A worker or a server that ends too early is an error on all others within seconds, and says why."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +29,8 @@ for number in range(1000):
 """
 
 
-def launch(ranks: int, where: int, how: str) -> list[tuple[int, str]]:
+def launch(port: int, ranks: int, where: int, how: str) -> list[tuple[int, str]]:
     """Exit code and standard error of each rank of a run in which rank `where` ends early."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -53,29 +49,29 @@ def launch(ranks: int, where: int, how: str) -> list[tuple[int, str]]:
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
-def test_a_worker_dies_and_the_others_who_wait_for_it_stop() -> None:
-    *others, (code, _) = launch(3, 2, "dies")
+def test_a_worker_dies_and_the_others_who_wait_for_it_stop(port: int) -> None:
+    *others, (code, _) = launch(port, 3, 2, "dies")
     assert code == 3
     for code, error in others:
         assert code == 1
         assert "worker 2 is gone before its finish()" in error.strip().splitlines()[-1]
 
 
-def test_the_rank_with_the_server_dies_and_the_worker_stops() -> None:
-    (code, _), (other, error) = launch(2, 0, "dies")
+def test_the_rank_with_the_server_dies_and_the_worker_stops(port: int) -> None:
+    (code, _), (other, error) = launch(port, 2, 0, "dies")
     assert (code, other) == (3, 1)
     assert "CommError: Rank 1 stopped in" in error
 
 
-def test_the_rank_with_the_server_raises_and_ends_as_any_python_does() -> None:
+def test_the_rank_with_the_server_raises_and_ends_as_any_python_does(port: int) -> None:
     """Its threads do not abort the interpreter, and the worker quotes it."""
-    answers = launch(2, 0, "raises")
+    answers = launch(port, 2, 0, "raises")
     assert [code for code, _ in answers] == [1, 1]
     assert "ValueError: out of luck" in answers[0][1]
     assert "ValueError: out of luck" in answers[1][1]
 
 
-def test_a_rank_that_forgets_to_finish_is_told_of() -> None:
-    (code, error), (other, _) = launch(2, 1, "leaves")
+def test_a_rank_that_forgets_to_finish_is_told_of(port: int) -> None:
+    (code, error), (other, _) = launch(port, 2, 1, "leaves")
     assert (code, other) == (1, 0)
     assert "rank 1 failed: CommError: the process ended before its finish()" in error

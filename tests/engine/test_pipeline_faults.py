@@ -4,7 +4,6 @@ Every case ends with an error on every rank that is left, and the error says wha
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -444,12 +443,9 @@ def dying(rank: int, port: int, pipe: Any, plan: dict[str, Any], victim: int) ->
 @pytest.mark.parametrize(
     "plan, victim", [({"schedule": "1f1b"}, 0), ({"schedule": "pipedream"}, 2)], ids=["first-1f1b", "last-pipedream"]
 )
-def test_a_stage_that_dies_ends_the_others(plan: dict[str, Any], victim: int) -> None:
+def test_a_stage_that_dies_ends_the_others(port: int, plan: dict[str, Any], victim: int) -> None:
     """Long before the 90 s that a message may take."""
     context = copies()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     pipes = [context.Pipe() for _ in range(STAGES)]
     processes = [
         context.Process(target=dying, args=(rank, port, pipes[rank][1], plan, victim)) for rank in range(STAGES)

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -213,10 +212,8 @@ say(rank, mesh.ranks, [w.decode() for w in comm.agree(os.environ["LOCAL_RANK"].e
 """
 
 
-def test_two_nodes_restart_together(start: Callable[..., Supervisor]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+def test_two_nodes_restart_together(port: int, start: Callable[..., Supervisor]) -> None:
+    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
     first, second = (start(NODES, *place, "--node-rank", str(node), ranks=1) for node in (0, 1))
     code, out, err = first.end()
     assert (code, out) == (0, "0 2 ['0', '0']\n"), err
@@ -226,10 +223,8 @@ def test_two_nodes_restart_together(start: Callable[..., Supervisor]) -> None:
     assert not second.failures() and len([line for line in err if line.startswith("zeroshard: ")]) == 1
 
 
-def test_a_node_that_loses_node_0_ends(start: Callable[..., Supervisor]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
+def test_a_node_that_loses_node_0_ends(port: int, start: Callable[..., Supervisor]) -> None:
+    place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
     body = "say(os.getpid())\ntime.sleep(600)\n"
     first, second = (start(body, *place, "--node-rank", str(node), ranks=1) for node in (0, 1))
     rank = psutil.Process(int(second.lines(1)[0]))
