@@ -37,6 +37,7 @@ def test_held_and_released(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [json.dumps(asdict(NOBODY)), json.dumps(asdict(REUSED)), "", '{"user": "a", "pi', "[1]", '{"user": 1, "pid": "x"}'],
+    ids=["nobody", "reused", "empty", "cut off", "list", "other types"],
 )
 def test_what_nobody_holds_any_more_is_taken_over(tmp_path: Path, words: str) -> None:
     path = tmp_path / "run.lock"

@@ -127,7 +127,7 @@ def test_delayed_updates_hide_behind_a_whole_step(monkeypatch: pytest.MonkeyPatc
         ({"offload": "activations"}, {ACTIVATIONS_DOWN, ACTIVATIONS_UP}),
         ({"offload": "optimizer,parameters,activations", "zero": 3}, {DOWN, UPDATE, UP}),  # which queue up with UP
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_what_is_exposed_has_a_cause(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any], causes: set[str]) -> None:
     """Where every lane is too slow; `steps` compares the sum over the causes with the clock."""
