@@ -19,7 +19,7 @@ WORLD = 4
 SIZES = (2, 3, 4)
 TIMEOUT = 20.0  # seconds that a collective may wait inside a test
 PATIENCE = 90.0  # seconds that a whole test function may take
-TRIES = 5  # to start the workers
+STARTING = 240.0  # seconds that the workers may take to start
 # What copies need not import again; torch imports its compiler where the first optimizer is made, in 1.5 s.
 IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroshard", "zeroshard.engine"]
 
@@ -81,11 +81,7 @@ class Pool:
             WorkerError: with every rank's traceback, if any rank raised.
         """
         if not self._processes:
-            for _ in range(TRIES):
-                self._start()
-                if self._ready():
-                    break
-                self.stop()
+            self._start()
         self._calls += 1
         call = (self._calls, function.__module__, function.__qualname__, ranks, args)
         for pipe in self._pipes[:ranks]:
@@ -115,13 +111,6 @@ class Pool:
             process.join()
         self._processes, self._pipes = [], []
 
-    def _ready(self) -> bool:
-        """Whether all workers have found each other; another process may have taken their port before they did."""
-        try:
-            return all(pipe.poll(PATIENCE) and pipe.recv() for pipe in self._pipes)
-        except EOFError:
-            return False
-
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn") if self._apart else copies()
         with free_port() as port:
@@ -133,6 +122,11 @@ class Pool:
                 there.close()
                 self._processes.append(process)
                 self._pipes.append(here)
+            for rank, pipe in enumerate(self._pipes):
+                if not pipe.poll(STARTING):
+                    self.stop()
+                    raise AssertionError(f"rank {rank} has not started within {STARTING:.0f} s")
+                assert pipe.recv() == "ready"
 
 
 _ENDED: list[Any] = []  # gloo waits for what is under way when a group is freed, and tests leave things half done
@@ -170,7 +164,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
     for size in sizes:
         meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
     kept = set(dist.distributed_c10d._world.pg_names)
-    pipe.send(True)
+    pipe.send("ready")
     while True:
         try:
             number, module, name, ranks, args = pipe.recv()
