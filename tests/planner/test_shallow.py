@@ -164,7 +164,10 @@ def test_a_stage_of_many_blocks_is_rehearsed_with_few(monkeypatch: pytest.Monkey
         (9, {"schedule": "1f1b", "microbatches": 6, "split": ("blocks.4",)}),
         (9, {"schedule": "gpipe", "microbatches": 2, "split": ("blocks.4",), "precision": "bf16"}),
         (9, {"schedule": "zb-h1", "microbatches": 6, "split": ("blocks.4",)}),
-        (12, {"schedule": "interleaved", "microbatches": 8, "chunks": 2, "split": ("blocks.4", "blocks.7", "blocks.8")}),
+        (
+            12,
+            {"schedule": "interleaved", "microbatches": 8, "chunks": 2, "split": ("blocks.4", "blocks.7", "blocks.8")},
+        ),
         (9, {"schedule": "1f1b", "microbatches": 6, "split": ("blocks.4",), "recompute": "chunk"}),
     ],
     ids=str,

@@ -280,7 +280,9 @@ def test_a_run_in_stages_leaves_its_timeline(pool: Pool, text: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
-def test_a_run_that_never_flushes_reports_from_the_last_stage(pool: Pool, text: Path, tmp_path: Path, schedule: str) -> None:
+def test_a_run_that_never_flushes_reports_from_the_last_stage(
+    pool: Pool, text: Path, tmp_path: Path, schedule: str
+) -> None:
     words = ["--stages", "2", "--schedule", schedule, "--microbatches", "2", "--steps", "9", "--trace"]
     output, run = job_of(pool, 2, text, tmp_path / "runs", *words)
     summary = json.loads((run / "summary.json").read_text())
