@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,7 +131,20 @@ class Pool:
                 assert pipe.recv() == "ready"
 
 
-_ENDED: list[Any] = []  # gloo waits for what is under way when a group is freed, and tests leave things half done
+_ENDED: list[Any] = []  # groups of past tests, which somebody may still hold
+LOOK = 0.2  # seconds between looks at whether anybody does
+
+
+def _free_ended() -> None:
+    """Free the groups of past tests, whose threads would wake up a hundred times a second, in a thread.
+
+    gloo waits meanwhile for what is under way in a group, and tests leave things half done.
+    """
+    while True:
+        time.sleep(LOOK)
+        for place in reversed(range(len(_ENDED))):
+            if sys.getrefcount(_ENDED[place]) == 2:  # the list's, and that of the call
+                del _ENDED[place]
 
 
 def _start_groups_afresh(kept: set[Any], number: int) -> None:
@@ -164,6 +179,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
     for size in sizes:
         meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
     kept = set(dist.distributed_c10d._world.pg_names)
+    threading.Thread(target=_free_ended, name="free groups", daemon=True).start()
     pipe.send("ready")
     while True:
         try:
