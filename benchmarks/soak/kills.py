@@ -51,9 +51,13 @@ def _plans(folder: Path, names: list[str], rounds: int) -> Counts:
         budget = ("--max-restarts", str(KILLS * len(names)))  # each plan counts its steps from 0: no progress to see
         with Job(place, [str(PLANS_JOB), str(place), str(KILLS), str(seed), *names], budget) as job:
             assert job.wait() == 0
-            blamed = [tuple(report["culprit"]["ranks"]) for report in job.reports]
-        notes = [json.loads(path.read_text()) for path in _by_age((place / "kills").iterdir())]
-        assert blamed == [(note["rank"],) for note in notes], "the rank that was killed is named every time"
+            blamed = {report["attempt"]: tuple(report["culprit"]["ranks"]) for report in job.reports}
+        notes = [json.loads(path.read_text()) for path in (place / "kills").iterdir()]
+        killed: dict[int, set[tuple[int]]] = defaultdict(set)  # both, where one has come to the next plan already
+        for note in notes:
+            killed[note["attempt"]].add((note["rank"],))
+        assert blamed.keys() == killed.keys(), "every attempt that was killed is reported, and no other"
+        assert all(blamed[n] in killed[n] for n in killed), "the rank that was killed is named every time"
         for path in (whole / "losses").iterdir():
             once = {json.loads(line)["step"]: {line} for line in path.read_text().splitlines()}
             found: dict[int, set[str]] = defaultdict(set)
@@ -93,10 +97,6 @@ def _committed(folder: Path) -> int:
     """The newest committed step of a folder's runs; -1 for none."""
     places = (folder / "runs").glob("*/checkpoints")
     return max((step for place in places for step, _ in committed(place)), default=-1)
-
-
-def _by_age(paths: Any) -> list[Path]:
-    return sorted(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
 def killed_supervisor(folder: Path, quick: bool) -> Counts:

@@ -11,7 +11,7 @@ is left out by the next attempt; the one that was cut off goes on from its newes
 
     FOLDER/losses/PLAN.jsonl      a line for every step that was ever taken
     FOLDER/checkpoints/PLAN/      the newest two
-    FOLDER/kills/PLAN-K.json      which rank, when, and whether a checkpoint was being written
+    FOLDER/kills/PLAN-K.json      which rank, when, in which attempt, and whether a checkpoint was being written
     FOLDER/done/PLAN              it is finished
 """
 
@@ -37,6 +37,7 @@ from torch.nn import functional as F
 import zeroshard as zs
 from zeroshard.checkpoint import Reader, committed
 from zeroshard.errors import CheckpointWarning, PlanError
+from zeroshard.mesh import attempt
 from zeroshard.schedule import SCHEDULES
 
 STEPS, EVERY, RANKS = 16, 4, 2
@@ -175,7 +176,7 @@ class Killer(threading.Thread):
         self._due.wait()
         time.sleep(self._moment.seconds)
         saving = any(thread.name.startswith("zeroshard saves") for thread in threading.enumerate())
-        self._note.write_text(json.dumps({**asdict(self._moment), "saving": saving}))
+        self._note.write_text(json.dumps({**asdict(self._moment), "saving": saving, "attempt": attempt()}))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
