@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,6 +304,13 @@ def test_the_figures_of_all_schedules_are_the_programs(tmp_path: Path, capsys: p
     page = (ROOT / "docs" / "schedules.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| `[\w-]+`.* ms ", line)]
     assert rows == [schedule_row(facts) for facts in schedules]
+
+
+def test_the_table_of_what_combines_is_what_plans_say() -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "combines.py"))["page"]()
+    assert (ROOT / "docs" / "combines.md").read_text() == found, "print it again: python docs/combines.py"
+    rows = dict(re.findall(r"^\| ([\w-]+) \| (.*) \|$", found.partition("| Word |")[0], re.MULTILINE))
+    assert rows["late"].endswith("1 2 3") and "-" in rows["shared"].split(" | ")
 
 
 def schedule_row(facts: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Techniques that meet: slices in groups and offloaded states in the stages of a pipeline, and the two together."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,24 @@ def test_groups_of_ranks_in_stages(cube: Pool, pool: Pool, tmp_path: Path, name:
         assert same(weights, found[0][2])
     (weights,) = pool.run(load, 1, model, zs.Plan(zero=0), str(tmp_path / "a"))
     assert same(weights, found[0][2])
+
+
+def stream(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses that this rank knows, and the weights at the end, of a schedule that never flushes."""
+    engine, losses = make(mesh, "Deep", plan, seed=mesh.rank), []
+    for step in range(STEPS):
+        result = engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step))
+        losses += [] if result.loss is None else [result.loss.item()]
+    check_formulas(engine)
+    return losses, engine.state_dict()
+
+
+def test_groups_of_ranks_in_stages_that_never_flush(cube: Pool) -> None:
+    one = zs.Plan(**TWO, zero=1, schedule="pipedream", clip_norm=0.5)
+    groups = cube.run(stream, 8, replace(one, shard_ranks=2))
+    for (losses, weights), (wanted_losses, wanted) in zip(groups, cube.run(stream, 8, one), strict=True):
+        assert losses == pytest.approx(wanted_losses, rel=1e-5)
+        assert all((weights[name] - wanted[name]).abs().max() < 1e-5 for name in wanted)
 
 
 def test_groups_that_do_not_divide_a_stage_are_refused(pool: Pool) -> None:

@@ -177,7 +177,8 @@ def traffic_table(
     elif plan.zero == 3 and ranks > 1:
         planned["gather parameters"] += 2 * plan.microbatches * frozen
     if groups.replicas is not None:  # a slice there and back
-        planned["average replicas"] = 2 * sum(s.owned.numel() for s in assembly.all_shards if s.gradients is not None)
+        owned = sum(s.owned.numel() for s in assembly.all_shards if s.gradients is not None)
+        planned["average replicas"] = 2 * owned * updates
     planned |= _between_tiers(assembly, plan)
     rows = []
     for purpose in Purpose:
