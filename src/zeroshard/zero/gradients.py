@@ -397,10 +397,8 @@ class GradientShards:
         add_mean(comm, own, exchange.copies, arena, add=False, apart=ranks == 2)
         exchange.done()
         comm.gather(padded, own, purpose, label, padding).wait()
-        total.copy_(padded[: total.numel()])
+        self.change(lambda total: total.copy_(padded[: total.numel()]))
         self._reduced = True
-        if self.sink is not None:
-            self.sink.changed()
         if self._ranks == 1:
             self.written = bytearray(b"\1" * len(self.written))  # what another group wrote is here now
         for used in (padded, exchange.scratch):
