@@ -107,8 +107,9 @@ def test_with_uneven_replicas(pool: Pool, replicas: tuple[int, ...]) -> None:
     close(pool.run(train, sum(replicas), "Deep", plan, rows), plain("Deep", "sgd", rows, 0.5))
 
 
-def test_reducing_every_microbatch(pool: Pool) -> None:
-    plan = {"stages": 2, "microbatches": 2, "zero": 2, "reduce_every": "microbatch"}
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_reducing_every_microbatch(pool: Pool, zero: int) -> None:
+    plan = {"stages": 2, "microbatches": 2, "zero": zero, "reduce_every": "microbatch"}
     rows = (8,) * STEPS
     close(pool.run(train, 4, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 

@@ -112,6 +112,7 @@ class GradientShards:
         self.alone = self._ranks == 1 and sink is None
         # What goes below leaves nothing behind, so there one buffer per flat for all small ones would be too much.
         self.first_small = flat.first_small if sink is None else len(flat.parameters)
+        self._reduces_often = accumulation.reduced and not self.alone
         self._keeps_landing = not residency.slice_gradients or self.alone
         self._gathers = not residency.slice_states and self._ranks > 1
         sums = torch.promote_types(flat.dtype, torch.float32)
@@ -134,8 +135,8 @@ class GradientShards:
 
     @property
     def open_to_autograd(self) -> bool:
-        """Whether autograd can add up gradients in `landing` itself: it is kept, and of the parameters' dtype."""
-        return self._keeps_landing and self._landing_dtype == self.flat.dtype
+        """Whether autograd can add up gradients in `landing`: it is kept, of their dtype, and reduced when all came."""
+        return self._keeps_landing and self._landing_dtype == self.flat.dtype and not self._reduces_often
 
     def open(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Let autograd add the gradients of these parameters, which stand for those of the flat, into `landing`.
