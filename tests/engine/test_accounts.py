@@ -75,14 +75,16 @@ def counted(engine: zs.Engine) -> dict[str, int]:
         seen.update(new)
         return sum(new.values())
 
-    shards = engine._assembly.all_shards
-    parameters = size([t for s in shards for t in (s.parameters.own, s.parameters.full)])
+    parts = engine._assembly.parts.all
+    parameters = size([t for s in parts for t in (s.weights.own, s.weights.full)])
     parameters += 0 if engine.plan.zero == 3 else size([p.data for p in engine.model.parameters()])
     masters = size([group_tensor for group in engine.optimizer.param_groups for group_tensor in group["params"]])
     states = size(
         [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
     )
-    gradients = size([t for s in shards if s.gradients for t in (s.gradients._landing, s.gradients._total)])
+    gradients = size(
+        [t for s in parts if s.gradients for t in (s.gradients._buffer.tensor, getattr(s.gradients._sum, "_own", None))]
+    )
     return dict(zip(STATES, (parameters, gradients, masters, states), strict=True))
 
 
@@ -108,7 +110,7 @@ def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: i
     finally:
         dist.all_to_all_single = exchange
     memory, traffic = engine.memory(), engine.traffic()
-    flats = [s.flat for s in engine._assembly.all_shards]
+    flats = [s.flat for s in engine._assembly.parts.all]
     return {
         "memory": {row.category: (row.measured_bytes, row.planned_bytes, row.padding_bytes) for row in memory},
         "traffic": {row.purpose: row for row in traffic},

@@ -11,7 +11,8 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.engine.below import units_below
+from zeroshard.offload.lower import units_below
+from zeroshard.offload.updaters import HostUpdater
 from zeroshard.units import find_units
 
 STATES = ("parameters", "gradients", "master weights", "optimizer states")
@@ -34,14 +35,16 @@ def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: i
         engine.train_step((batch(step, mesh.rank, mesh.ranks), step))
     engine.flush()
     memory, traffic = engine.memory(), engine.traffic()
-    shards = engine._assembly.all_shards
+    parts = engine._assembly.parts.all
     return {
         "memory": {(r.category, r.tier): (r.planned_bytes, r.padding_bytes, r.measured_bytes) for r in memory},
         "traffic": {r.purpose: (r.planned_elements, r.measured_elements, r.measured_bytes) for r in traffic},
         "ledger": {tier: engine.ledger.model_states(tier) for tier in ("device", "host", "disk")},
-        "padding": sum(s.flat.index.padding for s in shards),
+        "padding": sum(p.flat.index.padding for p in parts),
         "mine": sum(
-            s.flat.index.slice_numel - s.flat.index.padding_in(*s.gradients.interval) for s in shards if s.below
+            p.flat.index.slice_numel - p.flat.index.padding_in(*p.flat.index.interval(mesh.rank))
+            for p in parts
+            if isinstance(p.updater, HostUpdater)
         ),
         "text": str(memory),
     }

@@ -278,9 +278,9 @@ def views_under_stage_3(mesh: zs.Mesh) -> Any:
     for step in range(2):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step + 10 * mesh.rank), requires_grad=True)
         loss = engine(x)
-        fulls = [shard.parameters.full for shard in engine._assembly.all_shards]
+        fulls = [part.weights.full for part in engine._assembly.parts.all]
         storages = [full.untyped_storage().nbytes() for full in fulls]
-        scratch = sum(block.nbytes for block in engine._assembly.arena._free)
+        scratch = sum(block.nbytes for block in engine._assembly.parts.arena._free)
         seen.append((buffers.current - before - scratch, storages))
         engine.backward(loss)
         seen.append((0, [full.untyped_storage().nbytes() for full in fulls]))
@@ -403,9 +403,9 @@ def many_backwards(mesh: zs.Mesh, zero: int, way: str) -> Tensor:
             else:
                 engine.backward(engine(gradient))
         engine.step()
-    (shard,) = engine._assembly.all_shards
-    mine = torch.zeros(shard.flat.index.padded_numel)
-    mine[shard.start : shard.start + shard.owned.numel()] = shard.owned
+    (part,) = engine._assembly.parts.all
+    mine = torch.zeros(part.flat.index.padded_numel)
+    mine[part.updater.start : part.updater.start + part.updater.values.numel()] = part.updater.values
     if zero >= 1 and mesh.ranks > 1:
         torch.distributed.all_reduce(mine, group=mesh.control)
     return mine[:7]
@@ -654,7 +654,7 @@ def adapter_peak(mesh: zs.Mesh) -> tuple[int, int, int]:
         engine.backward(loss)
         peak = engine.ledger.account(zs.ledger.Category.BUFFERS).peak - before
         engine.step()
-    units = [sum(shard.parameters.full.numel() * 4 for shard in shards) for shards in engine._assembly.shards]
+    units = [sum(part.weights.full.numel() * 4 for part in parts) for parts in engine._assembly.parts.of_units]
     return peak, max(units), sum(units)
 
 

@@ -139,8 +139,8 @@ def masters(mesh: zs.Mesh) -> tuple[Tensor, Tensor]:
     """fp32 masters of a bf16 run, and the fp32 weights that they should be."""
     engine = zs.Engine(meta(Keyed), torch.optim.AdamW, zs.Plan(zero=0, precision="bf16", seed=7), mesh=mesh)
     whole = zs.Engine(meta(Keyed), torch.optim.AdamW, zs.Plan(zero=0, seed=7), mesh=mesh)
-    pairs = zip(engine._assembly.all_shards, whole._assembly.all_shards, strict=True)
-    both = [(a.owned, b.owned) for a, b in pairs]
+    pairs = zip(engine._assembly.parts.all, whole._assembly.parts.all, strict=True)
+    both = [(a.updater.values, b.updater.values) for a, b in pairs]
     return torch.cat([a.detach() for a, _ in both]), torch.cat([b.detach() for _, b in both])
 
 

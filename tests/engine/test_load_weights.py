@@ -35,10 +35,10 @@ def gpt2(seed: int, whole: bool = True) -> nn.Module:
 def masters(engine: zs.Engine) -> dict[str, torch.Tensor]:
     """This rank's slices of what it updates."""
     return {
-        entry.name: shard.owned[low - shard.start : high - shard.start].clone()
-        for shard in engine._assembly.all_shards
-        for index in [shard.flat.index]
-        for number, low, high in index.overlaps(shard.start, shard.start + shard.owned.numel())
+        entry.name: part.updater.values[low - part.updater.start : high - part.updater.start].clone()
+        for part in engine._assembly.parts.all
+        for index in [part.flat.index]
+        for number, low, high in index.overlaps(part.updater.start, part.updater.start + part.updater.values.numel())
         for entry in [index.entries[number]]
     }
 
@@ -135,7 +135,7 @@ def load_counting(mesh: zs.Mesh, zero: int, path: str) -> Any:
         engine.load_weights(path)
     finally:
         module.safe_open = before  # type: ignore[misc]
-    owned = sum(shard.owned.nbytes for shard in engine._assembly.all_shards)
+    owned = sum(part.updater.values.nbytes for part in engine._assembly.parts.all)
     states = engine.optimizer.state.values()
     moved = all(state["exp_avg"].any() and state["step"] == 1 for state in states)
     return sum(file.nbytes for file in counted), owned, engine.state_dict(), moved

@@ -164,8 +164,8 @@ def loads(mesh: zs.Mesh, settings: dict[str, Any]) -> tuple[list[str], bool, boo
     [
         ({"zero": 0}, ""),
         ({"zero": 1, "transport": "network"}, ""),
-        ({"zero": 1, "precision": "bf16"}, "all ranks share its memory|fp32 master weights would stay"),
-        ({"zero": 0, "precision": "bf16"}, "its fp32 master weights would stay as they are and undo it"),
+        ({"zero": 1, "precision": "bf16"}, "all ranks share it|fp32 master weights stayed"),
+        ({"zero": 0, "precision": "bf16"}, "its fp32 master weights stayed as they were"),
         ({"zero": 3, "transport": "network"}, "its values are sliced over the ranks"),
         ({"zero": 3, "offload": "optimizer,parameters"}, "its values are sliced over the ranks or offloaded"),
     ],

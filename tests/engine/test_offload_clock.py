@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.counts import UPDATE, Purpose
 from zeroshard.link import Modelled, Task
+from zeroshard.offload.updates import HostUpdates
 from zeroshard.platform import Clock, real
 
 DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP
@@ -44,9 +45,9 @@ class Clocked:
         self._seconds = seconds
         model = Blocks()
         self.engine = zs.Engine(model, ADAMW, zs.Plan(**{"offload": "optimizer", **plan}))
-        found = self.engine._assembly.below
-        assert found is not None
-        found.link.now = lambda: self.clock.now
+        late = self.engine._assembly.late
+        assert isinstance(late, HostUpdates)
+        late.link.now = lambda: self.clock.now
         for block in model.blocks:
             block.register_forward_hook(self._computed)
 

@@ -36,17 +36,17 @@ def step(engine: zs.Engine, number: int) -> None:
 
 def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:
     """What this rank keeps of one parameter, if anything: its weights, fp32 masters, or a state of the optimizer."""
-    for shard in engine._assembly.all_shards:
-        for entry in shard.flat.index.entries:
+    for part in engine._assembly.parts.all:
+        for entry in part.flat.index.entries:
             if entry.name != name:
                 continue
-            start, values = shard.start, shard.owned
+            start, values = part.updater.start, part.updater.values
             if what == "weights":
-                start, values = shard.flat.index.interval(shard.parameters.rank)[0], shard.parameters.own
-                if not (shard.parameters.common or shard.parameters.sliced):
-                    start, values = 0, shard.parameters.full
+                start, values = part.flat.index.interval(part.weights.rank)[0], part.weights.own
+                if part.weights.copied:
+                    start, values = 0, part.weights.full
             elif what != "masters":
-                (span,) = engine._assembly.optimizer.spans(shard.spans)  # one parameter group, nothing left out
+                (span,) = part.updater.spans  # one parameter group, nothing left out
                 start, values = span.start, engine.optimizer.state[span.tensor][what]
             low, high = max(start, entry.offset), min(start + values.numel(), entry.stop)
             return values[low - start : high - start] if low < high else None

@@ -13,10 +13,11 @@ from zeroshard.comm import Purpose
 from zeroshard.errors import CommError
 from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh
+from zeroshard.parts.weights import Residence
 from zeroshard.units import Flat, Unit, find_units
-from zeroshard.zero import Gatherer, ParameterShards, PassKind, Residency
+from zeroshard.zero import Gatherer, PassKind
 from zeroshard.zero.order import merge
-from zeroshard.zero.parameters import Residence
+from zeroshard.zero.weights import OnDevice, Sliced
 
 RECORDS = st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=5)
 UNITS = 4
@@ -105,13 +106,13 @@ class Rank:
         self.shards = [[self._shard(unit)] for unit in self.units]
         self.gatherer = Gatherer(self.units, self.shards, self.comm)
 
-    def _shard(self, unit: Unit) -> ParameterShards:
+    def _shard(self, unit: Unit) -> Sliced:
         flat = Flat(unit, unit.parameters, torch.float32, trainable=True, ranks=2)
         values = torch.zeros(flat.index.padded_numel)
         for number, parameter in enumerate(flat.parameters):
             flat.view(values, number).copy_(parameter.detach())
         self.values[flat.label] = values
-        shard = ParameterShards(flat, Residency.of_stage(3), self.comm, Ledger())
+        shard = Sliced(flat, self.comm, Ledger(), OnDevice(torch.device("cpu"), Ledger()))
         shard.load(values)
         return shard
 

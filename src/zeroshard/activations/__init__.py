@@ -1,5 +1,6 @@
 """Activations kept elsewhere than on the device (vDNN, 1602.08124)."""
 
-from zeroshard.activations.offload import ActivationStore, Kept
+from zeroshard.activations.keep import Keep, Kept
+from zeroshard.activations.offload import ActivationStore
 
-__all__ = ["ActivationStore", "Kept"]
+__all__ = ["ActivationStore", "Keep", "Kept"]

@@ -34,8 +34,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.activations.keep import Kept, changed_in_place
 from zeroshard.counts import Purpose
-from zeroshard.errors import BudgetExceeded, OffloadError
+from zeroshard.errors import BudgetExceeded
 from zeroshard.ledger import Category, Ledger
 from zeroshard.link import Link, Task
 from zeroshard.tiers import HostMemory
@@ -56,9 +57,14 @@ class ActivationStore:
         smallest: bytes; smaller tensors stay where they are.
         window: how many may be on their way down at a time, and how many come up before they are asked for; at least 1.
 
+    Attributes:
+        moves: whether it need be asked at all.
+
     `pack` and `unpack` are the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Parameters and views of them
     are not for `pack`: an optimizer changes them in place, and they are on the device anyway.
     """
+
+    moves = True
 
     def __init__(self, link: Link, host: HostMemory, ledger: Ledger, smallest: int = SMALLEST, window: int = 2) -> None:
         self._link, self._host, self._ledger = link, host, ledger
@@ -111,7 +117,7 @@ class ActivationStore:
                 self._settle(other)  # or its source would stay, as nothing is packed in a backward
             region.check()
             if region.changed:
-                raise _changed(saved.shape, saved.dtype)
+                raise changed_in_place(saved.shape, saved.dtype)
             self._raise(region)
             self._raise_before(saved.number)
             self._land(region)
@@ -325,28 +331,6 @@ class _Handle:
         if flat.dtype != self.dtype:
             flat = flat.view(torch.uint8).view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
-
-
-class Kept:
-    """A saved tensor that stays where it is. Detached: a graph that holds its own output never dies."""
-
-    __slots__ = ("saved", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.saved, self.version = tensor.detach(), tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor, if it is as it was."""
-        if self.saved._version != self.version:
-            raise _changed(self.saved.shape, self.saved.dtype)
-        return self.saved
-
-
-def _changed(shape: torch.Size, dtype: torch.dtype) -> OffloadError:
-    return OffloadError(
-        f"A tensor of shape {tuple(shape)} and {dtype} that the backward needs was changed in place after the forward "
-        f"saved it. Use the operation that is not in place there, or change a clone."
-    )
 
 
 def _extent(tensor: torch.Tensor, smallest: int) -> tuple[int, int] | None:

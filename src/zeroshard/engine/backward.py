@@ -14,9 +14,10 @@ from contextlib import contextmanager
 import torch
 
 from zeroshard.comm import Comm
-from zeroshard.engine.assembly import Assembly
+from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
-from zeroshard.zero import Gatherer, GradientShards, PassKind
+from zeroshard.parts.gradients import Gradients
+from zeroshard.zero import PassKind
 from zeroshard.zero.shown import unreadable
 
 IN_FLIGHT = 1  # reductions under way before the oldest is waited for
@@ -37,19 +38,18 @@ class Backward:
         losses: of those backwards, as far as they are known, unscaled.
     """
 
-    def __init__(
-        self, assembly: Assembly, gatherer: Gatherer | None, comm: Comm, needs_scale: bool, explicit: bool = False
-    ) -> None:
+    def __init__(self, assembly: Assembly, comm: Comm, needs_scale: bool, explicit: bool = False) -> None:
         self.explicit = explicit
-        self._assembly, self._gatherer, self._comm, self._needs_scale = assembly, gatherer, comm, needs_scale
-        root = len(assembly.units) - 1
+        self._gatherer, self._late, self._comm, self._needs_scale = assembly.gatherer, assembly.late, comm, needs_scale
+        parts = assembly.parts
+        root = len(parts.units) - 1
         self._order = [*reversed(range(root)), root]
-        self._gradients: list[list[GradientShards]] = [
-            [shard.gradients for shard in shards if shard.gradients is not None] for shards in assembly.shards
+        self._gradients = [
+            [part.gradients for part in of_unit if part.gradients is not None] for of_unit in parts.of_units
         ]
         self._expected = [[b"\1" * len(g.written) for g in gradients] for gradients in self._gradients]
         self._past: list[list[bytes]] | None = None
-        self._only_trainable = [all(shard.flat.trainable for shard in shards) for shards in assembly.shards]
+        self._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
         self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
         self._active = False
         self._began = 0.0
@@ -60,13 +60,12 @@ class Backward:
         self.under_scale = False
         self.count = 0
         self.losses: list[torch.Tensor] = []
-        for shard in assembly.all_shards:
-            if shard.gradients is not None:
-                self.listen(shard.gradients, shard.flat.parameters)
+        for part, gradients in parts.trained:
+            self.listen(gradients, part.flat.parameters)
 
     @property
-    def gradients(self) -> list[GradientShards]:
-        """The gradient shards of all units, in their fixed order."""
+    def gradients(self) -> list[Gradients]:
+        """The gradients of all units, in their fixed order."""
         return [g for gradients in self._gradients for g in gradients]
 
     @contextmanager
@@ -81,8 +80,7 @@ class Backward:
     def on_output_gradient(self, gradient: torch.Tensor) -> None:
         """The first thing of a backward that the engine hears of."""
         self.begin()
-        if self._gatherer is not None:
-            self._gatherer.need(len(self._order) - 1)
+        self._gatherer.need(len(self._order) - 1)
 
     def begin(self) -> None:
         """Begin a backward, unless one is under way.
@@ -97,8 +95,7 @@ class Backward:
                 "Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward()."
             )
         self._active = True
-        if self._assembly.below is not None:
-            self._began = self._assembly.below.link.now()
+        self._began = self._late.now()
         self._launched = 0
         for gradients in self.gradients:
             gradients.collect()
@@ -110,10 +107,9 @@ class Backward:
         self.count += 1
         if self.count > 1:
             for gradients in self.gradients:
-                gradients.accumulate_in_fp32()
+                gradients.widen()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        if self._gatherer is not None:
-            self._gatherer.begin(PassKind.BACKWARD)
+        self._gatherer.begin(PassKind.BACKWARD)
 
     def take_back(self, everything: bool = False) -> bool:
         """Discard gradients that the user has taken away (`p.grad = None`) or zeroed since they came.
@@ -143,7 +139,7 @@ class Backward:
 
     def inputs_done(self, unit: int) -> None:
         """The gradients of a unit's inputs are there: nothing in this backward reads its weights again."""
-        if self._gatherer is not None and self._active:
+        if self._active:
             self._gatherer.done(unit)
 
     def forget_interrupted(self) -> None:
@@ -152,8 +148,7 @@ class Backward:
             self._active = False
             self._in_flight.clear()
             self._unread.clear()
-            if self._gatherer is not None:
-                self._gatherer.abandon()
+            self._gatherer.abandon()
 
     def start_units(self, units: Sequence[int]) -> None:
         """Start to reduce these units' gradients, in the fixed order; `settle` waits for the result."""
@@ -166,7 +161,7 @@ class Backward:
         for unit in (u for u in self._order if u in units):
             for gradients in self._gradients[unit]:
                 gradients.start_reduce()
-                gradients.finish_reduce()
+                gradients.reduction.finish()
 
     def unreduced(self) -> list[int]:
         """The units that hold gradients of this rank which were not reduced yet."""
@@ -175,7 +170,7 @@ class Backward:
         return [
             unit
             for unit, shards in enumerate(self._gradients)
-            if any(any(gradients.written) and not gradients.alone for gradients in shards)
+            if any(any(gradients.written) and gradients.reduction.needed for gradients in shards)
         ]
 
     def expect(self) -> None:
@@ -204,27 +199,24 @@ class Backward:
                 for gradients in self._gradients
             ]
 
-    def listen(self, gradients: GradientShards, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take in the gradients of these parameters, which stand for those of the flat."""
-        if self.explicit and gradients.open_to_autograd:
-            gradients.open(parameters)
-            return
-        for number, parameter in enumerate(parameters[: gradients.first_small]):
+        singly = gradients.listen(parameters, self._comm.mesh.device)
+        for number, parameter in enumerate(parameters[:singly]):
             parameter.register_hook(_Arrival(self, parameter))
             parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))
-        gradients.shown.listen(parameters, self._comm.mesh.device)
 
-    def receive(self, gradients: GradientShards, number: int, gradient: torch.Tensor) -> None:
+    def receive(self, gradients: Gradients, number: int, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""
         unit = self._unit_of[id(gradients)]
         if gradients.arrived[number]:  # a second round: re-entrant recomputation used the unit once more
             for each in self._gradients[unit]:
                 each.arrived = bytearray(len(each.arrived))
-        if gradients.in_flight:
+        if gradients.reduction.in_flight:
             self._finish(len(self._in_flight))
         gradients.receive(number, gradient)
         everything = self._everything_came(unit)  # asked in any case, so that sums round alike over all transports
-        if everything and self._gatherer is not None and self._only_trainable[unit]:
+        if everything and self._only_trainable[unit]:
             self._gatherer.done(unit)
         if self.reduces:
             self._launch_complete()
@@ -255,15 +247,13 @@ class Backward:
         self._launched += 1
         self._in_flight.append(unit)
         if len(self._in_flight) > IN_FLIGHT:
-            self._finish(1, None if self._gatherer is None else GRACE)
+            self._finish(1, self._gatherer.patience(GRACE))
 
     def _finish(self, count: int, patience: float | None = None) -> None:
         """Finish the oldest reductions; with `patience` in seconds, only if the other ranks do not take longer."""
         for unit in self._in_flight[:count]:
             for gradients in self._gradients[unit]:
-                if patience is None:
-                    gradients.finish_reduce()
-                elif not gradients.try_finish_reduce(patience):
+                if not gradients.reduction.finish(patience):
                     return
             self._in_flight.remove(unit)
             self._unread.append(unit)
@@ -274,23 +264,20 @@ class Backward:
         """Hand back the buffers of the oldest finished reductions, once all ranks have read them."""
         for unit in self._unread[:count]:
             for gradients in self._gradients[unit]:
-                gradients.release()
+                gradients.reduction.release()
         del self._unread[:count]
 
     def _end(self) -> None:
         """The backward is over: reduce what is left, free what is gathered."""
-        if self._gatherer is not None:
-            self._gatherer.free_all()
+        self._gatherer.free_all()
         if self.reduces:
             while self._launched < len(self._order):
                 self._launch(self._order[self._launched])
-        if self._gatherer is not None:
-            self._gatherer.end()
+        self._gatherer.end()
         self._finish(len(self._in_flight))
         self._release(len(self._unread))
         self._active = False
-        if self._assembly.below is not None:
-            self._assembly.below.link.note("backward", self._began)
+        self._late.note("backward", self._began)
 
 
 def _covers(arrived: bytearray, expected: bytes) -> bool:
@@ -323,7 +310,7 @@ class _Receipt:
 
     __slots__ = ("backward", "gradients", "number")
 
-    def __init__(self, backward: Backward, gradients: GradientShards, number: int) -> None:
+    def __init__(self, backward: Backward, gradients: Gradients, number: int) -> None:
         self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
 
     def __call__(self, parameter: torch.Tensor) -> None:

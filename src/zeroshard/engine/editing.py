@@ -1,36 +1,29 @@
 """Whole parameters on every rank, for the user to read and write (`engine.gathered()`)."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from zeroshard.engine.assembly import Assembly, Shard
+from zeroshard.engine.build import Assembly
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.replicas import digest_of
 from zeroshard.engine.writes import Writes
 from zeroshard.errors import PlanError
-from zeroshard.zero import Gatherer
+from zeroshard.parts.part import Part
 
 
 class Editing:
     """Gathers all parameters of one engine, and takes over what is written into them."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        gatherer: Gatherer | None,
-        groups: Groups,
-        writes: Writes,
-        offloaded: Offloaded | None,
-    ) -> None:
-        self._assembly, self._gatherer, self._writes, self._offloaded = assembly, gatherer, writes, offloaded
+    def __init__(self, assembly: Assembly, groups: Groups, writes: Writes) -> None:
+        self._parts, self._gatherer, self._late = assembly.parts, assembly.gatherer, assembly.late
+        self._writes = writes
         self._world = groups.world
 
     def whole(self) -> AbstractContextManager[None]:
         """Whole parameters on every rank inside; a collective call."""
-        return nullcontext() if self._gatherer is None else self._gatherer.pinned()
+        return self._gatherer.pinned()
 
     @contextmanager
     def gathered(self, writer: int | None) -> Iterator[None]:
@@ -45,11 +38,11 @@ class Editing:
         ranks = self._world.mesh.ranks
         if writer is not None and not 0 <= writer < ranks:
             raise PlanError(f"gathered(writer={writer}) names none of the ranks 0 to {ranks - 1}.")
-        shards = self._assembly.all_shards
+        parts = self._parts.all
         with self.whole():
-            for shard in shards:
-                shard.parameters.begin_edit()
-                shard.edits = shard.flat.edits
+            for part in parts:
+                part.weights.begin_edit()
+                part.edits = part.flat.edits
             self._world.agree(b"", "weights are copied")  # before anybody writes
             self._writes.allowed = True
             keep = True
@@ -60,31 +53,31 @@ class Editing:
                 keep = True
             finally:  # what was written before an exception of the user's own is kept too
                 self._writes.allowed = False
-                for shard in shards:
-                    shard.keep_what_was_written() if keep else shard.parameters.end_edit(keep=False)
+                for part in parts:
+                    part.keep_what_was_written() if keep else part.weights.end_edit(keep=False)
         self._world.agree(b"", "edited weights are in place")
 
     def _make_alike(self, writer: int | None) -> None:
         """Have the same values on all ranks wherever one of them wrote."""
         with torch.no_grad():
-            for shard in self._assembly.all_shards:
-                for number in shard.flat.moved() if shard.flat.kinds is not None else ():
-                    shard.flat.take_over(number)
-        mine = [n for n, shard in enumerate(self._assembly.all_shards) if shard.flat.edits != shard.edits]
+            for part in self._parts.all:
+                for number in part.flat.moved() if part.flat.kinds is not None else ():
+                    part.flat.take_over(number)
+        mine = [n for n, part in enumerate(self._parts.all) if part.flat.edits != part.edits]
         everyone = self._world.agree_on(mine, "which weights were written")
         written = sorted({n for numbers in everyone for n in numbers})
-        if written and self._offloaded is not None:
-            self._offloaded.forget()  # updates that began from the weights as they were
+        if written:
+            self._late.forget()  # updates that began from the weights as they were
         for number in written:
-            shard = self._assembly.all_shards[number]
+            part = self._parts.all[number]
             if writer is not None:
-                self._world.broadcast(shard.parameters.visible, f"edited weights {shard.flat.label}", writer)
+                self._world.broadcast(part.weights.visible, f"edited weights {part.flat.label}", writer)
             elif self._world.mesh.ranks > 1:
-                self._compare(shard)
+                self._compare(part)
 
-    def _compare(self, shard: Shard) -> None:
-        flat = shard.flat
-        buffer = shard.parameters.visible
+    def _compare(self, part: Part) -> None:
+        flat = part.flat
+        buffer = part.weights.visible
         mine = [digest_of([buffer[entry.offset : entry.stop]]) for entry in flat.index.entries]
         everyone = self._world.agree_on(mine, f"digests of edited weights {flat.label}")
         for entry, found in zip(flat.index.entries, zip(*everyone, strict=True), strict=True):

@@ -19,17 +19,15 @@ from zeroshard.comm import Comm
 from zeroshard.counts import merged
 from zeroshard.engine.alike import check_alike, check_settings
 from zeroshard.engine.arguments import check_arguments
-from zeroshard.engine.assembly import Assembler, OptimizerLike
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import accumulate, call, call_with, loss_in, microbatches
-from zeroshard.engine.below import limit_device
 from zeroshard.engine.buffers import whole_state_dict
+from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.editing import Editing
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, StepResult, Verdict
 from zeroshard.engine.model_checks import check_model, guard
-from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.pipelined import Pipelined, watch_versions
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.refused import told
@@ -43,7 +41,7 @@ from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh, keep_freed_memory, shared_mesh
 from zeroshard.plan import Plan
-from zeroshard.schedule import Layout, Pipeline, Schedule, verify, with_gathers
+from zeroshard.schedule import Layout, Pipeline, Schedule, verify
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -92,7 +90,7 @@ class Engine(Readings):
             keep_freed_memory()
         budget = self.plan.device_budget
         self.ledger = Ledger({} if budget is None else {"device": budget}, self.mesh.now)
-        limit_device(self.mesh.device, budget)
+        self.mesh.platform.limit(self.mesh.device, budget)
         self._loss = loss or (lambda output, batch: loss_in(output))
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
@@ -101,20 +99,15 @@ class Engine(Readings):
         self._groups = Groups.of(self.plan, self._stage)
         self.world, self.comm = self._groups.world, self._groups.slices
         tied = tied_names(model)
-        assembler = Assembler(model, self.plan, self._groups, self.ledger, self._stage)
-        self._assembly = assembler.assemble(optimizer, initialise)
-        self._gatherer = self._assembly.gatherer(self.comm)
-        self._backward = Backward(
-            self._assembly, self._gatherer, self.comm, self.plan.scales_loss, explicit=self.plan.pipelined
-        )
         self._judge = Judge(self.plan)
-        self._offloaded = Offloaded.of(self._assembly, self.plan, self._judge, self.comm.mesh.ranks)
-        self._forward = Forward(
-            model, self._assembly, self._gatherer, self._backward, self.ledger, self._offloaded, self.plan
-        )
+        builder = Builder(model, self.plan, self._groups, self.ledger, self._stage, lambda: self._judge.scale)
+        self._assembly = builder.build(optimizer, initialise)
+        self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
+        self._backward = Backward(self._assembly, self.comm, self.plan.scales_loss, explicit=self.plan.pipelined)
+        self._forward = Forward(model, self._assembly, self._backward, self.ledger)
         writes = self._forward.writes
-        self._editing = Editing(self._assembly, self._gatherer, self._groups, writes, self._offloaded)
-        self._update = Update(self._assembly, self._backward, self._groups, self._offloaded, writes)
+        self._editing = Editing(self._assembly, self._groups, writes)
+        self._update = Update(self._assembly, self._backward, self._groups, writes)
         self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
         self._pipelined = self._make_pipelined(self._stage) if isinstance(self._stage, Stage) else None
@@ -125,7 +118,7 @@ class Engine(Readings):
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         writes.watch()
         self._assembly.optimizer.guard(self._update.discard)
-        guard(model, self._assembly, self._forward, self.plan.pipelined)
+        guard(model, self._assembly.parts, self._forward, self.plan.pipelined)
         self._reset_counts()
 
     @told
@@ -218,10 +211,7 @@ class Engine(Readings):
         except NonFiniteError:
             self._update.consume()
             raise
-        if not verdict.skip:
-            self._update.apply(verdict.factor)
-        elif self._offloaded is not None:
-            self._offloaded.skip()
+        self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor)
         self._backward.expect()
         self._update.consume()
         return self._conclude(verdict, None)
@@ -252,8 +242,7 @@ class Engine(Readings):
         Evaluating, saving and taking the model out do it by themselves.
         """
         self._forward.writes.look(closely=True)
-        if self._offloaded is not None:
-            self._offloaded.flush()
+        self._late.flush()
         if self._pipelined is not None:
             self._pipelined.flush()
 
@@ -273,7 +262,7 @@ class Engine(Readings):
             return nullcontext()  # inside of another such context, which takes everything over
         if self._forward.writes.allowed:
             raise PlanError(f"gathered(writer={writer}) stands inside of another; give the outer one the writer.")
-        if self._gatherer is not None and self._forward.running:
+        if self._gatherer.gathers and self._forward.running:
             raise PlanError(
                 "engine.gathered() was entered inside of the model's forward or backward, where units come and go "
                 "(zero=3). Weights of other units are gathered there when they are read: leave gathered() out, or put "
@@ -288,9 +277,9 @@ class Engine(Readings):
         self.flush()
         if isinstance(self._stage, Stage):
             return whole_state_dict(self.model, self._stage, self._state.buffers)
-        if self._gatherer is not None and "parameters" in self.plan.offloads and not self._forward.writes.allowed:
+        if "parameters" in self.plan.offloads and not self._forward.writes.allowed:
             self._takes_apart = True
-            return state_dict_by_unit(self.model, self._assembly, self._gatherer)
+            return state_dict_by_unit(self.model, self._assembly.parts, self._gatherer)
         with self._editing.whole():
             return {
                 k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
@@ -376,7 +365,7 @@ class Engine(Readings):
             DivergenceError: they differ, with the parameters and the ranks.
         """
         self.flush()
-        check_replicas(self._assembly, self._groups, self._stage)
+        check_replicas(self._assembly.parts, self._groups, self._stage)
 
     def _take_over(self) -> None:
         """Go on with the weights that were read."""
@@ -392,7 +381,7 @@ class Engine(Readings):
             return self._stage.pipeline.step(self.mesh.rank)
         plan = self.plan
         alone = Pipeline("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
-        actions = with_gathers(alone.step(0)) if self._gatherer else alone.step(0)
+        actions = self._gatherer.lower(alone.step(0))
         verify([actions])
         return actions
 
@@ -402,8 +391,8 @@ class Engine(Readings):
 
     def _make_pipelined(self, stage: Stage) -> Pipelined:
         if self.plan.streams:
-            watch_versions(stage, self._assembly, self._backward, self.ledger)
-        parts = (stage, self._assembly, self._backward, self._update, self._judge)
+            watch_versions(stage, self._assembly.parts, self._backward)
+        parts = (stage, self._assembly.parts, self._backward, self._update, self._judge)
         return Pipelined(*parts, self.plan, self._run)
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
@@ -414,7 +403,7 @@ class Engine(Readings):
         self._savings.look()
         self.skipped += verdict.skip if verdict else False
         self._forward.end_step()
-        moved, self.exposed = self._assembly.below.link.reset() if self._assembly.below else ({}, {})
+        moved, self.exposed = self._late.count()
         self._counts = merged([*(comm.counts for comm in self._groups.all), moved])
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
@@ -425,10 +414,9 @@ class Engine(Readings):
             comm.reset()
 
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._offloaded is not None:
-            self._offloaded.flush()
+        self._late.flush()
         asked, self._takes_apart = self._takes_apart, False
-        if self._gatherer is not None and not asked and not self._gatherer.everything_here():
+        if not asked and not self._gatherer.everything_here():
             raise PlanError(
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
                 "engine.state_dict(), or call model.state_dict() inside `with engine.gathered():` on every rank."

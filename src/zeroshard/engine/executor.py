@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.comm import Purpose
-from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.loans import Loans
 from zeroshard.engine.replay import Replay
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
 from zeroshard.engine.wires import Shape, Wires
+from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.deferred import WeightGradients
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
@@ -31,7 +31,7 @@ Span = tuple[Action, float, float]
 
 
 @dataclass(slots=True)
-class Part:
+class Microbatch:
     """One microbatch: what the model takes, the share of its loss in the update's, and its shapes between layers."""
 
     batch: Any
@@ -67,7 +67,7 @@ class Executor:
     def __init__(
         self,
         stage: Stage,
-        assembly: Assembly,
+        parts: Parts,
         backward: Backward,
         update: Update,
         run: Run,
@@ -75,14 +75,14 @@ class Executor:
         decide: Callable[[], float | None],
         recomputes: bool,
     ) -> None:
-        self._stage, self._assembly, self._backward, self._update = stage, assembly, backward, update
+        self._stage, self._ledger, self._backward, self._update = stage, parts.arena.ledger, backward, update
         self._run, self._scale, self._decide, self._recomputes = run, scale, decide, recomputes
-        self.wires = Wires(stage, assembly.arena)
-        self.loans = Loans(stage, assembly, self.wires)
+        self.wires = Wires(stage, parts.arena)
+        self.loans = Loans(stage, parts, self.wires)
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}
-        self._parts: dict[int, Part] = {}
-        self._shards_of = _shards_by_chunk(stage, assembly)
+        self._parts: dict[int, Microbatch] = {}
+        self._parts_of = _parts_by_chunk(stage, parts)
         self.losses: dict[int, Tensor] = {}
         self.spans: list[Span] = []
         self.tracing = False
@@ -114,7 +114,7 @@ class Executor:
         self.tracing = False
         return self.spans
 
-    def feed(self, parts: Mapping[int, Part]) -> None:
+    def feed(self, parts: Mapping[int, Microbatch]) -> None:
         """Microbatches, by number, that actions to come will use."""
         self._parts.update(parts)
 
@@ -134,17 +134,16 @@ class Executor:
     def restart(self) -> None:
         """Count versions anew; nothing is in flight."""
         self.loans.settle()
-        for shards in self._shards_of.values():
-            for shard in shards:
-                if shard.versions is not None:
-                    shard.versions.restart()
+        for parts in self._parts_of.values():
+            for part in parts:
+                part.versions.restart()
 
     @torch.no_grad()
     def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
         """Run the forwards of `actions` on one microbatch, with nothing kept; what the model returns, if here."""
         (number,) = {action.microbatch for action in actions}
         assert number is not None
-        kept, self._parts, self._run = (self._parts, self._run), {number: Part(batch, 1.0)}, run
+        kept, self._parts, self._run = (self._parts, self._run), {number: Microbatch(batch, 1.0)}, run
         self._at_once, result = set(), None
         self._sending = Purpose.SEND_TO_EVALUATE
         try:
@@ -166,8 +165,7 @@ class Executor:
         flight = self._flights[chunk, j] = self._enter(action)
         start = self._stage.world.mesh.now()
         if self._recomputes and (chunk, j) not in self._at_once:
-            device, ledger = self._stage.mesh.device, self._assembly.arena.ledger
-            flight.replay = Replay(self._stage.chain.modules, device, ledger)
+            flight.replay = Replay(self._stage.chain.modules, self._stage.mesh.device, self._ledger)
             with torch.no_grad():
                 output = self._compute(action, flight)
             flight.replay.end()
@@ -291,9 +289,8 @@ class Executor:
             self._parts.pop(j, None)
 
     def _use(self, action: Action) -> None:
-        for shard in self._shards_of[action.chunk]:
-            if shard.versions is not None:
-                shard.versions.use(action.version)
+        for part in self._parts_of[action.chunk]:
+            part.versions.use(action.version)
 
     def _shape(self, layer: int, j: int) -> Shape:
         part = self._parts[j]
@@ -332,11 +329,11 @@ class Executor:
         if not self._decided:
             self._factor, self._decided = self._decide(), True
         start = self._stage.world.mesh.now()
-        shards = self._shards_of[action.chunk]
+        parts = self._parts_of[action.chunk]
         if self._factor is None:
-            self._update.skip(shards)
+            self._update.skip(parts)
         else:
-            self._update.apply(self._factor, shards)
+            self._update.apply(self._factor, parts)
         self._note(action, start)
         self._updates_left -= 1
         if self._stage.pipeline.streams or not self._updates_left:
@@ -349,20 +346,20 @@ class Executor:
         self.loans.lend(action)
 
     def _drop(self, action: Action) -> None:
-        for shard in self._shards_of[action.chunk]:
-            if shard.versions is not None:
-                shard.versions.drop(action.version)
+        for part in self._parts_of[action.chunk]:
+            part.versions.drop(action.version)
 
     def _note(self, action: Action, start: float) -> None:
         if self.tracing:
             self.spans.append((action, start, self._stage.world.mesh.now()))
 
 
-def _shards_by_chunk(stage: Stage, assembly: Assembly) -> dict[int, list[Shard]]:
-    shards: dict[int, list[Shard]] = {c: [] for c in stage.pipeline.layout.chunks_of(stage.number)}
-    for chunk, unit in zip(stage.chunk_of, assembly.shards, strict=True):
-        shards[chunk] += [shard for shard in unit if shard.gradients is not None]
-    return shards
+def _parts_by_chunk(stage: Stage, parts: Parts) -> dict[int, list[Part]]:
+    """The trained parts of each chunk of this rank."""
+    chunks: dict[int, list[Part]] = {c: [] for c in stage.pipeline.layout.chunks_of(stage.number)}
+    for chunk, of_unit in zip(stage.chunk_of, parts.of_units, strict=True):
+        chunks[chunk] += [part for part in of_unit if part.gradients is not None]
+    return chunks
 
 
 def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:

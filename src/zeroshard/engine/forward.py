@@ -19,18 +19,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.activations.offload import ActivationStore, Kept
-from zeroshard.engine.assembly import Assembly
+from zeroshard.activations import Kept
 from zeroshard.engine.backward import Backward
-from zeroshard.engine.offloading import Offloaded
+from zeroshard.engine.build import Assembly
 from zeroshard.engine.tensors import tensors_in, with_tensors
 from zeroshard.engine.writes import Writes
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
-from zeroshard.plan import Plan
+from zeroshard.parts.late import LateUpdates
+from zeroshard.parts.weights import Weights
 from zeroshard.precision import explain_clash
 from zeroshard.units import values_of
-from zeroshard.zero import Gatherer, ParameterShards, PassKind
+from zeroshard.zero import Everything, Gatherer, PassKind
 
 
 class Forward:
@@ -40,41 +40,29 @@ class Forward:
         writes: watches the parameters.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        assembly: Assembly,
-        gatherer: Gatherer | None,
-        backward: Backward,
-        ledger: Ledger,
-        offloaded: Offloaded | None,
-        plan: Plan,
-    ) -> None:
-        self._assembly, self._gatherer, self._backward, self._ledger = assembly, gatherer, backward, ledger
-        self._offloaded = offloaded
-        self._store: ActivationStore | None = None
-        if "activations" in plan.offloads and assembly.below is not None:
-            self._store = ActivationStore(*assembly.below.parts, ledger)
-        self._root = len(assembly.units) - 1
+    def __init__(self, model: nn.Module, assembly: Assembly, backward: Backward, ledger: Ledger) -> None:
+        self._parts, self._gatherer, self._late = assembly.parts, assembly.gatherer, assembly.late
+        self._precision, self._saver, self._backward, self._ledger = (
+            assembly.precision, assembly.saver, backward, ledger
+        )  # fmt: skip
+        self._root = len(self._parts.units) - 1
         self._open: list[tuple[saved_tensors_hooks | None, bool, float]] = []
         self._homes = {
-            _place_of(shard.parameters.full): (number, shard.parameters)
-            for number, shards in enumerate(assembly.shards)
-            for shard in shards
-            if shard.parameters.sliced
+            _place_of(part.weights.full): (number, part.weights)
+            for number, parts in enumerate(self._parts.of_units)
+            for part in parts
+            if part.weights.sliced
         }
-        self._weights: set[int] = set()  # storages of weights, which are no activations
+        self._known: set[int] = set()  # storages of weights, which are no activations
         self._activations: dict[int, int] = {}
         self._counts = False
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
-        self.writes = Writes(model, assembly, self)
+        self.writes = Writes(model, assembly.parts, self)
         model.register_forward_pre_hook(_outside(self._enter_model), with_kwargs=True, prepend=True)
         model.register_forward_hook(_outside(self._leave_model), always_call=True)
         _refuse_renormalising(model, assembly)
-        if gatherer is not None and self._homes:
-            self._watch_units(gatherer)
-        elif offloaded is not None:
-            self._watch_updates(offloaded)
+        self._watch_units()
+        self._watch_updates()
 
     @property
     def running(self) -> bool:
@@ -97,13 +85,12 @@ class Forward:
         Raises:
             PlanError: neither the model's forward nor a backward is under way, so the other ranks may not take part.
         """
-        assert self._gatherer is not None
         if not self._open:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # something is recomputed before any other hook heard of this backward
             elif not self._gatherer.everything_here():
                 raise PlanError(
-                    f"A module with parameters of unit '{self._assembly.units[unit].label}' was called outside of the "
+                    f"A module with parameters of unit '{self._parts.units[unit].label}' was called outside of the "
                     f"model's own forward, while its parameters are sliced (zero=3). Call the whole model, or call "
                     f"the module inside `with engine.gathered():`, on every rank."
                 )
@@ -124,36 +111,37 @@ class Forward:
             return with_tensors(output, lambda tensor: tensor.clone() if goes(tensor) else tensor)
         return output
 
-    def _watch_units(self, gatherer: Gatherer) -> None:
-        root = self._assembly.units[self._root].module
-        for unit, shards in zip(self._assembly.units, self._assembly.shards, strict=True):
-            watch = _Watch(self, gatherer, self._backward, unit.number)
+    def _watch_units(self) -> None:
+        """Have each unit that is gathered for use here when it is used, and no longer."""
+        root = self._parts.units[self._root].module
+        for unit, parts in zip(self._parts.units, self._parts.of_units, strict=True) if self._homes else ():
+            watch = _Watch(self, self._gatherer, self._backward, unit.number)
             for owner in unit.owners:
                 if owner is not root and owner is not unit.module:
                     owner.register_forward_pre_hook(Hook(watch.before_owner), prepend=True)
             if unit.number != self._root:
                 unit.module.register_forward_pre_hook(_outside(watch.before), prepend=True)
                 unit.module.register_forward_hook(_outside(watch.after), always_call=True)
-                if any(not shard.flat.trainable for shard in shards):
+                if any(not part.flat.trainable for part in parts):
                     unit.module.register_forward_pre_hook(_outside(watch.inputs), with_kwargs=True)
 
-    def _watch_updates(self, offloaded: Offloaded) -> None:
+    def _watch_updates(self) -> None:
         """Have each unit's new weights here before they are used; the root's when the model is entered."""
-        for unit in self._assembly.units[: self._root]:
+        for number in self._late.awaited(range(self._root)):
+            unit = self._parts.units[number]
             for module in {unit.module, *unit.owners}:
-                wait = partial(_need, offloaded, unit.number)
+                wait = partial(_need, self._late, number)
                 module.register_forward_pre_hook(_outside(wait), prepend=True)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
-        begins, began = False, 0.0 if self._assembly.below is None else self._assembly.below.link.now()
-        if self._offloaded is not None:
-            self._offloaded.entering(self._root, trains=torch.is_grad_enabled())
+        begins, began = False, self._late.now()
+        self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
             self.writes.look()
         if torch.is_grad_enabled():
             self.writes.refuse_unfrozen()
-        if self._gatherer is not None and not self._gatherer.everything_here():
+        if not self._gatherer.everything_here():
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed
             if not self._gatherer.inside(PassKind.BACKWARD):
@@ -162,28 +150,27 @@ class Forward:
             self._gatherer.need(self._root)
         hooks = None
         self._counts = self._ledger.recording or self._ledger.limits_activations
-        if self._counts or self._store is not None:
-            self._weights = {_place_of(buffer) for shard in self._assembly.all_shards for buffer in shard.weights}
-        if torch.is_grad_enabled() and (self._homes or self._counts or self._store is not None):
+        if self._counts or self._saver.moves:
+            self._known = {_place_of(buffer) for part in self._parts.all for buffer in part.versions.buffers}
+        if torch.is_grad_enabled() and (self._homes or self._counts or self._saver.moves):
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
         self._open.append((hooks, begins, began))
-        cast = self._assembly.precision.cast_inputs
+        cast = self._precision.cast_inputs
         return cast(args), cast(kwargs)
 
     def _leave_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._open:
             return None  # entering it has failed
         if output is None and (error := sys.exc_info()[1]) is not None:
-            explain_clash(error, module, self._assembly.precision)
+            explain_clash(error, module, self._precision)
         hooks, begins, began = self._open.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
-        if self._offloaded is not None and sys.exc_info()[0] is None:
-            self._offloaded.finish()
-        if self._assembly.below is not None:
-            self._assembly.below.link.note("forward", began)
-        if self._gatherer is not None and begins:
+        if sys.exc_info()[0] is None:
+            self._late.finish()
+        self._late.note("forward", began)
+        if begins:
             if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()
                 self._visitors.clear()
@@ -202,29 +189,24 @@ class Forward:
             return _SavedWeight(tensor, *home)
         if isinstance(tensor, nn.Parameter):
             return values_of(tensor)  # and not the parameter, which may have other values by the time of the backward
-        if _place_of(tensor) in self._weights:
+        if _place_of(tensor) in self._known:
             return tensor
-        packed = Kept(tensor) if self._store is None else self._store.pack(tensor)
+        packed = self._saver.pack(tensor)
         counts = self._counts and tensor.layout is torch.strided and isinstance(packed, Kept)
         return _Activation(tensor, packed, self) if counts else _Stored(packed)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
             self._backward.begin()
-            assert self._gatherer is not None
             self._gatherer.need(saved.unit)
             return saved.weight()
         if isinstance(saved, torch.Tensor):
             return saved
-        if isinstance(saved.saved, Kept):
-            return saved.saved.tensor()
-        assert self._store is not None
-        return self._store.unpack(saved.saved)
+        return self._saver.unpack(saved.saved)
 
     def end_step(self) -> None:
-        """Wait for activations on their way, and let go of what came up for nobody."""
-        if self._store is not None:
-            self._store.settle()
+        """Wait for saved tensors on their way, and drop those that came up and no backward read."""
+        self._saver.settle()
 
     def count_activation(self, storage: torch.UntypedStorage, change: int) -> None:
         """Enter a storage that autograd saved, once however many tensors share it; strike it out with the last."""
@@ -241,7 +223,7 @@ class Forward:
 def _refuse_renormalising(model: nn.Module, assembly: Assembly) -> None:
     for path, module in model.named_modules():
         renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        if renormalises and any(shard.flat.index.ranks > 1 for shard in assembly.all_shards):
+        if renormalises and any(part.flat.index.ranks > 1 for part in assembly.parts.all):
             raise PlanError(
                 f"'{path}' has max_norm={module.max_norm}, so its forward writes into the weights, in other rows on "
                 f"each rank. Set max_norm to None, and renormalise inside `with engine.gathered():` between steps."
@@ -272,8 +254,8 @@ def _outside(call: Callable[..., Any]) -> Hook:
     return Hook(torch.compiler.disable(call))
 
 
-def _need(offloaded: Offloaded, unit: int, *_: Any) -> None:
-    offloaded.need(unit)
+def _need(late: LateUpdates, unit: int, *_: Any) -> None:
+    late.need(unit)
 
 
 def _nothing(*args: Any) -> None:
@@ -283,17 +265,17 @@ def _nothing(*args: Any) -> None:
 class _SavedWeight:
     """A saved tensor that lives in the gathered buffer of a unit."""
 
-    __slots__ = ("parameters", "tensor", "unit")
+    __slots__ = ("tensor", "unit", "weights")
 
-    def __init__(self, tensor: torch.Tensor, unit: int, parameters: ParameterShards) -> None:
-        self.tensor, self.unit, self.parameters = tensor, unit, parameters
+    def __init__(self, tensor: torch.Tensor, unit: int, weights: Weights) -> None:
+        self.tensor, self.unit, self.weights = tensor, unit, weights
 
     def weight(self) -> torch.Tensor:
         """The same view with its values, wherever the unit is gathered now."""
         saved = self.tensor
         if saved.untyped_storage().nbytes():
             return saved
-        return self.parameters.full.as_strided(saved.shape, saved.stride(), saved.storage_offset())
+        return self.weights.full.as_strided(saved.shape, saved.stride(), saved.storage_offset())
 
 
 class _Stored:
@@ -321,7 +303,7 @@ class _Watch:
 
     __slots__ = ("backward", "forward", "gatherer", "unit")
 
-    def __init__(self, forward: Forward, gatherer: Gatherer, backward: Backward, unit: int) -> None:
+    def __init__(self, forward: Forward, gatherer: Gatherer | Everything, backward: Backward, unit: int) -> None:
         self.forward, self.gatherer, self.backward, self.unit = forward, gatherer, backward, unit
 
     def before(self, module: nn.Module, args: Any) -> None:

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Purpose
-from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.stage import Stage
 from zeroshard.engine.wires import Wires
+from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.borrowed import Borrowed
 from zeroshard.schedule import Action, Kind, Loan
 
@@ -16,15 +16,13 @@ Key = tuple[int, int]  # chunk, microbatch
 class Loans:
     """Carries out the actions of one rank on weights that it lends or borrows."""
 
-    def __init__(self, stage: Stage, assembly: Assembly, wires: Wires) -> None:
-        self._stage, self._arena, self._wires = stage, assembly.arena, wires
+    def __init__(self, stage: Stage, parts: Parts, wires: Wires) -> None:
+        self._stage, self._arena, self._wires = stage, parts.arena, wires
         self._layout = stage.pipeline.layout
         self._lent = {
-            loan: _Lent(stage.loans[loan], assembly)
-            for loan in stage.loans
-            if self._stage_of(loan.owner) == stage.number
+            loan: _Lent(stage.loans[loan], parts) for loan in stage.loans if self._stage_of(loan.owner) == stage.number
         }
-        self._debts = {loan: _Debt(loan, borrowed) for loan, borrowed in assembly.borrowed.items()}
+        self._debts = {loan: _Debt(loan, borrowed) for loan, borrowed in stage.borrowed.items()}
 
     def begin(self, key: Key) -> None:
         """A forward begins: it takes in the versions that came for it, and keeps what it uses for its backward."""
@@ -137,29 +135,29 @@ class _Debt:
 class _Lent:
     """The weights of one loan on the side of their owner."""
 
-    def __init__(self, names: list[str], assembly: Assembly) -> None:
-        self._places: list[tuple[Shard, int]] = []
+    def __init__(self, names: list[str], parts: Parts) -> None:
+        self._places: list[tuple[Part, int]] = []
         for name in names:
-            for shard in assembly.all_shards:
-                here = [entry.name for entry in shard.flat.index.entries]
+            for part in parts.all:
+                here = [entry.name for entry in part.flat.index.entries]
                 if name in here:
-                    self._places.append((shard, here.index(name)))
-        self.numel = sum(shard.flat.index.entries[n].numel for shard, n in self._places)
+                    self._places.append((part, here.index(name)))
+        self.numel = sum(part.flat.index.entries[n].numel for part, n in self._places)
         self.dtype = self._places[0][0].flat.dtype
 
     def add(self, gradients: Tensor) -> None:
         """Add the borrower's gradients to the owner's."""
-        for part, (shard, number) in self._split(gradients):
-            if shard.gradients is not None:
-                shard.gradients.receive(number, part.view(shard.flat.index.entries[number].shape))
+        for values, (part, number) in self._split(gradients):
+            if part.gradients is not None:
+                part.gradients.receive(number, values.view(part.flat.index.entries[number].shape))
 
     def pack(self, into: Tensor) -> None:
         """Copy the latest weights."""
-        for part, (shard, number) in self._split(into):
-            part.copy_(shard.flat.view(shard.parameters.full, number).flatten())
+        for values, (part, number) in self._split(into):
+            values.copy_(part.flat.view(part.weights.full, number).flatten())
 
-    def _split(self, buffer: Tensor) -> list[tuple[Tensor, tuple[Shard, int]]]:
-        sizes = [shard.flat.index.entries[n].numel for shard, n in self._places]
+    def _split(self, buffer: Tensor) -> list[tuple[Tensor, tuple[Part, int]]]:
+        sizes = [part.flat.index.entries[n].numel for part, n in self._places]
         return list(zip(buffer.split(sizes), self._places, strict=True))
 
 

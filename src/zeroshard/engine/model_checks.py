@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.errors import ModelError, PlanError
+from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.weights import Residence
 from zeroshard.units.watched import Watched
-from zeroshard.zero.parameters import Residence
 
 WRAPPERS = {  # classes that make their own gradients or slices, and the way to the model inside
     "DistributedDataParallel": "its .module",
@@ -25,7 +25,7 @@ WRAPPERS = {  # classes that make their own gradients or slices, and the way to 
     "FullyShardedDataParallel": "the model before it was wrapped",
     "FSDPModule": "the model before fully_shard",
 }
-Shards = Mapping[int, Shard]
+PartOf = Mapping[int, Part]  # by the identity of the parameter
 
 
 def check_model(model: nn.Module) -> None:
@@ -53,14 +53,14 @@ def check_model(model: nn.Module) -> None:
     _check_overlaps(model)
 
 
-def guard(model: nn.Module, assembly: Assembly, forward: Forward, staged: bool) -> None:
+def guard(model: nn.Module, parts: Parts, forward: Forward, staged: bool) -> None:
     """Refuse from now on to load, save or move parameters of `model` in ways that the engine does not see."""
-    shards = {id(parameter): shard for shard in assembly.all_shards for parameter in shard.flat.parameters}
+    part_of = {id(parameter): part for part in parts.all for parameter in part.flat.parameters}
     for module in model.modules():
         vars(module)["_apply"] = _Apply(module, forward)
         if module._parameters:
-            module.register_load_state_dict_pre_hook(Hook(partial(_refuse_load, shards, forward, staged)))
-            module.register_state_dict_pre_hook(Hook(partial(_refuse_absent, shards)))
+            module.register_load_state_dict_pre_hook(Hook(partial(_refuse_load, part_of, forward, staged)))
+            module.register_state_dict_pre_hook(Hook(partial(_refuse_absent, part_of)))
 
 
 def _has_engine(module: nn.Module) -> bool:
@@ -104,7 +104,7 @@ def _check_overlaps(model: nn.Module) -> None:
 
 
 def _refuse_load(
-    shards: Shards,
+    part_of: PartOf,
     forward: Forward,
     staged: bool,
     module: nn.Module,
@@ -117,7 +117,7 @@ def _refuse_load(
     for name, parameter in module._parameters.items():
         if parameter is None or prefix + name not in values or (forward.writes.allowed and not assign):
             continue
-        shard = shards.get(id(parameter))
+        part = part_of.get(id(parameter))
         way = "Write `with engine.gathered(): model.load_state_dict(...)` on every rank, or engine.load_weights(path)"
         if staged:
             lost = "the model is cut into stages, and each rank has only its own"
@@ -125,24 +125,18 @@ def _refuse_load(
         elif assign:
             lost = "assign=True puts new tensors into the model, and the engine updates the old ones"
             way += ", with assign=False"
-        elif shard is None:
+        elif part is None or part.lost is None:
             continue
-        elif shard.parameters.sliced:
-            lost = "its values are sliced over the ranks or offloaded, and this rank holds none of them whole"
-        elif shard.parameters.common:
-            lost = "all ranks share its memory"
-        elif shard.master:
-            lost = "its fp32 master weights would stay as they are and undo it in the next step"
         else:
-            continue
+            lost = f"it would be written while {part.lost}"
         raise PlanError(f"load_state_dict cannot write '{prefix + name}' now: {lost}. {way}.")
 
 
-def _refuse_absent(shards: Shards, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _refuse_absent(part_of: PartOf, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Before a module's `state_dict` copies values: refuse where there are none."""
     for name, parameter in module._parameters.items():
-        shard = shards.get(id(parameter))
-        if not keep_vars and shard is not None and shard.parameters.residence is not Residence.GATHERED:
+        part = part_of.get(id(parameter))
+        if not keep_vars and part is not None and part.weights.residence is not Residence.GATHERED:
             raise PlanError(
                 f"The parameters are sliced (zero=3), so '{prefix + name}' in the state_dict would hold NaN. Use "
                 f"engine.state_dict(), or call state_dict() inside `with engine.gathered():` on every rank."

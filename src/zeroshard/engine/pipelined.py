@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm import Purpose
-from zeroshard.engine.assembly import Assembly
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import uneven_microbatches
-from zeroshard.engine.executor import Executor, Part
+from zeroshard.engine.executor import Executor, Microbatch
 from zeroshard.engine.judge import Judge
 from zeroshard.engine.stage import Run, Stage
 from zeroshard.engine.update import Update
 from zeroshard.engine.wires import Shape
-from zeroshard.ledger import Ledger
+from zeroshard.parts.part import Parts
 from zeroshard.pipeline.versions import Versions
 from zeroshard.plan import Plan
 from zeroshard.schedule import Kind
@@ -44,7 +43,7 @@ class Pipelined:
     def __init__(
         self,
         stage: Stage,
-        assembly: Assembly,
+        parts: Parts,
         backward: Backward,
         update: Update,
         judge: Judge,
@@ -54,7 +53,7 @@ class Pipelined:
         self.stage, self._plan, self._judge, self._update = stage, plan, judge, update
         scale: Callable[[], float] = lambda: judge.scale  # noqa: E731
         decide = self._decide_alone if plan.streams else self._decide_together
-        self.executor = Executor(stage, assembly, backward, update, run, scale, decide, plan.recomputes)
+        self.executor = Executor(stage, parts, backward, update, run, scale, decide, plan.recomputes)
         self.fed = 0
         self._updates = 0
         self._loss: Tensor | None = None
@@ -71,7 +70,7 @@ class Pipelined:
         each = plan.microbatches_per_update == 1 and plan.streams
         executor.feed(
             {
-                j: Part(part, 1.0 if each else weight)
+                j: Microbatch(part, 1.0 if each else weight)
                 for j, (part, weight) in numbered.items()
                 if pipeline.layout.rank_of(own, j) == rank
             }
@@ -128,7 +127,7 @@ class Pipelined:
         wires.finish()
         return tree_unflatten(leaves, spec)
 
-    def planned_messages(self) -> dict[str, int]:
+    def planned_messages(self) -> dict[Purpose, int]:
         """Elements that this rank sends in a step of a full pipeline, by the list and the last step's shapes.
 
         Exact where the microbatches of a step are alike.
@@ -145,7 +144,7 @@ class Pipelined:
                 layer = stage.firsts[action.chunk + (action.kind is Kind.SEND_FORWARD)]
                 elements = torch.Size(self._shapes[layer][0]).numel() if self._shapes else 0
             planned[purpose] = planned.get(purpose, 0) + elements
-        return {str(purpose): elements for purpose, elements in planned.items()}
+        return planned
 
     def _losses(self) -> Tensor:
         """The sum of the weighted losses on this rank since the last call."""
@@ -187,10 +186,9 @@ class Pipelined:
         return None if verdict.skip else verdict.factor * gain
 
 
-def watch_versions(stage: Stage, assembly: Assembly, backward: Backward, ledger: Ledger) -> None:
+def watch_versions(stage: Stage, parts: Parts, backward: Backward) -> None:
     """Where weights are stashed, let each flat have more than one version."""
-    for shard in assembly.all_shards:
-        if shard.gradients is not None:
-            sites = [list(stage.chain.sites(parameter)) for parameter in shard.flat.parameters]
-            listen = partial(backward.listen, shard.gradients)
-            shard.versions = Versions(shard.flat, shard.parameters.full, sites, ledger, listen)
+    for part, gradients in parts.trained:
+        sites = [list(stage.chain.sites(parameter)) for parameter in part.flat.parameters]
+        listen, ledger = partial(backward.listen, gradients), parts.arena.ledger
+        part.versions = Versions(part.flat, part.weights.full, sites, ledger, listen, stage.versions - 1)

@@ -9,21 +9,20 @@ from zeroshard import link
 from zeroshard.comm import Comm
 from zeroshard.counts import BETWEEN_TIERS, Count, Purpose
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
-from zeroshard.engine.assembly import Assembly
-from zeroshard.engine.below import traced
+from zeroshard.engine.build import Assembly
 from zeroshard.engine.executor import Span
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge
-from zeroshard.engine.offloading import Guesses, Offloaded
 from zeroshard.engine.pipelined import Pipelined
 from zeroshard.engine.stage import Stage, Whole
 from zeroshard.engine.state import State
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Event, Ledger
 from zeroshard.mesh import Mesh
+from zeroshard.parts.late import Guesses
+from zeroshard.parts.planned import Work
 from zeroshard.plan import Plan
 from zeroshard.schedule import Pipeline
-from zeroshard.zero import Gatherer
 
 
 class Readings:
@@ -35,10 +34,8 @@ class Readings:
     comm: Comm
     _assembly: Assembly
     _counts: Mapping[Purpose, Count]
-    _gatherer: Gatherer | None
     _groups: Groups
     _judge: Judge
-    _offloaded: Offloaded | None
     _pipelined: Pipelined | None
     _stage: Stage | Whole
     _state: State
@@ -61,14 +58,14 @@ class Readings:
     @property
     def guesses(self) -> Guesses:
         """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
-        return self._offloaded.guesses if self._offloaded else Guesses()
+        return self._assembly.late.guesses
 
     def tracing(self) -> AbstractContextManager[list[link.Span]]:
         """Keep when the forwards, backwards, copies and host jobs of offloaded steps inside run.
 
         On a GPU, copies are entered when they are handed to their streams.
         """
-        return traced(self._assembly.below)
+        return self._assembly.late.traced()
 
     @property
     def lane(self) -> int:
@@ -114,24 +111,31 @@ class Readings:
     @property
     def order(self) -> dict[str, list[str]]:
         """Under ZeRO 3, the units in the order in which each kind of pass gathers them; recorded in the first step."""
-        return self._gatherer.orders if self._gatherer else {}
+        return self._assembly.gatherer.orders
 
     @property
     def units(self) -> list[str]:
         """The names of the units in their fixed order."""
-        return [unit.label for unit in self._assembly.units]
+        return [unit.label for unit in self._assembly.parts.units]
 
     def memory(self) -> MemoryTable:
         """Bytes on this rank by category: planned by the formula, measured by the ledger.
 
         Optimizer states appear with the first step, in which torch makes them.
         """
-        return memory_table(self._assembly, self.plan, self.comm.mesh.ranks, self.ledger, self._stage)
+        return memory_table(self._assembly.parts, self.ledger, self._stage)
 
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
         messages = self._pipelined.planned_messages() if self._pipelined else {}
-        return traffic_table(self._assembly, self.plan, self._groups, self._counts, messages, self._stage)
+        return traffic_table(self._assembly.parts, self._work, self._groups, self._counts, messages)
+
+    @property
+    def _work(self) -> Work:
+        """A step of this rank."""
+        plan, around = self.plan, self._stage.ranks_per_lane
+        updates = plan.microbatches // (plan.microbatches_per_update * (around if plan.streams else 1))
+        return Work(plan.microbatches, updates, plan.reductions // around if plan.reductions > 1 else 1)
 
     def recording(self) -> AbstractContextManager[list[Event]]:
         """Keep every change of memory inside, activations included; the list is filled when the block ends."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import DivergenceError
+from zeroshard.parts.part import Part, Parts
 
 CHUNK = 2**24  # bytes on the host at a time
 SHOWN = 5  # differences in an error
@@ -35,24 +35,24 @@ class Copies:
     whole: list[Pieces]
 
     @classmethod
-    def of(cls, assembly: Assembly, groups: Groups) -> "Copies":
-        """Everything that an assembly has in copies."""
+    def of(cls, parts: Parts, groups: Groups) -> "Copies":
+        """Everything that there is in copies."""
         copies = cls([], [])
-        for shard in assembly.all_shards:
-            parameters, index = shard.parameters, shard.flat.index
-            start, _ = index.interval(parameters.rank)
-            own = _parts(shard, "parameter", parameters.own, start)
-            if not (parameters.common or parameters.sliced):
-                copies.whole.append(_parts(shard, "parameter", parameters.full, 0))
-            updated = [*_masters(shard), *_states(shard, assembly)]
+        for part in parts.all:
+            weights, index = part.weights, part.flat.index
+            if weights.copied:
+                copies.whole.append(_pieces(part, "parameter", weights.full, 0))
+            with part.updater.at_hand():
+                updated = [*_masters(part), *_states(part)]
             if groups.replicas is not None:
+                own = _pieces(part, "parameter", weights.own, index.interval(weights.rank)[0])
                 copies.slices.append([*own, *updated])
-            elif shard.owned.numel() == index.padded_numel and not shard.below:
+            elif index.ranks > 1 and part.updater.values.numel() == index.padded_numel:
                 copies.whole.append(updated)
         return copies
 
 
-def check_replicas(assembly: Assembly, groups: Groups, stage: Stage | Whole) -> None:
+def check_replicas(parts: Parts, groups: Groups, stage: Stage | Whole) -> None:
     """Compare what must be the same on several ranks: a collective call of all ranks that train.
 
     Full parameters at the stages that keep them; with groups of ranks, slices from group to group; and what the
@@ -62,7 +62,7 @@ def check_replicas(assembly: Assembly, groups: Groups, stage: Stage | Whole) -> 
         DivergenceError: on every rank, with the names of the parameters and of the ranks.
     """
     world = groups.world
-    copies = Copies.of(assembly, groups)
+    copies = Copies.of(parts, groups)
     mine = [*copies.slices, *copies.whole]
     words = b"".join(struct.pack("<I", digest_of(tensor for _, tensor in pieces)) for pieces in mine)
     everyone = [list(struct.unpack(f"<{len(w) // 4}I", w)) for w in world.agree(words, "digests of the replicas")]
@@ -115,25 +115,27 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _parts(shard: Shard, kind: str, values: torch.Tensor, start: int) -> Pieces:
+def _pieces(part: Part, kind: str, values: torch.Tensor, start: int) -> Pieces:
     """The parameters in `values`, which begin at `start` in the flat; padding is left out."""
-    index = shard.flat.index
+    index = part.flat.index
     return [
         (f"{kind} {index.entries[number].name}", values[low - start : high - start])
         for number, low, high in index.overlaps(start, start + values.numel())
     ]
 
 
-def _masters(shard: Shard) -> Pieces:
-    return _parts(shard, "master weights of", shard.owned, shard.start) if shard.master else []
+def _masters(part: Part) -> Pieces:
+    updater = part.updater
+    if not updater.separate:
+        return []
+    return _pieces(part, "master weights of", updater.exact(updater.values), updater.start)
 
 
-def _states(shard: Shard, assembly: Assembly) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the optimizer keeps for a shard."""
-    for span in assembly.optimizer.spans(shard.spans) if shard.flat.trainable else []:
-        for key, value in assembly.optimizer.optimizer.state.get(span.tensor, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == span.tensor.shape:
-                yield from _parts(shard, f"{key} of", value, span.start)
+def _states(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the optimizer keeps for a part."""
+    for span in part.updater.spans:
+        for key, value in part.updater.elements(span).items():
+            yield from _pieces(part, f"{key} of", value, span.start)
 
 
 def _details(pieces: Pieces) -> dict[str, int]:

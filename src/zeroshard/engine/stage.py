@@ -5,8 +5,9 @@ There is always one: `Whole` is that of a model which is not cut.
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.comm import Comm
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.ledger import Ledger
+from zeroshard.ledger import Category, Ledger
 from zeroshard.mesh import Mesh, part_of
+from zeroshard.parts.planned import Planned
 from zeroshard.pipeline.balance import balance
 from zeroshard.pipeline.borrowed import Borrowed
 from zeroshard.pipeline.chain import Chain, Layer
@@ -85,9 +87,12 @@ class Whole:
 
     def let_go(
         self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
-    ) -> dict[Loan, Borrowed]:
+    ) -> None:
         """There is nothing to let go of, nor to borrow."""
-        return {}
+
+    def planned(self) -> Iterator[Planned]:
+        """Nothing is borrowed."""
+        yield from ()
 
     def refuse(self, what: str) -> None:
         """All methods of an engine are for it."""
@@ -107,6 +112,7 @@ class Stage:
         chunk_of: the chunk of each unit.
         loans: the names of the weights in each loan.
         deferral: for schedules that split the backward.
+        borrowed: the weights of each loan that this stage borrows.
     """
 
     world: Comm
@@ -118,6 +124,7 @@ class Stage:
     chunk_of: list[int] = field(default_factory=list)
     loans: dict[Loan, list[str]] = field(default_factory=dict)
     deferral: Deferral | None = None
+    borrowed: dict[Loan, Borrowed] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -213,7 +220,7 @@ class Stage:
 
     def let_go(
         self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
-    ) -> dict[Loan, Borrowed]:
+    ) -> None:
         """Borrow what other stages own, and leave the rest of the model on the meta device, without its storage.
 
         Args:
@@ -224,14 +231,13 @@ class Stage:
         device, chain = self.mesh.device, self.chain
         named = {name: p for layer in chain.layers for name, p in layer.parameters.items()}
         dtypes, made = {name: dtype(p) for name, p in named.items()}, {name: real(p) for name, p in named.items()}
-        borrowed = {}
         for loan, lent in self.loans.items():
             if loan.borrower % self.pipeline.layout.stages == self.number:
                 sites = [list(chain.sites(made[name])) for name in lent]
                 values = [nn.Parameter(made[name].detach().to(device, dtypes[name])) for name in lent]
-                borrowed[loan] = Borrowed(values, sites, ledger)
+                self.borrowed[loan] = Borrowed(values, sites, ledger)
         here = {id(real(p)) for unit in units for p in unit.parameters.values()}
-        lent_names = {name for loan in borrowed for name in self.loans[loan]}
+        lent_names = {name for loan in self.borrowed for name in self.loans[loan]}
         for name, parameter in made.items():
             if id(parameter) in here:
                 continue
@@ -245,7 +251,13 @@ class Stage:
                     absent = torch.full((), float("nan"), dtype=dtypes[name], device=device).expand(parameter.shape)
                 module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
         chain.standins.forget()
-        return borrowed
+
+    def planned(self) -> Iterator[Planned]:
+        """What borrowed weights and their gradients should hold."""
+        for borrowed in self.borrowed.values():
+            copies = self.borrowed_versions * borrowed.numel * borrowed.dtype.itemsize
+            yield Planned("device", Category.PARAMETERS, Fraction(copies), Fraction(0))
+            yield Planned("device", Category.GRADIENTS, Fraction(borrowed.gradient.nbytes), Fraction(0))
 
     def refuse(self, what: str) -> None:
         """Refuse a method of an engine that is for models in one stage.

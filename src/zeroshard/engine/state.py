@@ -1,9 +1,8 @@
-"""A model's shards as the logical tensors of a checkpoint, and back."""
+"""A model's parts as the logical tensors of a checkpoint, and back."""
 
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,16 @@ from torch import nn
 
 from zeroshard.checkpoint import Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
 from zeroshard.engine import rng
-from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.buffers import Buffers, merged_facts
+from zeroshard.engine.build import Assembly
 from zeroshard.engine.facts import check_facts, plain, unfit
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.restoring import WAY_OUT, Saved
 from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
-from zeroshard.offload.moments import Blockwise
-from zeroshard.offload.slices import MOMENTS, expanded
-from zeroshard.optim import Span
-from zeroshard.zero import Gatherer
+from zeroshard.parts.part import Part, Parts
+from zeroshard.zero import Everything, Gatherer
 
 
 class State:
@@ -39,7 +36,8 @@ class State:
         tied: dict[str, str],
     ) -> None:
         self._tied = tied
-        self._model, self._assembly, self._comm, self._stage = model, assembly, groups.slices, stage
+        self._model, self._comm, self._stage = model, groups.slices, stage
+        self._parts, self._optimizer = assembly.parts, assembly.optimizer
         self._world = groups.world
         self.buffers = Buffers(model, groups.world.mesh, stage)
         self._snapshot = Snapshot(ledger)
@@ -87,7 +85,7 @@ class State:
             )
         self._refuse_together(problem)
         self._spread()
-        self._assembly.optimizer.account()
+        self._optimizer.account()
         return facts
 
     def load_weights(self, path: Path) -> None:
@@ -102,9 +100,9 @@ class State:
             ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers has it
             source.fit(self._shapes(), dict(self._buffer_shapes()), ignored)
             self._check_shapes(source)
-            for shard in self._assembly.all_shards:
-                with at_hand(shard, writes=True):
-                    self._load_weights(shard, source)
+            for part in self._parts.all:
+                with part.updater.at_hand(writes=True):
+                    self._load_weights(part, source)
             for name, buffer in self.buffers.here():
                 if source.shape(f"buffer:{name}") is not None:
                     buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
@@ -123,12 +121,10 @@ class State:
 
     def _spread(self) -> None:
         """Let the weights that are computed with be those that this rank owns."""
-        for shard in self._assembly.all_shards:
-            if shard.master:
-                with at_hand(shard):
-                    shard.target.copy_(shard.owned)
-            shard.parameters.start_spread()
-            shard.parameters.finish_spread()
+        for part in self._parts.all:
+            part.updater.restore()
+            part.weights.publish()
+            part.weights.published()
 
     def _begin(self, order: Order, facts: dict[str, Any]) -> str:
         """Let all ranks agree that a checkpoint can be begun; the token of this try."""
@@ -158,11 +154,11 @@ class State:
         return str(words[0][1])
 
     def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """This rank's facts, those of its shards included."""
-        optimizer = self._assembly.optimizer.optimizer
+        """This rank's facts, those of its parts included."""
+        optimizer = self._optimizer.optimizer
         groups = [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        scalars = {name: kept for shard in self._assembly.all_shards for name, kept in self._scalars(shard).items()}
-        layouts = {s.flat.label: s.gradients.layout for s in self._assembly.all_shards if s.gradients}
+        scalars = {name: kept for part in self._parts.all for name, kept in self._scalars(part).items()}
+        layouts = {s.flat.label: s.gradients.layout for s in self._parts.all if s.gradients}
         return {
             **facts,
             "optimizer": {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars},
@@ -186,20 +182,20 @@ class State:
             missing = sorted({"torch", "python", "numpy"} - set(reader.names("rng")))
             if missing:
                 raise CheckpointError(f"{path} lacks the random numbers 'rng:{missing[0]}'. {WAY_OUT}")
-        for shard in self._assembly.all_shards:
-            with at_hand(shard, writes=True):
-                self._load_weights(shard, reader)
-                if shard.gradients is not None:
-                    self._load_optimizer(shard, reader, saved)
-        for group, options in zip(self._assembly.optimizer.optimizer.param_groups, saved.groups, strict=True):
+        for part in self._parts.all:
+            with part.updater.at_hand(writes=True):
+                self._load_weights(part, reader)
+                if part.gradients is not None:
+                    self._load_optimizer(part, reader, saved)
+        for group, options in zip(self._optimizer.optimizer.param_groups, saved.groups, strict=True):
             group.update(options)
         self.buffers.load(reader, same_layout)
         if same_layout:
             for name in reader.names("rng"):
                 rng.restore(name, reader.whole(f"rng:{name}", mesh.rank), mesh.device)
-            for shard in self._assembly.all_shards:
-                if shard.gradients is not None and shard.flat.label in reader.facts["gradient_layouts"]:
-                    shard.gradients.restore_layout(*reader.facts["gradient_layouts"][shard.flat.label])
+            for part in self._parts.all:
+                if part.gradients is not None and part.flat.label in reader.facts["gradient_layouts"]:
+                    part.gradients.restore_layout(*reader.facts["gradient_layouts"][part.flat.label])
         return reader.facts
 
     @property
@@ -210,53 +206,50 @@ class State:
     def _pieces(self) -> Iterator[Piece]:
         """This rank's slice of every tensor, whatever the stage."""
         rank = self._comm.mesh.rank
-        for shard in self._assembly.all_shards if self._writes_slices else []:
-            with at_hand(shard):
-                yield from self._pieces_of(shard, rank)
+        for part in self._parts.all if self._writes_slices else []:
+            with part.updater.at_hand():
+                yield from self._pieces_of(part, rank)
         yield from self.buffers.pieces()
         for name, state in rng.streams(self._comm.mesh.device):
             yield Piece(f"rng:{name}", tuple(state.shape), 0, state)
 
-    def _pieces_of(self, shard: Shard, rank: int) -> Iterator[Piece]:
-        index, start = shard.flat.index, shard.start
+    def _pieces_of(self, part: Part, rank: int) -> Iterator[Piece]:
+        index, updater = part.flat.index, part.updater
         for number, low, high in index.overlaps(*index.interval(rank)):
             entry = index.entries[number]
             shape, first = tuple(entry.shape), low - entry.offset
-            weights = shard.owned[low - start : high - start]
-            if shard.home is not None and shard.home.on_disk:
-                weights = weights.clone()  # for it is here no longer than this takes
-            yield Piece(f"weight:{entry.name}", shape, first, weights)
-            for key, value in self._elements(shard, low, high):
+            weights = updater.values[low - updater.start : high - updater.start]
+            yield Piece(f"weight:{entry.name}", shape, first, updater.exact(weights))
+            for key, value in self._elements(part, low, high):
                 yield Piece(f"{key}:{entry.name}", shape, first, value)
         if rank == 0:
             for entry in (entry for entry in index.entries if entry.numel == 0):
-                yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, shard.owned[:0])
+                yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, updater.values[:0])
 
-    def _elements(self, shard: Shard, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _elements(self, part: Part, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
-        parts: dict[str, list[torch.Tensor]] = {}
-        for span in self._spans(shard):
+        found: dict[str, list[torch.Tensor]] = {}
+        for span in part.updater.spans:
             a, b = max(low, span.start), min(high, span.stop)
             if a < b:
-                for key, value in self._state(span).items():
-                    if _elementwise(value, span):
-                        parts.setdefault(key, []).append(_precise(value, shard)[a - span.start : b - span.start])
-        for key, values in parts.items():
-            yield key, values[0] if len(values) == 1 else torch.cat(values)
+                for key, values in part.updater.elements(span).items():
+                    found.setdefault(key, []).append(values[a - span.start : b - span.start])
+        for key, several in found.items():
+            yield key, several[0] if len(several) == 1 else torch.cat(several)
 
-    def _scalars(self, shard: Shard) -> dict[str, dict[str, Any]]:
+    def _scalars(self, part: Part) -> dict[str, dict[str, Any]]:
         """States that are no element's (step counts), by parameter."""
-        scalars: dict[str, dict[str, Any]] = {}
-        for span in self._spans(shard):
-            kept = {k: plain(v) for k, v in self._state(span).items() if not _elementwise(v, span)}
-            for number, _, _ in shard.flat.index.overlaps(span.start, span.stop):
-                if self._state(span):
-                    scalars[shard.flat.index.entries[number].name] = kept
-        return scalars
+        found: dict[str, dict[str, Any]] = {}
+        for span in part.updater.spans:
+            scalars = part.updater.scalars(span)
+            for number, _, _ in part.flat.index.overlaps(span.start, span.stop):
+                if scalars is not None:
+                    found[part.flat.index.entries[number].name] = {k: plain(v) for k, v in scalars.items()}
+        return found
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters of the model, those of other stages included."""
-        mine = {e.name: tuple(e.shape) for s in self._assembly.all_shards for e in s.flat.index.entries}
+        mine = {e.name: tuple(e.shape) for s in self._parts.all for e in s.flat.index.entries}
         return mine | self._stage.shapes()
 
     def _buffer_shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
@@ -276,68 +269,38 @@ class State:
 
     def _checked(self, reader: Reader) -> Saved:
         """What a checkpoint says of the optimizer, which has been found to fit what is trained here."""
-        saved = Saved(reader, self._assembly.optimizer.optimizer)
-        for shard in self._assembly.all_shards:
-            for span in self._spans(shard):
-                for number, _, _ in shard.flat.index.overlaps(span.start, span.stop):
-                    saved.check(shard.flat.index.entries[number].name, span.group)
+        saved = Saved(reader, self._optimizer.optimizer)
+        for part in self._parts.all:
+            for span in part.updater.spans:
+                for number, _, _ in part.flat.index.overlaps(span.start, span.stop):
+                    saved.check(part.flat.index.entries[number].name, span.group)
         return saved
 
-    def _load_weights(self, shard: Shard, reader: "Reader | WeightFiles") -> None:
-        trainable, parameters = shard.flat.trainable, shard.parameters
-        whole = not trainable and not parameters.sliced
-        region, start = (parameters.full, 0) if whole else (shard.owned, shard.start)
-        for number, low, high in shard.flat.index.overlaps(start, start + region.numel()):
-            entry = shard.flat.index.entries[number]
-            reader.read(f"weight:{entry.name}", region[low - start : high - start], low - entry.offset)
+    def _load_weights(self, part: Part, reader: "Reader | WeightFiles") -> None:
+        values, start = part.updater.values, part.updater.start
+        for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
+            entry = part.flat.index.entries[number]
+            reader.read(f"weight:{entry.name}", values[low - start : high - start], low - entry.offset)
 
-    def _load_optimizer(self, shard: Shard, reader: Reader, saved: Saved) -> None:
-        entries = shard.flat.index.entries
+    def _load_optimizer(self, part: Part, reader: Reader, saved: Saved) -> None:
+        entries, updater = part.flat.index.entries, part.updater
         kept = [(saved.scalars.get(entry.name), saved.kinds(entry.name)) for entry in entries]
-        cuts = [after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b]
-        self._assembly.optimizer.split(shard.spans, cuts)
-        if shard.home is not None:
-            spans = self._spans(shard)
-            shard.home.lay_out([(span.start - shard.start, span.stop - shard.start) for span in spans])
-        state = self._assembly.optimizer.optimizer.state
-        for span in self._spans(shard):
-            entry = entries[shard.flat.index.number_at(span.start)]
+        updater.split([after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b])
+        for span in updater.spans:
+            entry = entries[part.flat.index.number_at(span.start)]
             loaded = saved.state(entry.name)
-            state.pop(span.tensor, None)
             if loaded is None:
-                if shard.home is not None:
-                    shard.home.forget_moments(span.start - shard.start, span.stop - shard.start)
+                updater.load_state(span, None)
                 continue
             for key in saved.kinds(entry.name):
                 loaded[key] = values = torch.zeros_like(span.tensor)
-                for number, low, high in shard.flat.index.overlaps(span.start, span.stop):
+                for number, low, high in part.flat.index.overlaps(span.start, span.stop):
                     name, first = entries[number].name, low - entries[number].offset
                     reader.read(f"{key}:{name}", values[low - span.start : high - span.start], first)
-            state[span.tensor] = loaded
-            if shard.home is not None:
-                start, stop = span.start - shard.start, span.stop - shard.start
-                shard.home.keep_moments(start, stop, *(loaded[name] for name in MOMENTS))
-                loaded.update(shard.home.moments(start, stop))
-
-    def _spans(self, shard: Shard) -> list[Span]:
-        return self._assembly.optimizer.spans(shard.spans) if shard.gradients is not None else []
-
-    def _state(self, span: Span) -> dict[str, Any]:
-        state: dict[str, Any] = self._assembly.optimizer.optimizer.state.get(span.tensor, {})
-        return state
+            updater.load_state(span, loaded)
 
 
-@contextmanager
-def at_hand(shard: Shard, writes: bool = False) -> Iterator[None]:
-    """Have what a shard owns in memory inside, wherever it is kept; take what was written there if `writes`."""
-    if shard.home is None:
-        yield
-        return
-    with shard.home.fetched(writes):
-        yield
-
-
-def state_dict_by_unit(model: nn.Module, assembly: Assembly, gatherer: Gatherer) -> dict[str, Any]:
+def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Gatherer | Everything) -> dict[str, Any]:
     """The complete state dict of a model that the device cannot hold, on every rank; a collective call."""
     found: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     keys: dict[int, list[str]] = {}
@@ -345,16 +308,16 @@ def state_dict_by_unit(model: nn.Module, assembly: Assembly, gatherer: Gatherer)
         if isinstance(value, torch.Tensor):
             keys.setdefault(id(value), []).append(key)
             found[key] = value if isinstance(value, nn.Parameter) else value.detach().cpu().clone()
-    for number, shards in enumerate(assembly.shards):
+    for number, of_unit in enumerate(parts.of_units):
         with gatherer.visit(number):
-            for parameter in (parameter for shard in shards for parameter in shard.flat.parameters):
+            for parameter in (parameter for part in of_unit for parameter in part.flat.parameters):
                 for key in keys.get(id(parameter), ()):
                     found[key] = parameter.detach().cpu().clone()
     return found
 
 
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """The facts of a checkpoint: rank 0's, with what each rank knows of its own shards."""
+    """The facts of a checkpoint: rank 0's, with what each rank knows of its own parts."""
     facts = dict(everyone[0])
     scalars = {name: kept for rank in everyone for name, kept in rank["optimizer"]["scalars"].items()}
     facts["optimizer"] = {**facts["optimizer"], "scalars": scalars}
@@ -381,16 +344,3 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
         return None
     config: dict[str, Any] = json.loads(describe())
     return {**config, "architectures": [type(model).__name__]}
-
-
-def _elementwise(value: Any, span: Span) -> bool:
-    if isinstance(value, Blockwise):
-        return True
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == span.tensor.shape
-
-
-def _precise(value: Any, shard: Shard) -> torch.Tensor:
-    """A state as a checkpoint holds it: moments that are kept in fewer bits become fp32."""
-    if shard.home is None:
-        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-    return expanded(value).clone() if shard.home.on_disk else expanded(value)

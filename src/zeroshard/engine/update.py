@@ -15,13 +15,14 @@ import torch
 
 from zeroshard.comm import Comm
 from zeroshard.engine.alike import Settings, check_settings
-from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.engine.backward import Backward, either
+from zeroshard.engine.build import Assembly
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.offloading import Offloaded
 from zeroshard.engine.writes import Writes
 from zeroshard.errors import CommError, NonFiniteError, PlanError
-from zeroshard.optim import Span
+from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.part import Part
+from zeroshard.zero.reduce import average
 
 HEAD = struct.Struct("<qIIId?")
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -49,15 +50,15 @@ class Update:
         assembly: Assembly,
         backward: Backward,
         groups: Groups,
-        offloaded: Offloaded | None,
         writes: Writes,
     ) -> None:
-        self._assembly, self._backward, self._groups = assembly, backward, groups
+        self._parts, self._optimizer, self._late = assembly.parts, assembly.optimizer, assembly.late
+        self._backward, self._groups = backward, groups
         self._comm = groups.alike
-        self._shards = [shard for shard in assembly.all_shards if shard.gradients is not None]
+        self._trained = assembly.parts.trained
         self._settled: tuple[int, Settled] | None = None
         self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
-        self.offloaded, self._writes = offloaded, writes
+        self._writes = writes
         self._step = 0
         self._settings = Settings()
         self._sound = True  # whether the losses of this rank are finite
@@ -82,9 +83,8 @@ class Update:
             self._backward.reduce_units(left)
         averages = self._groups.replicas is not None and self._averaged != self._backward.count
         if averages:
-            for shard in self._shards:
-                assert shard.gradients is not None
-                shard.gradients.average_replicas()
+            for _, gradients in self._trained:
+                self._average(gradients)
             self._averaged = self._backward.count
         if left or averages:
             words = self._agree(step)
@@ -105,7 +105,7 @@ class Update:
         norm = self.settle(step).norm
         if kind == 2:
             return norm
-        sums = [shard.gradients.settle() for shard in self._shards if shard.gradients is not None]
+        sums = [gradients.settle().settle() for _, gradients in self._trained]
         parts = [float(torch.linalg.vector_norm(each, kind, dtype=torch.float64)) for each in sums]
         own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
         everyone = self._groups.slices.agree(struct.pack("<d", own), f"norm of step {step}")
@@ -121,9 +121,8 @@ class Update:
         if not limit > 0:
             raise PlanError(f"clip_value is {limit!r} with the loss scale; it must be above 0.")
         self.settle(step)
-        for shard in self._shards:
-            assert shard.gradients is not None
-            shard.gradients.change(partial(_clamp, limit=limit))
+        for _, gradients in self._trained:
+            gradients.change(partial(_clamp, limit=limit))
         self._settled = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
@@ -165,7 +164,7 @@ class Update:
         Raises:
             NonFiniteError: always.
         """
-        mine = [name for shard in self._shards for name in _nonfinite(shard)]
+        mine = [name for part, gradients in self._trained for name in _nonfinite(part, gradients)]
         losses = [loss for loss in map(float, self._backward.losses) if not math.isfinite(loss)]
         everyone = (comm or self._comm).agree_on([mine, str(losses[0]) if losses else None], "non-finite gradients")
         found = list(dict.fromkeys(name for names, _ in everyone for name in names))
@@ -181,117 +180,61 @@ class Update:
             f"steps out."
         )
 
-    def apply(self, factor: float, shards: Sequence[Shard] | None = None) -> None:
+    def apply(self, factor: float, parts: Sequence[Part] | None = None) -> None:
         """One optimizer step with the gradients times `factor`; parameters without a gradient stay as they are.
 
         Args:
-            shards: those to update; all by default.
+            parts: those to update; all by default.
         """
         place = 0
         assert self._settled is not None
-        later = []
-        for shard in self._shards:
-            count = len(shard.flat.parameters)
+        chosen = None if parts is None else set(map(id, parts))
+        for part, gradients in self._trained:
+            count = len(part.flat.parameters)
             written = self._settled[1].written[place : place + count]
             place += count
-            if shards is not None and shard not in shards:
+            if chosen is not None and id(part) not in chosen:
                 continue
-            self._next_version(shard)
-            if any(written) and shard.home is not None:
-                later.append((shard, written))
-            elif any(written):
-                self._update(shard, written, factor)
-        for shard in self._shards:
-            if not shard.below:
-                shard.parameters.finish_spread()
-        if self.offloaded is not None:
-            self.offloaded.start(later, factor, self._step)
-        self._assembly.optimizer.account()
+            part.next_version()
+            if any(written):
+                part.updater.update(gradients, written, factor)
+        for part, _ in self._trained:
+            part.weights.published()
+        self._late.start(factor, self._step)
+        self._optimizer.account()
+
+    def leave_out(self) -> None:
+        """Count a step without an update."""
+        self._late.skip()
 
     def finish(self) -> None:
         """Have the weights of all updates that were begun on the device."""
-        if self.offloaded is not None:
-            self.offloaded.finish()
+        self._late.finish()
 
-    def skip(self, shards: Sequence[Shard]) -> None:
-        """Count a new version of these shards' weights that is the same as the last."""
-        for shard in shards:
-            self._next_version(shard)
-
-    def _next_version(self, shard: Shard) -> None:
-        """Where weights are stashed, let the update work on a copy of the latest."""
-        if shard.versions is None:
-            return
-        shard.parameters.move(shard.versions.advance())
-        if not shard.master:
-            shard.owned = shard.parameters.full[shard.start : shard.start + shard.owned.numel()]
-            self._assembly.optimizer.rebind(shard.spans, shard.owned, shard.start)
+    def skip(self, parts: Sequence[Part]) -> None:
+        """Count a new version of these parts' weights that is the same as the last."""
+        for part in parts:
+            part.next_version()
 
     def consume(self) -> None:
         """Drop the step's gradients."""
-        if self.offloaded is not None:
-            self.offloaded.forget()
-        for shard in self._shards:
-            assert shard.gradients is not None
-            shard.gradients.consume()
-            shard.gradients.shown.consumed()
+        self._late.forget()
+        for _, gradients in self._trained:
+            gradients.consume()
         self._backward.count = self._averaged = 0
         self._backward.losses.clear()
         self._settled = None
-
-    def _update(self, shard: Shard, written: bytes, factor: float) -> None:
-        assert shard.gradients is not None
-        optimizer, index = self._assembly.optimizer, shard.flat.index
-        gradient = shard.gradients.for_update()
-        scratch = None
-        if gradient.dtype != shard.owned.dtype:
-            scratch = self._take(shard, gradient.numel())
-            gradient = scratch.copy_(gradient)
-        if factor != 1.0:
-            gradient.mul_(factor)
-        if not all(written):
-            ends = zip(written, written[1:], index.entries[1:], strict=False)
-            optimizer.split(shard.spans, [entry.offset for before, after, entry in ends if before != after])
-
-        def gradient_of(span: Span) -> torch.Tensor | None:
-            here = gradient[span.start - shard.start : span.stop - shard.start]
-            return here if written[index.number_at(span.start)] else None
-
-        optimizer.step(shard.spans, gradient_of)
-        if scratch is not None:
-            self._give(shard, scratch)
-        if shard.below:
-            assert self.offloaded is not None
-            self.offloaded.raise_weights(shard)
-            return
-        shard.gradients.updated()
-        if shard.master:
-            shard.target.copy_(shard.owned)
-        shard.parameters.start_spread()
-
-    def _take(self, shard: Shard, numel: int) -> torch.Tensor:
-        """Scratch where a shard is updated."""
-        below, dtype = self._assembly.below, shard.owned.dtype
-        if shard.below and below is not None:
-            return below.host.borrow(numel * dtype.itemsize).view(dtype)
-        return self._assembly.arena.take(numel, dtype, "gradients in fp32")
-
-    def _give(self, shard: Shard, scratch: torch.Tensor) -> None:
-        below = self._assembly.below
-        below.host.give_back(scratch) if shard.below and below is not None else self._assembly.arena.give(scratch)
 
     def _agree(self, step: int) -> "list[_Word]":
         unreduced = self._backward.unreduced()
         squares = 0.0 if unreduced else self._squares()
         digests = self._groups.slices.digests
-        groups = self._assembly.optimizer.optimizer.param_groups
+        groups = self._optimizer.optimizer.param_groups
         settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
         mine = HEAD.pack(step, digests["gather"], digests["reduce"], settings, squares, self._sound)
-        mine += bytes(unit in unreduced for unit in range(len(self._assembly.units)))
+        mine += bytes(unit in unreduced for unit in range(len(self._parts.units)))
         mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
-        words = [
-            _Word.unpack(w, len(self._assembly.units)) for w in self._comm.agree(mine, f"agreement on step {step}")
-        ]
+        words = [_Word.unpack(w, len(self._parts.units)) for w in self._comm.agree(mine, f"agreement on step {step}")]
         for rank, word in enumerate(words):
             if (word.step, word.digests) != (words[0].step, words[0].digests):
                 raise CommError(
@@ -303,18 +246,25 @@ class Update:
             check_settings(self._comm, groups)
         return words
 
+    def _average(self, gradients: Gradients) -> None:
+        """Let a sum be the mean over all groups of ranks; a collective call."""
+        comm, arena = self._groups.replicas, self._parts.arena
+        assert comm is not None
+        label = f"replicas of {gradients.flat.label}"
+        gradients.change(lambda total: average(total, comm, arena, label), filled=True)
+
     def _squares(self) -> float:
         """This rank's share of the squared norm."""
-        gradients = [shard.gradients for shard in self._shards if shard.gradients is not None]
-        found = [*(each.norm() for each in gradients), *self._backward.losses]
+        sums = [gradients.settle() for _, gradients in self._trained]
+        found = [*(each.norm() for each in sums), *self._backward.losses]
         if len({(norm.device, norm.dtype) for norm in found}) > 1:
             found = [norm.to(found[0].device, torch.float64) for norm in found]
         norms: list[float] = torch.stack(found).tolist() if found else []  # one wait for the device, not one per flat
-        norms, losses = norms[: len(gradients)], norms[len(gradients) :]
+        norms, losses = norms[: len(sums)], norms[len(sums) :]
         self._sound = all(map(math.isfinite, losses))
         for number, norm in enumerate(norms):
             if math.isinf(norm):  # perhaps only their squares do not fit
-                norms[number] = float(torch.linalg.vector_norm(gradients[number].settle(), dtype=torch.float64))
+                norms[number] = float(torch.linalg.vector_norm(sums[number].settle(), dtype=torch.float64))
         return sum(norm * norm for norm in norms)
 
     def _spread_written(self, settled: Settled) -> None:
@@ -346,9 +296,8 @@ class _Word:
         return cls(step, digests, settings, squares, sound, unreduced, flags[units:])
 
 
-def _nonfinite(shard: Shard) -> list[str]:
-    assert shard.gradients is not None
-    index, total, start = shard.flat.index, shard.gradients.total, shard.gradients.interval[0]
+def _nonfinite(part: Part, gradients: Gradients) -> list[str]:
+    index, total, start = part.flat.index, gradients.settle().settle(), part.flat.index.interval(part.weights.rank)[0]
     return [
         index.entries[number].name
         for number, low, high in index.overlaps(start, start + total.numel())

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroshard.engine.assembly import Assembly, Shard
 from zeroshard.errors import PlanError
+from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.weights import Residence
 from zeroshard.units import Unreadable, kinds_for, set_values, values_of
-from zeroshard.zero.parameters import Residence
 
 GATHERED = "Change parameters inside `with engine.gathered():`, on every rank alike or with gathered(writer=0)."
 
@@ -40,21 +40,21 @@ class Writes:
         allowed: whether the user may write into any parameter now (inside `gathered()`).
     """
 
-    def __init__(self, model: nn.Module, assembly: Assembly, passes: Passes) -> None:
-        self._model, self._assembly, self._passes = model, assembly, passes
+    def __init__(self, model: nn.Module, parts: Parts, passes: Passes) -> None:
+        self._model, self._parts, self._passes = model, parts, passes
         self._places = {
-            id(parameter): (shard, number, unit)
-            for unit, shards in enumerate(assembly.shards)
-            for shard in shards
-            for number, parameter in enumerate(shard.flat.parameters)
+            id(parameter): (part, number, unit)
+            for unit, of_unit in enumerate(parts.of_units)
+            for part in of_unit
+            for number, parameter in enumerate(part.flat.parameters)
         }
         self._frozen = [
             (parameter, entry.name)
-            for shard in assembly.all_shards
-            if not shard.flat.trainable
-            for parameter, entry in zip(shard.flat.parameters, shard.flat.index.entries, strict=True)
+            for part in parts.all
+            if not part.flat.trainable
+            for parameter, entry in zip(part.flat.parameters, part.flat.index.entries, strict=True)
         ]
-        self._casts: list[tuple[Shard, int]] = []
+        self._casts: list[tuple[Part, int]] = []
         self._cast_modules: set[str] = set()
         self._modules: list[nn.Module] = []
         self._tables: list[dict[str, Any]] = []
@@ -64,21 +64,21 @@ class Writes:
     def watch(self) -> None:
         """Watch the parameters from now on; those with several versions put other objects into the modules."""
         kinds = kinds_for(self)
-        for shard in self._assembly.all_shards:
-            if shard.versions is None:
-                shard.flat.watch(kinds, shard.parameters.residence is not Residence.SLICED)
-        if all(shard.versions is None for shard in self._assembly.all_shards):
+        for part in self._parts.all:
+            if part.versions.single:
+                part.flat.watch(kinds, part.weights.residence is not Residence.SLICED)
+        if all(part.versions.single for part in self._parts.all):
             self._learn_structure()
 
     def alias(self, parameter: nn.Parameter) -> Tensor:
         """What `parameter.data` returns."""
-        shard, number, _ = self._places[id(parameter)]
-        if self._absent(shard):
+        part, number, _ = self._places[id(parameter)]
+        if self._absent(part):
             if not self._passes.running:
                 with torch._C.DisableTorchFunctionSubclass():
-                    return Unreadable.of(parameter, self._name(shard, number), self._unreadable)
+                    return Unreadable.of(parameter, self._name(part, number), self._unreadable)
             self.fetch([parameter])
-        return shard.flat.alias(number)
+        return part.flat.alias(number)
 
     def fetch(self, parameters: list[nn.Parameter]) -> None:
         """Gather the units of these absent parameters, which a forward or backward reads.
@@ -87,10 +87,10 @@ class Writes:
             PlanError: neither is under way.
         """
         for parameter in parameters:
-            shard, number, unit = self._places[id(parameter)]
+            part, number, unit = self._places[id(parameter)]
             if not self._passes.running:
-                raise self._unreadable(self._name(shard, number))
-            self._passes.bring(unit, self._name(shard, number))
+                raise self._unreadable(self._name(part, number))
+            self._passes.bring(unit, self._name(part, number))
 
     def replace(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Carry out `parameter.data = values`.
@@ -100,8 +100,8 @@ class Writes:
         """
         if values is parameter:
             return
-        shard, number, _ = self._places[id(parameter)]
-        name, current = self._name(shard, number), values_of(parameter)
+        part, number, _ = self._places[id(parameter)]
+        name, current = self._name(part, number), values_of(parameter)
         if values.shape != current.shape:
             raise PlanError(
                 f"'{name}' of shape {tuple(current.shape)} was given values of shape {tuple(values.shape)}. Its place "
@@ -111,16 +111,16 @@ class Writes:
         if alike and values.is_set_to(current):
             return
         if not alike and self._passes.running and _is_cast(values, current):
-            self._cast(shard, number, parameter, values)
+            self._cast(part, number, parameter, values)
             return
-        reason = None if self.allowed else _lost(shard)
+        reason = None if self.allowed else part.lost
         fits = alike or (self.allowed and torch.promote_types(values.dtype, torch.float32) == torch.float32)
         if not fits:
             raise PlanError(_other_kind(name, current, values))
         if reason is not None:
             raise PlanError(f"'{name}' was given other values while {reason}. {GATHERED}")
         set_values(parameter, values)
-        shard.flat.replaced.add(number)
+        part.flat.replaced.add(number)
 
     def look(self, closely: bool = False) -> None:
         """Take over or refuse what was written since the last look.
@@ -132,13 +132,13 @@ class Writes:
             PlanError: what was written is lost, or done once per rank to what all ranks share; with the way out.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for shard, number in self._casts:
-                shard.flat.restore(number)
+            for part, number in self._casts:
+                part.flat.restore(number)
             self._casts.clear()
-            for shard in self._assembly.all_shards:
-                if shard.flat.kinds is not None and (closely or shard.flat.replaced) and not self._absent(shard):
-                    self._take_over(shard)
-                self._refuse_lost(shard)
+            for part in self._parts.all:
+                if part.flat.kinds is not None and (closely or part.flat.replaced) and not self._absent(part):
+                    self._take_over(part)
+                self._refuse_lost(part)
         if closely and self._structure() != self._contents:
             self._refuse_strangers()
             self._learn_structure()
@@ -162,34 +162,34 @@ class Writes:
                 f"without a gradient is not updated); or engine.save(), make a new engine, and load."
             )
 
-    def _take_over(self, shard: Shard) -> None:
+    def _take_over(self, part: Part) -> None:
         """Let parameters whose memory was replaced view the flat buffer again, with their new values."""
-        flat = shard.flat
+        flat = part.flat
         for number in flat.moved():
             if torch.equal(values_of(flat.parameters[number]), flat.views[number]):
                 flat.restore(number)
                 continue
-            reason = None if self.allowed else _lost(shard)
+            reason = None if self.allowed else part.lost
             if reason is not None:
-                raise PlanError(f"'{self._name(shard, number)}' was given other memory while {reason}. {GATHERED}")
+                raise PlanError(f"'{self._name(part, number)}' was given other memory while {reason}. {GATHERED}")
             flat.take_over(number)
 
-    def _refuse_lost(self, shard: Shard) -> None:
-        reason = None if self.allowed else _lost(shard)
+    def _refuse_lost(self, part: Part) -> None:
+        reason = None if self.allowed else part.lost
         if reason is None:
             return
-        flat = shard.flat
-        if flat.edits != shard.edits or (shard.parameters.sliced and flat.written_while_absent()):
+        flat = part.flat
+        if flat.edits != part.edits or (part.weights.sliced and flat.written_while_absent()):
             raise PlanError(f"A parameter of {flat.label} was written while {reason}. {GATHERED}")
 
-    def _cast(self, shard: Shard, number: int, parameter: nn.Parameter, values: Tensor) -> None:
+    def _cast(self, part: Part, number: int, parameter: nn.Parameter, values: Tensor) -> None:
         set_values(parameter, values)
-        if not shard.parameters.sliced:  # else the next gather puts its own under the parameter
-            self._casts.append((shard, number))
-        module = self._name(shard, number).rpartition(".")[0]
+        if not part.weights.sliced:  # else the next gather puts its own under the parameter
+            self._casts.append((part, number))
+        module = self._name(part, number).rpartition(".")[0]
         if module not in self._cast_modules:
             self._cast_modules.add(module)
-            kept = str(shard.flat.dtype).removeprefix("torch.")
+            kept = str(part.flat.dtype).removeprefix("torch.")
             warnings.warn(
                 f"'{module}' casts its weights to {str(values.dtype).removeprefix('torch.')} in its forward. It "
                 f"computes so, from weights that are kept in {kept}; name it in fp32_modules to keep them in fp32.",
@@ -214,28 +214,17 @@ class Writes:
         """The identities of all parameters and modules of the modules that are known."""
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
-    def _absent(self, shard: Shard) -> bool:
-        return shard.parameters.residence is not Residence.GATHERED
+    def _absent(self, part: Part) -> bool:
+        return part.weights.residence is not Residence.GATHERED
 
-    def _name(self, shard: Shard, number: int) -> str:
-        return shard.flat.index.entries[number].name
+    def _name(self, part: Part, number: int) -> str:
+        return part.flat.index.entries[number].name
 
     def _unreadable(self, name: str) -> PlanError:
         return PlanError(
             f"'{name}' was read outside of the model's forward and backward while each rank has a slice of it (zero=3)."
             f" Read it inside `with engine.gathered():`, on every rank, or take engine.state_dict()."
         )
-
-
-def _lost(shard: Shard) -> str | None:
-    """Why a write into this flat's parameters outside of `gathered()` would not last, in words; None if it would."""
-    if shard.parameters.sliced:
-        return "its values were kept by other ranks"
-    if shard.parameters.common:
-        return "all ranks share it"
-    if shard.master and shard.versions is None:
-        return "its fp32 master weights stayed as they were"
-    return None
 
 
 def _is_cast(values: Tensor, current: Tensor) -> bool:

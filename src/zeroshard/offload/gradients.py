@@ -7,41 +7,51 @@ gradients go down once per reduction, and never up.
 norms are read at once. A sum of several exists on the host alone, and so is its norm taken there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from zeroshard.counts import UPDATE, Purpose
-from zeroshard.ledger import Category
+from zeroshard.ledger import Arena, Category
 from zeroshard.link import Link, Task
+from zeroshard.parts.planned import Planned, Wire, Work, below
 from zeroshard.tiers import HostMemory
-from zeroshard.units import norm_of
+from zeroshard.units import Flat, norm_of
 
 
-class HostGradients:
+class HostSum:
     """The sum of the means of one slice [S] on the host.
 
     Args:
-        numel: S.
-        padding: elements at its end that hold nothing.
+        arena: of the device, for a mean before it leaves.
+        rank: of the slice.
         spare: keep a second sum, for an update that still reads the first when the next step begins.
 
     Attributes:
+        adds: means are added on the host.
+        apart: they are made apart from the gradient buffer.
         dtype: of the sum.
         reader: the update that reads the sum; the next one waits for it.
         on_put: called when a mean has been added, or will be by tasks under way.
     """
 
+    adds, apart = False, True
+
     def __init__(
-        self, link: Link, host: HostMemory, numel: int, dtype: torch.dtype, label: str, padding: int = 0,
+        self, link: Link, host: HostMemory, arena: Arena, flat: Flat, dtype: torch.dtype, rank: int,
         spare: bool = False,
     ) -> None:  # fmt: skip
-        self._link, self._host, self._label = link, host, label
+        index, numel, label = flat.index, flat.index.slice_numel, flat.label
+        padding = index.padding_in(*index.interval(rank))
+        self._planned = below(index, "host", Category.GRADIENTS, numel * dtype.itemsize)
+        self._link, self._host, self._arena, self._label = link, host, arena, label
         self._numel, self._padding, self.dtype = numel, padding, dtype
         self._sums = [self._slab() for _ in range(2 if spare else 1)]
         self._tasks: list[Task] = []
         self._puts = 0
         self._norm: torch.Tensor | None = None
+        self._scratch: torch.Tensor | None = None
+        self._leaving: Task | None = None
         self._slots: list[torch.Tensor] = []
         self.reader: Task | None = None
         self.on_put: Callable[[], None] = lambda: None
@@ -61,8 +71,40 @@ class HostGradients:
         """Where it adds up [S]; to be read after `arrived`."""
         return self._sums[0]
 
-    def put(self, mean: torch.Tensor) -> Task:
-        """Add `mean` [S], which stays as it is until the task's `wait` returns."""
+    @property
+    def wide(self) -> bool:
+        """Whether it is in fp32 or wider."""
+        return self.dtype.itemsize >= 4
+
+    def room(self) -> torch.Tensor:
+        """Where the next mean [S] is to be put, on the device."""
+        self._scratch = self._arena.take(self._numel, self.dtype, f"mean of {self._label}")
+        return self._scratch
+
+    def put(self, mean: torch.Tensor) -> None:
+        """Begin to add `mean` [S], which stays as it is until `release`."""
+        if mean.dtype.itemsize > self.dtype.itemsize:
+            self.widen()
+        self._leaving = self._send(mean)
+
+    def release(self) -> None:
+        """Wait until the mean that was put last is not read any more."""
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
+        if self._scratch is not None:
+            self._arena.give(self._scratch)
+            self._scratch = None
+
+    def make_way(self) -> None:
+        """The gradient buffer holds nothing of it."""
+
+    def clear(self, low: int, high: int) -> None:
+        """Let elements [low, high) of the sum be zeros."""
+        if self._puts:
+            self.settle()[low:high].zero_()
+
+    def _send(self, mean: torch.Tensor) -> Task:
         self._puts += 1
         label, after = self._label, [] if self.reader is None else [self.reader]
         if self._puts == 1 and mean.dtype == self.dtype:
@@ -102,8 +144,8 @@ class HostGradients:
             self._norm = norm_of(self.settle())
         return self._norm
 
-    def widen(self) -> None:
-        """Keep the sum in fp32 from now on."""
+    def widen(self, empty: bool = False) -> None:
+        """Keep the sum in fp32 from now on, `empty` or not."""
         if self.dtype.itemsize >= 4:
             return
         before, puts = self.settle(), self._puts
@@ -114,10 +156,14 @@ class HostGradients:
         for slab in old:
             self._host.free(slab)
 
-    def changed(self) -> None:
-        """The sum that `settle` returned was changed in place; updates that began from it as it was count as wrong."""
+    def changed(self, filled: bool = False) -> None:
+        """The sum that `settle` returned was changed in place; updates that began from it as it was count as wrong.
+
+        Args:
+            filled: it holds what other ranks had from now on.
+        """
         self._norm = None
-        self._puts += bool(self._puts)
+        self._puts += bool(self._puts) or filled
 
     def read_by(self, update: Task) -> None:
         """Let the next sum wait for an update that reads this one, or take the spare one."""
@@ -128,6 +174,15 @@ class HostGradients:
         """The next mean begins a new sum."""
         self._empty()
         self._puts, self._norm = 0, None
+
+    def planned(self) -> Iterator[Planned]:
+        """A slice of gradients on the host; two under the delayed update."""
+        for _ in self._sums:
+            yield self._planned
+
+    def wire(self, work: Work) -> Wire:
+        """Each reduction goes down once."""
+        yield Purpose.GRADIENTS_DOWN, (self._numel - self._padding) * work.reductions * work.updates
 
     def _empty(self) -> None:
         for task in self._tasks:

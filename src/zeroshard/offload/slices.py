@@ -25,7 +25,7 @@ Moment = torch.Tensor | Blockwise
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Piece:
     """Elements [start, stop) of a slice that are updated alike, and how; `block` is the first of their scales."""
 
     start: int
@@ -176,7 +176,7 @@ class HostSlice:
 
     def update(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Piece],
         gradient: torch.Tensor,
         factor: float,
         out: torch.Tensor | None,
@@ -285,7 +285,7 @@ def expanded(moment: Moment) -> torch.Tensor:
 
 
 def _update(
-    parts: Sequence[Part],
+    parts: Sequence[Piece],
     gradient: torch.Tensor,
     factor: float,
     out: torch.Tensor | None,

@@ -16,7 +16,7 @@ import torch
 
 from zeroshard.errors import OptimizerError
 from zeroshard.ledger import Category, Ledger
-from zeroshard.optim.probe import fresh_state
+from zeroshard.optim.probe import StateLayout, fresh_state
 from zeroshard.units import Index, Unreadable
 
 
@@ -38,10 +38,11 @@ class SpanOptimizer:
 
     Attributes:
         optimizer: the user's.
+        layout: of its states.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout) -> None:
+        self.optimizer, self.layout = optimizer, layout
         self._ledger = ledger
         self._spans: list[list[Span]] = []
         self._tiers: list[str | None] = []

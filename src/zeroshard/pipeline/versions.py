@@ -23,10 +23,15 @@ class Versions:
         buffer: version 0 [padded], in which the flat's parameters live.
         sites: where in the model each of the flat's parameters stands.
         made: told the `nn.Parameter` objects of every new buffer.
+        older: versions besides the latest that are kept once the pipeline is full.
 
     Attributes:
+        older: as given.
+        single: as `parts.part.Versions.single`.
         latest: number of the newest version.
     """
+
+    single = False
 
     def __init__(
         self,
@@ -35,7 +40,9 @@ class Versions:
         sites: Sequence[Sequence[Site]],
         ledger: Ledger,
         made: Callable[[Sequence[nn.Parameter]], None],
+        older: int = 1,
     ) -> None:
+        self.older = older
         self._flat, self._sites, self._ledger, self._made = flat, sites, ledger, made
         self._slots = [(buffer, list(flat.parameters))]
         self._slot_of = {0: 0}

@@ -23,6 +23,12 @@ class Platform:
         """Seconds of a clock that the processes of a machine share."""
         return time.monotonic()
 
+    def limit(self, device: torch.device, budget: int | None) -> None:
+        """Let torch's allocator refuse what is beyond a GPU's budget in bytes; elsewhere the ledger alone does."""
+        if device.type == "cuda" and budget is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+
     def part(self, ranks: Sequence[int]) -> "Platform":
         """That of a mesh of some of the ranks."""
         return self

@@ -7,13 +7,15 @@ A unit that is wanted off the list is first agreed on by all ranks, by name; ran
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
+from typing import ClassVar
 
 from zeroshard.comm import Comm, Purpose
 from zeroshard.errors import CommError
+from zeroshard.parts.weights import Residence, Weights
+from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
-from zeroshard.zero.parameters import ParameterShards, Residence
 
 
 class PassKind(StrEnum):
@@ -50,10 +52,15 @@ class Gatherer:
 
     Args:
         units: all units in their fixed order.
-        shards: the parameter shards of each unit.
+        shards: the weights of each unit.
+
+    Attributes:
+        gathers: whether units come and go.
     """
 
-    def __init__(self, units: Sequence[Unit], shards: Sequence[Sequence[ParameterShards]], comm: Comm) -> None:
+    gathers = True
+
+    def __init__(self, units: Sequence[Unit], shards: Sequence[Sequence[Weights]], comm: Comm) -> None:
         self._units = units
         self._shards = shards
         self._comm = comm
@@ -61,6 +68,10 @@ class Gatherer:
         self._passes: list[Pass] = []
         self._begun = 0
         self._pins = 0  # contexts under way that keep everything here
+
+    def patience(self, seconds: float) -> float | None:
+        """How long to wait for other ranks that may be waiting for this rank's next gather; None for any time."""
+        return seconds
 
     @property
     def orders(self) -> dict[str, list[str]]:
@@ -188,6 +199,10 @@ class Gatherer:
             for shard in self._shards[number]:
                 shard.free()
 
+    def lower(self, actions: Schedule) -> Schedule:
+        """A list of compute with the gathers and frees that surround it."""
+        return with_gathers(actions)
+
     def unpin(self) -> None:
         """Free what `pin` gathered."""
         self._pins -= 1
@@ -238,6 +253,55 @@ class Gatherer:
                     f"needs '{other}'. Under ZeRO 3 every rank must use the same units in the same order, or the "
                     f"units of its first step."
                 )
+
+
+class Everything:
+    """All units are here, always; attributes and methods are those of `Gatherer`."""
+
+    gathers = False
+    orders: ClassVar[dict[str, list[str]]] = {}
+
+    def patience(self, seconds: float) -> float | None:
+        """Nobody waits for a gather."""
+        return None
+
+    def inside(self, kind: PassKind) -> bool:
+        """Passes are not told apart."""
+        return False
+
+    def begin(self, kind: PassKind) -> None:
+        """There is nothing to agree on."""
+
+    def end(self) -> None:
+        """There is nothing to agree on."""
+
+    def abandon(self) -> None:
+        """Nothing is to be freed."""
+
+    def need(self, number: int) -> None:
+        """It is here."""
+
+    def done(self, number: int) -> None:
+        """It stays."""
+
+    def free_all(self) -> None:
+        """Everything stays."""
+
+    def everything_here(self) -> bool:
+        """Always."""
+        return True
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Everything is here."""
+        return nullcontext()
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """It is here."""
+        return nullcontext()
+
+    def lower(self, actions: Schedule) -> Schedule:
+        """Nothing is gathered."""
+        return actions
 
 
 def merge(records: Sequence[Sequence[int]]) -> list[int]:

@@ -1,68 +1,83 @@
-"""What an engine has below its device: host memory, a disk, the link to them, and which units live there."""
+"""The tiers below the device: host memory, a disk, the link to them, and which units are kept there."""
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from zeroshard.errors import ModelError, OptimizerError, PlanError
+from zeroshard.counts import Purpose
+from zeroshard.errors import ModelError, OptimizerError
 from zeroshard.ledger import Category, Ledger
-from zeroshard.link import Link, Span
+from zeroshard.link import Link, Task
 from zeroshard.mesh import Mesh, local_ranks
 from zeroshard.offload.host_adam import stands_for
 from zeroshard.offload.moments import BLOCK
+from zeroshard.offload.policy import Policy
 from zeroshard.offload.slices import Form, HostSlice, Shadows
-from zeroshard.plan import Plan
-from zeroshard.tiers import Disk, HostMemory, Room
+from zeroshard.parts.planned import Planned, below
+from zeroshard.parts.weights import Weights
+from zeroshard.tiers import Disk, Room
 from zeroshard.units import Flat, Unit
 
 PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning
 SPARED = 4  # of the host memory that is free at the start, the part that shadow pages may take
 
 
-class Below:
-    """The tiers below the device of one engine.
+class LowerTiers:
+    """The tiers below the device of one engine; keeps slices of parameters there for `zero.weights.Sliced`.
 
     Attributes:
+        policy: what is kept where.
         host: its memory.
         link: to it.
         disk: where states live, if not in host memory.
         shadows: pages for updates that may have to be undone.
+        ranks: that slice among themselves.
+        brings: as what slices of parameters are moved for each use.
         adam: whether the host's own Adam takes the place of the user's optimizer.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
-        self._plan, self._mesh = plan, mesh
+    brings: tuple[Purpose, ...] = (Purpose.PARAMETERS_UP,)
+
+    def __init__(self, policy: Policy, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
+        self.policy, self._device, self.ranks = policy, mesh.device, mesh.ranks
         platform = mesh.platform
         self.host = platform.host(ledger, mesh.device)
-        self.link = Link(platform.executor(mesh.device, plan.timeout), mesh.now)
+        self.link = Link(platform.executor(mesh.device, policy.timeout), mesh.now)
         self.disk: Disk | None = None
-        if plan.offload_disk is not None:
-            self.disk = platform.disk(Path(plan.offload_disk), ledger, plan.timeout)
+        if policy.disk is not None:
+            self.disk = platform.disk(Path(policy.disk), ledger, policy.timeout)
         reason = stands_for(optimizer)
         self.adam = reason is None
-        wanted = [name for name, off in (("offload_disk", None), ("delayed_update", False), ("offload_moments", "fp32"))
-                  if getattr(plan, name) != off]  # fmt: skip
-        self._needs_adam = f"{wanted[0]}={getattr(plan, wanted[0])!r} is for the host's own Adam" if wanted else None
+        wanted = policy.settings
+        self._needs_adam = f"{wanted[0]} is for the host's own Adam" if wanted else None
         if reason is not None and wanted:
+            name = wanted[0].partition("=")[0]
             raise OptimizerError(
-                f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {wanted[0]} "
-                f"out."
+                f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {name} out."
             )
         spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
-        self.shadows = Shadows(self.host, spare // SPARED if plan.speculate else 0)
+        self.shadows = Shadows(self.host, spare // SPARED if policy.speculates else 0)
 
-    def parameter_slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
+    def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
         """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""
-        tier = self.disk if self._plan.offload_disk_parameters and self.disk is not None else self.host
+        tier = self.disk if self.policy.disk_parameters and self.disk is not None else self.host
         return tier.slab(numel, dtype, Category.PARAMETERS, label, padding)
 
-    @property
-    def parts(self) -> tuple[Link, HostMemory]:
-        """The link and the host's memory."""
-        return self.link, self.host
+    def bring(self, weights: Weights, into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
+        """Start to copy a slice of parameters into its part of the gathered buffer, after its update."""
+        after, weights.update = [] if weights.update is None else [weights.update], None
+        index = weights.flat.index
+        padding = index.padding_in(*index.interval(weights.rank))
+        evaluates = purpose is Purpose.GATHER_TO_EVALUATE
+        up = Purpose.PARAMETERS_UP_TO_EVALUATE if evaluates else Purpose.PARAMETERS_UP
+        return into, self.link.copy(weights.own, into, up, weights.flat.label, after, padding)
+
+    def planned(self, weights: Weights) -> Planned:
+        """A slice of parameters on the host or the disk."""
+        index, tier = weights.flat.index, "disk" if self.policy.disk_parameters else "host"
+        return below(index, tier, Category.PARAMETERS, index.slice_numel * weights.flat.dtype.itemsize)
 
     def check_room(self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int) -> None:
         """Refuse what host memory cannot hold, before any of it is taken.
@@ -76,9 +91,8 @@ class Below:
             BudgetExceeded: with what is needed and what there is. ModelError: parameters that the plan's host Adam
                 does not update.
         """
-        plan, ranks, nbytes, on_disk = self._plan, self._mesh.ranks, 0, 0
-        gradients = 2 if plan.delayed_update else 1
-        sums = plan.microbatches > 1
+        policy, ranks, nbytes, on_disk = self.policy, self.ranks, 0, 0
+        gradients = 2 if policy.delayed else 1
         for unit in units:
             for name, parameter in unit.parameters.items() if unit.number in going else ():
                 size = (compute or parameter.dtype).itemsize
@@ -87,10 +101,10 @@ class Below:
                         f"{self._needs_adam}, which updates parameters of 32 bits or fewer, and '{name}' is "
                         f"{parameter.dtype}. Convert the model by model.float(), or leave that setting out."
                     )
-                each = (max(size, 4) if sums else size) * gradients + (
-                    size if "parameters" in plan.offloads and not plan.offload_disk_parameters else 0
+                each = (max(size, 4) if policy.several else size) * gradients + (
+                    size if policy.parameters and not policy.disk_parameters else 0
                 )
-                kept = 4 + {"fp32": states, "bf16": 4, "8bit": 2}[plan.offload_moments]
+                kept = 4 + {"fp32": states, "bf16": 4, "8bit": 2}[policy.moments]
                 nbytes += (each + (kept if self.disk is None else 0)) * parameter.numel() // ranks
                 on_disk += kept * parameter.numel() // ranks
         self.host.check_room(nbytes, "What is offloaded", local_ranks() or ranks)
@@ -100,8 +114,8 @@ class Below:
     def slice_of(self, flat: Flat, numel: int, padding: int) -> HostSlice:
         """The home of a slice [numel] of a flat."""
         most = numel // BLOCK + 1 + len(flat.index.entries)  # of spans, each may end in a block that is not full
-        blocks = most if self._plan.offload_moments == "8bit" else 0
-        form = Form(numel, self._plan.offload_moments, blocks, as_on_cpus=self._mesh.device.type == "cpu")
+        blocks = most if self.policy.moments == "8bit" else 0
+        form = Form(numel, self.policy.moments, blocks, as_on_cpus=self._device.type == "cpu")
         return HostSlice(self.link, self.host, form, flat.label, padding, self.disk)
 
 
@@ -137,21 +151,3 @@ def units_below(units: Sequence[Unit], share: float) -> set[int]:
             break
         chosen.add(number)
     return chosen
-
-
-def traced(below: Below | None) -> AbstractContextManager[list[Span]]:
-    """As `Link.traced`.
-
-    Raises:
-        PlanError: nothing is offloaded.
-    """
-    if below is None:
-        raise PlanError("engine.tracing() is for offloaded plans; set offload, or use torch.profiler.")
-    return below.link.traced()
-
-
-def limit_device(device: torch.device, budget: int | None) -> None:
-    """Let torch's allocator refuse what is beyond a GPU's budget; elsewhere the ledger alone does."""
-    if device.type == "cuda" and budget is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)

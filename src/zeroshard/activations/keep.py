@@ -1,0 +1,52 @@
+"""Saved tensors that stay where they are, as without a policy; what other savers do with those they do not take."""
+
+from typing import Any
+
+import torch
+
+from zeroshard.errors import OffloadError
+
+
+class Kept:
+    """A saved tensor that stays where it is. Detached: a graph that holds its own output never dies."""
+
+    __slots__ = ("saved", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.saved, self.version = tensor.detach(), tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, if it is as it was."""
+        if self.saved._version != self.version:
+            raise changed_in_place(self.saved.shape, self.saved.dtype)
+        return self.saved
+
+
+class Keep:
+    """Keeps every saved tensor where it is.
+
+    Attributes:
+        moves: whether it need be asked at all.
+    """
+
+    moves = False
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The tensor, as it is now."""
+        return Kept(tensor)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again."""
+        assert isinstance(saved, Kept)
+        return saved.tensor()
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+def changed_in_place(shape: torch.Size, dtype: torch.dtype) -> OffloadError:
+    """The error of a backward that would read other values than its forward."""
+    return OffloadError(
+        f"A tensor of shape {tuple(shape)} and {dtype} that the backward needs was changed in place after the forward "
+        f"saved it. Use the operation that is not in place there, or change a clone."
+    )

@@ -1,0 +1,444 @@
+"""A plan, a model and an optimizer become parts: the one place where fields of the plan choose techniques."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroshard.activations import ActivationStore, Keep
+from zeroshard.comm import Comm
+from zeroshard.engine.fitting import Fitting
+from zeroshard.engine.groups import Groups
+from zeroshard.engine.refused import check_machine
+from zeroshard.engine.stage import Stage
+from zeroshard.engine.stage import Whole as WholeModel
+from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
+from zeroshard.initialise import Initialiser, Materialiser
+from zeroshard.ledger import Arena, Category, Ledger
+from zeroshard.offload.gradients import HostSum
+from zeroshard.offload.lower import LowerTiers, units_below
+from zeroshard.offload.policy import Policy
+from zeroshard.offload.slices import HostSlice
+from zeroshard.offload.updaters import HostAdam, HostUpdater
+from zeroshard.offload.updates import HostUpdates
+from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
+from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
+from zeroshard.parts.gradients import GradientSum, Reduction
+from zeroshard.parts.late import AtOnce, LateUpdates
+from zeroshard.parts.part import OneVersion, Part, Parts
+from zeroshard.parts.saver import Saver
+from zeroshard.parts.updater import Updater
+from zeroshard.parts.weights import Weights
+from zeroshard.plan import Plan
+from zeroshard.precision import DTYPES, Precision, keep_in_fp32
+from zeroshard.units import Flat, Unit, is_small
+from zeroshard.zero import Accumulation, Gatherer, Gradients, Residency
+from zeroshard.zero.buffer import GradientBuffer
+from zeroshard.zero.formulas import BytesPerParameter
+from zeroshard.zero.order import Everything
+from zeroshard.zero.reduce import AllReduce, Alone, Direct, Scatter
+from zeroshard.zero.sums import BufferSum, DeviceSum
+from zeroshard.zero.weights import Keeper, Mapped, OnDevice, Sliced, Whole
+
+OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What a plan makes of a model and an optimizer.
+
+    Attributes:
+        parts: by unit.
+        optimizer: the user's, over slices.
+        layout: of the optimizer's states.
+        gatherer: brings units that are sliced.
+        late: updates that run beside the steps.
+        saver: keeps what autograd saves.
+    """
+
+    parts: Parts
+    optimizer: SpanOptimizer
+    layout: StateLayout
+    precision: Precision
+    gatherer: Gatherer | Everything
+    late: LateUpdates
+    saver: Saver
+
+
+class Builder:
+    """Materialises a model unit by unit, and keeps of each unit what the plan says.
+
+    Args:
+        scale: the loss scale of the step under way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        groups: Groups,
+        ledger: Ledger,
+        stage: Stage | WholeModel,
+        scale: Callable[[], float],
+    ) -> None:
+        self._stage = stage
+        self._groups, comm = groups, groups.slices
+        self._model, self._plan, self._comm, self._ledger, self._scale = model, plan, comm, ledger, scale
+        self._residency = Residency.of_stage(plan.zero)
+        self._precision = Precision.named(plan.precision)
+        self._arena = Arena(ledger, comm.buffer)
+        self._lower: LowerTiers | None = None
+        self._late: LateUpdates = AtOnce()
+
+    def build(self, torch_optimizer: torch.optim.Optimizer, initialise: Initialiser | None) -> Assembly:
+        """Cut the model into flats, give them values, and point the optimizer at what this rank updates.
+
+        Raises:
+            PlanError, ModelError, OptimizerError: what does not fit together.
+        """
+        layout = check_elementwise(torch_optimizer)
+        _refuse_used(torch_optimizer)
+        groups = _group_of(torch_optimizer, self._model)
+        kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
+        units, skip = self._stage.units, self._stage.skipped_modules
+        materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
+        self._spans = SpanOptimizer(torch_optimizer, self._ledger, layout)
+        going = self._offload(units, torch_optimizer)
+        self._check_budget(units, kept, groups, layout)
+        self._check_machine(units, groups, going, layout)
+        if self._lower is not None:
+            self._lower.check_room(units, going, self._precision.compute, layout.bytes_per_element)
+        self._share_memory(units)
+        parts: list[list[Part]] = []
+        for unit in units:
+            kinds = self._kinds(unit, groups, kept)
+            for owner in unit.owners:
+                materialiser.materialise(owner)
+            parts.append([])
+            for (dtype, trainable), members in kinds.items():
+                real = {name: materialiser.real(parameter) for name, parameter in members.items()}
+                flat = Flat(unit, real, dtype, trainable, self._comm.mesh.ranks)
+                keyed = any(parameter.is_meta for parameter in members.values())
+                numbers = [groups.get(parameter, -1) for parameter in members.values()]
+                parts[-1].append(self._part(flat, keyed, numbers, unit.number in going))
+        for module in self._model.modules():
+            materialiser.materialise(module)  # buffers of modules without parameters
+        dtype_of = lambda p: self._precision.dtype_of(p, p in kept)  # noqa: E731
+        self._stage.let_go(units, materialiser.real, dtype_of, self._ledger)
+        self._place_buffers(skip)
+        self._comm.agree(b"", "weights are in place")
+        self._spans.adopt()
+        self._late.adopt()
+        states = sum(_state_nbytes(part, layout) for of_unit in parts for part in of_unit)
+        made = self._ledger.account(Category.OPTIMIZER_STATES).current
+        self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
+        return Assembly(
+            Parts(units, parts, self._arena), self._spans, layout, self._precision, self._gatherer(units, parts),
+            self._late, self._saver(),
+        )  # fmt: skip
+
+    def _offload(self, units: list[Unit], optimizer: torch.optim.Optimizer) -> set[int]:
+        """Find the tiers below the device, if the plan uses them; the numbers of the units that are updated there."""
+        policy = policy_of(self._plan)
+        if not self._plan.offloads:
+            return set()
+        self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer)
+        gathers = self._residency.slice_parameters and (self._comm.mesh.ranks > 1 or policy.parameters)
+        self._late = HostUpdates(self._lower, self._spans, self._arena, self._scale, len(units), gathers)
+        return units_below(units, policy.share) if policy.optimizer else set()
+
+    def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer | Everything:
+        weights = [[part.weights for part in of_unit] for of_unit in parts]
+        sliced = any(each.sliced for of_unit in weights for each in of_unit)
+        return Gatherer(units, weights, self._comm) if sliced else Everything()
+
+    def _saver(self) -> Saver:
+        if self._lower is None or not self._lower.policy.activations:
+            return Keep()
+        return ActivationStore(self._lower.link, self._lower.host, self._ledger)
+
+    def _check_budget(
+        self, units: list[Unit], kept: set[nn.Parameter], groups: dict[nn.Parameter, int], layout: StateLayout
+    ) -> None:
+        """Refuse a budget that the weights alone exceed; and tell the ledger the way out of what it refuses later.
+
+        Raises:
+            BudgetExceeded: with the least that they need.
+        """
+        budget, ranks = self._plan.device_budget, self._comm.mesh.ranks
+        if budget is None:
+            return
+        sizes = [
+            sum(p.numel() * self._precision.dtype_of(p, p in kept).itemsize for p in unit.parameters.values())
+            for unit in units
+        ]
+        if self._stage.pipeline is None:
+            numel = sum(p.numel() for unit in units for p in unit.parameters.values())
+            trained = sum(p.numel() for unit in units for p in unit.parameters.values() if p in groups)
+            width = sum(sizes) // max(1, numel)
+            each = BytesPerParameter(width, width, 4 if width < 4 else 0, layout.bytes_per_element)
+            slices = self._comm.mesh.ranks
+            fitting = Fitting(self._plan, slices, trained, numel - trained, tuple(sizes), each)
+            self._ledger.way_out = fitting.way_out
+        gathered = sum(sorted(sizes[:-1])[-2:]) + sizes[-1]  # two units beside the root
+        needed, what = sum(sizes), "the weights"
+        if self._residency.slice_parameters and (ranks > 1 or "parameters" in self._plan.offloads):
+            slices = 0 if "parameters" in self._plan.offloads else sum(sizes) // ranks
+            needed, what = slices + gathered, "two units at a time and the root"
+        if needed > budget:
+            way_out = "Set it to more than that, with gradients and activations on top, or use more stages."
+            if self._ledger.way_out is not None:
+                way_out = self._ledger.way_out(needed, budget)
+            raise BudgetExceeded(f"device_memory is {budget:,} bytes, and {what} take {needed:,}.", way_out)
+
+    def _check_machine(
+        self, units: list[Unit], groups: dict[nn.Parameter, int], going: set[int], layout: StateLayout
+    ) -> None:
+        """Refuse optimizer states that the machine cannot hold; some kernels would end the process in the first step.
+
+        Raises:
+            BudgetExceeded: with the limit that is met.
+        """
+        stay = [unit for unit in units if unit.number not in going]
+        numel = sum(p.numel() for unit in stay for p in unit.parameters.values() if p in groups)
+        slices = self._comm.mesh.ranks if self._plan.zero else 1
+        check_machine(self._comm.mesh, numel * layout.bytes_per_element // slices, "The optimizer's states")
+
+    def _share_memory(self, units: list[Unit]) -> None:
+        """Where the plan lets them and the machine can, let the ranks share memory."""
+        plan, mesh = self._plan, self._comm.mesh
+        if plan.transport == "network" or plan.pipelined or mesh.ranks == 1 or "parameters" in plan.offloads:
+            return
+        sizes = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
+        whole, gradients = sum(sizes), sum(sizes) if plan.zero <= 1 else 4 * max(sizes)
+        nbytes = 4 * ((whole if plan.zero else 0) + mesh.ranks * gradients)
+        reason: str | None = "the ranks do not compute on CPUs"
+        if mesh.device.type == "cpu":
+            reason = self._comm.share(nbytes)
+            reasons = self._groups.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
+            reason = next((found for found in reasons if found), None)
+            if reason is not None:
+                self._comm.shared = None
+        if reason is not None and plan.transport == "shared":
+            raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
+
+    def _kinds(
+        self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
+    ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
+        """A unit's parameters by (dtype, trainable), small ones last, those of one optimizer group side by side."""
+        kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        by_group = sorted(unit.parameters.items(), key=lambda item: (is_small(item[1]), groups.get(item[1], -1)))
+        for name, parameter in by_group:
+            key = (
+                self._precision.dtype_of(parameter, parameter in kept),
+                parameter in groups and parameter.requires_grad,
+            )
+            kinds.setdefault(key, {})[name] = parameter
+        return kinds
+
+    def _part(self, flat: Flat, keyed: bool, groups: list[int], below: bool) -> Part:
+        """Give a flat its buffers and values.
+
+        Args:
+            keyed: values are keyed by name; else they are rank 0's.
+            groups: the optimizer group of each parameter.
+            below: whether it is updated below the device, if it is trained.
+        """
+        weights, index = self._weights(flat), flat.index
+        start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
+        values = self._load(weights, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or below))
+        if not flat.trainable:
+            kept = (weights.own, start) if weights.sliced else (weights.full, 0)
+            return Part(flat, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
+        accumulation = self._accumulation()
+        if below:
+            total = self._host_sum(flat, accumulation)
+            updater = self._host_updater(weights, values[start:stop], start, groups, total)
+            gradients = self._gradients(flat, accumulation, total)
+        else:
+            updater = self._updater(weights, values[start:stop], start, groups)
+            gradients = self._gradients(flat, accumulation, None)
+        return Part(flat, weights, gradients, updater, OneVersion(weights), flat.edits)
+
+    def _weights(self, flat: Flat) -> Weights:
+        """Whole, shared or sliced parameters."""
+        residency, comm, ledger = self._residency, self._comm, self._ledger
+        if residency.slice_states and comm.shared is not None:
+            return Mapped(flat, comm, ledger, publishes=True)
+        keeper: Keeper | None = self._lower if self._lower is not None and self._lower.policy.parameters else None
+        if residency.slice_parameters and (comm.mesh.ranks > 1 or keeper is not None):
+            return Sliced(flat, comm, ledger, keeper or OnDevice(comm.mesh.device, ledger))
+        return Whole(flat, comm, ledger, residency.spread_after_update)
+
+    def _load(self, weights: Weights, keyed: bool, exact: bool) -> torch.Tensor:
+        """Set the parameters to their initial values; these [N*S], apart from the parameters if `exact`."""
+        flat, dtype = weights.flat, _precise(weights.flat)
+        if exact or weights.sliced or dtype != flat.dtype:
+            values = torch.zeros(flat.index.padded_numel, dtype=dtype, device=self._comm.mesh.device)
+            self._fill(values, flat, keyed, self._groups.alike)
+            weights.load(values)
+            return values
+        if weights.copied:
+            self._fill(weights.full, flat, keyed, self._groups.alike)
+        elif weights.rank == 0:
+            self._fill(weights.full, flat, keyed, self._groups.replicas)
+        flat.attach()
+        return weights.full
+
+    def _updater(self, weights: Weights, values: torch.Tensor, start: int, groups: list[int]) -> Updater:
+        """The user's optimizer over the parameters, or over fp32 master weights."""
+        if weights.flat.dtype.itemsize >= 4:
+            own = weights.own if self._residency.slice_states else weights.full
+            return DeviceUpdater(weights, own, start, self._spans, groups, self._arena)
+        label, device = f"master weights {weights.flat.label}", self._comm.mesh.device
+        padding = weights.flat.index.padding_in(start, start + values.numel())
+        masters = self._ledger.empty(values.numel(), torch.float32, device, Category.MASTER_WEIGHTS, label, padding)
+        masters.copy_(values)
+        return MasterUpdater(weights, masters, start, self._spans, groups, self._arena)
+
+    def _host_updater(
+        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum
+    ) -> Updater:
+        """The host's own Adam where it stands for the user's optimizer, else that one on the host."""
+        lower, updates, flat = self._lower, self._late, weights.flat
+        assert lower is not None and isinstance(updates, HostUpdates)
+        padding, unit = flat.index.padding_in(start, start + values.numel()), flat.unit.number
+        if lower.adam and flat.dtype.itemsize <= 4:
+            home: HostSlice = lower.slice_of(flat, values.numel(), padding)
+            with home.fetched(writes=True) as pages:
+                pages.master.copy_(values)
+                return HostAdam(weights, start, self._spans, groups, updates, unit, home, total)
+        dtype, category, label = _precise(flat, torch.float32), Category.MASTER_WEIGHTS, f"master weights {flat.label}"
+        masters = lower.host.slab(values.numel(), dtype, category, label, padding)
+        masters.copy_(values)
+        return HostUpdater(weights, masters, start, self._spans, groups, updates, unit)
+
+    def _host_sum(self, flat: Flat, accumulation: Accumulation) -> HostSum:
+        """Where the gradients of a slice go that is updated below the device."""
+        assert self._lower is not None
+        several = accumulation.local or accumulation.reduced
+        dtype = _precise(flat, torch.float32) if several else flat.dtype
+        lower, rank = self._lower, self._comm.mesh.rank
+        return HostSum(lower.link, lower.host, self._arena, flat, dtype, rank, lower.policy.delayed)
+
+    def _gradients(self, flat: Flat, accumulation: Accumulation, total: GradientSum | None) -> Gradients:
+        """Buffer, sum and reduction of a flat's gradients.
+
+        Args:
+            total: where they add up, if not on the device.
+        """
+        comm, ledger, arena, residency = self._comm, self._ledger, self._arena, self._residency
+        alone, below = comm.mesh.ranks == 1 and total is None, total is not None
+        sums = torch.promote_types(flat.dtype, torch.float32)
+        locally = accumulation.local or (accumulation.reduced and alone)
+        kept = not residency.slice_gradients or alone
+        buffer = GradientBuffer(flat, comm, ledger, arena, sums if locally else flat.dtype, kept)
+        opens = kept and buffer.dtype == flat.dtype and (alone or not accumulation.reduced) and self._plan.pipelined
+        reduction: Reduction = Alone()
+        if total is None and alone:
+            total = BufferSum(buffer)
+        elif total is None:
+            apart = not kept or accumulation.reduced
+            several = accumulation.reduced or accumulation.local
+            total = DeviceSum(buffer, flat, comm, ledger, (sums if several else flat.dtype) if apart else None)
+        if comm.mesh.ranks > 1:
+            kind = Scatter if residency.slice_states else AllReduce
+            wire = accumulation.wire_dtype
+            reduction = kind(flat, comm, arena, buffer, total, wire, divisor=comm.mesh.ranks)
+        elif below:
+            reduction = Direct(buffer, total)
+        interval = flat.index.interval(comm.mesh.rank)
+        return Gradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not below)
+
+    def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, comm: Comm | None) -> None:
+        """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of `comm`."""
+        for number, parameter in enumerate(flat.parameters):
+            flat.view(values, number).copy_(parameter.detach())
+        if not keyed and comm is not None:
+            comm.broadcast(values, f"initial weights {flat.label}")
+
+    def _accumulation(self) -> Accumulation:
+        several, each = self._plan.microbatches_per_update > 1, self._plan.reduces_each_microbatch
+        wire = DTYPES[self._plan.reduce_dtype] if self._plan.reduce_dtype else None
+        return Accumulation(wire, local=several and not each, reduced=several and each)
+
+    def _place_buffers(self, skip: set[nn.Module]) -> None:
+        """Bring buffers to the device; those of modules that run on other stages alone belong there."""
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if module in skip:
+                    module._buffers[name] = torch.empty_like(buffer, device="meta")
+                    continue
+                module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
+                self._groups.alike.broadcast(placed, f"buffer {name}")
+                self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
+
+
+def _state_nbytes(part: Part, layout: StateLayout) -> int:
+    """Bytes of optimizer states that the first step makes on the device for a part."""
+    if isinstance(part.updater, HostUpdater) or not part.flat.trainable:
+        return 0
+    values = part.updater.values
+    return values.numel() * layout.bytes_per_element * values.itemsize // 4
+
+
+def policy_of(plan: Plan) -> Policy:
+    """What a plan keeps below the device."""
+    return Policy(
+        optimizer="optimizer" in plan.offloads,
+        parameters="parameters" in plan.offloads,
+        activations="activations" in plan.offloads,
+        share=plan.offload_share,
+        disk=plan.offload_disk,
+        disk_parameters=plan.offload_disk_parameters,
+        moments=plan.offload_moments,
+        delayed=plan.delayed_update,
+        warmup=plan.delayed_warmup,
+        speculates=plan.speculate,
+        several=plan.microbatches > 1,
+        timeout=plan.timeout,
+    )
+
+
+def _precise(flat: Flat, least: torch.dtype | None = None) -> torch.dtype:
+    """The widest dtype of a flat and of the user's parameters in it, and of `least`."""
+    dtype = flat.dtype if least is None else torch.promote_types(flat.dtype, least)
+    for parameter in flat.parameters:
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
+def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        if "momentum_buffer" in state or not bool(torch.as_tensor(state.get("step", 0)) == 0):
+            raise OptimizerError(
+                f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give "
+                f"the engine a new "
+                "optimizer, and load a zeroshard checkpoint to go on from an earlier run."
+            )
+
+
+def _group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    """The optimizer group of every parameter; trainable ones that are in none are frozen, with a warning."""
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    foreign = [p for p in groups if p not in names]
+    if foreign:
+        raise OptimizerError(
+            f"The optimizer holds {len(foreign)} parameters that are not in the model (the first has shape "
+            f"{tuple(foreign[0].shape)}). "
+            "Make it from this model's parameters()."
+        )
+    left_out = [p for p in names if p.requires_grad and p not in groups]
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is "
+            f"{names[left_out[0]]!r}); "
+            "they are frozen. Put them into the optimizer to train them.",
+            stacklevel=5,
+        )
+        for parameter in left_out:
+            parameter.requires_grad_(False)
+    return groups

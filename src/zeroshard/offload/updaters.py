@@ -1,0 +1,252 @@
+"""Updaters below the device: the user's optimizer on the host, and the host's own Adam."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeroshard.counts import Purpose
+from zeroshard.errors import OptimizerError
+from zeroshard.ledger import Category
+from zeroshard.offload.gradients import HostSum
+from zeroshard.offload.host_adam import Scalars
+from zeroshard.offload.moments import Blockwise
+from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, Piece, expanded
+from zeroshard.offload.updates import HostUpdates, Speculation, Update
+from zeroshard.optim.spans import SpanOptimizer
+from zeroshard.optim.updater import MasterUpdater
+from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.planned import Planned, Wire, Work, below
+from zeroshard.parts.updater import Span
+from zeroshard.parts.weights import Weights
+
+
+class HostUpdater(MasterUpdater):
+    """The user's optimizer, over values in the host's memory.
+
+    Args:
+        updates: all of the engine.
+        unit: the number of the unit of the flat.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        values: torch.Tensor,
+        start: int,
+        optimizer: SpanOptimizer,
+        groups: Sequence[int],
+        updates: HostUpdates,
+        unit: int,
+        tier: str | None = "host",
+    ) -> None:
+        super().__init__(weights, values, start, optimizer, groups, updates.arena, tier)
+        self._updates, self.unit = updates, unit
+
+    def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
+        """Take one step with the gradients times `factor`, and begin to bring the new weights up."""
+        with gradients.for_update() as gradient:
+            self._step(gradient, written, factor)
+        staging = self._updates.host.borrow(self.values.numel() * self.weights.flat.dtype.itemsize)
+        out = staging.view(self.weights.flat.dtype)
+        out.copy_(self.values)
+        self._updates.rise(Update(self.weights, self.unit, self.start, None, out, staging))
+
+    def planned(self) -> Iterator[Planned]:
+        """Master weights, and states that torch.optim makes in memory of its own, by 2101.06840, section 4."""
+        index, masters = self.weights.flat.index, self.values.numel() * self.values.itemsize
+        states = self.values.numel() * self._optimizer.layout.bytes_per_element * self.values.itemsize // 4
+        yield below(index, "host", Category.MASTER_WEIGHTS, masters)
+        yield below(index, "host", Category.OPTIMIZER_STATES, states, paged=False)
+
+    def wire(self, work: Work) -> Wire:
+        """New weights come up once for each update, unless they stay below until they are used."""
+        if self._updates.where_used(self.weights) is None:
+            index = self.weights.flat.index
+            own = self.values.numel() - index.padding_in(self.start, self.start + self.values.numel())
+            yield Purpose.PARAMETERS_UP, own * work.updates
+
+    def _take(self, numel: int) -> torch.Tensor:
+        return self._updates.host.borrow(numel * self.values.dtype.itemsize).view(self.values.dtype)
+
+    def _give(self, scratch: torch.Tensor) -> None:
+        self._updates.host.give_back(scratch)
+
+
+class HostAdam(HostUpdater):
+    """The host's own Adam, over the pages of a slice.
+
+    Args:
+        home: where values and moments are; fetched.
+        total: the sum of the gradients.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        start: int,
+        optimizer: SpanOptimizer,
+        groups: Sequence[int],
+        updates: HostUpdates,
+        unit: int,
+        home: HostSlice,
+        total: HostSum,
+    ) -> None:
+        super().__init__(weights, home.pages.master, start, optimizer, groups, updates, unit, tier=None)
+        self._home, self._sum = home, total
+        self._expected = 0  # means in the sum at the last update of everything; 0 where it was of a part
+        self._ahead: Speculation | None = None
+        self._began = False
+        updates.join(self)
+
+    def adopt(self) -> None:
+        """Follow the pages from now on, and hear of gradients that come."""
+        self._home.rebind = self._rebind
+        self._rebind(None if self._home.on_disk else self._home.pages)
+        self._lay_out()
+        self._sum.on_put = self._speculate
+
+    def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
+        """Let the update begin after the others of the step have been told, in the order of the forward."""
+        self._updates.tell(self.unit, partial(self._begin, written))
+
+    def forget(self) -> int:
+        """Drop what has run ahead and was not taken over; how much that is."""
+        if self._ahead is None:
+            return 0
+        ahead, self._ahead = self._ahead, None
+        self._updates.undo(ahead)
+        return 1
+
+    def split(self, cuts: Sequence[int]) -> None:
+        """Cut the spans at these elements of the flat, with their states."""
+        super().split(cuts)
+        self._lay_out()
+
+    def at_hand(self, writes: bool = False) -> AbstractContextManager[Pages]:
+        """Have the pages in the host's memory inside; what is written there is kept if `writes`."""
+        return self._home.fetched(writes)
+
+    def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
+        """Set what is kept for a span, in fp32; None for nothing yet."""
+        start, stop = span.start - self.start, span.stop - self.start
+        super().load_state(span, state)
+        if state is None:
+            self._home.forget_moments(start, stop)
+        else:
+            self._home.keep_moments(start, stop, *(state[name] for name in MOMENTS))
+            state.update(self._home.moments(start, stop))
+
+    def planned(self) -> Iterator[Planned]:
+        """The pages: master weights, two moments, and their scales."""
+        form, tier = self._home.form, "disk" if self._home.on_disk else "host"
+        masters, *states = form.sizes
+        yield below(self.weights.flat.index, tier, Category.MASTER_WEIGHTS, masters)
+        for nbytes in states:
+            yield below(self.weights.flat.index, tier, Category.OPTIMIZER_STATES, nbytes)
+
+    def elements(self, span: Span) -> dict[str, torch.Tensor]:
+        """The moments of a span in fp32 [stop - start]."""
+        return {key: self.exact(expanded(value)) for key, value in super().elements(span).items()}
+
+    def exact(self, values: torch.Tensor) -> torch.Tensor:
+        """A part of `values` that outlives `at_hand`: a copy of what is on the disk."""
+        return values.clone() if self._home.on_disk else values
+
+    def _per_element(self, value: Any, span: Span) -> bool:
+        return isinstance(value, Blockwise) or super()._per_element(value, span)
+
+    def _begin(self, written: bytes, factor: float, late: bool) -> Update:
+        """Begin one step with the sum times `factor`, or take over what has run ahead and was right.
+
+        Args:
+            late: the weights come up at the end of the next step.
+        """
+        self._split_for(written)
+        spans = [span for span in self.spans if written[self.weights.flat.index.number_at(span.start)]]
+        pieces = self._pieces(spans)
+        ahead = self._ahead
+        self._expected = self._sum.puts if all(written) else 0
+        if ahead is not None and (ahead.pieces, ahead.factor, ahead.puts) == (pieces, factor, self._sum.puts):
+            update, before, self._ahead = ahead.update, self._home.take_over(ahead.shadow), None
+            self._updates.take_over(update, before)
+        else:
+            update = self._launch(pieces, factor, aside=late)
+        self._began = True
+        for span in spans:
+            self._state(span)["step"] += 1
+        assert update.task is not None
+        self._sum.read_by(update.task)
+        return update
+
+    def _launch(self, pieces: Sequence[Piece], factor: float, aside: bool, shadow: Pages | None = None) -> Update:
+        """Begin one update.
+
+        Args:
+            aside: do not write where the device reads.
+            shadow: write these pages instead of the slice's own.
+        """
+        out = None if aside else self._updates.where_used(self.weights)
+        placed, staging, dtype = out is not None, None, self.weights.flat.dtype
+        if out is None and (aside or self._home.on_disk or dtype.itemsize < 4):
+            staging = self._updates.host.borrow(self.values.numel() * dtype.itemsize)
+            out = staging.view(dtype)
+        after = [*self._sum.arrived, *([shadow.reader] if shadow is not None and shadow.reader is not None else [])]
+        task = self._home.update(pieces, self._sum.sum, factor, out, after, shadow)
+        source = self.values if out is None else out
+        return Update(self.weights, self.unit, self.start, task, source, staging, placed)
+
+    def _speculate(self) -> None:
+        """Begin an update on shadow pages, if its gradient seems complete ([Note: speculation])."""
+        wrong = self._home.on_disk or self._sum.puts != self._expected or self._ahead is not None
+        shadow = None if wrong else self._updates.shadow(self._home.form)
+        if shadow is not None:
+            pieces, factor = self._pieces(self.spans), self._updates.likely_factor
+            update = self._launch(pieces, factor, aside=True, shadow=shadow)
+            self._ahead = Speculation(update, pieces, factor, self._sum.puts, shadow)
+
+    def _pieces(self, spans: Sequence[Span]) -> list[Piece]:
+        """What an update does with each of some spans; states that are not there yet begin at zero."""
+        optimizer, pieces = self._optimizer.optimizer, []
+        for span in spans:
+            start, stop = span.start - self.start, span.stop - self.start
+            state = optimizer.state[span.tensor]
+            if not state:
+                if self._began:  # the user has cleared it
+                    with self._home.fetched(writes=True):
+                        self._home.forget_moments(start, stop)
+                state["step"] = torch.tensor(0.0)
+                state.update(self._home.moments(start, stop))
+            group = optimizer.param_groups[span.group]
+            _refuse_options(group)
+            scalars = Scalars.of(group, int(state["step"]) + 1, group["decoupled_weight_decay"])
+            pieces.append(Piece(start, stop, self._home.block_of(start), scalars))
+        return pieces
+
+    def _lay_out(self) -> None:
+        """Let the slice follow its spans, where these were cut."""
+        self._home.lay_out([(span.start - self.start, span.stop - self.start) for span in self.spans])
+        if not self._home.on_disk:
+            self._rebind(self._home.pages)
+
+    def _rebind(self, pages: Pages | None) -> None:
+        """Let the values and the optimizer's tensors be views of where the slice is now."""
+        if pages is None:  # on the disk: nothing may read it
+            self.values = torch.full((), float("nan")).expand(self._home.form.numel)
+        else:
+            self.values = pages.master
+        self._optimizer.rebind(self._number, self.values, self.start)
+        for span in self.spans:
+            if state := self._state(span):
+                state.update(self._home.moments(span.start - self.start, span.stop - self.start))
+
+
+def _refuse_options(group: Mapping[str, Any]) -> None:
+    for option in ("maximize", "amsgrad"):
+        if group.get(option):
+            raise OptimizerError(
+                f"{option}=True was set after the engine was made, and the host's own Adam updates without it. Set it "
+                f"when the optimizer is made, which then runs on the host itself."
+            )

@@ -1,0 +1,231 @@
+"""Updates on the device: the user's optimizer takes steps over the slice that a rank owns."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from zeroshard.ledger import Arena, Category
+from zeroshard.optim.spans import SpanOptimizer
+from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.parts.updater import Span
+from zeroshard.parts.weights import Weights
+
+
+class Untrained:
+    """Nothing is updated: frozen weights, which are only saved and loaded.
+
+    Attributes:
+        weights: what the model computes with.
+        values: what this rank saves of them [S], or [N*S] where every rank has all.
+        start: the place of `values` in the flat.
+        lost: as `Updater.lost`.
+        separate: as `Updater.separate`.
+    """
+
+    lost: str | None = None
+    separate = False
+
+    def __init__(self, weights: Weights, values: torch.Tensor, start: int) -> None:
+        self.weights, self.values, self.start = weights, values, start
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """The optimizer sees none of it."""
+        return []
+
+    def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
+        """Nothing gets a gradient."""
+
+    def split(self, cuts: Sequence[int]) -> None:
+        """There are no spans."""
+
+    def follow(self) -> None:
+        """The weights stay where they are."""
+
+    def at_hand(self, writes: bool = False) -> AbstractContextManager[Any]:
+        """They are in memory."""
+        return nullcontext()
+
+    def take_over(self) -> None:
+        """The values are the parameters."""
+
+    def restore(self) -> None:
+        """The parameters are the values."""
+
+    def elements(self, span: Span) -> dict[str, torch.Tensor]:
+        """There are no states."""
+        return {}
+
+    def scalars(self, span: Span) -> dict[str, Any] | None:
+        """There are no states."""
+        return None
+
+    def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
+        """There is none."""
+
+    def planned(self) -> Iterator[Planned]:
+        """Nothing beside the weights."""
+        yield from ()
+
+    def wire(self, work: Work) -> Wire:
+        """Nothing moves."""
+        yield from ()
+
+    def exact(self, values: torch.Tensor) -> torch.Tensor:
+        """Themselves: they stay in memory."""
+        return values
+
+
+class DeviceUpdater(Untrained):
+    """The user's optimizer, over values on the device that are the parameters themselves.
+
+    Args:
+        groups: the parameter group of each parameter of the flat.
+        arena: for gradients in the dtype of the values.
+        tier: of the ledger, on which the optimizer's states are; None where somebody else enters them.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        values: torch.Tensor,
+        start: int,
+        optimizer: SpanOptimizer,
+        groups: Sequence[int],
+        arena: Arena,
+        tier: str | None = "device",
+    ) -> None:
+        super().__init__(weights, values, start)
+        self._optimizer, self._arena = optimizer, arena
+        self._number = optimizer.add(weights.flat.index, groups, values, start, tier)
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Its elements as the optimizer sees them."""
+        return self._optimizer.spans(self._number)
+
+    def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
+        """Take one step with the gradients times `factor`, and let the other ranks have the new weights."""
+        with gradients.for_update() as gradient:
+            self._step(gradient, written, factor)
+        self._update_parameters()
+        self.weights.publish()
+
+    def split(self, cuts: Sequence[int]) -> None:
+        """Cut the spans at these elements of the flat, with their states."""
+        self._optimizer.split(self._number, cuts)
+
+    def follow(self) -> None:
+        """Let the values be those of the buffer in which the parameters are now."""
+        self.values = self.weights.full[self.start : self.start + self.values.numel()]
+        self._optimizer.rebind(self._number, self.values, self.start)
+
+    def elements(self, span: Span) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps for each element of a span [stop - start], by name."""
+        return {key: value for key, value in self._state(span).items() if self._per_element(value, span)}
+
+    def scalars(self, span: Span) -> dict[str, Any] | None:
+        """What it keeps for a span besides, such as a step count; None before its first update."""
+        state = self._state(span)
+        return {k: v for k, v in state.items() if not self._per_element(v, span)} if state else None
+
+    def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
+        """Set what the optimizer keeps for a span; None for nothing yet."""
+        self._optimizer.optimizer.state.pop(span.tensor, None)
+        if state is not None:
+            self._optimizer.optimizer.state[span.tensor] = state
+
+    def planned(self) -> Iterator[Planned]:
+        """The optimizer's states of what this rank updates."""
+        each = self._optimizer.layout.bytes_per_element * self.values.itemsize // 4
+        yield on_device(self.weights.flat.index, Category.OPTIMIZER_STATES, each, self._slices)
+
+    @property
+    def _slices(self) -> int:
+        """Among how many ranks the updates are shared out."""
+        index = self.weights.flat.index
+        return index.ranks if self.values.numel() < index.padded_numel else 1
+
+    def _state(self, span: Span) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.optimizer.state.get(span.tensor, {})
+        return state
+
+    def _per_element(self, value: Any, span: Span) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == span.tensor.shape
+
+    def _step(self, gradient: torch.Tensor, written: bytes, factor: float) -> None:
+        with self._in_dtype(gradient) as own:
+            if factor != 1.0:
+                own.mul_(factor)
+            self._split_for(written)
+            index, start = self.weights.flat.index, self.start
+
+            def gradient_of(span: Span) -> torch.Tensor | None:
+                return own[span.start - start : span.stop - start] if written[index.number_at(span.start)] else None
+
+            self._optimizer.step(self._number, gradient_of)
+
+    def _split_for(self, written: bytes) -> None:
+        """Cut the spans so that each got a gradient whole or not at all."""
+        if not all(written):
+            ends = zip(written, written[1:], self.weights.flat.index.entries[1:], strict=False)
+            self.split([entry.offset for before, after, entry in ends if before != after])
+
+    @contextmanager
+    def _in_dtype(self, gradient: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The gradient in the dtype of the values, in scratch if that is another one."""
+        if gradient.dtype == self.values.dtype:
+            yield gradient
+            return
+        scratch = self._take(gradient.numel())
+        scratch.copy_(gradient)
+        yield scratch
+        self._give(scratch)
+
+    def _take(self, numel: int) -> torch.Tensor:
+        return self._arena.take(numel, self.values.dtype, "gradients in fp32")
+
+    def _give(self, scratch: torch.Tensor) -> None:
+        self._arena.give(scratch)
+
+    def _update_parameters(self) -> None:
+        """The values are the parameters."""
+
+
+class MasterUpdater(DeviceUpdater):
+    """The user's optimizer, over fp32 master weights of parameters in fewer bits (1710.03740, section 3.1)."""
+
+    lost = "its fp32 master weights stayed as they were"
+    separate = True
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The parameters that belong to `values`, in the dtype of computation."""
+        whole = self.weights.copied and self.values.numel() == self.weights.flat.index.padded_numel
+        return self.weights.full if whole else self.weights.own
+
+    def follow(self) -> None:
+        """The values stay where they are."""
+
+    def take_over(self) -> None:
+        """Let the values be what the user has written into the parameters, where he has."""
+        with self.at_hand(writes=True):
+            target = self.target.to(self.values.device)
+            written = target != self.values.to(target.dtype)
+            self.values[written] = target[written].to(self.values.dtype)
+
+    def restore(self) -> None:
+        """Let the parameters be the values, rounded."""
+        with self.at_hand():
+            self._update_parameters()
+
+    def planned(self) -> Iterator[Planned]:
+        """Master weights, and the optimizer's states."""
+        yield on_device(self.weights.flat.index, Category.MASTER_WEIGHTS, self.values.itemsize, self._slices)
+        yield from super().planned()
+
+    def _update_parameters(self) -> None:
+        self.target.copy_(self.values)

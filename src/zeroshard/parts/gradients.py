@@ -1,0 +1,166 @@
+"""The path of a gradient, from autograd to the update."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from zeroshard.parts.planned import Planned, Wire, Work
+from zeroshard.units import Flat
+
+
+class GradientSum(Protocol):
+    """Where the means of a slice [S] add up until the update: on the device, or on a tier below it."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether the next mean is to be added to what is in `room()`."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether `room()` lies outside of the gradient buffer."""
+
+    @property
+    def wide(self) -> bool:
+        """Whether 16-bit gradients have come to be summed in fp32."""
+
+    def room(self) -> torch.Tensor:
+        """Where the next mean [S] is to be put, or added."""
+
+    def put(self, mean: torch.Tensor) -> None:
+        """The mean [S] is there; it stays as it is until `release`."""
+
+    def release(self) -> None:
+        """Wait until the room is free again."""
+
+    def make_way(self) -> None:
+        """The gradient buffer is about to be written."""
+
+    def widen(self, empty: bool = False) -> None:
+        """Sum in fp32 from now on, `empty` or not."""
+
+    def settle(self) -> torch.Tensor:
+        """The sum [S] since the last `consume`, zeros if there was none."""
+
+    def norm(self) -> torch.Tensor:
+        """Its 2-norm, a scalar."""
+
+    def clear(self, low: int, high: int) -> None:
+        """Let elements [low, high) of the sum be zeros."""
+
+    def changed(self, filled: bool = False) -> None:
+        """The sum that `settle` returned was changed in place; with `filled`, it holds what other ranks had."""
+
+    def consume(self) -> None:
+        """The next mean begins a new sum."""
+
+    def planned(self) -> Iterator[Planned]:
+        """What it should hold."""
+
+    def wire(self, work: Work) -> Wire:
+        """What it should move between tiers in a step."""
+
+
+class Reduction(Protocol):
+    """How gradients get from the gradient buffer into the sum of the rank that owns the slice."""
+
+    needed: bool
+    local: bool
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction was started and not finished."""
+
+    def start(self) -> None:
+        """Start to send what is in the gradient buffer."""
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """Have the mean in the sum; False if that takes longer than `seconds`."""
+
+    def release(self) -> None:
+        """Have the gradient buffer free again."""
+
+    def whole(self, total: torch.Tensor) -> torch.Tensor:
+        """The gradient over what this rank updates, from its slice of the sum."""
+
+    def used(self) -> None:
+        """What `whole` returned is not needed any more."""
+
+    def wire(self, work: Work) -> Wire:
+        """What it should send in a step."""
+
+
+class Shown(Protocol):
+    """What `p.grad` of the parameters of one flat is."""
+
+    def begin(self) -> None:
+        """The first backward of a step begins."""
+
+    def hide(self, parameter: torch.Tensor, number: int) -> None:
+        """Let `p.grad` of parameter `number` say that the gradient was taken in."""
+
+
+class Gradients(Protocol):
+    """The gradients of a trainable flat; see `zeroshard.zero.gradients.Gradients`.
+
+    Attributes:
+        first_small: the number from which on autograd adds gradients up itself.
+        arrived: per parameter, whether its gradient came in the backward under way.
+        written: per parameter, whether it got a gradient since the last reduction.
+        written_in_step: per parameter, whether it got a gradient since the last update.
+    """
+
+    flat: Flat
+    reduction: Reduction
+    first_small: int
+    arrived: bytearray
+    written: bytearray
+    written_in_step: bytearray
+
+    @property
+    def shown(self) -> Shown:
+        """What `p.grad` of its parameters is."""
+
+    @property
+    def layout(self) -> tuple[bool, bool]:
+        """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
+
+    def listen(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> int:
+        """Show the gradients of these parameters; how many of them are to be handed over with `receive`."""
+
+    def collect(self) -> None:
+        """Take over what autograd has added up itself."""
+
+    def take_back(self, everything: bool = False) -> list[int]:
+        """Discard the gradients that the user has taken away or zeroed; the numbers of their parameters."""
+
+    def receive(self, number: int, gradient: torch.Tensor) -> None:
+        """Take in the gradient of parameter `number`."""
+
+    def widen(self) -> None:
+        """Keep sums over several backwards in fp32 from now on."""
+
+    def restore_layout(self, wide_sum: bool, wide_buffer: bool) -> None:
+        """Take the buffers that an earlier run had come to need."""
+
+    def start_reduce(self) -> None:
+        """Bring every slice of what was received to its owner."""
+
+    def settle(self) -> GradientSum:
+        """The sum of the step, with nothing under way."""
+
+    def change(self, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:
+        """Change the sum of the step [S] in place."""
+
+    def for_update(self) -> AbstractContextManager[torch.Tensor]:
+        """The gradient over what this rank updates."""
+
+    def consume(self) -> None:
+        """Forget the step's gradients."""
+
+    def planned(self) -> Iterator[Planned]:
+        """What they should hold."""
+
+    def wire(self, work: Work) -> Wire:
+        """What they should send in a step."""

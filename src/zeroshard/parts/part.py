@@ -1,0 +1,150 @@
+"""A part: one flat buffer with its weights, gradients and updater; and all parts of a model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from zeroshard.ledger import Arena, Category
+from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.parts.updater import Updater
+from zeroshard.parts.weights import Weights
+from zeroshard.units import Flat, Unit
+
+
+class Versions(Protocol):
+    """The versions of one flat's weights.
+
+    Attributes:
+        older: how many there are besides the latest, once the pipeline is full.
+        single: whether there is never more than one, so that the user's own parameters stay in the model.
+        latest: number of the newest.
+    """
+
+    older: int
+    single: bool
+    latest: int
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Those of all versions."""
+
+    def use(self, version: int) -> None:
+        """Put a version's parameters into the modules."""
+
+    def drop(self, version: int) -> None:
+        """Nothing uses a version any more."""
+
+    def advance(self) -> torch.Tensor:
+        """Begin the next version as a copy of the latest; its buffer."""
+
+    def restart(self) -> None:
+        """Count from 0 again."""
+
+
+class OneVersion:
+    """Weights that are updated in place.
+
+    Attributes:
+        older: none.
+        single: always.
+        latest: always 0.
+    """
+
+    older, single, latest = 0, True, 0
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The one buffer."""
+        return [self._weights.full]
+
+    def use(self, version: int) -> None:
+        """It is in the modules."""
+
+    def drop(self, version: int) -> None:
+        """It stays."""
+
+    def advance(self) -> torch.Tensor:
+        """It is updated in place."""
+        return self._weights.full
+
+    def restart(self) -> None:
+        """There is nothing to count."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One flat buffer with all that techniques hang on it.
+
+    Attributes:
+        gradients: None where nothing is trained.
+        edits: how often the user has written into the parameters where it was taken over.
+    """
+
+    flat: Flat
+    weights: Weights
+    gradients: Gradients | None
+    updater: Updater
+    versions: Versions
+    edits: int = 0
+
+    def keep_what_was_written(self) -> None:
+        """Take over what the user wrote into the parameters: into this rank's slice and master weights."""
+        self.weights.end_edit()
+        self.edits = self.flat.edits
+        self.updater.take_over()
+
+    @property
+    def lost(self) -> str | None:
+        """Why a write into the parameters outside of `gathered()` would not last, in words; None if it would."""
+        return self.weights.lost or (self.updater.lost if self.versions.single else None)
+
+    def planned(self) -> Iterator[Planned]:
+        """What it should hold."""
+        yield from self.weights.planned()
+        if self.gradients is not None:
+            yield on_device(self.flat.index, Category.PARAMETERS, self.flat.dtype.itemsize * self.versions.older)
+            yield from self.gradients.planned()
+        yield from self.updater.planned()
+
+    def wire(self, work: Work) -> Wire:
+        """What it should send, and move between tiers, in a step."""
+        yield from self.weights.wire(work)
+        if self.gradients is not None:
+            yield from self.gradients.wire(work)
+        yield from self.updater.wire(work)
+
+    def next_version(self) -> None:
+        """Where older weights are still in use, let the update work on a copy of the latest."""
+        buffer = self.versions.advance()
+        if buffer is not self.weights.full:
+            self.weights.move(buffer)
+            self.updater.follow()
+
+
+@dataclass(slots=True)
+class Parts:
+    """A model cut into units, with the parts of each unit.
+
+    Attributes:
+        arena: scratch on the device.
+    """
+
+    units: Sequence[Unit]
+    of_units: Sequence[Sequence[Part]]
+    arena: Arena
+
+    @property
+    def all(self) -> list[Part]:
+        """All parts in the fixed order of units."""
+        return [part for parts in self.of_units for part in parts]
+
+    @property
+    def trained(self) -> list[tuple[Part, Gradients]]:
+        """Those with gradients."""
+        return [(part, part.gradients) for part in self.all if part.gradients is not None]

@@ -1,0 +1,55 @@
+"""What a part should hold and move, by the formulas of the papers; the ledger and comm say what it does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from zeroshard.counts import Purpose
+from zeroshard.ledger import Category
+from zeroshard.tiers import in_pages
+from zeroshard.units import Index
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Bytes of one category on one tier.
+
+    Attributes:
+        nbytes: of elements that hold something; a fraction where the ranks do not divide them.
+        padding: the rest.
+    """
+
+    tier: str
+    category: Category
+    nbytes: Fraction
+    padding: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step.
+
+    Attributes:
+        microbatches: forwards and backwards.
+        updates: of each weight.
+        reductions: of the gradients, in each update.
+    """
+
+    microbatches: int
+    updates: int
+    reductions: int
+
+
+Wire = Iterator[tuple[Purpose, int]]  # elements that a step moves
+
+
+def on_device(index: Index, category: Category, nbytes: int, slices: int = 1) -> Planned:
+    """A buffer over a flat, or one of `slices` even slices of it, of `nbytes` per element."""
+    kept, padding = (Fraction(numel * nbytes, slices) for numel in (index.numel, index.padding))
+    return Planned("device", category, kept, padding)
+
+
+def below(index: Index, tier: str, category: Category, nbytes: int, paged: bool = True) -> Planned:
+    """A slice of a flat on a tier below the device, `nbytes` in all, in whole pages unless torch makes it."""
+    kept = Fraction(nbytes * index.numel, index.padded_numel)
+    return Planned(tier, category, kept, (in_pages(nbytes) if paged else nbytes) - kept)

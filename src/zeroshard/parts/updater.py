@@ -1,0 +1,84 @@
+"""What updates the weights that a rank owns, and keeps the optimizer's states of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.planned import Planned, Wire, Work
+from zeroshard.parts.weights import Weights
+
+
+class Span(Protocol):
+    """Elements [start, stop) of a flat, of one parameter group, which the optimizer sees as one tensor."""
+
+    start: int
+    stop: int
+    group: int
+    tensor: torch.nn.Parameter
+
+
+class Updater(Protocol):
+    """Updates this rank's part of one flat.
+
+    Attributes:
+        weights: what the model computes with.
+        values: what is updated [S], or [N*S] at stage 0: the parameters themselves, or their fp32 masters.
+        start: the place of `values` in the flat.
+        separate: whether `values` lie apart from the parameters.
+    """
+
+    weights: Weights
+    values: torch.Tensor
+    start: int
+    separate: bool
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Its elements as the optimizer sees them; none where nothing is trained."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why a write into the parameters would be undone by the next update, in words; None if it would not."""
+
+    def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
+        """Begin one step with the gradients times `factor`.
+
+        Args:
+            written: by parameter, whether it got a gradient; the others stay as they are.
+        """
+
+    def split(self, cuts: Sequence[int]) -> None:
+        """Cut the spans at these elements of the flat, with their states."""
+
+    def follow(self) -> None:
+        """The parameters have moved to another buffer, values included."""
+
+    def at_hand(self, writes: bool = False) -> AbstractContextManager[Any]:
+        """Have values and states in memory inside; what is written there is kept if `writes`."""
+
+    def take_over(self) -> None:
+        """Let the values be what the user has written into the parameters."""
+
+    def restore(self) -> None:
+        """Let the parameters be the values."""
+
+    def elements(self, span: Span) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps for each element of a span [stop - start], by name, as a checkpoint holds it."""
+
+    def scalars(self, span: Span) -> dict[str, Any] | None:
+        """What it keeps for a span besides, such as a step count; None before its first update."""
+
+    def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
+        """Set what it keeps for a span, in fp32; None for nothing yet."""
+
+    def planned(self) -> Iterator[Planned]:
+        """What master weights and states should hold."""
+
+    def wire(self, work: Work) -> Wire:
+        """What it should move between tiers in a step."""
+
+    def exact(self, values: torch.Tensor) -> torch.Tensor:
+        """A part of `values` that outlives `at_hand`."""

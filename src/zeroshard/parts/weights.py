@@ -1,0 +1,88 @@
+"""The parameters of one flat, as the model computes with them."""
+
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+from zeroshard.comm import Purpose
+from zeroshard.link import Task
+from zeroshard.parts.planned import Planned, Wire, Work
+from zeroshard.units import Flat
+
+
+class Residence(Enum):
+    """Where the values of a flat buffer's parameters are."""
+
+    SLICED = auto()  # each rank holds its slice; the parameters read NaN
+    GATHERING = auto()  # the collective is under way
+    GATHERED = auto()  # whole on this rank; the parameters may be used
+
+
+class Weights(Protocol):
+    """The buffer of a flat's parameters: whole, shared, sliced, on a tier below.
+
+    Attributes:
+        flat: the parameters.
+        rank: this rank among those that slice the buffer.
+        own: this rank's slice [S].
+        full: the whole buffer [N*S], whose values are here while `residence` is GATHERED.
+        residence: where the values are now.
+        sliced: whether the values go between uses.
+        copied: whether this rank keeps a whole copy of its own.
+        update: of `own`, under way; a gather comes after it.
+    """
+
+    flat: Flat
+    rank: int
+    own: torch.Tensor
+    full: torch.Tensor
+    residence: Residence
+    sliced: bool
+    copied: bool
+    update: Task | None
+
+    @property
+    def lost(self) -> str | None:
+        """Why a write into the parameters outside of `gathered()` would be lost, in words; None if it would not."""
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """The buffer [N*S] that the parameters view."""
+
+    def load(self, values: torch.Tensor) -> None:
+        """Set the parameters from `values` [N*S], of any dtype, and let the user's parameters view them."""
+
+    def move(self, buffer: torch.Tensor) -> None:
+        """Let `buffer` [N*S] be the whole buffer from now on."""
+
+    def begin_edit(self) -> None:
+        """The user is about to write into the parameters, which are here."""
+
+    def end_edit(self, keep: bool = True) -> None:
+        """The user is done; with `keep`, take this rank's slice of what was written."""
+
+    def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
+        """Start to fetch the other ranks' slices."""
+
+    def finish_gather(self) -> None:
+        """Have the whole buffer here, and let the parameters view it."""
+
+    def lend(self) -> None:
+        """Let the next gather fill memory of its own, which `free` leaves to those who still view it."""
+
+    def free(self) -> None:
+        """Keep only this rank's slice."""
+
+    def publish(self) -> None:
+        """`own` was updated: start to let the other ranks have it, where they keep it too."""
+
+    def published(self) -> None:
+        """Wait for what the other ranks published."""
+
+    def planned(self) -> Iterator[Planned]:
+        """What it should hold."""
+
+    def wire(self, work: Work) -> Wire:
+        """What it should send and receive in a step."""

@@ -1,0 +1,221 @@
+"""How gradients get from the gradient buffer into the sum of the rank that owns the slice.
+
+[Note: in flight] A reduction is started, finished and released: when it is finished, this rank's sum holds the mean;
+when it is released, all other ranks have read this rank's gradients, and the buffer may be written again.
+"""
+
+from functools import partial
+
+import torch
+
+from zeroshard.comm import Comm, Exchange, Purpose
+from zeroshard.ledger import Arena
+from zeroshard.parts.gradients import GradientSum
+from zeroshard.parts.planned import Wire, Work
+from zeroshard.transport import same_place
+from zeroshard.units import Flat
+from zeroshard.zero.buffer import GradientBuffer
+from zeroshard.zero.mean import add_mean
+
+
+class Alone:
+    """One rank whose gradients stay where they are: nothing ever leaves.
+
+    Attributes:
+        needed: whether gradients have to be reduced before the update.
+        local: whether no other rank waits for it, so that nothing need be sent where there are no gradients.
+    """
+
+    needed, local, in_flight = False, True, False
+
+    def start(self) -> None:
+        """Nothing is to be done."""
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """Nothing is under way."""
+        return True
+
+    def release(self) -> None:
+        """Nobody reads."""
+
+    def whole(self, total: torch.Tensor) -> torch.Tensor:
+        """The gradient over what this rank updates: its sum [S]."""
+        return total
+
+    def used(self) -> None:
+        """What `whole` returned is not needed any more."""
+
+    def wire(self, work: Work) -> Wire:
+        """Nothing is sent."""
+        yield Purpose.REDUCE_GRADIENTS, 0
+
+
+class Direct(Alone):
+    """One rank whose sum is elsewhere: the gradient buffer goes there as it is."""
+
+    needed = True
+
+    def __init__(self, buffer: GradientBuffer, total: GradientSum) -> None:
+        self._buffer, self._sum = buffer, total
+        self._leaving = False
+
+    def start(self) -> None:
+        """Begin to add the gradients to the sum."""
+        self._sum.put(self._buffer.ready())
+        self._leaving = True
+
+    def release(self) -> None:
+        """Wait until they are there."""
+        if self._leaving:
+            self._leaving = False
+            self._sum.release()
+            self._buffer.drop()
+
+
+class Scatter:
+    """Every slice goes to the rank that owns it, which adds the ranks' copies in rank order (1910.02054, section 5).
+
+    Args:
+        wire_dtype: dtype on the wire; None for that of the gradients.
+        divisor: data lanes behind the loss, by which the sum of the ranks' copies is divided.
+    """
+
+    needed, local = True, False
+
+    def __init__(
+        self,
+        flat: Flat,
+        comm: Comm,
+        arena: Arena,
+        buffer: GradientBuffer,
+        total: GradientSum,
+        wire_dtype: torch.dtype | None,
+        divisor: int,
+    ) -> None:
+        self._flat, self._comm, self._arena = flat, comm, arena
+        self._buffer, self._sum, self._wire_dtype, self._divisor = buffer, total, wire_dtype, divisor
+        self._exchange: tuple[Exchange, torch.Tensor] | None = None
+        self._unread: tuple[Exchange, torch.Tensor] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction was started and not finished."""
+        return self._exchange is not None
+
+    def start(self) -> None:
+        """Start to send; a rank without gradients sends its zeros, which the others wait for."""
+        wire, index, arena, label = self._buffer.ready(), self._flat.index, self._arena, self._flat.label
+        if self._wire_dtype is not None and self._wire_dtype != wire.dtype:
+            buffer, wire = wire, arena.take(index.padded_numel, self._wire_dtype, f"wire {label}")
+            wire.copy_(buffer)
+        scratch = partial(_take, arena, wire.dtype, f"reduce {label}")
+        self._exchange = (self._comm.exchange(wire, scratch, label, index.padding), wire)
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """Wait for the other ranks' copies of this rank's slice, and add their mean to the sum.
+
+        Reductions of several flats must be finished in the order in which they were started.
+
+        Args:
+            seconds: give up when the other ranks take longer; a rank that blocked here could wait for one that waits
+                for this rank's next gather.
+
+        Returns:
+            whether nothing is in flight any more.
+        """
+        if self._exchange is None:
+            return True
+        if seconds is not None and not self._exchange[0].arrives_within(seconds):
+            return False
+        (exchange, wire), self._exchange = self._exchange, None
+        exchange.wait()
+        # In place, unless the sum lies where a copy does that is needed later.
+        apart = self._sum.apart or len(exchange.copies) == 2
+        into = self._sum.room()
+        add_mean(self._comm, into, exchange.copies, self._arena, self._sum.adds, apart, self._divisor)
+        exchange.done()
+        if exchange.scratch is not None:
+            self._arena.give(exchange.scratch)
+        self._unread = (exchange, wire)
+        if self._comm.shared is None:
+            self._release_read()
+        self._sum.put(into)
+        return True
+
+    def release(self) -> None:
+        """Hand back what the other ranks have read by now, and the sum has, waiting for them if need be."""
+        self._release_read()
+        self._sum.release()
+
+    def whole(self, total: torch.Tensor) -> torch.Tensor:
+        """The gradient over what this rank updates: its sum [S]."""
+        return total
+
+    def used(self) -> None:
+        """What `whole` returned is not needed any more."""
+
+    def wire(self, work: Work) -> Wire:
+        """Each reduction is a reduce-scatter (section 7)."""
+        yield Purpose.REDUCE_GRADIENTS, self._flat.index.numel * work.reductions * work.updates
+
+    def _release_read(self) -> None:
+        if self._unread is None:
+            return
+        (exchange, wire), self._unread = self._unread, None
+        exchange.wait_until_read()
+        if wire is not self._buffer.tensor:
+            self._arena.give(wire)
+        self._buffer.drop()
+
+
+class AllReduce(Scatter):
+    """Every rank updates everything (stage 0), so the slices of the mean are gathered for the update."""
+
+    _wide: torch.Tensor | None = None
+
+    def whole(self, total: torch.Tensor) -> torch.Tensor:
+        """The gradient over what this rank updates: everything [N*S], gathered."""
+        index, whole = self._flat.index, self._buffer.ready()
+        if total.dtype != whole.dtype:
+            whole = self._wide = self._arena.take(index.padded_numel, total.dtype, f"sums {self._flat.label}")
+        start, stop = index.interval(self._comm.mesh.rank)
+        own = whole[start:stop]
+        if not same_place(own, total):
+            own.copy_(total)
+        self._comm.gather(whole, own, Purpose.GATHER_GRADIENTS, self._flat.label, index.padding).wait()
+        return whole
+
+    def used(self) -> None:
+        """What `whole` returned is not needed any more."""
+        if self._wide is not None:
+            self._arena.give(self._wide)
+            self._wide = None
+
+    def wire(self, work: Work) -> Wire:
+        """With the gather for the update it is an all-reduce."""
+        yield from super().wire(work)
+        yield Purpose.GATHER_GRADIENTS, self._flat.index.numel * work.updates
+
+
+def average(total: torch.Tensor, comm: Comm, arena: Arena, label: str) -> None:
+    """Let `total` [S] be its mean over the ranks of `comm`, in place; a collective call."""
+    ranks = comm.mesh.ranks
+    size = -(-total.numel() // ranks)
+    padded = arena.take(size * ranks, total.dtype, label)
+    padded[: total.numel()].copy_(total)
+    padded[total.numel() :].zero_()
+    purpose, padding = Purpose.AVERAGE_REPLICAS, padded.numel() - total.numel()
+    exchange = comm.exchange(padded, partial(_take, arena, total.dtype, label), label, padding, purpose)
+    exchange.wait()
+    own = padded[comm.mesh.rank * size : (comm.mesh.rank + 1) * size]
+    add_mean(comm, own, exchange.copies, arena, add=False, apart=ranks == 2, divisor=ranks)
+    exchange.done()
+    comm.gather(padded, own, purpose, label, padding).wait()
+    total.copy_(padded[: total.numel()])
+    for used in (padded, exchange.scratch):
+        assert used is not None
+        arena.give(used)
+
+
+def _take(arena: Arena, dtype: torch.dtype, label: str, numel: int) -> torch.Tensor:
+    return arena.take(numel, dtype, label)

@@ -1,0 +1,164 @@
+"""The sum of the reduced gradients of one slice, on the device."""
+
+from collections.abc import Iterator
+
+import torch
+
+from zeroshard.comm import Comm
+from zeroshard.ledger import Category, Ledger
+from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.units import Flat, norm_of
+from zeroshard.zero.buffer import GradientBuffer
+
+
+class BufferSum:
+    """Of one rank alone, the gradient buffer is the sum, and autograd adds to it.
+
+    Attributes:
+        adds: whether a mean has come since the last `consume`, to which the next is added.
+    """
+
+    def __init__(self, buffer: GradientBuffer) -> None:
+        self._buffer = buffer
+        self.adds = False
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum [S] as it is."""
+        return self._buffer.ready()
+
+    @property
+    def apart(self) -> bool:
+        """Whether it lies outside of the gradient buffer."""
+        return False
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a buffer of its own in fp32 or wider."""
+        return False
+
+    def room(self) -> torch.Tensor:
+        """Where the next mean goes, or is added."""
+        return self.total
+
+    def put(self, mean: torch.Tensor) -> None:
+        """A mean is there."""
+        self.adds = True
+
+    def make_way(self) -> None:
+        """The gradient buffer is about to be written; what autograd adds is part of the sum."""
+
+    def widen(self, empty: bool = False) -> None:
+        """The gradient buffer is widened by itself."""
+
+    def release(self) -> None:
+        """Nothing is under way."""
+
+    def settle(self) -> torch.Tensor:
+        """The sum [S] since the last `consume`."""
+        return self.total
+
+    def norm(self) -> torch.Tensor:
+        """Its 2-norm, a scalar; in fp32 at least."""
+        return norm_of(self.settle())
+
+    def clear(self, low: int, high: int) -> None:
+        """Let elements [low, high) of the slice be zeros; those in the gradient buffer are by now."""
+
+    def changed(self, filled: bool = False) -> None:
+        """The sum was changed in place; with `filled`, what it holds came from other ranks."""
+        self.adds = self.adds or filled
+
+    def consume(self) -> None:
+        """The next mean begins a new sum."""
+        self.adds = False
+
+    def planned(self) -> Iterator[Planned]:
+        """Nothing beside the gradient buffer."""
+        yield from ()
+
+    def wire(self, work: Work) -> Wire:
+        """It stays on the device."""
+        yield from ()
+
+
+class DeviceSum(BufferSum):
+    """The sum in this rank's slice of the gradient buffer, or in a buffer of its own.
+
+    Args:
+        dtype: of a buffer of its own from the start; None for a place in the gradient buffer, as long as it can be.
+    """
+
+    def __init__(
+        self, buffer: GradientBuffer, flat: Flat, comm: Comm, ledger: Ledger, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(buffer)
+        self._flat, self._ledger, self._device = flat, ledger, comm.mesh.device
+        self._interval = flat.index.interval(comm.mesh.rank)
+        self._own = None if dtype is None else self._make(dtype)
+        self._planned = dtype
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum [S]; it may lie in the gradient buffer, whose other slices are spent then."""
+        if self._own is not None:
+            return self._own
+        start, stop = self._interval
+        whole = self._buffer.ready()
+        return whole if stop - start == whole.numel() else whole[start:stop]
+
+    @property
+    def apart(self) -> bool:
+        """Whether it lies outside of the gradient buffer."""
+        return self._own is not None
+
+    @property
+    def wide(self) -> bool:
+        """Whether it has a buffer of its own in fp32 or wider."""
+        return self._own is not None and self._own.itemsize >= 4
+
+    def make_way(self) -> None:
+        """The gradient buffer is about to be written: a sum that lies in it moves out."""
+        if self.adds and self._own is None:
+            self._separate()
+
+    def widen(self, empty: bool = False) -> None:
+        """Be in fp32 or wider from now on.
+
+        Args:
+            empty: even while it holds nothing and has its place in the gradient buffer.
+        """
+        narrow = self.adds or empty if self._own is None else self._own.itemsize < 4
+        if narrow:
+            self._separate()
+
+    def settle(self) -> torch.Tensor:
+        """The sum [S] since the last `consume`, zeros if there was none."""
+        if not self.adds:
+            self.total.zero_()
+        return self.total
+
+    def clear(self, low: int, high: int) -> None:
+        """Let elements [low, high) of the slice be zeros."""
+        if self.adds:
+            self.total[low:high].zero_()
+
+    def planned(self) -> Iterator[Planned]:
+        """A slice, if it has a buffer of its own from the start; as wide as then."""
+        if self._planned is not None:
+            index = self._flat.index
+            yield on_device(index, Category.GRADIENTS, self._planned.itemsize, index.ranks)
+
+    def _make(self, dtype: torch.dtype) -> torch.Tensor:
+        index, label = self._flat.index, f"gradient slice {self._flat.label}"
+        padding = index.padding_in(*self._interval)
+        return self._ledger.empty(index.slice_numel, dtype, self._device, Category.GRADIENTS, label, padding)
+
+    def _separate(self) -> None:
+        old, before = self._own, self.total
+        total = self._make(torch.promote_types(self._flat.dtype, torch.float32))
+        total.copy_(before)
+        self._own = total
+        if old is not None:
+            padding = self._flat.index.padding_in(*self._interval) * old.itemsize
+            self._ledger.give(Category.GRADIENTS, old.nbytes, f"gradient slice {self._flat.label}", padding)

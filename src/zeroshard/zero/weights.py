@@ -1,0 +1,310 @@
+"""Parameters of one flat buffer: whole on every rank, shared by all, or a slice that is gathered for use.
+
+`Whole`, `Mapped` and `Sliced` are the three lives; each is a `parts.weights.Weights`.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from zeroshard.comm import Comm, Pending, Purpose
+from zeroshard.ledger import Category, Ledger
+from zeroshard.link import Task
+from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.parts.weights import Residence
+from zeroshard.units import Flat
+
+
+class Whole:
+    """Parameters that every rank keeps whole; where slices are updated, it gets those of the others after an update.
+
+    Args:
+        publishes: whether each rank updates its slice alone (stages 1 and 2).
+
+    Attributes:
+        full: the whole buffer [N*S].
+        own: this rank's slice [S], a view into `full`.
+        lost: as `Weights.lost`.
+    """
+
+    sliced, copied, lost = False, True, None
+    residence = Residence.GATHERED
+    update: Task | None = None
+    full: torch.Tensor
+    own: torch.Tensor
+
+    def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, publishes: bool) -> None:
+        self.flat, self.rank, self._comm, self._ledger = flat, comm.mesh.rank, comm, ledger
+        self._publishes = publishes and comm.mesh.ranks > 1 and flat.trainable
+        self._pending: Pending | Task | None = None
+        self._allocate()
+        flat.bind(self.full)
+
+    def _allocate(self) -> None:
+        index, label = self.flat.index, f"parameters {self.flat.label}"
+        device, category = self._comm.mesh.device, Category.PARAMETERS
+        self.full = self._ledger.empty(index.padded_numel, self.flat.dtype, device, category, label, index.padding)
+        self.own = self._part(self.full)
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """The buffer [N*S] that the parameters view."""
+        return self.full
+
+    def load(self, values: torch.Tensor) -> None:
+        """Set the parameters from `values` [N*S], of any dtype, and let the user's parameters view them."""
+        self.full.copy_(values)
+        self.flat.attach()
+
+    def move(self, buffer: torch.Tensor) -> None:
+        """Let `buffer` [N*S] be the whole buffer from now on."""
+        self.full, self.own = buffer, self._part(buffer)
+
+    def begin_edit(self) -> None:
+        """What is written is in place."""
+
+    def end_edit(self, keep: bool = True) -> None:
+        """What was written is in place."""
+
+    def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
+        """Everything is here."""
+
+    def finish_gather(self) -> None:
+        """Everything is here."""
+
+    def lend(self) -> None:
+        """What views of it the user keeps follow later updates, as in PyTorch."""
+
+    def free(self) -> None:
+        """Everything stays here."""
+
+    def publish(self) -> None:
+        """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2)."""
+        if self._publishes:
+            padding, label = self.flat.index.padding, f"updated {self.flat.label}"
+            self._pending = self._comm.gather(self.full, self.own, Purpose.GATHER_PARAMETERS, label, padding)
+
+    def published(self) -> None:
+        """Wait for the updated slices."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def planned(self) -> Iterator[Planned]:
+        """Every rank holds everything."""
+        yield on_device(self.flat.index, Category.PARAMETERS, self.flat.dtype.itemsize)
+
+    def wire(self, work: Work) -> Wire:
+        """Each update is gathered once (section 7.2.1)."""
+        yield Purpose.GATHER_PARAMETERS, self.flat.index.numel * work.updates if self._publishes else 0
+
+    def _part(self, buffer: torch.Tensor) -> torch.Tensor:
+        start, stop = self.flat.index.interval(self.rank)
+        return buffer[start:stop]
+
+    @property
+    def _nbytes(self) -> int:
+        return self.flat.index.padded_numel * self.flat.dtype.itemsize
+
+
+class Mapped(Whole):
+    """Parameters that are there once for all ranks of a machine, which map the same memory.
+
+    Each rank updates its own slice, and enters that in its ledger.
+    """
+
+    copied, lost = False, "all ranks share it"  # type: ignore[assignment]
+    _edited: torch.Tensor | None = None
+
+    def _allocate(self) -> None:
+        index, label, size = self.flat.index, f"parameters {self.flat.label}", self.flat.dtype.itemsize
+        padding = index.padding_in(*index.interval(self.rank))
+        self._ledger.take(Category.PARAMETERS, index.slice_numel * size, label, padding * size)
+        assert self._comm.shared is not None
+        self.full = self._comm.shared.memory.common(index.padded_numel, self.flat.dtype)
+        self.own = self._part(self.full)
+
+    def load(self, values: torch.Tensor) -> None:
+        """Set this rank's slice from `values` [N*S], of any dtype, and let the user's parameters view the whole."""
+        self.own.copy_(self._part(values))
+        self.flat.attach()
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """The buffer [N*S] that the parameters view."""
+        return self.full if self._edited is None else self._edited
+
+    def planned(self) -> Iterator[Planned]:
+        """What is there once for all ranks counts in equal parts."""
+        index = self.flat.index
+        yield on_device(index, Category.PARAMETERS, self.flat.dtype.itemsize, index.ranks)
+
+    def wire(self, work: Work) -> Wire:
+        """Updates are there for all ranks at once."""
+        yield Purpose.GATHER_PARAMETERS, 0
+
+    def begin_edit(self) -> None:
+        """Let the parameters view a copy of this rank's own, so that what every rank writes is not written N times."""
+        self._ledger.take(Category.BUFFERS, self._nbytes, f"edit {self.flat.label}")
+        self._edited = self.full.clone()
+        self.flat.bind(self._edited)
+        self.flat.attach()
+
+    def end_edit(self, keep: bool = True) -> None:
+        """Let the parameters view what is common again, and with `keep` take this rank's slice out of the copy."""
+        if self._edited is not None:
+            if keep:
+                self.own.copy_(self._part(self._edited))
+            self._edited = None
+            self.flat.bind(self.full)
+            self.flat.attach()
+            self._ledger.give(Category.BUFFERS, self._nbytes, f"edit {self.flat.label}")
+
+
+class Keeper(Protocol):
+    """Where a slice is kept between uses.
+
+    Attributes:
+        brings: as what the slice is moved for each use.
+    """
+
+    brings: tuple[Purpose, ...]
+
+    def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
+        """A place for a slice [numel], of which `padding` elements hold nothing."""
+
+    def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
+        """Start to bring the slice to the device; where it will be [S], and what to wait for.
+
+        Args:
+            into: its part of the gathered buffer.
+        """
+
+    def planned(self, weights: "Sliced") -> Planned:
+        """What a slice should take."""
+
+
+class OnDevice:
+    """A slice that stays on the device.
+
+    Attributes:
+        brings: as nothing.
+    """
+
+    brings: tuple[Purpose, ...] = ()
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        self._device, self._ledger = device, ledger
+
+    def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
+        """A place for a slice [numel], of which `padding` elements hold nothing."""
+        return self._ledger.empty(numel, dtype, self._device, Category.PARAMETERS, label, padding)
+
+    def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
+        """It is here, as soon as its update has come."""
+        if weights.update is not None:
+            weights.update.wait()
+            weights.update = None
+        return weights.own, None
+
+    def planned(self, weights: "Sliced") -> Planned:
+        """A slice of the device's memory."""
+        index = weights.flat.index
+        return on_device(index, Category.PARAMETERS, weights.flat.dtype.itemsize, index.ranks)
+
+
+class Sliced(Whole):
+    """Parameters of which this rank keeps a slice; the whole is gathered for use and freed after it (stage 3).
+
+    [Note: freed storage] The gathered buffer is one storage for life, resized to zero bytes and back. Views of it that
+    autograd saved stay valid once it is refilled, and pin nothing while it is empty. What is gathered for the user is
+    lent in a storage of its own, which lives for as long as the user keeps views of it.
+
+    Args:
+        keeper: where this rank's slice is kept.
+    """
+
+    sliced, copied, lost = True, False, "its values were kept by other ranks"  # type: ignore[assignment]
+
+    def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # the buffer and its views, while one is lent
+        super().__init__(flat, comm, ledger, publishes=False)
+        self.residence = Residence.SLICED
+        self.full.untyped_storage().resize_(0)
+
+    def _allocate(self) -> None:
+        index, dtype, label = self.flat.index, self.flat.dtype, f"parameters {self.flat.label}"
+        padding = index.padding_in(*index.interval(self.rank))
+        self.own = self._keeper.slab(index.slice_numel, dtype, label, padding)
+        self.full = torch.empty(index.padded_numel, dtype=dtype, device=self._comm.mesh.device)
+
+    def load(self, values: torch.Tensor) -> None:
+        """Set this rank's slice from `values` [N*S], of any dtype; the user's parameters read NaN."""
+        self.own.copy_(self._part(values))
+        self.flat.detach()
+
+    def end_edit(self, keep: bool = True) -> None:
+        """With `keep`, take this rank's slice of what was written into the gathered parameters."""
+        if keep:
+            self.own.copy_(self._part(self.full))
+
+    def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
+        """Start to fetch the other ranks' slices."""
+        if self.residence is Residence.GATHERING:
+            return
+        if self.residence is Residence.SLICED:
+            self._ledger.take(Category.BUFFERS, self._nbytes, f"gather {self.flat.label}")
+            self.full.untyped_storage().resize_(self._nbytes)
+        own, task = self._keeper.bring(self, self._part(self.full), purpose)
+        index = self.flat.index
+        if task is None or index.ranks > 1:
+            if task is not None:
+                task.wait()
+            self._pending = self._comm.gather(self.full, own, purpose, self.flat.label, index.padding)
+        else:
+            self._pending = task
+        self.residence = Residence.GATHERING
+
+    def finish_gather(self) -> None:
+        """Wait for the slices and let the parameters view the whole buffer."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            self.residence = Residence.GATHERED
+            self.flat.attach()
+
+    def lend(self) -> None:
+        """Let the next gather fill a storage of its own, which `free` leaves to those who still view it."""
+        self.free()
+        self._home = self.full, self.flat.views
+        self.full = torch.empty_like(self.full)
+        self.flat.bind(self.full)
+
+    def free(self) -> None:
+        """Keep only this rank's slice."""
+        if self.residence is Residence.SLICED:
+            return
+        self.finish_gather()
+        self.flat.detach()
+        if self._home is None:
+            self.full.untyped_storage().resize_(0)
+        else:
+            (self.full, self.flat.views), self._home = self._home, None
+        self._ledger.give(Category.BUFFERS, self._nbytes, f"gather {self.flat.label}")
+        self.residence = Residence.SLICED
+
+    def published(self) -> None:
+        """Other ranks fetch it when they need it."""
+
+    def planned(self) -> Iterator[Planned]:
+        """A slice, wherever it is kept."""
+        yield self._keeper.planned(self)
+
+    def wire(self, work: Work) -> Wire:
+        """Each forward and each backward gathers it (section 7.2.2)."""
+        index, passes = self.flat.index, 2 * work.microbatches
+        yield Purpose.GATHER_PARAMETERS, index.numel * passes if index.ranks > 1 else 0
+        own = index.slice_numel - index.padding_in(*index.interval(self.rank))
+        yield from ((purpose, own * passes) for purpose in self._keeper.brings)
