@@ -88,9 +88,9 @@ def _forecast(step: Any) -> dict[str, float]:
     engine, measured, simulated = step.engine, [], []
     for _ in range(5):
         engine.world.agree(b"", "start of a timeline")
-        engine.trace()
-        step()
-        mine = [[str(action), start, end] for action, start, end in engine.trace_end()]
+        with engine.tracing() as trace:
+            step()
+        mine = [[str(action), start, end] for action, start, end in trace.actions]
         everyone = [[(Action.parse(t), a, b) for t, a, b in rank] for rank in engine.world.agree_on(mine, "timeline")]
         measured.append(max(r[-1][2] for r in everyone) - min(r[0][1] for r in everyone))
         lists, layout = engine.pipeline.stretch(1), engine.pipeline.layout

@@ -40,9 +40,7 @@ def follow(mesh: zs.Mesh, name: str, plan: dict[str, Any], script: str, rows: in
     """
     model = build(name, seed=mesh.rank)
     engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan(**plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
-    assert engine._pipelined is not None
-    executor = engine._pipelined.executor
-    executor.tracing = True
+    spans = engine._order.interpreter.spans = []
     seen: dict[str, Any] = {"lane": engine.lane, "layers": engine.layers}
     seen |= {"losses": [], "norms": [], "skipped": [], "evaluations": []}
     for event in script:
@@ -61,9 +59,9 @@ def follow(mesh: zs.Mesh, name: str, plan: dict[str, Any], script: str, rows: in
     seen["parameter bytes"] = (row.measured_bytes, row.planned_bytes)
     seen["weights"] = engine.state_dict()
     assert engine.pipeline is not None
-    timed = {action.kind for action, _, _ in executor.spans}
+    timed = {action.kind for action, _, _ in spans}
     seen["promised"] = [str(a) for a in engine.pipeline.stretch(len(script))[mesh.rank] if a.kind in timed]
-    seen["actions"] = [str(action) for action, _, _ in executor.spans]
+    seen["actions"] = [str(action) for action, _, _ in spans]
     return seen
 
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.engine.batch import call_with, loss_in, microbatches
+from zeroshard.engine.batch import call_with, loss_in
 from zeroshard.errors import BatchError
+from zeroshard.parts.batch import microbatches
 
 
 class Pair(NamedTuple):

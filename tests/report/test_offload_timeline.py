@@ -12,7 +12,6 @@ from engine.offloaded import ADAMW, executing
 
 import zeroshard as zs
 from zeroshard.counts import BETWEEN_TIERS, COMPUTE, DISK, LANES, UPDATE
-from zeroshard.errors import PlanError
 from zeroshard.report.exposed_figure import _CAUSES, _OTHER
 from zeroshard.report.offload_timeline import (
     COLOURS,
@@ -204,7 +203,9 @@ def test_what_an_engine_does_becomes_a_timeline(tmp_path: Path) -> None:
     assert timeline.exposed.keys() <= {"gradients down", "parameters up", "update"}
 
 
-def test_nothing_offloaded_cannot_be_traced() -> None:
-    engine = zs.Engine(build("Plain", seed=0), ADAMW)
-    with pytest.raises(PlanError, match="is for offloaded plans"), OffloadTrace(engine).step():
-        pass
+def test_where_nothing_is_offloaded_actions_alone_are_traced() -> None:
+    engine = zs.Engine(build("Plain", seed=0), ADAMW, zs.Plan(microbatches=2))
+    with engine.tracing() as trace:
+        engine.train_step((batch(0, 0, 1, 8), 0))
+    assert [str(action) for action, _, _ in trace.actions] == ["F0.0@0", "B0.0@0", "F0.1@0", "B0.1@0", "UPDATE0@0"]
+    assert all(start <= end for _, start, end in trace.actions) and trace.tasks == []

@@ -1,11 +1,12 @@
 """The engine composes the techniques along one training step.
 
-Read `engine`, then `assembly` (what hangs on a flat buffer), `forward`, `backward`, `update`, and `accounts`; for
-models in stages `stage` (who has what), `pipelined`, and `executor` with its `wires` and `loans`.
+Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (which parts a plan makes), `forward`,
+`backward`, `update`, and `accounts`. Steps are lists of actions: `one_stage`, and for several `zeroshard.pipeline.steps`.
 """
 
 from zeroshard.engine.accounts import MemoryTable, TrafficTable
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.judge import StepResult
+from zeroshard.engine.readings import Trace
 
-__all__ = ["Engine", "MemoryTable", "StepResult", "TrafficTable"]
+__all__ = ["Engine", "MemoryTable", "StepResult", "Trace", "TrafficTable"]

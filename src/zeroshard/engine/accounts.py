@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 
 from zeroshard.comm import Count, Purpose
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.stage import Stage, Whole
 from zeroshard.ledger import MODEL_STATES, Category, Ledger
 from zeroshard.parts.part import Parts
 from zeroshard.parts.planned import Work
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import Whole
 
 TIERS = ("device", "host", "disk")
 

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Piece, Reader
-from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import CheckpointError
 from zeroshard.mesh import Mesh
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import Whole
 
 Shape = tuple[int, ...]
 

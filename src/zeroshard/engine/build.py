@@ -12,8 +12,6 @@ from zeroshard.comm import Comm
 from zeroshard.engine.fitting import Fitting
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.refused import check_machine
-from zeroshard.engine.stage import Stage
-from zeroshard.engine.stage import Whole as WholeModel
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
@@ -31,6 +29,9 @@ from zeroshard.parts.part import OneVersion, Part, Parts
 from zeroshard.parts.saver import Saver
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
+from zeroshard.pipeline import policy as pipelines
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import Whole as WholeModel
 from zeroshard.plan import Plan
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
@@ -382,6 +383,20 @@ def _state_nbytes(part: Part, layout: StateLayout) -> int:
         return 0
     values = part.updater.values
     return values.numel() * layout.bytes_per_element * values.itemsize // 4
+
+
+def cut_of(plan: Plan) -> pipelines.Policy:
+    """How a plan cuts a model into stages."""
+    return pipelines.Policy(
+        schedule=plan.pipeline,
+        stages=plan.stages,
+        chunks=plan.chunks,
+        split=plan.split,
+        balance=plan.balance,
+        units=plan.units,
+        recomputes=plan.recomputes,
+        defers=plan.schedule == "zb-h1",
+    )
 
 
 def policy_of(plan: Plan) -> Policy:

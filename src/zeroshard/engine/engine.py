@@ -7,7 +7,6 @@ stage. `train_step` runs the same actions from a schedule.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,30 @@ from zeroshard.counts import merged
 from zeroshard.engine.alike import check_alike, check_settings
 from zeroshard.engine.arguments import check_arguments
 from zeroshard.engine.backward import Backward
-from zeroshard.engine.batch import accumulate, call, call_with, loss_in, microbatches
+from zeroshard.engine.batch import call_with, loss_in
 from zeroshard.engine.buffers import whole_state_dict
-from zeroshard.engine.build import Builder, OptimizerLike
+from zeroshard.engine.build import Builder, OptimizerLike, cut_of
 from zeroshard.engine.editing import Editing
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.judge import Judge, StepResult, Verdict
+from zeroshard.engine.judge import Judge, StepResult
 from zeroshard.engine.model_checks import check_model, guard
-from zeroshard.engine.pipelined import Pipelined, watch_versions
+from zeroshard.engine.one_stage import OneStage
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.refused import told
 from zeroshard.engine.replicas import check_replicas
 from zeroshard.engine.saving import Savings
-from zeroshard.engine.stage import Stage, make_stage
 from zeroshard.engine.state import State, state_dict_by_unit, tied_names
 from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh, keep_freed_memory, shared_mesh
+from zeroshard.parts.steps import Order, Verdict
+from zeroshard.pipeline.stage import Stage, make_stage
+from zeroshard.pipeline.steps import PipelineOrder
 from zeroshard.plan import Plan
-from zeroshard.schedule import Layout, Pipeline, Schedule, verify
+from zeroshard.schedule import Layout, Pipeline
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -95,7 +96,7 @@ class Engine(Readings):
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
-        self._stage = make_stage(model, self.plan, self.mesh, example, self._run)
+        self._stage = make_stage(model, cut_of(self.plan), self.mesh, example, self._run)
         self._groups = Groups.of(self.plan, self._stage)
         self.world, self.comm = self._groups.world, self._groups.slices
         tied = tied_names(model)
@@ -110,11 +111,11 @@ class Engine(Readings):
         self._update = Update(self._assembly, self._backward, self._groups, writes)
         self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
-        self._pipelined = self._make_pipelined(self._stage) if isinstance(self._stage, Stage) else None
+        self._order = self._make_order()
         self._counts = {}
         self.exposed: Mapping[str, float] = {}
         self.steps = self.skipped = 0
-        self.schedule = self._make_schedule()
+        self.schedule = self._order.actions
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         writes.watch()
         self._assembly.optimizer.guard(self._update.discard)
@@ -130,14 +131,7 @@ class Engine(Readings):
         Raises:
             PlanError: gradients are on and the model is cut into stages. ModelError: dtypes do not fit in the forward.
         """
-        if self._pipelined is None:
-            return call(self.model, *args, **kwargs)
-        if torch.is_grad_enabled():
-            raise PlanError(
-                f"A model in {self.plan.stages} stages is trained by engine.train_step(batch), which runs forwards and "
-                f"backwards in the order of the schedule; to evaluate it, call it inside torch.no_grad()."
-            )
-        return self._pipelined.evaluate(lambda batch: self.model(*batch[0], **batch[1]), args, kwargs)
+        return self._order.evaluate(args, kwargs)
 
     @told
     def backward(self, loss: torch.Tensor) -> None:
@@ -199,6 +193,11 @@ class Engine(Readings):
             CommError: the ranks did different things, or a rank is gone. PlanError: no rank has any gradient.
         """
         self._stage.refuse("step")
+        self._take_step()
+        return self._conclude(self._judge.last, None)
+
+    def _take_step(self) -> None:
+        """Agree, decide, and update or leave out."""
         if self._forward.writes.allowed:
             raise PlanError(
                 "engine.step() was called inside `with engine.gathered():`, at whose end the gathered copies become "
@@ -214,7 +213,6 @@ class Engine(Readings):
         self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor)
         self._backward.expect()
         self._update.consume()
-        return self._conclude(verdict, None)
 
     @told
     def train_step(self, batch: Any) -> StepResult:
@@ -226,14 +224,8 @@ class Engine(Readings):
         Raises:
             BatchError: the batch does not divide, or the model returned no loss.
         """
-        if self._pipelined is not None:
-            loss = self._pipelined.step(batch)
-            return self._conclude(self._judge.last, loss)
-        parts = microbatches(batch, self.plan.microbatches)
-        mean = torch.zeros((), device=self.mesh.device)
-        for loss in accumulate(self.schedule, parts, self._run, self.backward, self.no_sync):
-            mean += loss.to(mean.device)
-        return replace(self.step(), loss=mean)
+        loss = self._order.step(batch)
+        return self._conclude(self._judge.last, loss)
 
     @told
     def flush(self) -> None:
@@ -243,8 +235,7 @@ class Engine(Readings):
         """
         self._forward.writes.look(closely=True)
         self._late.flush()
-        if self._pipelined is not None:
-            self._pipelined.flush()
+        self._order.flush()
 
     def gathered(self, writer: int | None = None) -> AbstractContextManager[None]:
         """Whole parameters on every rank inside, also under stage 3; a collective call.
@@ -371,29 +362,22 @@ class Engine(Readings):
         """Go on with the weights that were read."""
         self.world.agree(b"", "loaded")
         self._update.consume()
-        if self._pipelined is not None:
-            self._pipelined.executor.loans.lend_again()
+        self._order.reloaded()
         self._reset_counts()
 
-    def _make_schedule(self) -> Schedule:
-        """This rank's list for one step; with one stage, gradient accumulation."""
-        if self._stage.pipeline is not None:
-            return self._stage.pipeline.step(self.mesh.rank)
-        plan = self.plan
+    def _make_order(self) -> Order:
+        """Steps over one stage or several."""
+        plan, stage, parts = self.plan, self._stage, self._assembly.parts
+        if isinstance(stage, Stage):
+            update = (self._backward, self._update, self._judge)
+            return PipelineOrder(stage, parts, *update, cut_of(plan), self.model, self._run)
         alone = Pipeline("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
-        actions = self._gatherer.lower(alone.step(0))
-        verify([actions])
-        return actions
+        calls = (self._run, self.backward, self._take_step)
+        return OneStage(self.model, self.mesh, self._assembly, alone, self._backward, *calls)
 
     def _run(self, batch: Any) -> torch.Tensor:
         """The model's loss on a microbatch."""
         return self._loss(call_with(self.model, batch), batch)
-
-    def _make_pipelined(self, stage: Stage) -> Pipelined:
-        if self.plan.streams:
-            watch_versions(stage, self._assembly.parts, self._backward)
-        parts = (stage, self._assembly.parts, self._backward, self._update, self._judge)
-        return Pipelined(*parts, self.plan, self._run)
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
         """Count a step and what it sent."""

@@ -8,9 +8,10 @@ groups once per step, a slice each.
 from dataclasses import dataclass
 
 from zeroshard.comm import Comm
-from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import PlanError
 from zeroshard.mesh import part_of
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import Whole
 from zeroshard.plan import Plan
 
 

@@ -8,20 +8,11 @@ from typing import Any
 import torch
 
 from zeroshard.engine.facts import plain, setting
+from zeroshard.parts.steps import Verdict
 from zeroshard.plan import Plan
 from zeroshard.precision import LossScaler
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The norm of the mean gradient before clipping, the loss scale, and the factor on gradients if not skipped."""
-
-    norm: float
-    scale: float
-    skip: bool
-    factor: float
 
 
 @dataclass(frozen=True, slots=True)

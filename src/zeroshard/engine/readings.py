@@ -1,7 +1,8 @@
 """What an engine says of itself: its place among the ranks, its tables, and its traces."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,19 +11,33 @@ from zeroshard.comm import Comm
 from zeroshard.counts import BETWEEN_TIERS, Count, Purpose
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.executor import Span
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge
-from zeroshard.engine.pipelined import Pipelined
-from zeroshard.engine.stage import Stage, Whole
 from zeroshard.engine.state import State
-from zeroshard.errors import PlanError
 from zeroshard.ledger import Event, Ledger
 from zeroshard.mesh import Mesh
 from zeroshard.parts.late import Guesses
 from zeroshard.parts.planned import Work
+from zeroshard.parts.steps import Order
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import Whole
 from zeroshard.plan import Plan
 from zeroshard.schedule import Pipeline
+from zeroshard.schedule.run import Timed
+
+
+@dataclass(slots=True)
+class Trace:
+    """When things ran.
+
+    Attributes:
+        actions: forwards, backwards and updates of the schedule, with start and end in seconds of a clock that the
+            processes of a machine share.
+        tasks: copies and jobs of the host, and the computing between them, where something is offloaded.
+    """
+
+    actions: list[Timed] = field(default_factory=list)
+    tasks: list[link.Span] = field(default_factory=list)
 
 
 class Readings:
@@ -36,7 +51,7 @@ class Readings:
     _counts: Mapping[Purpose, Count]
     _groups: Groups
     _judge: Judge
-    _pipelined: Pipelined | None
+    _order: Order
     _stage: Stage | Whole
     _state: State
 
@@ -60,12 +75,19 @@ class Readings:
         """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
         return self._assembly.late.guesses
 
-    def tracing(self) -> AbstractContextManager[list[link.Span]]:
-        """Keep when the forwards, backwards, copies and host jobs of offloaded steps inside run.
+    @contextmanager
+    def tracing(self) -> Iterator[Trace]:
+        """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.
 
         On a GPU, copies are entered when they are handed to their streams.
         """
-        return self._assembly.late.traced()
+        trace = Trace()
+        with self._assembly.late.traced() as trace.tasks:
+            self._order.interpreter.spans = trace.actions
+            try:
+                yield trace
+            finally:
+                self._order.interpreter.spans = None
 
     @property
     def lane(self) -> int:
@@ -127,7 +149,7 @@ class Readings:
 
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
-        messages = self._pipelined.planned_messages() if self._pipelined else {}
+        messages = self._order.planned_messages()
         return traffic_table(self._assembly.parts, self._work, self._groups, self._counts, messages)
 
     @property
@@ -140,14 +162,3 @@ class Readings:
     def recording(self) -> AbstractContextManager[list[Event]]:
         """Keep every change of memory inside, activations included; the list is filled when the block ends."""
         return self.ledger.recorded()
-
-    def trace(self) -> None:
-        """Keep from now on when every forward, backward and update of a pipeline ran, until `trace_end`."""
-        if self._pipelined is None:
-            raise PlanError("engine.trace() is for pipelines; set stages to 2 or more, or use torch.profiler.")
-        self._pipelined.executor.trace()
-
-    def trace_end(self) -> list[Span]:
-        """(action, start, end) of each, in seconds of the machine's monotonic clock."""
-        assert self._pipelined is not None
-        return self._pipelined.executor.trace_end()

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.engine.groups import Groups
-from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import DivergenceError
 from zeroshard.parts.part import Part, Parts
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import Whole
 
 CHUNK = 2**24  # bytes on the host at a time
 SHOWN = 5  # differences in an error

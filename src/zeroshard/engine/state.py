@@ -16,10 +16,11 @@ from zeroshard.engine.build import Assembly
 from zeroshard.engine.facts import check_facts, plain, unfit
 from zeroshard.engine.groups import Groups
 from zeroshard.engine.restoring import WAY_OUT, Saved
-from zeroshard.engine.stage import Stage, Whole
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
 from zeroshard.parts.part import Part, Parts
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import Whole
 from zeroshard.zero import Everything, Gatherer
 
 

@@ -22,24 +22,11 @@ from zeroshard.engine.writes import Writes
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import Part
+from zeroshard.parts.steps import Settled
 from zeroshard.zero.reduce import average
 
 HEAD = struct.Struct("<qIIId?")
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What all ranks agree on before an update: the norm of the mean gradient as it is (scaled), and who got one.
-
-    Attributes:
-        written: one byte for each parameter, 1 for one that got a gradient.
-        sound: whether the losses of all ranks are finite, as far as they are known.
-    """
-
-    norm: float
-    written: bytes
-    sound: bool
 
 
 class Update:

@@ -20,10 +20,10 @@ from zeroshard.comm import Purpose
 from zeroshard.counts import DISK, UPDATE
 from zeroshard.engine import Engine
 from zeroshard.engine.tensors import tensors_in
-from zeroshard.engine.wires import UNDER_WAY
 from zeroshard.ledger import Category, Event
 from zeroshard.link import Task as Job
 from zeroshard.mesh import Mesh
+from zeroshard.pipeline.messages import UNDER_WAY
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines, Operation
 from zeroshard.planner.private import Results, fakes, in_backward
@@ -219,11 +219,10 @@ class _Stage:
         clock.spent.clear()
         self._marks.clear()
         start = clock.now
-        if engine.pipeline is not None:
-            engine.trace()
-        with engine.recording(), tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note()))):
+        note = tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note())))
+        with engine.tracing() as trace, engine.recording(), note:
             engine.train_step(self._batch)
-        spans = tuple(engine.trace_end()) if engine.pipeline is not None else ()
+        spans = tuple(trace.actions) if engine.pipeline is not None else ()
         phases |= {phase: peak.snapshot for phase, peak in tracker.peaks.items()}
         for phase, memory in before.items():
             if sum(memory.values()) > sum(phases.get(phase, {}).values()):
@@ -254,12 +253,11 @@ class _Stage:
         while len(steps) < TIMED or (time.perf_counter() - began < LEAST_SECONDS and len(steps) < MOST_TIMED):
             clock.spent.clear()
             self._marks.clear()
-            if engine.pipeline is not None:
-                engine.trace()
-            self._last = time.process_time()
-            engine.train_step(self._batch)
-            self._tick()
-            spans = tuple(engine.trace_end()) if engine.pipeline is not None else ()
+            with engine.tracing() as trace:
+                self._last = time.process_time()
+                engine.train_step(self._batch)
+                self._tick()
+            spans = tuple(trace.actions) if engine.pipeline is not None else ()
             spent = _by_cause({cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"})
             steps.append((sum(spent.values()), spent, self._each(), spans))
         _, spent, each, spans = sorted(steps, key=lambda step: step[0])[len(steps) // 2]

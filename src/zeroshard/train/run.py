@@ -5,7 +5,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Comm
-from zeroshard.engine import Engine, StepResult
+from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, Stopped
 from zeroshard.initialise import seed_of
 from zeroshard.mesh import Mesh
@@ -133,6 +133,7 @@ class Run:
         self._forecast: Forecast | None = None
         self._exposed = Exposed(self.engine)
         self._below: OffloadTrace | None = None
+        self._tracing, self._trace = ExitStack(), Trace()
         self._stragglers = Stragglers(mesh.ranks)
         self._started = time.perf_counter()
 
@@ -246,11 +247,12 @@ class Run:
         if step == begin:
             engine.flush()
             engine.world.agree(b"", "start of the timeline")
-            engine.trace()
+            self._trace = self._tracing.enter_context(engine.tracing())
         done = self._step(step, samples)
         if step == last:
             engine.flush()
-            write_timeline(self.folder.path, engine, engine.trace_end(), last - begin + 1, self.reports)
+            self._tracing.close()
+            write_timeline(self.folder.path, engine, self._trace.actions, last - begin + 1, self.reports)
         return done
 
     def _step(self, step: int, samples: list[int]) -> "_Done":

@@ -62,10 +62,10 @@ class OffloadTrace:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Add the step that is taken inside."""
-        with self._engine.tracing() as spans:
+        with self._engine.tracing() as trace:
             yield
         self._ends.append(self._engine.mesh.now() - self._begin)
-        self._spans += spans
+        self._spans += trace.tasks
         for cause, seconds in self._engine.exposed.items():
             self._exposed[str(cause)] += seconds
 

@@ -1,4 +1,4 @@
-"""Wires: the messages of one pipeline rank, and the buffers they arrive in.
+"""Messages: the messages of one pipeline rank, and the buffers they arrive in.
 
 Both ends work out the shape of a message from the microbatch, once per shape, and put it into the message's name. So
 ranks that were given other batches are told, and no shape is sent.
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm import Comm, Pending, Purpose
-from zeroshard.engine.stage import Stage
 from zeroshard.errors import BatchError
 from zeroshard.ledger import Arena
+from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
 
 UNDER_WAY = 4  # messages on their way before the oldest is waited for; lists are verified to bear even none
@@ -23,7 +23,7 @@ LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
-class Wires:
+class Messages:
     """Sends and receives for one rank; nothing here waits but `take` and `finish`."""
 
     def __init__(self, stage: Stage, arena: Arena) -> None:

@@ -1,23 +1,23 @@
-"""Loans: weights that several stages use, on the side of the owner and on that of the borrower."""
+"""TiedWeights: weights that several stages use, on the side of the owner and on that of the borrower."""
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Purpose
-from zeroshard.engine.stage import Stage
-from zeroshard.engine.wires import Wires
 from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.borrowed import Borrowed
+from zeroshard.pipeline.messages import Messages
+from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind, Loan
 
 Key = tuple[int, int]  # chunk, microbatch
 
 
-class Loans:
+class TiedWeights:
     """Carries out the actions of one rank on weights that it lends or borrows."""
 
-    def __init__(self, stage: Stage, parts: Parts, wires: Wires) -> None:
-        self._stage, self._arena, self._wires = stage, parts.arena, wires
+    def __init__(self, stage: Stage, parts: Parts, messages: Messages) -> None:
+        self._stage, self._arena, self._messages = stage, parts.arena, messages
         self._layout = stage.pipeline.layout
         self._lent = {
             loan: _Lent(stage.loans[loan], parts) for loan in stage.loans if self._stage_of(loan.owner) == stage.number
@@ -55,23 +55,23 @@ class Loans:
             elif loan in self._debts:
                 self.borrow(Action(Kind.BORROW, loan.borrower, peer=self._layout.rank_of(loan.owner, self._stage.lane)))
         self.settle()
-        self._wires.finish()
+        self._messages.finish()
 
     def repay(self, action: Action) -> None:
         """Send the gradients of what a chunk borrows."""
         debt = self._debt(action)
         sent = debt.borrowed.repay(self._arena)
-        self._wires.send(f"repayment {debt.loan}", sent, _peer(action), Purpose.REPAY_GRADIENTS, scratch=True)
+        self._messages.send(f"repayment {debt.loan}", sent, _peer(action), Purpose.REPAY_GRADIENTS, scratch=True)
 
     def collect(self, action: Action) -> None:
         """Add the borrower's gradients to the owner's."""
         loan = self._loan_to(action)
         lent, name = self._lent[loan], f"repayment {loan}"
         shape = ((lent.numel,), torch.promote_types(lent.dtype, torch.float32))
-        self._wires.post(name, shape, _peer(action), Purpose.REPAY_GRADIENTS)
-        buffer = self._wires.take(name)
+        self._messages.post(name, shape, _peer(action), Purpose.REPAY_GRADIENTS)
+        buffer = self._messages.take(name)
         lent.add(buffer)
-        self._wires.release(buffer)
+        self._messages.release(buffer)
 
     def lend(self, action: Action) -> None:
         """Send the latest version."""
@@ -79,7 +79,7 @@ class Loans:
         packed = self._arena.take(self._lent[loan].numel, self._lent[loan].dtype, "lent weights")
         self._lent[loan].pack(packed)
         name = f"{loan}, version {action.version}"
-        self._wires.send(name, packed, _peer(action), Purpose.LEND_WEIGHTS, scratch=True)
+        self._messages.send(name, packed, _peer(action), Purpose.LEND_WEIGHTS, scratch=True)
 
     def borrow(self, action: Action) -> None:
         """Have a buffer ready for a version."""
@@ -89,7 +89,7 @@ class Loans:
             self._take(debt)
         name = f"{debt.loan}, version {action.version}"
         room = debt.borrowed.room(idle)
-        self._wires.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
+        self._messages.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
         debt.coming.append((action.microbatch, name))
 
     def elements(self, action: Action) -> int:
@@ -99,7 +99,7 @@ class Loans:
         )
 
     def _take(self, debt: "_Debt") -> None:
-        self._wires.take(debt.coming.pop(0)[1])
+        self._messages.take(debt.coming.pop(0)[1])
         debt.borrowed.take()
 
     def _of_chunk(self, chunk: int) -> "list[_Debt]":

@@ -7,21 +7,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm import Purpose
-from zeroshard.engine.backward import Backward
-from zeroshard.engine.batch import uneven_microbatches
-from zeroshard.engine.executor import Executor, Microbatch
-from zeroshard.engine.judge import Judge
-from zeroshard.engine.stage import Run, Stage
-from zeroshard.engine.update import Update
-from zeroshard.engine.wires import Shape
+from zeroshard.errors import PlanError
+from zeroshard.parts.batch import uneven_microbatches
 from zeroshard.parts.part import Parts
+from zeroshard.parts.steps import Backwards, Decides, Run, Updates
+from zeroshard.pipeline.executor import Executor, Microbatch
+from zeroshard.pipeline.messages import Shape
+from zeroshard.pipeline.policy import Policy
+from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.versions import Versions
-from zeroshard.plan import Plan
-from zeroshard.schedule import Kind
+from zeroshard.schedule import Kind, Schedule
 
 PURPOSES = {
     Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS,
@@ -32,7 +31,7 @@ PURPOSES = {
 WORD = struct.Struct("<dd?")  # a rank's squared norm, its share of the loss, and whether its losses are finite
 
 
-class Pipelined:
+class PipelineOrder:
     """One rank's part in steps over all stages.
 
     Attributes:
@@ -44,16 +43,21 @@ class Pipelined:
         self,
         stage: Stage,
         parts: Parts,
-        backward: Backward,
-        update: Update,
-        judge: Judge,
-        plan: Plan,
+        backward: Backwards,
+        update: Updates,
+        judge: Decides,
+        policy: Policy,
+        model: nn.Module,
         run: Run,
     ) -> None:
-        self.stage, self._plan, self._judge, self._update = stage, plan, judge, update
+        self.stage, self._judge, self._update, self._model = stage, judge, update, model
+        pipeline = stage.pipeline
+        if pipeline.streams:
+            _stash(stage, parts, backward)
         scale: Callable[[], float] = lambda: judge.scale  # noqa: E731
-        decide = self._decide_alone if plan.streams else self._decide_together
-        self.executor = Executor(stage, parts, backward, update, run, scale, decide, plan.recomputes)
+        decide = self._decide_alone if pipeline.streams else self._decide_together
+        self.executor = Executor(stage, parts, backward, update, run, scale, decide, policy.recomputes)
+        self.interpreter = self.executor.interpreter
         self.fed = 0
         self._updates = 0
         self._loss: Tensor | None = None
@@ -61,13 +65,13 @@ class Pipelined:
 
     def step(self, batch: Any) -> Tensor | None:
         """One step on this lane's batch; the mean loss, where it is known."""
-        plan, stage, executor = self._plan, self.stage, self.executor
+        stage, executor = self.stage, self.executor
         pipeline, rank = stage.pipeline, stage.rank
-        parts = uneven_microbatches(batch, plan.microbatches)
-        base = self.fed * plan.microbatches if plan.streams else 0
+        parts = uneven_microbatches(batch, pipeline.microbatches)
+        base = self.fed * pipeline.microbatches if pipeline.streams else 0
         own = stage.number  # the first of this rank's chunks
         numbered = {stage.lane + stage.lanes * (base + k): part for k, part in enumerate(parts)}
-        each = plan.microbatches_per_update == 1 and plan.streams
+        each = pipeline.update_every == 1 and pipeline.streams
         executor.feed(
             {
                 j: Microbatch(part, 1.0 if each else weight)
@@ -78,11 +82,11 @@ class Pipelined:
         self._loss = None
         self._shapes = executor.shapes(parts[0][0])
         executor.run(pipeline.step(rank, self.fed))
-        if plan.streams:
+        if pipeline.streams:
             self.fed += 1
             self._loss = self._losses() if stage.is_last else None
             if self._loss is not None and each:
-                self._loss = self._loss / (plan.microbatches // stage.ranks_per_lane)
+                self._loss = self._loss / (pipeline.microbatches // stage.ranks_per_lane)
         return self._loss
 
     def flush(self) -> None:
@@ -90,13 +94,32 @@ class Pipelined:
         rest = self.stage.pipeline.rest(self.stage.rank, self.fed)
         self.executor.run(rest)
         self.executor.restart()
-        self.executor.wires.finish()
+        self.executor.messages.finish()
         self.fed = 0
 
-    def evaluate(self, call: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the whole model returns for this lane's arguments, on every rank of the lane."""
-        self.flush()
+    @property
+    def actions(self) -> Schedule:
+        """This rank's list of the first step."""
+        return self.stage.pipeline.step(self.stage.rank)
+
+    def reloaded(self) -> None:
+        """The weights are others: lend them anew; a collective call."""
+        self.executor.tied.lend_again()
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the whole model returns for this lane's arguments, on every rank of the lane; with gradients off.
+
+        Raises:
+            PlanError: gradients are on.
+        """
         stage = self.stage
+        if torch.is_grad_enabled():
+            raise PlanError(
+                f"A model in {stage.pipeline.layout.stages} stages is trained by engine.train_step(batch), which runs "
+                f"forwards and backwards in the order of the schedule; to evaluate it, call it inside torch.no_grad()."
+            )
+        self.flush()
+        call: Run = lambda batch: self._model(*batch[0], **batch[1])  # noqa: E731
         batch = (args, kwargs)
         actions = stage.pipeline.evaluation(stage.rank, stage.lane)
         result = self.executor.evaluate(actions, batch, call) if actions else None
@@ -108,7 +131,7 @@ class Pipelined:
         return self._spread(result, last)
 
     def _spread(self, result: Any, source: int) -> Any:
-        stage, wires = self.stage, self.executor.wires
+        stage, messages = self.stage, self.executor.messages
         leaves, spec = tree_flatten(result)
         layout = stage.pipeline.layout
         lane = range(layout.ranks) if layout.uneven else [layout.rank_of(c, stage.lane) for c in range(layout.stages)]
@@ -119,12 +142,12 @@ class Pipelined:
             if stage.rank == source:
                 for peer in lane:
                     if peer != source:
-                        wires.send(name, leaf, peer, Purpose.SEND_TO_EVALUATE)
+                        messages.send(name, leaf, peer, Purpose.SEND_TO_EVALUATE)
             else:
                 leaves[n] = buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=stage.mesh.device)
-                wires.post_into(name, buffer, leaf.shape, source, Purpose.SEND_TO_EVALUATE)
-                wires.take(name)
-        wires.finish()
+                messages.post_into(name, buffer, leaf.shape, source, Purpose.SEND_TO_EVALUATE)
+                messages.take(name)
+        messages.finish()
         return tree_unflatten(leaves, spec)
 
     def planned_messages(self) -> dict[Purpose, int]:
@@ -132,14 +155,14 @@ class Pipelined:
 
         Exact where the microbatches of a step are alike.
         """
-        stage, loans = self.stage, self.executor.loans
+        stage, tied = self.stage, self.executor.tied
         planned: dict[Purpose, int] = {}
-        for action in stage.pipeline.step(stage.rank, stage.pipeline.layout.stages if self._plan.streams else 0):
+        for action in stage.pipeline.step(stage.rank, stage.pipeline.layout.stages if stage.pipeline.streams else 0):
             purpose = PURPOSES.get(action.kind)
             if purpose is None:
                 continue
             if action.kind in (Kind.LEND, Kind.REPAY):
-                elements = loans.elements(action)
+                elements = tied.elements(action)
             else:
                 layer = stage.firsts[action.chunk + (action.kind is Kind.SEND_FORWARD)]
                 elements = torch.Size(self._shapes[layer][0]).numel() if self._shapes else 0
@@ -162,7 +185,7 @@ class Pipelined:
         gain = stage.ranks_per_lane
         settled = self._update.settle(self._updates)
         loss = float(self._losses()) if stage.is_last else 0.0
-        comm = self.executor.wires.comm
+        comm = self.executor.messages.comm
         word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound)
         frames = comm.agree(word, f"agreement of all stages, {self._updates}")
         words = [WORD.unpack(frame) for frame in frames]
@@ -176,7 +199,7 @@ class Pipelined:
         return self._conclude(settled.norm, 1, settled.sound)
 
     def _conclude(self, norm: float, gain: int, sound: bool) -> float | None:
-        comm = None if self._plan.streams else self.executor.wires.comm
+        comm = None if self.stage.pipeline.streams else self.executor.messages.comm
         self._updates += 1
         try:
             verdict = self._judge.judge(norm, lambda found: self._update.refuse_nonfinite(found, comm), sound)
@@ -186,8 +209,8 @@ class Pipelined:
         return None if verdict.skip else verdict.factor * gain
 
 
-def watch_versions(stage: Stage, parts: Parts, backward: Backward) -> None:
-    """Where weights are stashed, let each flat have more than one version."""
+def _stash(stage: Stage, parts: Parts, backward: Backwards) -> None:
+    """Let each flat have more than one version of its weights."""
     for part, gradients in parts.trained:
         sites = [list(stage.chain.sites(parameter)) for parameter in part.flat.parameters]
         listen, ledger = partial(backward.listen, gradients), parts.arena.ledger

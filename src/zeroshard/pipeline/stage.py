@@ -1,6 +1,6 @@
 """The stage of a rank: which layers it has, what it shares with other stages, and who its replicas are.
 
-There is always one: `Whole` is that of a model which is not cut.
+There is always one: `pipeline.whole.Whole` is that of a model which is not cut.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,82 +20,19 @@ from zeroshard.errors import ModelError, PlanError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.mesh import Mesh, part_of
 from zeroshard.parts.planned import Planned
+from zeroshard.parts.steps import Run
 from zeroshard.pipeline.balance import balance
 from zeroshard.pipeline.borrowed import Borrowed
 from zeroshard.pipeline.chain import Chain, Layer
 from zeroshard.pipeline.deferred import Deferral
 from zeroshard.pipeline.measure import measure
-from zeroshard.plan import Plan
+from zeroshard.pipeline.policy import Policy
+from zeroshard.pipeline.whole import DtypeOf, Whole
 from zeroshard.schedule import Loan, Pipeline, verify
 from zeroshard.schedule.orders import warm_up
-from zeroshard.units import Unit, find_units
+from zeroshard.units import Unit
 
-Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
-DtypeOf = Callable[[nn.Parameter], torch.dtype]
 VERIFIED_STEPS = 3  # of a schedule that never flushes
-
-
-class Whole:
-    """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
-
-    number, is_last, versions, borrowed_versions, ranks_per_lane = 0, True, 1, 1, 1
-    called = ""
-    facts: ClassVar[list[Any]] = [1, 1, None]
-    layers: tuple[Layer, ...] = ()
-    split: tuple[str, ...] = ()
-    pipeline: Pipeline | None = None
-
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-        self._model, self._plan, self.mesh, self.world = model, plan, mesh, Comm(mesh)
-        self.skipped_modules: set[nn.Module] = set()
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units of the model."""
-        return find_units(self._model, self._plan.units)
-
-    @property
-    def lanes(self) -> int:
-        """One per rank."""
-        return self.mesh.ranks
-
-    @property
-    def lane(self) -> int:
-        """This rank's own."""
-        return self.mesh.rank
-
-    @property
-    def parts(self) -> list[list[int]]:
-        """All ranks."""
-        return [list(range(self.mesh.ranks))]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter is in a unit."""
-        return {}
-
-    def home_of(self, module: nn.Module, name: str) -> int:
-        """There is one stage."""
-        return 0
-
-    def copy_of(self, stage: int) -> int:
-        """Each rank has buffers of its own."""
-        return self.mesh.rank
-
-    def is_elsewhere(self, module: nn.Module) -> bool:
-        """Nothing is."""
-        return False
-
-    def let_go(
-        self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
-    ) -> None:
-        """There is nothing to let go of, nor to borrow."""
-
-    def planned(self) -> Iterator[Planned]:
-        """Nothing is borrowed."""
-        yield from ()
-
-    def refuse(self, what: str) -> None:
-        """All methods of an engine are for it."""
 
 
 @dataclass(slots=True)
@@ -285,7 +222,7 @@ class Stage:
         return bisect_right(self.firsts[:-1], layer) - 1
 
 
-def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run) -> Stage | Whole:
+def make_stage(model: nn.Module, policy: Policy, mesh: Mesh, example: Any, run: Run) -> Stage | Whole:
     """This rank's part of `model`; a collective call.
 
     Args:
@@ -295,9 +232,9 @@ def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run)
     Raises:
         ModelError: no chain, or too few blocks. PlanError: the ranks do not fit the stages.
     """
-    if not plan.pipelined:
-        return Whole(model, plan, mesh)
-    pipeline = plan.pipeline(mesh.ranks)
+    if policy.stages == 1:
+        return Whole(model, policy, mesh)
+    pipeline = policy.schedule(mesh.ranks, ())
     if example is None:
         raise PlanError("A pipeline is cut on an example: pass Engine(..., example=one microbatch).")
     world = Comm(mesh)
@@ -306,12 +243,12 @@ def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run)
     if where.type != "meta":
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             world.broadcast(tensor.data, f"initial {name}")
-    deferral = Deferral(model) if plan.schedule == "zb-h1" else None
+    deferral = Deferral(model) if policy.defers else None
     on_device = tree_map(partial(_to, device=mesh.device), example)
     beside = tree_map(partial(_to, device=where), example) if where.type != "meta" else on_device
-    chain = Chain(model, lambda: run(beside), plan.units, mesh.device)
-    firsts = _cut(model, plan, chain, world, lambda: run(on_device))
-    _refuse_shared_buffers(chain, firsts, plan)
+    chain = Chain(model, lambda: run(beside), policy.units, mesh.device)
+    firsts = _cut(model, policy, chain, world, lambda: run(on_device))
+    _refuse_shared_buffers(chain, firsts, policy)
     layout = pipeline.layout
     replicas = part_of(mesh, [layout.members(s) for s in range(layout.stages)], "stage")
     stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
@@ -323,7 +260,7 @@ def make_stage(model: nn.Module, plan: Plan, mesh: Mesh, example: Any, run: Run)
                 f"{names} is used on several stages, which with replicas={pipeline.layout.replicas} would meet other "
                 f"microbatches on each; use equally many replicas of every stage."
             )
-        stage.pipeline = plan.pipeline(mesh.ranks, tuple(stage.loans))
+        stage.pipeline = policy.schedule(mesh.ranks, tuple(stage.loans))
     verify(stage.pipeline.stretch(VERIFIED_STEPS))
     return stage
 
@@ -342,22 +279,22 @@ def _whereabouts(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Callable[[], Any]) -> list[int]:
+def _cut(model: nn.Module, policy: Policy, chain: Chain, world: Comm, forward: Callable[[], Any]) -> list[int]:
     """The first layer of every chunk, and one past the last layer; the same on all ranks."""
-    chunks = plan.stages * plan.chunks
+    chunks = policy.stages * policy.chunks
     if chunks > chain.blocks:
         raise PlanError(
-            f"stages={plan.stages} times chunks={plan.chunks} makes {chunks} chunks and the model has {chain.blocks} "
-            f"blocks, and each chunk needs one. Make stages times chunks {chain.blocks} or less, or name more units."
+            f"stages={policy.stages} times chunks={policy.chunks} makes {chunks} chunks and the model has "
+            f"{chain.blocks} blocks, and each chunk needs one. Make stages times chunks {chain.blocks} or less, or name more units."
         )
-    if plan.split:
-        firsts = [0, *(chain.number(name) for name in plan.split)]
+    if policy.split:
+        firsts = [0, *(chain.number(name) for name in policy.split)]
         if firsts != sorted(set(firsts)):
             names = [layer.name for layer in chain.layers]
-            raise PlanError(f"split={plan.split} is not in the order of the layers, which is {', '.join(names)}.")
+            raise PlanError(f"split={policy.split} is not in the order of the layers, which is {', '.join(names)}.")
     else:
         weights: list[float] = []
-        if plan.balance == "parameters":
+        if policy.balance == "parameters":
             weights = [sum(p.numel() for p in layer.parameters.values()) for layer in chain.layers]
         elif world.mesh.platform.decides(world.mesh.rank):
             with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing here
@@ -371,7 +308,7 @@ def _cut(model: nn.Module, plan: Plan, chain: Chain, world: Comm, forward: Calla
     return [*firsts, len(chain.layers)]
 
 
-def _refuse_shared_buffers(chain: Chain, firsts: list[int], plan: Plan) -> None:
+def _refuse_shared_buffers(chain: Chain, firsts: list[int], policy: Policy) -> None:
     """Refuse buffers that would not be written as in one process.
 
     Raises:
@@ -379,13 +316,13 @@ def _refuse_shared_buffers(chain: Chain, firsts: list[int], plan: Plan) -> None:
     """
     for (module, name), written in chain.written.items():
         path = ".".join(filter(None, (chain.path(module), name)))
-        stages = {(bisect_right(firsts[:-1], layer) - 1) % plan.stages for layer in written}
+        stages = {(bisect_right(firsts[:-1], layer) - 1) % policy.stages for layer in written}
         if module in chain.everywhere:
-            if plan.chunks > 1:
+            if policy.chunks > 1:
                 raise ModelError(
                     f"The buffer {path!r} is written outside of the blocks, in code that a stage runs for each of its "
-                    f"chunks={plan.chunks}, so it would change {plan.chunks} times per microbatch. Write it in a block "
-                    f"or in a module with parameters, or use chunks=1."
+                    f"chunks={policy.chunks}, so it would change {policy.chunks} times per microbatch. Write it in a "
+                    f"block or in a module with parameters, or use chunks=1."
                 )
         elif len(stages) > 1:
             layers = ", ".join(chain.layers[layer].name for layer in sorted(written))

@@ -15,19 +15,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.comm import Purpose
-from zeroshard.engine.backward import Backward
-from zeroshard.engine.loans import Loans
-from zeroshard.engine.replay import Replay
-from zeroshard.engine.stage import Run, Stage
-from zeroshard.engine.update import Update
-from zeroshard.engine.wires import Shape, Wires
 from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.deferred import WeightGradients
+from zeroshard.pipeline.messages import Messages, Shape
+from zeroshard.pipeline.replay import Replay
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.tied import TiedWeights
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
+from zeroshard.schedule.run import Handler, Interpreter
 
 Key = tuple[int, int]  # chunk, microbatch
-Span = tuple[Action, float, float]
 
 
 @dataclass(slots=True)
@@ -61,15 +60,15 @@ class Executor:
 
     Attributes:
         losses: of microbatches whose forward came to the end of the model, times their weights, since the last `clear`.
-        spans: every compute with its start and end in seconds of the monotonic clock, while `tracing`.
+        interpreter: of the actions.
     """
 
     def __init__(
         self,
         stage: Stage,
         parts: Parts,
-        backward: Backward,
-        update: Update,
+        backward: Backwards,
+        update: Updates,
         run: Run,
         scale: Callable[[], float],
         decide: Callable[[], float | None],
@@ -77,17 +76,15 @@ class Executor:
     ) -> None:
         self._stage, self._ledger, self._backward, self._update = stage, parts.arena.ledger, backward, update
         self._run, self._scale, self._decide, self._recomputes = run, scale, decide, recomputes
-        self.wires = Wires(stage, parts.arena)
-        self.loans = Loans(stage, parts, self.wires)
+        self.messages = Messages(stage, parts.arena)
+        self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}
         self._parts: dict[int, Microbatch] = {}
         self._parts_of = _parts_by_chunk(stage, parts)
         self.losses: dict[int, Tensor] = {}
-        self.spans: list[Span] = []
-        self.tracing = False
         self._sending = Purpose.SEND_ACTIVATIONS
-        self._do: Mapping[Kind, Callable[[Action], None]] = {
+        handlers: Mapping[Kind, Handler] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backwards,
             Kind.INPUT_GRADIENT: self._backwards,
@@ -99,20 +96,12 @@ class Executor:
             Kind.REDUCE: self._reduce,
             Kind.UPDATE: self._update_chunk,
             Kind.DROP: self._drop,
-            Kind.REPAY: self.loans.repay,
-            Kind.COLLECT: self.loans.collect,
+            Kind.REPAY: self.tied.repay,
+            Kind.COLLECT: self.tied.collect,
             Kind.LEND: self._lend,
-            Kind.BORROW: self.loans.borrow,
+            Kind.BORROW: self.tied.borrow,
         }
-
-    def trace(self) -> None:
-        """Keep from now on when every compute ran."""
-        self.spans, self.tracing = [], True
-
-    def trace_end(self) -> list[Span]:
-        """Keep no more; returns what was kept."""
-        self.tracing = False
-        return self.spans
+        self.interpreter = Interpreter(handlers, stage.world.mesh.now)
 
     def feed(self, parts: Mapping[int, Microbatch]) -> None:
         """Microbatches, by number, that actions to come will use."""
@@ -120,7 +109,7 @@ class Executor:
 
     def shapes(self, batch: Any) -> dict[int, Shape]:
         """What a microbatch is between this rank's chunks and their neighbours, by the layer that it enters."""
-        return self.wires.shapes(batch, partial(self._run, batch))
+        return self.messages.shapes(batch, partial(self._run, batch))
 
     def run(self, actions: Schedule) -> None:
         """Carry out actions in order."""
@@ -128,12 +117,11 @@ class Executor:
         self._updates_left = sum(action.kind is Kind.UPDATE for action in actions)
         self._factor: float | None = None
         self._decided = False
-        for action in actions:
-            self._do[action.kind](action)
+        self.interpreter.run(actions)
 
     def restart(self) -> None:
         """Count versions anew; nothing is in flight."""
-        self.loans.settle()
+        self.tied.settle()
         for parts in self._parts_of.values():
             for part in parts:
                 part.versions.restart()
@@ -154,7 +142,7 @@ class Executor:
                     self._pass_on(action, result)
                     self._leave(action, flight)
                 else:
-                    self._do[action.kind](action)
+                    self.interpreter.run([action])
         finally:
             self._parts, self._run = kept
             self._sending = Purpose.SEND_ACTIVATIONS
@@ -163,7 +151,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j] = self._enter(action)
-        start = self._stage.world.mesh.now()
+        start = self.interpreter.now()
         if self._recomputes and (chunk, j) not in self._at_once:
             flight.replay = Replay(self._stage.chain.modules, self._stage.mesh.device, self._ledger)
             with torch.no_grad():
@@ -171,7 +159,7 @@ class Executor:
             flight.replay.end()
         else:
             output = self._compute(action, flight)
-        self._note(action, start)
+        self.interpreter.note(action, start)
         if self._is_last(chunk):
             self.losses[j] = output.detach() * self._parts[j].weight
         self._pass_on(action, output)
@@ -185,10 +173,10 @@ class Executor:
         if chunk > 0:
             local = self._out.pop((Kind.FORWARD, chunk - 1, j), None)
             if local is None:
-                flight.buffers.append(self.wires.take(f"input of F{chunk}.{j}"))
+                flight.buffers.append(self.messages.take(f"input of F{chunk}.{j}"))
                 local = flight.buffers[0].view(self._shape(self._stage.firsts[chunk], j)[0])
             flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
-        self.loans.begin((chunk, j))
+        self.tied.begin((chunk, j))
         self._use(action)
         return flight
 
@@ -197,8 +185,8 @@ class Executor:
         if flight.replay is not None:
             flight.replay.drop()
         for buffer in flight.buffers:
-            self.wires.release(buffer)
-        self.loans.end((chunk, j))
+            self.messages.release(buffer)
+        self.tied.end((chunk, j))
 
     def _compute(self, action: Action, flight: _Flight) -> Any:
         """The chunk's own forward."""
@@ -218,7 +206,7 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         if not self._is_last(chunk):
             layer = self._stage.firsts[chunk + 1]
-            self.wires.check(output, self._shape(layer, j), layer)
+            self.messages.check(output, self._shape(layer, j), layer)
             self._out[Kind.FORWARD, chunk, j] = output.detach()
 
     def _keep(self, action: Action, flight: _Flight, output: Tensor) -> None:
@@ -232,8 +220,8 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j]
         gradient = self._gradient_of_output(chunk, j, flight)
-        start = self._stage.world.mesh.now()
-        self.loans.again((chunk, j))  # whatever the model itself computes again needs the weights that it had
+        start = self.interpreter.now()
+        self.tied.again((chunk, j))  # whatever the model itself computes again needs the weights that it had
         self._use(action)
         if flight.replay is not None:
             with flight.replay.again(), torch.enable_grad():
@@ -251,7 +239,7 @@ class Executor:
             self._backward.under_scale = False
             self._backward.forget_interrupted()
         self._backward.count += 1
-        self._note(action, start)
+        self.interpreter.note(action, start)
         if chunk > 0:
             assert flight.hidden is not None
             back = flight.hidden.grad
@@ -267,18 +255,18 @@ class Executor:
         local = self._out.pop((Kind.BACKWARD, chunk + 1, j), None)
         if local is not None:
             return local
-        flight.buffers.append(self.wires.take(f"gradient for B{chunk}.{j}"))
+        flight.buffers.append(self.messages.take(f"gradient for B{chunk}.{j}"))
         return flight.buffers[-1].view(self._shape(self._stage.firsts[chunk + 1], j)[0])
 
     def _weight_gradients(self, action: Action) -> None:
-        start = self._stage.world.mesh.now()
+        start = self.interpreter.now()
         self._backward.under_scale = True
         try:
             with self._backward.local():
                 self._flights[action.chunk, _number(action)].store.compute()
         finally:
             self._backward.under_scale = False
-        self._note(action, start)
+        self.interpreter.note(action, start)
         self._land(action)
 
     def _land(self, action: Action) -> None:
@@ -304,22 +292,22 @@ class Executor:
     def _receive_forward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
         shape = self._shape(self._stage.firsts[chunk], j)
-        self.wires.post(f"input of F{chunk}.{j}", shape, peer, self._sending)
+        self.messages.post(f"input of F{chunk}.{j}", shape, peer, self._sending)
 
     def _receive_backward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
         shape = self._shape(self._stage.firsts[chunk + 1], j)
-        self.wires.post(f"gradient for B{chunk}.{j}", shape, peer, Purpose.SEND_GRADIENTS)
+        self.messages.post(f"gradient for B{chunk}.{j}", shape, peer, Purpose.SEND_GRADIENTS)
 
     def _send_forward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
         output = self._out.pop((Kind.FORWARD, chunk, j))
-        self.wires.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending)
+        self.messages.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending)
 
     def _send_backward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
         gradient = self._out.pop((Kind.BACKWARD, chunk, j))
-        self.wires.send(f"gradient for B{chunk - 1}.{j}", gradient, _peer(action), Purpose.SEND_GRADIENTS)
+        self.messages.send(f"gradient for B{chunk - 1}.{j}", gradient, _peer(action), Purpose.SEND_GRADIENTS)
 
     def _reduce(self, action: Action) -> None:
         units = [n for n, chunk in enumerate(self._stage.chunk_of) if chunk == action.chunk]
@@ -328,13 +316,13 @@ class Executor:
     def _update_chunk(self, action: Action) -> None:
         if not self._decided:
             self._factor, self._decided = self._decide(), True
-        start = self._stage.world.mesh.now()
+        start = self.interpreter.now()
         parts = self._parts_of[action.chunk]
         if self._factor is None:
             self._update.skip(parts)
         else:
             self._update.apply(self._factor, parts)
-        self._note(action, start)
+        self.interpreter.note(action, start)
         self._updates_left -= 1
         if self._stage.pipeline.streams or not self._updates_left:
             self._backward.expect()
@@ -343,15 +331,11 @@ class Executor:
 
     def _lend(self, action: Action) -> None:
         self._update.finish()
-        self.loans.lend(action)
+        self.tied.lend(action)
 
     def _drop(self, action: Action) -> None:
         for part in self._parts_of[action.chunk]:
             part.versions.drop(action.version)
-
-    def _note(self, action: Action, start: float) -> None:
-        if self.tracing:
-            self.spans.append((action, start, self._stage.world.mesh.now()))
 
 
 def _parts_by_chunk(stage: Stage, parts: Parts) -> dict[int, list[Part]]:

@@ -1,0 +1,57 @@
+"""A batch cut into microbatches."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zeroshard.errors import BatchError
+
+
+def microbatches(batch: Any, count: int) -> list[Any]:
+    """Cut every tensor of a batch along its first dimension into `count` even parts.
+
+    Raises:
+        BatchError: a tensor whose first dimension does not divide, or no tensor at all.
+    """
+    if count == 1:
+        return [batch]
+    leaves, spec = tree_flatten(batch)
+    size = _common_size(leaves)
+    if size == 0 or size % count:
+        raise BatchError(
+            f"A batch of {size} does not divide into {count} microbatches; make the batch a multiple of {count}, or "
+            f"change microbatches."
+        )
+    cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten([part[m] for part in cut], spec) for m in range(count)]
+
+
+def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
+    """Cut a batch into `count` microbatches as even as can be, each with its share of the batch's rows.
+
+    Raises:
+        BatchError: fewer rows than microbatches, or tensors of unlike first dimensions.
+    """
+    if count == 1:
+        return [(batch, 1.0)]
+    leaves, spec = tree_flatten(batch)
+    size = _common_size(leaves)
+    if size < count:
+        raise BatchError(f"A batch of {size} does not make {count} microbatches; give {count} rows or more at a time.")
+    ends = [size * k // count for k in range(count + 1)]
+    cut = [
+        [leaf[a:b] for a, b in pairwise(ends)] if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves
+    ]
+    return [(tree_unflatten([part[m] for part in cut], spec), (ends[m + 1] - ends[m]) / size) for m in range(count)]
+
+
+def _common_size(leaves: list[Any]) -> int:
+    """The first dimension of all tensors among the leaves."""
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    if len(sizes) != 1:
+        raise BatchError(
+            f"The batch's tensors have the first dimensions {sorted(sizes)}; microbatches need one common size to cut."
+        )
+    return int(sizes.pop())

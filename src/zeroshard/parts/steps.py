@@ -1,0 +1,132 @@
+"""What carries a step: backwards, updates and the decision between them, as an order of actions needs them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.comm import Comm
+from zeroshard.counts import Purpose
+from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.part import Part
+from zeroshard.schedule import Schedule
+from zeroshard.schedule.run import Interpreter
+
+Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks agree on before an update: the norm of the mean gradient as it is (scaled), and who got one.
+
+    Attributes:
+        written: one byte for each parameter, 1 for one that got a gradient.
+        sound: whether the losses of all ranks are finite, as far as they are known.
+    """
+
+    norm: float
+    written: bytes
+    sound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The norm of the mean gradient before clipping, the loss scale, and the factor on gradients if not skipped."""
+
+    norm: float
+    scale: float
+    skip: bool
+    factor: float
+
+
+class Backwards(Protocol):
+    """Takes in the gradients of backwards.
+
+    Attributes:
+        under_scale: whether the loss of the backward under way was multiplied by the loss scale.
+        count: backwards since the last update.
+        losses: of those backwards, as far as they are known, unscaled.
+    """
+
+    under_scale: bool
+    count: int
+    losses: list[torch.Tensor]
+
+    def local(self) -> AbstractContextManager[None]:
+        """Backwards inside add up on this rank and are not reduced."""
+
+    def forget_interrupted(self) -> None:
+        """Clear up after a backward that ended in an exception."""
+
+    def start_units(self, units: Sequence[int]) -> None:
+        """Start to reduce these units' gradients."""
+
+    def expect(self) -> None:
+        """A step is over: expect of the next the gradients that came so far."""
+
+    def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take in the gradients of these parameters, which stand for those of the flat."""
+
+
+class Updates(Protocol):
+    """Takes steps with the gradients."""
+
+    def settle(self, step: int) -> Settled:
+        """Reduce what is left and agree with all ranks."""
+
+    def apply(self, factor: float, parts: Sequence[Part] | None = None) -> None:
+        """One optimizer step with the gradients times `factor`, of all parts by default."""
+
+    def skip(self, parts: Sequence[Part]) -> None:
+        """Count a version of these parts' weights that is the same as the last."""
+
+    def consume(self) -> None:
+        """Drop the step's gradients."""
+
+    def finish(self) -> None:
+        """Have the weights of all updates that were begun."""
+
+    def refuse_nonfinite(self, norm: float, comm: Comm | None = None) -> None:
+        """Raise with the names of the parameters whose gradients are not finite."""
+
+
+class Decides(Protocol):
+    """Decides what becomes of a step."""
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+
+    def judge(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
+        """The verdict on gradients of this norm, loss scale included."""
+
+
+class Order(Protocol):
+    """Steps as lists of actions: over one stage, or over several.
+
+    Attributes:
+        interpreter: of the actions.
+    """
+
+    interpreter: Interpreter
+
+    @property
+    def actions(self) -> Schedule:
+        """This rank's list of one step; of the first, where steps differ."""
+
+    def step(self, batch: Any) -> torch.Tensor | None:
+        """One step on this lane's batch; the mean loss, where it is known."""
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the whole model returns for this lane's arguments."""
+
+    def flush(self) -> None:
+        """Finish what is in flight."""
+
+    def reloaded(self) -> None:
+        """The weights are others; a collective call."""
+
+    def planned_messages(self) -> dict[Purpose, int]:
+        """Elements that this rank sends to other stages in a step."""

@@ -1,0 +1,81 @@
+"""The model in one stage: what a stage is where nothing is cut."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from zeroshard.comm import Comm
+from zeroshard.ledger import Ledger
+from zeroshard.mesh import Mesh
+from zeroshard.parts.planned import Planned
+from zeroshard.pipeline.chain import Layer
+from zeroshard.pipeline.policy import Policy
+from zeroshard.schedule import Pipeline
+from zeroshard.units import Unit, find_units
+
+DtypeOf = Callable[[nn.Parameter], torch.dtype]
+
+
+class Whole:
+    """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
+
+    number, is_last, versions, borrowed_versions, ranks_per_lane = 0, True, 1, 1, 1
+    called = ""
+    facts: ClassVar[list[Any]] = [1, 1, None]
+    layers: tuple[Layer, ...] = ()
+    split: tuple[str, ...] = ()
+    pipeline: Pipeline | None = None
+
+    def __init__(self, model: nn.Module, policy: Policy, mesh: Mesh) -> None:
+        self._model, self._policy, self.mesh, self.world = model, policy, mesh, Comm(mesh)
+        self.skipped_modules: set[nn.Module] = set()
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the model."""
+        return find_units(self._model, self._policy.units)
+
+    @property
+    def lanes(self) -> int:
+        """One per rank."""
+        return self.mesh.ranks
+
+    @property
+    def lane(self) -> int:
+        """This rank's own."""
+        return self.mesh.rank
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """All ranks."""
+        return [list(range(self.mesh.ranks))]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter is in a unit."""
+        return {}
+
+    def home_of(self, module: nn.Module, name: str) -> int:
+        """There is one stage."""
+        return 0
+
+    def copy_of(self, stage: int) -> int:
+        """Each rank has buffers of its own."""
+        return self.mesh.rank
+
+    def is_elsewhere(self, module: nn.Module) -> bool:
+        """Nothing is."""
+        return False
+
+    def let_go(
+        self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
+    ) -> None:
+        """There is nothing to let go of, nor to borrow."""
+
+    def planned(self) -> Iterator[Planned]:
+        """Nothing is borrowed."""
+        yield from ()
+
+    def refuse(self, what: str) -> None:
+        """All methods of an engine are for it."""

@@ -1,0 +1,34 @@
+"""The interpreter: carries out one rank's list, action by action, whatever the number of stages."""
+
+from collections.abc import Callable, Mapping
+
+from zeroshard.schedule.actions import Action, Kind, Schedule
+
+Handler = Callable[[Action], None]
+Timed = tuple[Action, float, float]  # an action with its start and end in seconds of the clock
+
+
+class Interpreter:
+    """Runs actions with a handler for each kind.
+
+    Args:
+        now: seconds of the clock.
+
+    Attributes:
+        now: as given.
+        spans: computes and updates that have run; None while nobody traces.
+    """
+
+    def __init__(self, handlers: Mapping[Kind, Handler], now: Callable[[], float]) -> None:
+        self._handlers, self.now = handlers, now
+        self.spans: list[Timed] | None = None
+
+    def run(self, actions: Schedule) -> None:
+        """Carry out actions in order."""
+        for action in actions:
+            self._handlers[action.kind](action)
+
+    def note(self, action: Action, start: float) -> None:
+        """Enter an action that has run since `start`, which may be later than that of its handler: it waits before."""
+        if self.spans is not None:
+            self.spans.append((action, start, self.now()))
