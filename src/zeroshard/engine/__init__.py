@@ -1,7 +1,8 @@
 """The engine composes the techniques along one training step.
 
 Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (which parts a plan makes), `forward`,
-`backward`, `update`, and `accounts`. Steps are lists of actions: `one_stage`, and for several `zeroshard.pipeline.steps`.
+`backward`, `update`, and `accounts`. Steps are lists of actions: `one_stage`, and for several
+`zeroshard.pipeline.steps`.
 """
 
 from zeroshard.engine.accounts import MemoryTable, TrafficTable

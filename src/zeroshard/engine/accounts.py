@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
 from zeroshard.comm import Count, Purpose
-from zeroshard.engine.groups import Groups
 from zeroshard.ledger import MODEL_STATES, Category, Ledger
 from zeroshard.parts.part import Parts
 from zeroshard.parts.planned import Work
@@ -133,7 +132,7 @@ def memory_table(parts: Parts, ledger: Ledger, stage: Stage | Whole) -> MemoryTa
 
 
 def traffic_table(
-    parts: Parts, work: Work, groups: Groups, counts: Mapping[Purpose, Count], messages: Mapping[Purpose, int]
+    parts: Parts, work: Work, counts: Mapping[Purpose, Count], messages: Mapping[Purpose, int]
 ) -> TrafficTable:
     """The formula and comm's counts of the last step, purpose by purpose.
 
@@ -145,9 +144,6 @@ def traffic_table(
     planned |= messages
     for purpose, elements in (each for part in parts.all for each in part.wire(work)):
         planned[purpose] = planned.get(purpose, 0) + elements
-    if groups.replicas is not None:  # a slice there and back
-        owned = sum(part.updater.values.numel() for part, _ in parts.trained)
-        planned[Purpose.AVERAGE_REPLICAS] = 2 * owned * work.updates
     rows = []
     for purpose in Purpose:
         count = counts.get(purpose, Count())

@@ -1,16 +1,15 @@
 """A plan, a model and an optimizer become parts: the one place where fields of the plan choose techniques."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zeroshard.activations import ActivationStore, Keep
-from zeroshard.comm import Comm
+from zeroshard.engine.axes import Axes
 from zeroshard.engine.fitting import Fitting
-from zeroshard.engine.groups import Groups
 from zeroshard.engine.refused import check_machine
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
@@ -26,7 +25,9 @@ from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.late import AtOnce, LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
+from zeroshard.parts.place import Axis, Place, Split
 from zeroshard.parts.saver import Saver
+from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
 from zeroshard.pipeline import policy as pipelines
@@ -79,21 +80,27 @@ class Builder:
         self,
         model: nn.Module,
         plan: Plan,
-        groups: Groups,
+        axes: Axes,
         ledger: Ledger,
         stage: Stage | WholeModel,
         scale: Callable[[], float],
     ) -> None:
         self._stage = stage
-        self._groups, comm = groups, groups.slices
+        self._axes, comm = axes, axes.dense.slices.comm
         self._model, self._plan, self._comm, self._ledger, self._scale = model, plan, comm, ledger, scale
         self._residency = Residency.of_stage(plan.zero)
         self._precision = Precision.named(plan.precision)
         self._arena = Arena(ledger, comm.buffer)
+        self._splits: dict[nn.Parameter, Split] = {}
         self._lower: LowerTiers | None = None
         self._late: LateUpdates = AtOnce()
 
-    def build(self, torch_optimizer: torch.optim.Optimizer, initialise: Initialiser | None) -> Assembly:
+    def build(
+        self,
+        torch_optimizer: torch.optim.Optimizer,
+        initialise: Initialiser | None,
+        techniques: Sequence[Technique] = (),
+    ) -> Assembly:
         """Cut the model into flats, give them values, and point the optimizer at what this rank updates.
 
         Raises:
@@ -101,6 +108,8 @@ class Builder:
         """
         layout = check_elementwise(torch_optimizer)
         _refuse_used(torch_optimizer)
+        for technique in techniques:
+            self._cut(technique, torch_optimizer)
         groups = _group_of(torch_optimizer, self._model)
         kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
         units, skip = self._stage.units, self._stage.skipped_modules
@@ -118,12 +127,13 @@ class Builder:
             for owner in unit.owners:
                 materialiser.materialise(owner)
             parts.append([])
-            for (dtype, trainable), members in kinds.items():
+            for (dtype, trainable, axis), members in kinds.items():
                 real = {name: materialiser.real(parameter) for name, parameter in members.items()}
-                flat = Flat(unit, real, dtype, trainable, self._comm.mesh.ranks)
+                place = self._axes.place(axis)
+                flat = Flat(unit, real, dtype, trainable, place.slices.size, axis)
                 keyed = any(parameter.is_meta for parameter in members.values())
                 numbers = [groups.get(parameter, -1) for parameter in members.values()]
-                parts[-1].append(self._part(flat, keyed, numbers, unit.number in going))
+                parts[-1].append(self._part(flat, place, keyed, numbers, unit.number in going))
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
         dtype_of = lambda p: self._precision.dtype_of(p, p in kept)  # noqa: E731
@@ -139,6 +149,21 @@ class Builder:
             Parts(units, parts, self._arena), self._spans, layout, self._precision, self._gatherer(units, parts),
             self._late, self._saver(),
         )  # fmt: skip
+
+    def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer) -> None:
+        """Let a technique put parts in the place of parameters, and the optimizer have those.
+
+        The parameters are rank 0's before; those on the meta device get their values later, by their names.
+        """
+        for name, parameter in self._model.named_parameters():
+            if not parameter.is_meta:
+                self._axes.world.broadcast(parameter.data, f"initial {name}")
+        before = dict(self._model.named_parameters())
+        self._splits |= technique.cut(self._model, self._axes.new)
+        after = dict(self._model.named_parameters())
+        new = {parameter: after[name] for name, parameter in before.items() if after[name] is not parameter}
+        for group in optimizer.param_groups:
+            group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
 
     def _offload(self, units: list[Unit], optimizer: torch.optim.Optimizer) -> set[int]:
         """Find the tiers below the device, if the plan uses them; the numbers of the units that are updated there."""
@@ -218,7 +243,7 @@ class Builder:
         reason: str | None = "the ranks do not compute on CPUs"
         if mesh.device.type == "cpu":
             reason = self._comm.share(nbytes)
-            reasons = self._groups.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
+            reasons = self._axes.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
             reason = next((found for found in reasons if found), None)
             if reason is not None:
                 self._comm.shared = None
@@ -227,19 +252,23 @@ class Builder:
 
     def _kinds(
         self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
-    ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
-        """A unit's parameters by (dtype, trainable), small ones last, those of one optimizer group side by side."""
-        kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    ) -> dict[tuple[torch.dtype, bool, str | None], dict[str, nn.Parameter]]:
+        """A unit's parameters by (dtype, trainable, axis over which they are split).
+
+        Small ones come last, those of one optimizer group side by side.
+        """
+        kinds: dict[tuple[torch.dtype, bool, str | None], dict[str, nn.Parameter]] = {}
         by_group = sorted(unit.parameters.items(), key=lambda item: (is_small(item[1]), groups.get(item[1], -1)))
         for name, parameter in by_group:
             key = (
                 self._precision.dtype_of(parameter, parameter in kept),
                 parameter in groups and parameter.requires_grad,
+                self._splits[parameter].axis if parameter in self._splits else None,
             )
             kinds.setdefault(key, {})[name] = parameter
         return kinds
 
-    def _part(self, flat: Flat, keyed: bool, groups: list[int], below: bool) -> Part:
+    def _part(self, flat: Flat, place: Place, keyed: bool, groups: list[int], below: bool) -> Part:
         """Give a flat its buffers and values.
 
         Args:
@@ -247,25 +276,30 @@ class Builder:
             groups: the optimizer group of each parameter.
             below: whether it is updated below the device, if it is trained.
         """
-        weights, index = self._weights(flat), flat.index
+        weights, index = self._weights(flat, place), flat.index
+        splits = {
+            entry.name: self._splits[parameter]
+            for entry, parameter in zip(index.entries, flat.parameters, strict=True)
+            if parameter in self._splits
+        }
         start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
-        values = self._load(weights, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or below))
+        values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or below))
         if not flat.trainable:
             kept = (weights.own, start) if weights.sliced else (weights.full, 0)
-            return Part(flat, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
+            return Part(flat, place, splits, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
         accumulation = self._accumulation()
         if below:
-            total = self._host_sum(flat, accumulation)
+            total = self._host_sum(flat, place, accumulation)
             updater = self._host_updater(weights, values[start:stop], start, groups, total)
-            gradients = self._gradients(flat, accumulation, total)
+            gradients = self._gradients(flat, place, accumulation, total)
         else:
             updater = self._updater(weights, values[start:stop], start, groups)
-            gradients = self._gradients(flat, accumulation, None)
-        return Part(flat, weights, gradients, updater, OneVersion(weights), flat.edits)
+            gradients = self._gradients(flat, place, accumulation, None)
+        return Part(flat, place, splits, weights, gradients, updater, OneVersion(weights), flat.edits)
 
-    def _weights(self, flat: Flat) -> Weights:
+    def _weights(self, flat: Flat, place: Place) -> Weights:
         """Whole, shared or sliced parameters."""
-        residency, comm, ledger = self._residency, self._comm, self._ledger
+        residency, comm, ledger = self._residency, place.slices.comm, self._ledger
         if residency.slice_states and comm.shared is not None:
             return Mapped(flat, comm, ledger, publishes=True)
         keeper: Keeper | None = self._lower if self._lower is not None and self._lower.policy.parameters else None
@@ -273,18 +307,18 @@ class Builder:
             return Sliced(flat, comm, ledger, keeper or OnDevice(comm.mesh.device, ledger))
         return Whole(flat, comm, ledger, residency.spread_after_update)
 
-    def _load(self, weights: Weights, keyed: bool, exact: bool) -> torch.Tensor:
+    def _load(self, weights: Weights, place: Place, keyed: bool, exact: bool) -> torch.Tensor:
         """Set the parameters to their initial values; these [N*S], apart from the parameters if `exact`."""
         flat, dtype = weights.flat, _precise(weights.flat)
         if exact or weights.sliced or dtype != flat.dtype:
             values = torch.zeros(flat.index.padded_numel, dtype=dtype, device=self._comm.mesh.device)
-            self._fill(values, flat, keyed, self._groups.alike)
+            self._fill(values, flat, keyed, place.owners)
             weights.load(values)
             return values
         if weights.copied:
-            self._fill(weights.full, flat, keyed, self._groups.alike)
+            self._fill(weights.full, flat, keyed, place.owners)
         elif weights.rank == 0:
-            self._fill(weights.full, flat, keyed, self._groups.replicas)
+            self._fill(weights.full, flat, keyed, place.copies)
         flat.attach()
         return weights.full
 
@@ -316,22 +350,23 @@ class Builder:
         masters.copy_(values)
         return HostUpdater(weights, masters, start, self._spans, groups, updates, unit)
 
-    def _host_sum(self, flat: Flat, accumulation: Accumulation) -> HostSum:
+    def _host_sum(self, flat: Flat, place: Place, accumulation: Accumulation) -> HostSum:
         """Where the gradients of a slice go that is updated below the device."""
         assert self._lower is not None
         several = accumulation.local or accumulation.reduced
         dtype = _precise(flat, torch.float32) if several else flat.dtype
-        lower, rank = self._lower, self._comm.mesh.rank
+        lower, rank = self._lower, place.slices.rank
         return HostSum(lower.link, lower.host, self._arena, flat, dtype, rank, lower.policy.delayed)
 
-    def _gradients(self, flat: Flat, accumulation: Accumulation, total: GradientSum | None) -> Gradients:
+    def _gradients(self, flat: Flat, place: Place, accumulation: Accumulation, total: GradientSum | None) -> Gradients:
         """Buffer, sum and reduction of a flat's gradients.
 
         Args:
             total: where they add up, if not on the device.
         """
-        comm, ledger, arena, residency = self._comm, self._ledger, self._arena, self._residency
-        alone, below = comm.mesh.ranks == 1 and total is None, total is not None
+        comm, ledger, arena, residency = place.slices.comm, self._ledger, self._arena, self._residency
+        below = total is not None
+        alone = comm.mesh.ranks == 1 and place.divisor == 1 and not below
         sums = torch.promote_types(flat.dtype, torch.float32)
         locally = accumulation.local or (accumulation.reduced and alone)
         kept = not residency.slice_gradients or alone
@@ -347,18 +382,18 @@ class Builder:
         if comm.mesh.ranks > 1:
             kind = Scatter if residency.slice_states else AllReduce
             wire = accumulation.wire_dtype
-            reduction = kind(flat, comm, arena, buffer, total, wire, divisor=comm.mesh.ranks)
-        elif below:
-            reduction = Direct(buffer, total)
+            reduction = kind(flat, comm, arena, buffer, total, wire, place.divisor)
+        elif not alone:
+            reduction = Direct(flat, arena, buffer, total, place.divisor)
         interval = flat.index.interval(comm.mesh.rank)
         return Gradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not below)
 
-    def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, comm: Comm | None) -> None:
-        """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of `comm`."""
+    def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, axis: Axis | None) -> None:
+        """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of an axis."""
         for number, parameter in enumerate(flat.parameters):
             flat.view(values, number).copy_(parameter.detach())
-        if not keyed and comm is not None:
-            comm.broadcast(values, f"initial weights {flat.label}")
+        if not keyed and axis is not None:
+            axis.comm.broadcast(values, f"initial weights {flat.label}")
 
     def _accumulation(self) -> Accumulation:
         several, each = self._plan.microbatches_per_update > 1, self._plan.reduces_each_microbatch
@@ -373,7 +408,7 @@ class Builder:
                     module._buffers[name] = torch.empty_like(buffer, device="meta")
                     continue
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
-                self._groups.alike.broadcast(placed, f"buffer {name}")
+                self._axes.alike.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
 
 
@@ -383,6 +418,21 @@ def _state_nbytes(part: Part, layout: StateLayout) -> int:
         return 0
     values = part.updater.values
     return values.numel() * layout.bytes_per_element * values.itemsize // 4
+
+
+TECHNIQUES: list[Callable[[Plan], Technique | None]] = []  # makes those that a plan asks for
+
+
+def techniques_of(plan: Plan) -> list[Technique]:
+    """What splits parameters under a plan.
+
+    Raises:
+        PlanError: it does not combine with stages.
+    """
+    found = [technique for make in TECHNIQUES if (technique := make(plan)) is not None]
+    if found and plan.pipelined:
+        raise PlanError(f"Parameters are split inside of layers and stages={plan.stages}; set stages to 1.")
+    return found
 
 
 def cut_of(plan: Plan) -> pipelines.Policy:

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.groups import Groups
 from zeroshard.engine.replicas import digest_of
 from zeroshard.engine.writes import Writes
 from zeroshard.errors import PlanError
@@ -16,10 +16,10 @@ from zeroshard.parts.part import Part
 class Editing:
     """Gathers all parameters of one engine, and takes over what is written into them."""
 
-    def __init__(self, assembly: Assembly, groups: Groups, writes: Writes) -> None:
+    def __init__(self, assembly: Assembly, axes: Axes, writes: Writes) -> None:
         self._parts, self._gatherer, self._late = assembly.parts, assembly.gatherer, assembly.late
         self._writes = writes
-        self._world = groups.world
+        self._world = axes.world
 
     def whole(self) -> AbstractContextManager[None]:
         """Whole parameters on every rank inside; a collective call."""

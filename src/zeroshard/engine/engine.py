@@ -18,13 +18,13 @@ from zeroshard.comm import Comm
 from zeroshard.counts import merged
 from zeroshard.engine.alike import check_alike, check_settings
 from zeroshard.engine.arguments import check_arguments
+from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import call_with, loss_in
 from zeroshard.engine.buffers import whole_state_dict
-from zeroshard.engine.build import Builder, OptimizerLike, cut_of
+from zeroshard.engine.build import Builder, OptimizerLike, cut_of, techniques_of
 from zeroshard.engine.editing import Editing
 from zeroshard.engine.forward import Forward, Hook
-from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge, StepResult
 from zeroshard.engine.model_checks import check_model, guard
 from zeroshard.engine.one_stage import OneStage
@@ -97,19 +97,20 @@ class Engine(Readings):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
         self._stage = make_stage(model, cut_of(self.plan), self.mesh, example, self._run)
-        self._groups = Groups.of(self.plan, self._stage)
-        self.world, self.comm = self._groups.world, self._groups.slices
+        techniques = techniques_of(self.plan)
+        self._axes = Axes(self._stage, self.plan.shard_ranks, techniques)
+        self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied = tied_names(model)
         self._judge = Judge(self.plan)
-        builder = Builder(model, self.plan, self._groups, self.ledger, self._stage, lambda: self._judge.scale)
-        self._assembly = builder.build(optimizer, initialise)
+        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, lambda: self._judge.scale)
+        self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
         self._backward = Backward(self._assembly, self.comm, self.plan.scales_loss, explicit=self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
         writes = self._forward.writes
-        self._editing = Editing(self._assembly, self._groups, writes)
-        self._update = Update(self._assembly, self._backward, self._groups, writes)
-        self._state = State(model, self._assembly, self._groups, self.ledger, self._stage, tied)
+        self._editing = Editing(self._assembly, self._axes, writes)
+        self._update = Update(self._assembly, self._backward, self._axes, writes)
+        self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
         self._order = self._make_order()
         self._counts = {}
@@ -356,7 +357,7 @@ class Engine(Readings):
             DivergenceError: they differ, with the parameters and the ranks.
         """
         self.flush()
-        check_replicas(self._assembly.parts, self._groups, self._stage)
+        check_replicas(self._assembly.parts, self._axes)
 
     def _take_over(self) -> None:
         """Go on with the weights that were read."""
@@ -388,13 +389,13 @@ class Engine(Readings):
         self.skipped += verdict.skip if verdict else False
         self._forward.end_step()
         moved, self.exposed = self._late.count()
-        self._counts = merged([*(comm.counts for comm in self._groups.all), moved])
+        self._counts = merged([*(comm.counts for comm in self._axes.all), moved])
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
         return StepResult(self.steps, norm, scale, verdict.skip if verdict else False, loss)
 
     def _reset_counts(self) -> None:
-        for comm in self._groups.all:
+        for comm in self._axes.all:
             comm.reset()
 
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

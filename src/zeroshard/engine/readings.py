@@ -10,8 +10,8 @@ from zeroshard import link
 from zeroshard.comm import Comm
 from zeroshard.counts import BETWEEN_TIERS, Count, Purpose
 from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
+from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.groups import Groups
 from zeroshard.engine.judge import Judge
 from zeroshard.engine.state import State
 from zeroshard.ledger import Event, Ledger
@@ -49,7 +49,7 @@ class Readings:
     comm: Comm
     _assembly: Assembly
     _counts: Mapping[Purpose, Count]
-    _groups: Groups
+    _axes: Axes
     _judge: Judge
     _order: Order
     _stage: Stage | Whole
@@ -92,12 +92,12 @@ class Readings:
     @property
     def lane(self) -> int:
         """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""
-        return self._stage.lane
+        return self._axes.lane
 
     @property
     def lanes(self) -> int:
         """How many batches, one per lane, make up a step."""
-        return self._stage.lanes
+        return self._axes.lanes
 
     @property
     def knows_loss(self) -> bool:
@@ -150,7 +150,7 @@ class Readings:
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""
         messages = self._order.planned_messages()
-        return traffic_table(self._assembly.parts, self._work, self._groups, self._counts, messages)
+        return traffic_table(self._assembly.parts, self._work, self._counts, messages)
 
     @property
     def _work(self) -> Work:

@@ -6,77 +6,70 @@ have one copy, with which there is nothing to compare.
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zeroshard.engine.groups import Groups
+from zeroshard.engine.axes import Axes
 from zeroshard.errors import DivergenceError
 from zeroshard.parts.part import Part, Parts
-from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.whole import Whole
+from zeroshard.parts.place import Axis
 
 CHUNK = 2**24  # bytes on the host at a time
 SHOWN = 5  # differences in an error
+ENTRY = struct.Struct("<BI")  # the number of an axis, and a digest
 
 Pieces = list[tuple[str, torch.Tensor]]  # what it is of which parameter, and its values
 
 
-@dataclass(slots=True)
-class Copies:
-    """Which parts of this rank's memory other ranks have as well.
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What other ranks of an axis have as well: names and values."""
 
-    Attributes:
-        slices: of each flat, what the ranks with the same slice in other groups have too.
-        whole: of each flat, what all ranks that slice among themselves have.
-    """
-
-    slices: list[Pieces]
-    whole: list[Pieces]
-
-    @classmethod
-    def of(cls, parts: Parts, groups: Groups) -> "Copies":
-        """Everything that there is in copies."""
-        copies = cls([], [])
-        for part in parts.all:
-            weights, index = part.weights, part.flat.index
-            if weights.copied:
-                copies.whole.append(_pieces(part, "parameter", weights.full, 0))
-            with part.updater.at_hand():
-                updated = [*_masters(part), *_states(part)]
-            if groups.replicas is not None:
-                own = _pieces(part, "parameter", weights.own, index.interval(weights.rank)[0])
-                copies.slices.append([*own, *updated])
-            elif index.ranks > 1 and part.updater.values.numel() == index.padded_numel:
-                copies.whole.append(updated)
-        return copies
+    axis: Axis
+    pieces: Pieces
 
 
-def check_replicas(parts: Parts, groups: Groups, stage: Stage | Whole) -> None:
+def copied(parts: Parts) -> Iterator[Copied]:
+    """Which parts of this rank's memory other ranks have."""
+    for part in parts.all:
+        place, weights, index = part.place, part.weights, part.flat.index
+        if weights.copied:
+            yield Copied(place.slices, _pieces(part, "parameter", weights.full, 0))
+        with part.updater.at_hand():
+            updated = [*_masters(part), *_states(part)]
+        own = _pieces(part, "parameter", weights.own, index.interval(weights.rank)[0])
+        for axis in (axis for axis in (place.copies, place.twins) if axis is not None):
+            yield Copied(axis, [*own, *updated])
+        if place.copies is None and index.ranks > 1 and part.updater.values.numel() == index.padded_numel:
+            yield Copied(place.slices, updated)
+
+
+def check_replicas(parts: Parts, axes: Axes) -> None:
     """Compare what must be the same on several ranks: a collective call of all ranks that train.
 
-    Full parameters at the stages that keep them; with groups of ranks, slices from group to group; and what the
-    optimizer keeps, where several ranks keep the same. Where weights have versions, the latest.
+    Full parameters at the stages that keep them; slices that several groups of ranks have; and what the optimizer
+    keeps, where several ranks keep the same. Where weights have versions, the latest.
 
     Raises:
         DivergenceError: on every rank, with the names of the parameters and of the ranks.
     """
-    world = groups.world
-    copies = Copies.of(parts, groups)
-    mine = [*copies.slices, *copies.whole]
-    words = b"".join(struct.pack("<I", digest_of(tensor for _, tensor in pieces)) for pieces in mine)
-    everyone = [list(struct.unpack(f"<{len(w) // 4}I", w)) for w in world.agree(words, "digests of the replicas")]
-    first_whole = len(copies.slices)
-    differing: list[tuple[list[int], int]] = []
-    for ranks, flats in _sets(groups, stage, first_whole):
-        crcs = [everyone[rank][flats] for rank in ranks]
-        place = first_whole if flats.start else 0
-        differing += [(ranks, place + n) for n, column in enumerate(zip(*crcs, strict=True)) if len(set(column)) > 1]
+    world, mine = axes.world, list(copied(parts))
+    numbers = {axis.name: number for number, axis in enumerate(axes.named)}
+    words = b"".join(
+        ENTRY.pack(numbers[each.axis.name], digest_of(values for _, values in each.pieces)) for each in mine
+    )
+    everyone = [list(ENTRY.iter_unpack(words)) for words in world.agree(words, "digests of the replicas")]
+    differing: list[tuple[Sequence[int], int]] = []
+    for number, axis in enumerate(axes.named):
+        for ranks in (group for group in axis.groups if len(group) > 1):
+            places = [n for n, (of, _) in enumerate(everyone[ranks[0]]) if of == number]
+            differing += [(ranks, n) for n in places if len({everyone[rank][n] for rank in ranks}) > 1]
     if not differing:
         return
     closer = {n for ranks, n in differing if world.mesh.rank in ranks}
-    details = {str(n): _details(mine[n]) for n in sorted(closer)}
+    details = {str(n): _details(mine[n].pieces) for n in sorted(closer)}
     answers = world.agree_on(details, "which parameters differ")
     found = [text for ranks, n in differing for text in _compare(ranks, [answers[rank][str(n)] for rank in ranks])]
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
@@ -86,17 +79,7 @@ def check_replicas(parts: Parts, groups: Groups, stage: Stage | Whole) -> None:
     )
 
 
-def _sets(groups: Groups, stage: Stage | Whole, slices: int) -> Iterator[tuple[list[int], slice]]:
-    """Ranks of the world that have the same, and which of their flats."""
-    for members in stage.parts:
-        size = len(members)
-        if groups.replicas is not None:
-            size = groups.slices.mesh.ranks
-            yield from ((members[place::size], slice(0, slices)) for place in range(size))
-        yield from ((members[first : first + size], slice(slices, None)) for first in range(0, len(members), size))
-
-
-def _compare(ranks: list[int], answers: list[dict[str, int]]) -> Iterator[str]:
+def _compare(ranks: Sequence[int], answers: list[dict[str, int]]) -> Iterator[str]:
     """In words, where the ranks' digests differ."""
     for name in dict.fromkeys(name for answer in answers for name in answer):
         sides: dict[int | None, list[int]] = {}

@@ -11,10 +11,10 @@ from torch import nn
 
 from zeroshard.checkpoint import Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
 from zeroshard.engine import rng
+from zeroshard.engine.axes import Axes
 from zeroshard.engine.buffers import Buffers, merged_facts
 from zeroshard.engine.build import Assembly
 from zeroshard.engine.facts import check_facts, plain, unfit
-from zeroshard.engine.groups import Groups
 from zeroshard.engine.restoring import WAY_OUT, Saved
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
@@ -31,18 +31,17 @@ class State:
         self,
         model: nn.Module,
         assembly: Assembly,
-        groups: Groups,
+        axes: Axes,
         ledger: Ledger,
         stage: Stage | Whole,
         tied: dict[str, str],
     ) -> None:
         self._tied = tied
-        self._model, self._comm, self._stage = model, groups.slices, stage
+        self._model, self._stage = model, stage
         self._parts, self._optimizer = assembly.parts, assembly.optimizer
-        self._world = groups.world
-        self.buffers = Buffers(model, groups.world.mesh, stage)
+        self._world = axes.world
+        self.buffers = Buffers(model, axes.world.mesh, stage)
         self._snapshot = Snapshot(ledger)
-        self._writes_slices = groups.replicas is None or groups.replicas.mesh.rank == 0
 
     def save(self, path: Path, facts: dict[str, Any], keep: int | None, wait: bool) -> Saving:
         """Write everything that the next step depends on; a collective call, which returns when all is copied.
@@ -206,12 +205,11 @@ class State:
 
     def _pieces(self) -> Iterator[Piece]:
         """This rank's slice of every tensor, whatever the stage."""
-        rank = self._comm.mesh.rank
-        for part in self._parts.all if self._writes_slices else []:
+        for part in (part for part in self._parts.all if part.place.counted):
             with part.updater.at_hand():
-                yield from self._pieces_of(part, rank)
+                yield from self._pieces_of(part, part.weights.rank)
         yield from self.buffers.pieces()
-        for name, state in rng.streams(self._comm.mesh.device):
+        for name, state in rng.streams(self._world.mesh.device):
             yield Piece(f"rng:{name}", tuple(state.shape), 0, state)
 
     def _pieces_of(self, part: Part, rank: int) -> Iterator[Piece]:

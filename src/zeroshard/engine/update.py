@@ -15,9 +15,9 @@ import torch
 
 from zeroshard.comm import Comm
 from zeroshard.engine.alike import Settings, check_settings
+from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward, either
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.groups import Groups
 from zeroshard.engine.writes import Writes
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.parts.gradients import Gradients
@@ -36,12 +36,12 @@ class Update:
         self,
         assembly: Assembly,
         backward: Backward,
-        groups: Groups,
+        axes: Axes,
         writes: Writes,
     ) -> None:
         self._parts, self._optimizer, self._late = assembly.parts, assembly.optimizer, assembly.late
-        self._backward, self._groups = backward, groups
-        self._comm = groups.alike
+        self._backward, self._axes = backward, axes
+        self._comm = axes.alike
         self._trained = assembly.parts.trained
         self._settled: tuple[int, Settled] | None = None
         self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
@@ -68,14 +68,11 @@ class Update:
         left = sorted({unit for word in words for unit in word.unreduced})
         if left:
             self._backward.reduce_units(left)
-        averages = self._groups.replicas is not None and self._averaged != self._backward.count
-        if averages:
-            for _, gradients in self._trained:
-                self._average(gradients)
-            self._averaged = self._backward.count
+        averages = self._averaged != self._backward.count and self._average()
+        self._averaged = self._backward.count
         if left or averages:
             words = self._agree(step)
-        norm = math.sqrt(sum(word.squares for word in words[: self._groups.slices.mesh.ranks]))  # of one group
+        norm = math.sqrt(sum(word.squares for word in words))
         settled = Settled(norm, reduce(either, (word.written for word in words)), all(word.sound for word in words))
         self._settled = (self._backward.count, settled)
         self._spread_written(settled)
@@ -92,10 +89,10 @@ class Update:
         norm = self.settle(step).norm
         if kind == 2:
             return norm
-        sums = [gradients.settle().settle() for _, gradients in self._trained]
+        sums = [gradients.settle().settle() for part, gradients in self._trained if part.place.counted]
         parts = [float(torch.linalg.vector_norm(each, kind, dtype=torch.float64)) for each in sums]
         own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
-        everyone = self._groups.slices.agree(struct.pack("<d", own), f"norm of step {step}")
+        everyone = self._comm.agree(struct.pack("<d", own), f"norm of step {step}")
         norms = torch.tensor([struct.unpack("<d", word)[0] for word in everyone], dtype=torch.float64)
         return float(torch.linalg.vector_norm(norms, kind))
 
@@ -215,10 +212,10 @@ class Update:
     def _agree(self, step: int) -> "list[_Word]":
         unreduced = self._backward.unreduced()
         squares = 0.0 if unreduced else self._squares()
-        digests = self._groups.slices.digests
+        digests = self._axes.digests
         groups = self._optimizer.optimizer.param_groups
         settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
-        mine = HEAD.pack(step, digests["gather"], digests["reduce"], settings, squares, self._sound)
+        mine = HEAD.pack(step, *digests, settings, squares, self._sound)
         mine += bytes(unit in unreduced for unit in range(len(self._parts.units)))
         mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
         words = [_Word.unpack(w, len(self._parts.units)) for w in self._comm.agree(mine, f"agreement on step {step}")]
@@ -233,16 +230,18 @@ class Update:
             check_settings(self._comm, groups)
         return words
 
-    def _average(self, gradients: Gradients) -> None:
-        """Let a sum be the mean over all groups of ranks; a collective call."""
-        comm, arena = self._groups.replicas, self._parts.arena
-        assert comm is not None
-        label = f"replicas of {gradients.flat.label}"
-        gradients.change(lambda total: average(total, comm, arena, label), filled=True)
+    def _average(self) -> bool:
+        """Let each sum be the mean over all copies of its slice, a collective call; whether there are any."""
+        arena, copied = self._parts.arena, [item for item in self._trained if item[0].place.copies is not None]
+        for part, gradients in copied:
+            assert part.place.copies is not None
+            over = partial(average, comm=part.place.copies.comm, arena=arena, label=f"replicas of {part.flat.label}")
+            gradients.change(over, filled=True)
+        return bool(copied)
 
     def _squares(self) -> float:
         """This rank's share of the squared norm."""
-        sums = [gradients.settle() for _, gradients in self._trained]
+        sums = [gradients.settle() for part, gradients in self._trained if part.place.counted]
         found = [*(each.norm() for each in sums), *self._backward.losses]
         if len({(norm.device, norm.dtype) for norm in found}) > 1:
             found = [norm.to(found[0].device, torch.float64) for norm in found]

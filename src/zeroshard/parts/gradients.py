@@ -29,7 +29,7 @@ class GradientSum(Protocol):
         """Where the next mean [S] is to be put, or added."""
 
     def put(self, mean: torch.Tensor) -> None:
-        """The mean [S] is there; it stays as it is until `release`."""
+        """Take in a mean [S], in its room or elsewhere; it stays as it is until `release`."""
 
     def release(self) -> None:
         """Wait until the room is free again."""

@@ -1,13 +1,15 @@
 """A part: one flat buffer with its weights, gradients and updater; and all parts of a model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from zeroshard.counts import Purpose
 from zeroshard.ledger import Arena, Category
 from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.place import Place, Split
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
@@ -82,11 +84,15 @@ class Part:
     """One flat buffer with all that techniques hang on it.
 
     Attributes:
+        place: where it lies among the ranks.
+        splits: by name, parameters that are parts of larger tensors.
         gradients: None where nothing is trained.
         edits: how often the user has written into the parameters where it was taken over.
     """
 
     flat: Flat
+    place: Place
+    splits: Mapping[str, Split]
     weights: Weights
     gradients: Gradients | None
     updater: Updater
@@ -117,6 +123,8 @@ class Part:
         yield from self.weights.wire(work)
         if self.gradients is not None:
             yield from self.gradients.wire(work)
+            if self.place.copies is not None:  # a slice there and back
+                yield Purpose.AVERAGE_REPLICAS, 2 * self.flat.index.slice_numel * work.updates
         yield from self.updater.wire(work)
 
     def next_version(self) -> None:

@@ -285,7 +285,8 @@ def _cut(model: nn.Module, policy: Policy, chain: Chain, world: Comm, forward: C
     if chunks > chain.blocks:
         raise PlanError(
             f"stages={policy.stages} times chunks={policy.chunks} makes {chunks} chunks and the model has "
-            f"{chain.blocks} blocks, and each chunk needs one. Make stages times chunks {chain.blocks} or less, or name more units."
+            f"{chain.blocks} blocks, and each chunk needs one. Make stages times chunks {chain.blocks} or less, or "
+            f"name more units."
         )
     if policy.split:
         firsts = [0, *(chain.number(name) for name in policy.split)]

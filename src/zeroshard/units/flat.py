@@ -37,9 +37,15 @@ class Flat:
     """
 
     def __init__(
-        self, unit: Unit, parameters: dict[str, nn.Parameter], dtype: torch.dtype, trainable: bool, ranks: int
+        self,
+        unit: Unit,
+        parameters: dict[str, nn.Parameter],
+        dtype: torch.dtype,
+        trainable: bool,
+        ranks: int,
+        split: str | None = None,
     ) -> None:
-        self.unit = unit
+        self.unit, self._split = unit, split
         self.index = Index.of([(name, parameter.shape) for name, parameter in parameters.items()], ranks)
         self.dtype = dtype
         self.trainable = trainable
@@ -59,8 +65,8 @@ class Flat:
     @property
     def label(self) -> str:
         """The name that people see; where a unit has several flats, their kinds tell them apart."""
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.unit.label}[{kind}{'' if self.trainable else ', frozen'}]"
+        kinds = [str(self.dtype).removeprefix("torch."), "" if self.trainable else "frozen", self._split or ""]
+        return f"{self.unit.label}[{', '.join(filter(None, kinds))}]"
 
     def view(self, buffer: torch.Tensor, number: int) -> torch.Tensor:
         """The part of `buffer` [padded] that is parameter `number`, in its true shape."""

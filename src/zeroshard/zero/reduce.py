@@ -51,17 +51,24 @@ class Alone:
 
 
 class Direct(Alone):
-    """One rank whose sum is elsewhere: the gradient buffer goes there as it is."""
+    """One rank that has the slice alone, and whose sum is not the gradient buffer.
+
+    Args:
+        divisor: data lanes behind the loss, where they are more than the ranks that hold the slice.
+    """
 
     needed = True
 
-    def __init__(self, buffer: GradientBuffer, total: GradientSum) -> None:
-        self._buffer, self._sum = buffer, total
+    def __init__(self, flat: Flat, arena: Arena, buffer: GradientBuffer, total: GradientSum, divisor: int) -> None:
+        self._flat, self._arena, self._buffer, self._sum, self._divisor = flat, arena, buffer, total, divisor
         self._leaving = False
 
     def start(self) -> None:
         """Begin to add the gradients to the sum."""
-        self._sum.put(self._buffer.ready())
+        buffer = self._buffer.ready()
+        if self._divisor > 1:
+            buffer.mul_(1.0 / self._divisor)
+        self._sum.put(buffer)
         self._leaving = True
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from zeroshard.comm import Comm
 from zeroshard.ledger import Category, Ledger
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.transport import same_place
 from zeroshard.units import Flat, norm_of
 from zeroshard.zero.buffer import GradientBuffer
 
@@ -121,6 +122,13 @@ class DeviceSum(BufferSum):
         """The gradient buffer is about to be written: a sum that lies in it moves out."""
         if self.adds and self._own is None:
             self._separate()
+
+    def put(self, mean: torch.Tensor) -> None:
+        """A mean is there; one that is elsewhere than in the room is copied, or added."""
+        total = self.total
+        if not same_place(mean, total):
+            total.add_(mean) if self.adds else total.copy_(mean)
+        self.adds = True
 
     def widen(self, empty: bool = False) -> None:
         """Be in fp32 or wider from now on.
