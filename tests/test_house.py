@@ -17,7 +17,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "lock", "mesh"), 0),
     **dict.fromkeys(("platform", "rendezvous", "leases", "version", "link", "tiers"), 0),
-    **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
+    **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and boxes
     **dict.fromkeys(("zero", "optim", "precision", "pipeline"), 2),  # the techniques, which never import each other
     **dict.fromkeys(("data_parallel", "offload", "activations"), 2),
     "plan": 3,

@@ -39,6 +39,15 @@ class Box:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def inside(self, whole: "Box") -> bool:
+        """Whether this is a box, and no element of it is outside of `whole`."""
+        if not len(self.start) == len(self.shape) == len(whole.shape):
+            return False
+        for start, length, origin, size in zip(self.start, self.shape, whole.start, whole.shape, strict=True):
+            if length < 0 or not origin <= start <= origin + size - length:
+                return False
+        return True
+
     def slices(self, within: "Box") -> tuple[slice, ...]:
         """The index of these elements in a tensor that holds the values of `within`."""
         firsts = (start - origin for start, origin in zip(self.start, within.start, strict=True))
@@ -55,7 +64,7 @@ class Box:
 
     def __str__(self) -> str:
         """The box as Python writes slices, such as `0:2,3:7`."""
-        return ",".join(f"{start}:{start + length}" for start, length in zip(self.start, self.shape, strict=True))
+        return ",".join(f"{start}:{start + length}" for start, length in zip(self.start, self.shape, strict=False))
 
 
 def cut(box: Box, low: int, high: int) -> list[Box]:
@@ -105,7 +114,7 @@ def extent(boxes: Sequence[Box], wanted: Sequence[Box]) -> range:
         for common in filter(None, (intersection(box, other) for other in wanted)):
             low = min(low, at + common.offset(box))
             high = max(high, at + common.end(box))
-    return range(low, max(low, high))
+    return range(low, high) if low < high else range(0)
 
 
 def copy_common(into: torch.Tensor, wanted: Sequence[Box], values: torch.Tensor, held: Sequence[Box]) -> int:

@@ -215,7 +215,7 @@ class State:
                 yield from self._pieces_of(shard, rank)
         yield from self.buffers.pieces()
         for name, state in rng.streams(self._comm.mesh.device):
-            yield Piece(f"rng:{name}", tuple(state.shape), 0, state)
+            yield Piece.whole(f"rng:{name}", state)
 
     def _pieces_of(self, shard: Shard, rank: int) -> Iterator[Piece]:
         index, start = shard.flat.index, shard.start
@@ -225,12 +225,12 @@ class State:
             weights = shard.owned[low - start : high - start]
             if shard.home is not None and shard.home.on_disk:
                 weights = weights.clone()  # for it is here no longer than this takes
-            yield Piece(f"weight:{entry.name}", shape, first, weights)
+            yield from Piece.cut(f"weight:{entry.name}", shape, first, weights)
             for key, value in self._elements(shard, low, high):
-                yield Piece(f"{key}:{entry.name}", shape, first, value)
+                yield from Piece.cut(f"{key}:{entry.name}", shape, first, value)
         if rank == 0:
             for entry in (entry for entry in index.entries if entry.numel == 0):
-                yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, shard.owned[:0])
+                yield from Piece.cut(f"weight:{entry.name}", tuple(entry.shape), 0, shard.owned[:0])
 
     def _elements(self, shard: Shard, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
