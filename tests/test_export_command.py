@@ -171,20 +171,20 @@ def test_one_tensor_is_in_memory(
     gc.freeze()  # what is there already is not counted
     request.addfinalizer(gc.unfreeze)
     mapped: set[int] = set()
-    before, seen, blocks = live(mapped), [], Reader._blocks
+    before, seen, block = live(mapped), [], Reader._block
 
     class Watched(Disk):
         def reached(self, operation: str, path: Path) -> None:
             seen.append(live(mapped) - before)
 
     def watched(*args: Any) -> Any:
-        for block in blocks(*args):
-            mapped.add(block[1].untyped_storage().data_ptr())
-            seen.append(live(mapped) - before)
-            yield block
+        values = block(*args)
+        mapped.add(values.untyped_storage().data_ptr())
+        seen.append(live(mapped) - before)
+        return values
 
     monkeypatch.setattr(export_command, "Disk", Watched)
-    monkeypatch.setattr(Reader, "_blocks", watched)
+    monkeypatch.setattr(Reader, "_block", watched)
     main(["export", "c", *words])
     assert len(seen) > 2 * 2 * count  # between blocks read, and between blocks written
     assert size // 2 <= max(seen) <= size + BLOCK

@@ -17,7 +17,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "lock", "mesh"), 0),
     **dict.fromkeys(("platform", "rendezvous", "leases", "version", "link", "tiers"), 0),
-    **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and intervals
+    **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and boxes
     "parts": 1.3,  # protocols through which techniques reach the engine
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other

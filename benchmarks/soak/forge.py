@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import MANIFEST, Order, Piece, Reader, write
+from zeroshard.checkpoint import MANIFEST, Box, Order, Piece, Reader, write
 from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.checkpoint.stream import BLOCK
@@ -103,19 +103,24 @@ class Desk:
 
 
 def in_two(path: Path, to: Path) -> None:
-    """The same state as two ranks would write it."""
+    """The same state as two ranks would write it: each has one half of the columns of a matrix, or of a vector."""
     reader, desk = Reader(path), Desk()
     facts = {name: value for name, value in reader.facts.items() if name != "ranks"}
     for rank in (1, 0):
         pieces = []
         for name, entry in reader.tensors.items():
             if name.startswith(("buffer:", "rng:")):
-                pieces.append(Piece(name, entry.shape, 0, reader.whole(name)))
+                pieces.append(Piece.whole(name, reader.whole(name).view(entry.shape)))
                 continue
-            cuts = [entry.numel * part // RANKS for part in (rank, rank + 1)]
-            values = torch.empty(cuts[1] - cuts[0], dtype=entry.dtype)
-            reader.read(name, values, cuts[0])
-            pieces.append(Piece(name, entry.shape, cuts[0], values))
+            if not entry.shape:
+                pieces += [Piece.whole(name, reader.whole(name).view(()))] if rank == 0 else []
+                continue
+            *rows, columns = entry.shape
+            low, high = (columns * part // RANKS for part in (rank, rank + 1))
+            box = Box((*(0 for _ in rows), low), (*rows, high - low))
+            values = torch.empty(box.numel, dtype=entry.dtype)
+            reader.read(name, values, 0, box)
+            pieces += Piece.cut(name, entry.shape, 0, values, box)
         write(Order(to, "two", pieces, facts, lambda everyone: everyone[0]), zs.Mesh(rank, RANKS), desk)
 
 
@@ -245,7 +250,7 @@ def forge_optimizer(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def forge_tensors(drawn: random.Random, path: Path, other: Path) -> None:
-    """Names, shapes, dtypes, intervals, digests or files of tensors are others, or a tensor is gone."""
+    """Names, shapes, dtypes, chunks, digests or files of tensors are others, or a tensor is gone."""
     table = _table(path)
     tensors = table["tensors"]
     name = drawn.choice(sorted(tensors))
@@ -261,18 +266,78 @@ def forge_tensors(drawn: random.Random, path: Path, other: Path) -> None:
     _seal(path, table)
 
 
-def forge_header(drawn: random.Random, path: Path, other: Path) -> None:
-    """A file's header says something else, and the manifest has its digest."""
-    file = drawn.choice(sorted(path.glob("*.safetensors")))
+def forge_boxes(drawn: random.Random, path: Path, other: Path) -> None:
+    """Chunks of a tensor are other boxes: negative, too long, moved, of other dimensions or types, doubled or gone.
+
+    Half of the time the header of their file names them as the manifest does.
+    """
+    table = _table(path)
+    tensors = table["tensors"]
+    name = drawn.choice(sorted(name for name in tensors if tensors[name]["shape"]))
+    chunks = tensors[name]["chunks"]
+    chunk = drawn.choice(chunks)
+    file, start, lengths, _ = chunk
+    before = _key(name, start, lengths)
+    axis, change = drawn.randrange(len(start)), drawn.randrange(11)
+    if change == 0:
+        start[axis] += drawn.choice((-1, 1, 2**53, -(2**63), 10**30))
+    elif change == 1:
+        lengths[axis] += drawn.choice((-1, 1, -2 * lengths[axis], 2**53, 10**30))
+    elif change == 2:
+        start[axis], lengths[axis] = start[axis] + lengths[axis], -lengths[axis]
+    elif change == 3:
+        drawn.choice((start, lengths))[axis] = drawn.choice((True, False, None, 1.0, "1", [1], {}))
+    elif change == 4:
+        start.append(0), lengths.append(1)
+    elif change == 5:
+        drawn.choice((start, lengths)).pop()
+    elif change == 6:
+        lengths.reverse()
+    elif change == 7:
+        chunks.append(copy.deepcopy(chunk))
+    elif change == 8:
+        chunks.remove(chunk)
+    elif change == 9:
+        chunks[0][1], chunks[-1][1] = chunks[-1][1], chunks[0][1]
+    else:
+        chunk[1:3] = 0, 2  # as in format 2
+    if drawn.random() < 0.5:
+        after = _key(name, start, lengths)
+        header = {after if key == before else key: row for key, row in _header(path / file).items()}
+        _write_header(path / file, header, table)
+    _seal(path, table)
+
+
+def _key(name: str, start: list[Any], lengths: list[Any]) -> str:
+    """The key of a chunk in its file, whatever is said of its box."""
+    ends = [
+        (low, low + length) for low, length in zip(start, lengths, strict=False) if type(low) is type(length) is int
+    ]
+    return f"{name}[{','.join(f'{low}:{high}' for low, high in ends)}]"
+
+
+def _write_header(file: Path, header: dict[str, Any], table: dict[str, Any]) -> None:
+    """Let a file's header say something else, and the manifest have its digest."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    _edit(drawn, header)
     text = json.dumps(header).encode()
     head = len(text).to_bytes(8, "little") + text
     file.write_bytes(head + content[start:])
-    table = _table(path)
     table["files"][file.name] = [len(head) + len(content) - start, zlib.crc32(head)]
+
+
+def _header(file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header
+
+
+def forge_header(drawn: random.Random, path: Path, other: Path) -> None:
+    """A file's header says something else, and the manifest has its digest."""
+    file, table = drawn.choice(sorted(path.glob("*.safetensors"))), _table(path)
+    header = _header(file)
+    _edit(drawn, header)
+    _write_header(file, header, table)
     _seal(path, table)
 
 
@@ -284,7 +349,7 @@ def forge_values(drawn: random.Random, path: Path, other: Path) -> None:
     file = path / chunk.file
     content = bytearray(file.read_bytes())
     start = 8 + int.from_bytes(content[:8], "little")
-    low, high = json.loads(content[8:start])[f"{name}[{chunk.start}:{chunk.stop}]"]["data_offsets"]
+    low, high = json.loads(content[8:start])[chunk.key(name)]["data_offsets"]
     content[start + drawn.randrange(low, high)] ^= 1 << drawn.randrange(8)
     file.write_bytes(content)
     part = content[start + low : start + high]
@@ -294,7 +359,10 @@ def forge_values(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 DAMAGE: tuple[Change, ...] = (flip, burst, cut, lengthen, delete, swap, exchange)
-FORGERIES: tuple[Change, ...] = (forge_facts, forge_optimizer, forge_tensors, forge_header, forge_values)
+FORGERIES: tuple[Change, ...] = (
+    *(forge_facts, forge_optimizer, forge_tensors, forge_boxes),
+    *(forge_header, forge_values),
+)
 KINDS = (*DAMAGE, flip, *FORGERIES, forge_facts, forge_optimizer, forge_tensors)
 
 

@@ -98,14 +98,14 @@ def load(kills: float) -> None:
     count = [0]
     note = Path(os.environ["TMPDIR"]) / "kills-while-loading"
 
-    def dying(self: Reader, *words: Any) -> None:
+    def dying(self: Reader, *words: Any, **named: Any) -> None:
         done = note.stat().st_size if note.exists() else 0
         if count[0] == random.Random(done).randrange(30) and done < kills:
             with note.open("a") as file:
                 file.write("k")
             os.kill(os.getpid(), signal.SIGKILL)
         count[0] += 1
-        read(self, *words)
+        read(self, *words, **named)
 
     Reader.read = dying  # type: ignore[method-assign]
 

@@ -217,7 +217,7 @@ def contents(reader: Reader) -> dict[str, Any]:
     tensors: list[dict[str, Any]] = []
     kinds: dict[str, dict[str, int]] = {}
     for name, entry in reader.tensors.items():
-        nbytes = sum(chunk.stop - chunk.start for chunk in entry.chunks) * entry.dtype.itemsize
+        nbytes = sum(chunk.numel for chunk in entry.chunks) * entry.dtype.itemsize
         dtype = str(entry.dtype).removeprefix("torch.")
         row = {"name": name, "shape": entry.shape, "dtype": dtype, "chunks": len(entry.chunks), "nbytes": nbytes}
         tensors.append(row)

@@ -51,14 +51,23 @@ def content(path: Path) -> Tensors:
     whole: Tensors = {}
     for name, entry in table["tensors"].items():
         dtype = getattr(torch, entry["dtype"])
-        parts = [(start, stop, shards[file][f"{name}[{start}:{stop}]"]) for file, start, stop, _ in entry["chunks"]]
+        parts = []
+        for file, start, end, _ in entry["chunks"]:
+            if table["format"] == 2:  # a range of the flattened tensor
+                places = [slice(start, end)]
+            else:
+                places = [slice(low, low + length) for low, length in zip(start, end, strict=True)]
+            key = ",".join(f"{place.start}:{place.stop}" for place in places)
+            values = shards[file][f"{name}[{key}]"]
+            parts.append((places, values.reshape([place.stop - place.start for place in places])))
         if name.partition(":")[0] in ("buffer", "rng"):
-            flats = [values for _, _, values in parts]
+            held = [values for _, values in parts]
         else:
-            flats = [torch.zeros(int(np.prod(entry["shape"])), dtype=dtype)]
-            for start, stop, values in parts:
-                flats[0][start:stop] = values
-        whole[name] = [(tuple(entry["shape"]), flat.dtype, raw(flat)) for flat in flats]
+            size = [int(np.prod(entry["shape"]))] if table["format"] == 2 else entry["shape"]
+            held = [torch.zeros(size, dtype=dtype)]
+            for places, values in parts:
+                held[0][tuple(places)] = values
+        whole[name] = [(tuple(entry["shape"]), values.dtype, raw(values)) for values in held]
     return whole
 
 
@@ -69,8 +78,8 @@ def order(folder: Path, step: int, disk: Disk | None = None, rank: int = 0, rank
         flat = values_of(name, step).reshape(-1)
         cuts = [flat.numel() * part // ranks for part in (rank, rank + 1)]
         if cuts[0] < cuts[1] or (rank == 0 and not flat.numel()):
-            pieces.append(Piece(name, shape, cuts[0], flat[cuts[0] : cuts[1]]))
-    pieces += [Piece(name, shape, 0, values_of(name, step)) for name, shape in COPIES.items()]
+            pieces += Piece.cut(name, shape, cuts[0], flat[cuts[0] : cuts[1]])
+    pieces += [Piece.whole(name, values_of(name, step)) for name in COPIES]
     facts = {"step": step, "optimizer": {}, "extra": {"seen": step}}
     token = f"{step}-{id(disk)}"
     return Order(folder / name_of(step), token, pieces, facts, lambda all_facts: all_facts[0], KEEP, disk or Disk())

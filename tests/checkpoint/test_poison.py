@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import tomllib
 import tracemalloc
 import zlib
@@ -36,6 +37,7 @@ FUZZ = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 SHARD = "rank-00000-of-00001.safetensors"
+FORMAT_2 = Path(__file__).parent / "format-2"
 NUMBERS = [0, 1, -1, True, None, 2.0, 0.5, 2**40, 2**53 + 1, 2**63, 2**64, 10**400]
 VALUES = st.one_of(
     st.sampled_from([*NUMBERS, "", "x", "../x", "/etc/passwd", SHARD, "\ud800", "float32", [], {}, [[]], {"a": 1}]),
@@ -74,7 +76,7 @@ def little_memory(most: int = 4 * 2**20) -> Iterator[None]:
 
 
 def first(table: dict[str, Any], name: str = "weight:a") -> Any:
-    """The first chunk of a tensor: file, start, stop, digests."""
+    """The first chunk of a tensor: file, start, lengths, digests."""
     return table["tensors"][name]["chunks"][0]
 
 
@@ -94,7 +96,7 @@ def set_file(name: str) -> Callable[[dict[str, Any]], object]:
 
 def huge(table: dict[str, Any]) -> None:
     """2^40 elements, with as many digests as that needs."""
-    table["tensors"]["weight:a"].update(shape=[2**30], chunks=[[SHARD, 0, 2**30, [0] * 2**10]])
+    table["tensors"]["weight:a"].update(shape=[2**30], chunks=[[SHARD, [0], [2**30], [0] * 2**10]])
 
 
 def huge_everywhere(table: dict[str, Any]) -> None:
@@ -107,8 +109,52 @@ def twice(table: dict[str, Any]) -> None:
     table["tensors"]["weight:a"]["chunks"].append(first(table))
 
 
-def gap(table: dict[str, Any]) -> None:
-    first(table)[1] = 1
+def set_boxes(*boxes: tuple[Any, Any], name: str = "weight:a") -> Callable[[dict[str, Any]], object]:
+    """Chunks of such starts and lengths, each with one digest."""
+    chunks = [[SHARD, start, lengths, [0]] for start, lengths in boxes]
+    return lambda table: table["tensors"][name].update(chunks=chunks)
+
+
+BOXES: dict[str, tuple[tuple[Any, Any], ...]] = {
+    "negative start": (([-1, 0], [3, 7]), ([2, 0], [1, 7])),
+    "negative length": (([0, 0], [4, 7]), ([3, 0], [-1, 7])),
+    "two negative lengths": (([0, 0], [3, 7]), ([2, 2], [-1, -1])),
+    "out of the shape": (([0, 0], [3, 8]),),
+    "beside the shape": (([0, 0], [3, 7]), ([3, 0], [1, 7])),
+    "transposed": (([0, 0], [7, 3]),),
+    "too few dimensions": (([0], [21]),),
+    "too many dimensions": (([0, 0, 0], [3, 7, 1]),),
+    "lengths of other dimensions": (([0, 0], [3]),),
+    "no dimensions": (([], []),),
+    "a range of format 2": ((0, 21),),
+    "bool": (([False, 0], [3, 7]),),
+    "bool length": (([0, 0], [1, 7]), ([1, 0], [True, 7]), ([2, 0], [1, 7])),
+    "float": (([0, 0], [3.0, 7]),),
+    "text": ((["0", 0], [3, 7]),),
+    "none": (([None, 0], [3, 7]),),
+    "huge": (([0, 0], [2**62, 7]),),
+    "huge start": (([2**53, 0], [3, 7]),),
+    "beyond 64 bits": (([0, 0], [10**400, 7]),),
+    "overlap": (([0, 0], [2, 7]), ([1, 0], [2, 7])),
+    "overlap of as much as is missing": (([0, 0], [2, 7]), ([1, 0], [1, 7])),
+    "overlap in columns": (([0, 0], [3, 4]), ([0, 3], [3, 4])),
+    "gap": (([0, 0], [1, 7]), ([2, 0], [1, 7])),
+    "gap in columns": (([0, 0], [3, 3]), ([0, 4], [3, 3])),
+    "nothing": (),
+    "empty": (([0, 0], [0, 7]),),
+}
+POISON_2: dict[str, Callable[[dict[str, Any]], object]] = {
+    "box": lambda table: first(table, "weight:conv.weight").__setitem__(slice(1, 3), [[0, 0, 0], [4, 5, 3]]),
+    "negative": lambda table: first(table, "weight:conv.weight").__setitem__(1, -1),
+    "bool": lambda table: first(table, "weight:conv.weight").__setitem__(1, False),
+    "gap": lambda table: first(table, "weight:conv.weight").__setitem__(1, 1),
+    "overlap": lambda table: first(table, "weight:conv.weight").__setitem__(2, 19),
+    "ends before it starts": lambda table: first(table, "weight:conv.weight").__setitem__(slice(1, 3), [18, 0]),
+    "beyond": lambda table: first(table, "weight:embed.weight").__setitem__(2, 36),
+    "twice": lambda table: table["tensors"]["weight:scale"]["chunks"].append(first(table, "weight:scale")),
+    "a part of a copy": lambda table: first(table, "buffer:norm.running_mean").__setitem__(2, 3),
+    "said to be format 3": lambda table: table.update(format=3),
+}
 
 
 POISON: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -116,9 +162,12 @@ POISON: dict[str, Callable[[dict[str, Any]], object]] = {
     "shape of many axes": set_shape(*[2**50] * 10**4),
     "shape that is none": lambda table: table["tensors"]["weight:a"].update(shape={}),
     "huge": huge,
-    "overlap": twice,
-    "gap": gap,
-    "ends before it starts": lambda table: first(table).__setitem__(slice(1, 3), [21, 0]),
+    "twice": twice,
+    **{f"box: {word}": set_boxes(*boxes) for word, boxes in BOXES.items()},
+    "a part of a copy": lambda table: first(table, "rng:torch").__setitem__(2, [8]),
+    "a copy of other dimensions": lambda table: first(table, "rng:torch").__setitem__(slice(1, 3), [[0, 0], [9, 1]]),
+    "no copy": lambda table: table["tensors"]["rng:torch"]["chunks"].clear(),
+    "said to be format 2": lambda table: table.update(format=2),
     "digests": lambda table: first(table)[3].append(1),
     "no digest": lambda table: first(table)[3].clear(),
     "digest -1": lambda table: first(table)[3].__setitem__(0, -1),
@@ -158,6 +207,32 @@ def test_a_manifest_made_to_do_harm_is_refused(tmp_path: Path, what: str) -> Non
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize("forged", [False, True])
+def test_very_many_chunks_are_no_quadratic_work(tmp_path: Path, forged: bool) -> None:
+    """Twenty thousand boxes, each of which is right by itself; one is there in place of another."""
+    path, rows = save(tmp_path, 1), [*range(20_000)]
+    rows[7] += forged
+
+    def change(table: dict[str, Any]) -> None:
+        table["files"][SHARD][0] = 2**40
+        chunks = [[SHARD, [row, 0], [1, 1], [0]] for row in rows]
+        table["tensors"]["weight:a"].update(shape=[20_000, 1], chunks=chunks)
+
+    remade(path, change)
+    with pytest.raises(DamagedError, match="not the whole of it") if forged else contextlib.nullcontext():
+        Reader(path)
+
+
+@pytest.mark.parametrize("what", POISON_2)
+def test_a_manifest_of_format_2_made_to_do_harm_is_refused(tmp_path: Path, what: str) -> None:
+    path = shutil.copytree(FORMAT_2, tmp_path / "c")
+    remade(path, lambda table: None)
+    assert list(Reader(path).problems()) == []
+    remade(path, POISON_2[what])
+    with little_memory(), pytest.raises(DamagedError, match="is not to be trusted"):
+        Reader(path)
+
+
 def test_what_is_claimed_is_never_allocated(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     remade(path, huge_everywhere)
@@ -173,11 +248,11 @@ def test_what_is_claimed_is_never_allocated(tmp_path: Path) -> None:
     [
         "[" * 10**6,
         '{"a": ' * 10**5,
-        '{"format": 2, "format": 2',
-        '{"format": 2, "step": ' + "9" * 10**5,
-        '{"format": 2, "step": 1e999',
-        '{"format": 2, "step": NaN',
-        '{"format": 2, "files": {"a": 1, "a": 1}',
+        '{"format": 3, "format": 3',
+        '{"format": 3, "step": ' + "9" * 10**5,
+        '{"format": 3, "step": 1e999',
+        '{"format": 3, "step": NaN',
+        '{"format": 3, "files": {"a": 1, "a": 1}',
         "[2",
         "{",
         "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
@@ -196,6 +271,20 @@ def test_a_manifest_too_long_is_not_read(tmp_path: Path) -> None:
     os.truncate(path / MANIFEST, 2**40)  # a hole
     with little_memory(), pytest.raises(DamagedError, match="1,099,511,627,776 bytes, more than a manifest can have"):
         Reader(path)
+
+
+def test_values_that_do_not_lie_flat_are_refused(tmp_path: Path) -> None:
+    """The header of the file gives a chunk the shape of its box, and all digests are right."""
+    path = save(tmp_path, 1)
+    content = (path / SHARD).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].replace(b'"shape":[21]', b'"shape":[3,7]')
+    content = len(header).to_bytes(8, "little") + header + content[8 + length :]
+    (path / SHARD).write_bytes(content)
+    crc32 = zlib.crc32(content[: 8 + len(header)])
+    remade(path, lambda table: table["files"].update({SHARD: [len(content), crc32]}))
+    problems = list(Reader(path).problems())
+    assert len(problems) == 2 and all("is damaged in '" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 5])
@@ -258,11 +347,17 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, table
 
 
-@FUZZ
-@given(st.data())
-def test_any_change_of_a_manifest_is_refused_or_read_as_it_is(valid: tuple[Path, Any], data: st.DataObject) -> None:
-    path, table = valid
-    changed = mutated(table, data.draw)
+@pytest.fixture(scope="module")
+def valid_2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The same of format 2."""
+    path = shutil.copytree(FORMAT_2, tmp_path_factory.mktemp("valid") / "c")
+    table = json.loads((path / MANIFEST).read_bytes())
+    del table["sha256"]
+    return path, table
+
+
+def read_as_it_is(path: Path, changed: Any) -> None:
+    """A changed manifest is refused, or all that was read is what it says."""
     seal(path / MANIFEST, json.dumps(changed)[:-1])
     try:
         manifest = read_manifest(path)
@@ -270,8 +365,26 @@ def test_any_change_of_a_manifest_is_refused_or_read_as_it_is(valid: tuple[Path,
         return
     again = json.loads(manifest.dump())
     del again["sha256"]
+    if changed["format"] == 2:
+        again["format"] = 2
+        for chunk in (chunk for entry in again["tensors"].values() for chunk in entry["chunks"]):
+            chunk[1:3] = chunk[1][0], chunk[1][0] + chunk[2][0]
     assert again == changed
     assert all(isinstance(problem, str) for problem in Reader(path).problems())
+
+
+@FUZZ
+@given(st.data())
+def test_any_change_of_a_manifest_is_refused_or_read_as_it_is(valid: tuple[Path, Any], data: st.DataObject) -> None:
+    path, table = valid
+    read_as_it_is(path, mutated(table, data.draw))
+
+
+@FUZZ
+@given(st.data())
+def test_so_is_any_change_of_one_of_format_2(valid_2: tuple[Path, Any], data: st.DataObject) -> None:
+    path, table = valid_2
+    read_as_it_is(path, mutated(table, data.draw))
 
 
 @FUZZ

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zeroshard.checkpoint import WeightFiles
+from zeroshard.checkpoint import Box, Notes, Order, Piece, WeightFiles, write
 from zeroshard.checkpoint import weights as module
 from zeroshard.errors import CheckpointError
+from zeroshard.mesh import Mesh
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {
@@ -62,13 +63,13 @@ def test_all_forms_are_read(form: str, tmp_path: Path) -> None:
                 assert torch.equal(into, flat[start:stop].float())
         assert torch.equal(files.whole(f"buffer:{name}"), flat)
         assert files.whole(f"buffer:{name}").dtype == values.dtype
-    with pytest.raises(CheckpointError, match=r"60 elements of 'body.up' and 61"):
+    with pytest.raises(CheckpointError, match=r"60 elements of 'body.up\[0:5,0:4,0:3\]' and 61"):
         files.read("weight:body.up", torch.empty(2), 59)
     with pytest.raises(CheckpointError, match="holds no tensor 'weight:tail'"):
         files.read("weight:tail", torch.empty(1), 0)
 
 
-def test_rows_outside_of_the_interval_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_outside_of_the_range_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 2 * 8 * 12)  # two rows of `body.up`
     files = WeightFiles(single(tmp_path / "w"), {})
     asked = []
@@ -91,6 +92,28 @@ def test_rows_outside_of_the_interval_are_not_read(tmp_path: Path, monkeypatch: 
     assert torch.equal(into, torch.arange(13.0, 33.0))
     files.read("weight:body.up", torch.empty(30), 13)
     assert asked == [(1, 3), (1, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("form", ["file", "checkpoint"])
+def test_a_box_of_a_tensor(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range of the columns that a rank has, whatever the file is."""
+    monkeypatch.setattr(module, "BLOCK", 2 * 8 * 12)
+    values = WEIGHTS["body.up"]
+    path = single(tmp_path / "w")
+    if form == "checkpoint":
+        facts = {"step": 1, "optimizer": {}, "extra": {}}
+        order = Order(tmp_path / "c", "t", [Piece.whole("weight:body.up", values)], facts, lambda every: every[0])
+        write(order, Mesh(), Notes(Mesh(), "t"))
+        path = tmp_path / "c"
+    files, columns = WeightFiles(path, {}), Box((1, 1, 0), (4, 2, 3))
+    wanted = values[1:, 1:3].reshape(-1)
+    for start in range(25):
+        for stop in range(start, 25):
+            into = torch.empty(stop - start)
+            files.read("weight:body.up", into, start, columns)
+            assert torch.equal(into, wanted[start:stop])
+    with pytest.raises(CheckpointError, match=r"elements of '(weight:)?body.up\[1:5,1:3,0:3\]'"):
+        files.read("weight:body.up", torch.empty(24), 1, columns)
 
 
 def test_tied_names(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def without_tensor(kind: str) -> Edit:
 def other_shape(table: dict[str, Any]) -> None:
     entry = table["tensors"][f"exp_avg:{NAME}"]
     entry["shape"] = [math.prod(entry["shape"])]
+    entry["chunks"] = [[entry["chunks"][0][0], [0], entry["shape"], [0]]]
 
 
 SETTINGS: dict[str, tuple[Edit, str]] = {

@@ -1,8 +1,9 @@
-"""Checkpoints on disk: safetensors shards and one JSON manifest, tensors by logical name and interval, no pickle.
+"""Checkpoints on disk: safetensors shards and one JSON manifest, tensors by logical name and box, no pickle.
 
-This package knows files, names and intervals; `zeroshard.engine.state` knows which of them a model's shards are.
+This package knows files, names and boxes; `zeroshard.engine.state` knows which of them a model's shards are.
 """
 
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.disk import Disk
 from zeroshard.checkpoint.folder import clear, committed, find_checkpoint, name_of, put_aside, retain
 from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
@@ -15,6 +16,7 @@ __all__ = [
     "DTYPES",
     "FORMAT",
     "MANIFEST",
+    "Box",
     "Disk",
     "Meeting",
     "Notes",

@@ -2,6 +2,9 @@
 
 The last entry of the file is the SHA-256 of all bytes before it. Reading trusts nothing: every value is checked for its
 type and range, files are named by one pattern inside the folder, and nothing is allocated by what a number claims.
+
+[Note: format 2] Chunks are boxes of a tensor. In format 2 they were ranges of the flattened tensor, that is boxes of a
+tensor of one dimension; each is read as the few boxes of the tensor that it consists of.
 """
 
 import hashlib
@@ -14,27 +17,49 @@ from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.boxes import Box, cut, tiles
 from zeroshard.checkpoint.stream import BLOCK, CODES
 from zeroshard.errors import CheckpointError, DamagedError
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 2
+FORMAT = 3  # that is written
+FORMATS = (2, 3)  # that are read
 MOST_BYTES = 2**28  # of a manifest
 MOST = 2**53  # of any count
 MOST_AXES = 64  # of a tensor, as in torch
-COPIES = ("buffer", "rng")  # kinds of which every chunk is a whole copy; the chunks of all others are side by side
+COPIES = ("buffer", "rng")  # kinds of which every chunk is a whole copy; the chunks of all others tile their tensor
 TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The elements [start, stop) of a flattened tensor: their file, and the CRC-32 of each block of their bytes."""
+    """A box of a tensor: its file, where its values lie flat, and the CRC-32 of each block of their bytes.
+
+    Attributes:
+        flattened: the shape of the tensor where the box is one of the flattened tensor ([Note: format 2]).
+    """
 
     file: str
-    start: int
-    stop: int
+    box: Box
     crc32: tuple[int, ...]
+    flattened: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.box.numel
+
+    def boxes(self, low: int, high: int) -> list[Box]:
+        """The boxes of the tensor that make up the elements [low, high) of the chunk, in their order."""
+        if self.flattened is None:
+            return cut(self.box, low, high)
+        (first,) = self.box.start
+        return cut(Box.whole(self.flattened), first + low, first + high)
+
+    def key(self, name: str) -> str:
+        """The key in the file, such as `weight:up.weight[0:2,3:7]`."""
+        return f"{name}[{self.box}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +93,7 @@ class Manifest:
     tensors: dict[str, Entry] = field(default_factory=dict)
 
     def dump(self) -> bytes:
-        """The content of the file.
+        """The content of the file, in the format that is written.
 
         Raises:
             ValueError: a fact is NaN or infinite, which JSON does not have.
@@ -78,7 +103,7 @@ class Manifest:
             name: {
                 "shape": entry.shape,
                 "dtype": str(entry.dtype).removeprefix("torch."),
-                "chunks": [[chunk.file, chunk.start, chunk.stop, chunk.crc32] for chunk in entry.chunks],
+                "chunks": [[chunk.file, chunk.box.start, chunk.box.shape, chunk.crc32] for chunk in entry.chunks],
             }
             for name, entry in self.tensors.items()
         }
@@ -93,11 +118,6 @@ class Manifest:
 def file_of(rank: int, ranks: int) -> str:
     """The name of a rank's file."""
     return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
-def key_of(name: str, chunk: Chunk) -> str:
-    """The key of a chunk in its file."""
-    return f"{name}[{chunk.start}:{chunk.stop}]"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -123,9 +143,10 @@ def read_manifest(folder: Path) -> Manifest:
     tail = TAIL.search(content)
     good = tail is not None and hashlib.sha256(content[: tail.start()]).hexdigest().encode() == tail[1]
     version = table.get("format") if isinstance(table, dict) else None
-    if type(version) is int and version != FORMAT and (good or tail is None):
+    if type(version) is int and version not in FORMATS and (good or tail is None):
+        known = " and ".join(map(str, FORMATS))
         raise CheckpointError(
-            f"{file} has format {version}, this zeroshard reads {FORMAT}; use the version that wrote it."
+            f"{file} has format {version}, this zeroshard reads {known}; use the version that wrote it."
         )
     if not good:
         raise DamagedError(f"{file} is damaged (its own digest differs); use an earlier checkpoint.")
@@ -137,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _parsed(table: dict[str, Any]) -> Manifest:
     """Check everything. Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError` with what is wrong."""
-    _count(table["format"], "the format")
+    version = _count(table["format"], "the format")
     manifest = Manifest({k: v for k, v in table.items() if k not in ("files", "tensors", "sha256", "format")})
     for key in ("optimizer", "extra"):
         if not isinstance(manifest.facts[key], dict):
@@ -152,49 +173,55 @@ def _parsed(table: dict[str, Any]) -> Manifest:
         nbytes, crc32 = _list(words)
         manifest.files[name] = FileEntry(_count(nbytes, "bytes of a file"), _count(crc32, "a CRC-32"))
     for name, words in table["tensors"].items():
-        manifest.tensors[name] = _entry(name, words, manifest.files)
+        manifest.tensors[name] = _entry(name, words, manifest.files, version)
     claimed: dict[str, int] = dict.fromkeys(manifest.files, 0)
     for entry in manifest.tensors.values():
         for chunk in entry.chunks:
-            claimed[chunk.file] += (chunk.stop - chunk.start) * entry.dtype.itemsize
+            claimed[chunk.file] += chunk.numel * entry.dtype.itemsize
     for name, nbytes in claimed.items():
         if nbytes > manifest.files[name].nbytes:
             raise ValueError(f"tensors claim {nbytes:,} bytes of {name}, which has {manifest.files[name].nbytes:,}")
     return manifest
 
 
-def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry]) -> Entry:
+def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry], version: int) -> Entry:
     kind, colon, _ = name.partition(":")
     if not kind or not colon or not name.isprintable():
         raise ValueError(f"the tensor {name!r} has no kind, or no name to be read")
     if words.keys() != {"shape", "dtype", "chunks"} or words["dtype"] not in DTYPES:
         raise ValueError(f"what is said of {name!r} is not its shape, its dtype and its chunks")
-    shape = tuple(_count(size, f"the shape of {name!r}") for size in _list(words["shape"]))
+    shape = _counts(words["shape"], f"the shape of {name!r}")
     if len(shape) > MOST_AXES:
         raise ValueError(f"{name!r} has {len(shape)} axes")
-    dtype = DTYPES[words["dtype"]]
-    numel = _count(math.prod(shape), f"the size of {name!r}")
-    chunks = tuple(_chunk(name, row, dtype, files) for row in _list(words["chunks"]))
-    if kind in COPIES:
-        whole = all((chunk.start, chunk.stop) == (0, chunks[0].stop) for chunk in chunks) and bool(chunks)
-    else:
-        ends = [0, *(chunk.stop for chunk in sorted(chunks, key=lambda c: (c.start, c.stop)))]
-        starts = [*sorted(chunk.start for chunk in chunks), numel]
-        whole = ends == starts
-    if not whole:
+    dtype, numel = DTYPES[words["dtype"]], _count(math.prod(shape), f"the size of {name!r}")
+    flattened, whole = (shape, Box.whole((numel,))) if version == 2 else (None, Box.whole(shape))
+    chunks, what = [], f"the place of a chunk of {name!r}"
+    for file, start, end, digests in map(_list, _list(words["chunks"])):
+        if file not in files:
+            raise ValueError(f"{name!r} is in {file!r}, which is not among the files")
+        box = _range(start, end, what) if version == 2 else Box(_counts(start, what), _counts(end, what))
+        crc32 = _counts(digests, "a CRC-32")
+        if not box.inside(whole):
+            raise ValueError(f"a chunk of {name!r}, which begins at {str(start)[:80]}, is no box inside of it")
+        if len(crc32) != -(-box.numel * dtype.itemsize // BLOCK):
+            raise ValueError(f"the chunk [{str(box)[:80]}] of {name!r} has {len(crc32)} digests")
+        chunks.append(Chunk(file, box, crc32, flattened))
+    copies = bool(chunks) and all(chunk.box == whole for chunk in chunks)
+    if not (copies if kind in COPIES else tiles((chunk.box for chunk in chunks), whole.shape)):
         raise ValueError(f"the chunks of {name!r} are not the whole of it")
-    return Entry(shape, dtype, chunks)
+    return Entry(shape, dtype, tuple(chunks))
 
 
-def _chunk(name: str, row: list[Any], dtype: torch.dtype, files: dict[str, FileEntry]) -> Chunk:
-    file, start, stop, digests = _list(row)
-    if file not in files:
-        raise ValueError(f"{name!r} is in {file!r}, which is not among the files")
-    start, stop = _count(start, f"the start of {name!r}"), _count(stop, f"the stop of {name!r}")
-    crc32 = tuple(_count(digest, "a CRC-32") for digest in _list(digests))
-    if stop < start or len(crc32) != -(-(stop - start) * dtype.itemsize // BLOCK):
-        raise ValueError(f"the chunk of {name!r} from {start} to {stop} has {len(crc32)} digests")
-    return Chunk(file, start, stop, crc32)
+def _range(start: Any, stop: Any, what: str) -> Box:
+    """The box of the flattened tensor that a chunk of format 2 is."""
+    first = _count(start, what)
+    return Box((first,), (_count(stop, what) - first,))
+
+
+def _counts(values: Any, what: str) -> tuple[int, ...]:
+    for value in _list(values):
+        _count(value, what)
+    return tuple(values)
 
 
 def _list(value: Any) -> list[Any]:

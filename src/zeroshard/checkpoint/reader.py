@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any interval of any tensor, each byte checked against its digest before it is used."""
+"""Reading a checkpoint: any range of any box of a tensor, each byte checked against its digest before it is used."""
 
 import zlib
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, file_of, key_of, read_manifest
+from zeroshard.checkpoint.boxes import Box, copy_common, cut, extent
+from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, file_of, read_manifest
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 from zeroshard.errors import CheckpointError, DamagedError
 
@@ -16,7 +17,7 @@ MOST_HEADER = 100_000_000  # bytes that the library reads
 
 
 class Reader:
-    """The facts of a checkpoint, and its tensors by interval; reads only the blocks that are asked for.
+    """The facts of a checkpoint, and its tensors by range and box; reads only the blocks that are asked for.
 
     Raises:
         CheckpointError: no checkpoint there, or one of another format. DamagedError: a damaged manifest.
@@ -27,6 +28,7 @@ class Reader:
         manifest = read_manifest(path)
         self.facts, self.files, self.tensors = manifest.facts, manifest.files, manifest.tensors
         self._open: dict[str, Any] = {}
+        self._positions: dict[str, list[range]] = {}
         self._kinds: dict[str, list[str]] = {}
         for kind, _, of in (full.partition(":") for full in self.tensors):
             self._kinds.setdefault(of, []).append(kind)
@@ -43,24 +45,30 @@ class Reader:
         """The shape of a tensor, or None if it is not there."""
         return self.tensors[name].shape if name in self.tensors else None
 
-    def read(self, name: str, into: torch.Tensor, start: int) -> None:
-        """Fill `into` (1-D) with the elements of tensor `name` from `start` on, one block at a time.
+    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None = None) -> None:
+        """Fill `into` (1-D) with elements of tensor `name`, one block at a time.
+
+        Args:
+            start: the first element, in the row-major order of `box`; those behind it follow.
+            box: the part of the tensor that is wanted, such as a rank's share; all of it by default.
 
         Raises:
             CheckpointError: elements are missing, or a file cannot be read. DamagedError: a block is not what was
                 written.
         """
-        stop, filled = start + into.numel(), 0
-        entry = self._entry(name)
-        for chunk in entry.chunks:
-            low, high = max(start, chunk.start), min(stop, chunk.stop)
-            for first, values in self._blocks(name, entry, chunk, low, high):
-                a, b = max(low, first), min(high, first + values.numel())
-                into[a - start : b - start].copy_(values[a - first : b - first])
-                filled += b - a
+        entry, filled = self._entry(name), 0
+        whole = Box.whole(entry.shape)
+        box = whole if box is None else box
+        if start >= 0 and box.inside(whole):
+            wanted = cut(box, start, min(start + into.numel(), box.numel))
+            near = extent([whole], wanted)
+            for chunk, place in zip(entry.chunks, self._places(name), strict=True):
+                if place.start < near.stop and near.start < place.stop:
+                    filled += self._copy(name, chunk, into, wanted)
         if filled != into.numel():
             raise CheckpointError(
-                f"{self.path} holds {filled} of the {into.numel()} elements of '{name}' from {start}; it is not whole."
+                f"{self.path} holds {filled} of the {into.numel()} elements of '{name}[{box}]' from {start}; it is not "
+                f"whole."
             )
 
     def whole(self, name: str, rank: int = 0) -> torch.Tensor:
@@ -68,7 +76,7 @@ class Reader:
         entry = self._entry(name)
         own = (chunk for chunk in entry.chunks if chunk.file == file_of(rank, len(self.files)))
         chunk = next(own, entry.chunks[0])
-        blocks = [values for _, values in self._blocks(name, entry, chunk, chunk.start, chunk.stop)]
+        blocks = [self._block(name, chunk, number) for number in range(len(chunk.crc32))]
         return torch.cat(blocks) if blocks else torch.empty(0, dtype=entry.dtype)
 
     def problems(self, sample: bool = False) -> Iterator[str]:
@@ -92,13 +100,12 @@ class Reader:
         seen: set[str] = set()
         for name, entry in self.tensors.items():
             for chunk in entry.chunks:
-                if chunk.file not in self._open or chunk.start == chunk.stop or (sample and chunk.file in seen):
+                if chunk.file not in self._open or not chunk.numel or (sample and chunk.file in seen):
                     continue
                 seen.add(chunk.file)
-                stop = min(chunk.stop, chunk.start + 1) if sample else chunk.stop
                 try:
-                    for _ in self._blocks(name, entry, chunk, chunk.start, stop):
-                        pass
+                    for number in range(1 if sample else len(chunk.crc32)):
+                        self._block(name, chunk, number)
                 except CheckpointError as error:
                     yield str(error)
 
@@ -107,26 +114,41 @@ class Reader:
             raise CheckpointError(f"{self.path} holds no tensor '{name}'.")
         return self.tensors[name]
 
-    def _blocks(self, name: str, entry: Entry, chunk: Chunk, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, values) of every block of a chunk that meets the elements [low, high)."""
-        if low >= high:
-            return
-        step = BLOCK // entry.dtype.itemsize
-        file = self._file(chunk.file)
-        for number in range((low - chunk.start) // step, -(-(high - chunk.start) // step)):
-            first = chunk.start + number * step
-            last = min(first + step, chunk.stop)
-            try:
-                values = file.get_slice(key_of(name, chunk))[first - chunk.start : last - chunk.start]
-            except Exception as error:  # the library raises its own kinds
-                raise DamagedError(f"{self.path / chunk.file} does not hold '{name}' ({error}).") from error
-            good = values.dtype == entry.dtype and values.numel() == last - first
-            if not good or zlib.crc32(bytes_of(values)) != chunk.crc32[number]:
-                raise DamagedError(
-                    f"{self.path / chunk.file} is damaged in '{name}' (elements {first} to {last}); use an earlier "
-                    f"checkpoint."
-                )
-            yield first, values
+    def _places(self, name: str) -> list[range]:
+        """Of each chunk of a tensor the positions in the flattened tensor, from its first element to its last."""
+        if name not in self._positions:
+            entry = self.tensors[name]
+            whole = [Box.whole(entry.shape)]
+            self._positions[name] = [extent(whole, chunk.boxes(0, chunk.numel)) for chunk in entry.chunks]
+        return self._positions[name]
+
+    def _copy(self, name: str, chunk: Chunk, into: torch.Tensor, wanted: list[Box]) -> int:
+        """Fill `into`, where the boxes `wanted` lie one after the other, with what of them a chunk holds; how many."""
+        step, filled = BLOCK // self.tensors[name].dtype.itemsize, 0
+        near = extent(chunk.boxes(0, chunk.numel), wanted)
+        numbers = range(near.start // step, -(-near.stop // step))
+        for number in numbers:
+            held = chunk.boxes(number * step, min((number + 1) * step, chunk.numel))
+            if len(numbers) == 1 or extent(held, wanted):  # of wide rows, some blocks have no part in a box
+                filled += copy_common(into, wanted, self._block(name, chunk, number), held)
+        return filled
+
+    def _block(self, name: str, chunk: Chunk, number: int) -> torch.Tensor:
+        """The values of one block of a chunk."""
+        dtype, file = self.tensors[name].dtype, self._file(chunk.file)
+        step = BLOCK // dtype.itemsize
+        first, last = number * step, min((number + 1) * step, chunk.numel)
+        try:
+            values: torch.Tensor = file.get_slice(chunk.key(name))[first:last]
+        except Exception as error:  # the library raises its own kinds
+            raise DamagedError(f"{self.path / chunk.file} does not hold '{name}' ({error}).") from error
+        good = values.dtype == dtype and values.shape == (last - first,)
+        if not good or zlib.crc32(bytes_of(values)) != chunk.crc32[number]:
+            raise DamagedError(
+                f"{self.path / chunk.file} is damaged in '{name}' (elements {first} to {last} of [{chunk.box}]); use "
+                f"an earlier checkpoint."
+            )
+        return values
 
     def _file(self, name: str) -> Any:
         """An open file whose size and header are those of the manifest."""

@@ -1,4 +1,4 @@
-"""Weights that came from elsewhere: safetensors files under the names of a model's state dict, read by interval.
+"""Weights that came from elsewhere: safetensors files under the names of a model's state dict, read by range and box.
 
     weights.safetensors                                            a file
     FOLDER/model.safetensors                                       a folder as transformers writes it
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
+from zeroshard.checkpoint.boxes import Box, copy_common, cut, extent
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
@@ -104,17 +105,21 @@ class WeightFiles:
         places = self._places.get(name.partition(":")[2])
         return self._files.shapes[places[0]] if places else None
 
-    def read(self, name: str, into: torch.Tensor, start: int) -> None:
-        """Fill `into` (1-D) with the elements of a tensor from `start` on; reads the rows in which they are.
+    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None = None) -> None:
+        """Fill `into` (1-D) with elements of a tensor; reads the rows in which they are.
+
+        Args:
+            start: the first element, in the row-major order of `box`; those behind it follow.
+            box: the part of the tensor that is wanted, such as a rank's share; all of it by default.
 
         Raises:
             CheckpointError: elements are missing, a file cannot be read, or two names of one parameter differ.
         """
         first, *others = self._of(name)
-        self._files.read(first, into, start)
+        self._files.read(first, into, start, box)
         for other in others:
             again = torch.empty_like(into, device="cpu")
-            self._files.read(other, again, start)
+            self._files.read(other, again, start, box)
             if bytes_of(into.cpu()) != bytes_of(again):
                 raise CheckpointError(
                     f"{self.path} holds other values under '{other}' than under '{first}', and in this model they are "
@@ -169,7 +174,7 @@ class _Files(Protocol):
 
     shapes: dict[str, Shape]
 
-    def read(self, name: str, into: torch.Tensor, start: int) -> None: ...
+    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None) -> None: ...
 
     def whole(self, name: str) -> torch.Tensor: ...
 
@@ -183,9 +188,9 @@ class _Checkpoint:
         self._full = {name: f"{kind}:{name}" for name, kind in kinds.items()}
         self.shapes = {name: self._reader.tensors[full].shape for name, full in self._full.items()}
 
-    def read(self, name: str, into: torch.Tensor, start: int) -> None:
-        """Fill `into` from `start` on."""
-        self._reader.read(self._full[name], into, start)
+    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None) -> None:
+        """Fill `into` with the elements of a box from `start` on."""
+        self._reader.read(self._full[name], into, start, box)
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, flat."""
@@ -222,20 +227,23 @@ class _Shards:
                 with _readable(file):
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
 
-    def read(self, name: str, into: torch.Tensor, start: int) -> None:
-        """Fill `into` from `start` on, some rows at a time.
+    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None) -> None:
+        """Fill `into` with the elements of a box from `start` on, some rows of the tensor at a time.
 
         Raises:
             CheckpointError: elements are missing, or the file cannot be read; or it has whole numbers for a weight.
         """
         shape, (file, handle) = self.shapes[name], self._files[name]
-        stop, width = start + into.numel(), math.prod(shape[1:])
-        if not 0 <= start <= stop <= math.prod(shape):
-            raise CheckpointError(f"{file} holds {math.prod(shape)} elements of '{name}' and {stop} were asked for.")
+        whole, stop = Box.whole(shape), start + into.numel()
+        box = whole if box is None else box
+        if not (0 <= start <= stop <= box.numel and box.inside(whole)):
+            raise CheckpointError(f"{file} holds {box.numel} elements of '{name}[{box}]' and {stop} were asked for.")
         if start == stop:
             return
-        rows, last = max(1, BLOCK // (WIDEST * width)), -(-stop // width)
-        for row in range(start // width, last, rows):
+        wanted, width = cut(box, start, stop), math.prod(shape[1:])
+        near = extent([whole], wanted)
+        rows, last = max(1, BLOCK // (WIDEST * width)), -(-near.stop // width)
+        for row in range(near.start // width, last, rows):
             with _readable(file):
                 part = handle.get_slice(name)[row : min(row + rows, last)] if shape else handle.get_tensor(name)
             if part.is_floating_point() != into.is_floating_point():
@@ -244,8 +252,7 @@ class _Shards:
                     f"quantized."
                 )
             first = row * width
-            low, high = max(start, first), min(stop, first + part.numel())
-            into[low - start : high - start].copy_(part.reshape(-1)[low - first : high - first])
+            copy_common(into, wanted, part.reshape(-1), cut(whole, first, first + part.numel()))
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, flat."""

@@ -16,17 +16,18 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zeroshard.checkpoint.boxes import Box, cut
 from zeroshard.checkpoint.disk import Disk
 from zeroshard.checkpoint.folder import retain
-from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, FileEntry, Manifest, file_of, key_of, read_manifest
+from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, FileEntry, Manifest, file_of, read_manifest
 from zeroshard.checkpoint.stream import Slot, in_order, write_tensors
 from zeroshard.comm import Comm
 from zeroshard.errors import CheckpointError
@@ -39,12 +40,35 @@ POLLS = 0.005, 0.1  # seconds between looks into the store, at first and at most
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, start + values.numel()) of the flattened tensor `name` of shape `shape`."""
+    """The values of one box of the tensor `name` of shape `shape`, in the row-major order of the box."""
 
     name: str
     shape: tuple[int, ...]
-    start: int
+    box: Box
     values: torch.Tensor
+
+    @classmethod
+    def whole(cls, name: str, values: torch.Tensor) -> "Piece":
+        """All of a tensor."""
+        return cls(name, tuple(values.shape), Box.whole(tuple(values.shape)), values)
+
+    @classmethod
+    def cut(
+        cls, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor, box: Box | None = None
+    ) -> "Iterator[Piece]":
+        """A range of the flattened tensor that a rank has; of the range of an empty tensor, that tensor.
+
+        Args:
+            shape: of the tensor as the checkpoint holds it.
+            start: the first element of the range in the tensor of this rank.
+            values: of the range (1-D); the pieces are views of them.
+            box: which part of the tensor this rank has; all of it by default.
+        """
+        whole, at = Box.whole(shape), 0
+        parts = cut(box or whole, start, start + values.numel()) if whole.numel else [whole]
+        for part in parts:
+            yield cls(name, shape, part, values[at : at + part.numel])
+            at += part.numel
 
 
 class Snapshot:
@@ -52,7 +76,7 @@ class Snapshot:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The same pieces, with values that no step changes any more."""
@@ -60,14 +84,14 @@ class Snapshot:
         copies, streams = [], False
         for piece in pieces:
             values = piece.values.detach()
-            buffer = before.pop((piece.name, piece.start), None)
+            buffer = before.pop((piece.name, piece.box), None)
             if buffer is None or (buffer.dtype, buffer.numel()) != (values.dtype, values.numel()):
                 self._enter(buffer, values)
                 buffer = torch.empty(values.numel(), dtype=values.dtype, pin_memory=values.is_cuda)
             buffer.copy_(values.reshape(-1), non_blocking=True)
             streams |= values.is_cuda
-            self._buffers[piece.name, piece.start] = buffer
-            copies.append(Piece(piece.name, piece.shape, piece.start, buffer))
+            self._buffers[piece.name, piece.box] = buffer
+            copies.append(replace(piece, values=buffer))
         for buffer in before.values():
             self._enter(buffer, None)
         if streams:
@@ -296,15 +320,15 @@ class Saving:
 def _write_shard(order: Order, file: str) -> dict[str, Any]:
     """Write a rank's pieces; what the manifest must know of them."""
     pieces = sorted(order.pieces, key=lambda piece: in_order(piece.values.dtype))
-    chunks = [Chunk(file, piece.start, piece.start + piece.values.numel(), ()) for piece in pieces]
+    chunks = [Chunk(file, piece.box, ()) for piece in pieces]
     slots = [
-        Slot(key_of(piece.name, chunk), piece.values.dtype, (piece.values.numel(),))
+        Slot(chunk.key(piece.name), piece.values.dtype, (chunk.numel,))
         for piece, chunk in zip(pieces, chunks, strict=True)
     ]
     done = write_tensors(order.disk, order.temporary / file, slots, (piece.values for piece in pieces))
     rows = [
-        [piece.name, piece.shape, str(piece.values.dtype).removeprefix("torch."), chunk.start, chunk.stop, blocks]
-        for piece, chunk, blocks in zip(pieces, chunks, done.blocks, strict=True)
+        [p.name, p.shape, str(p.values.dtype).removeprefix("torch."), p.box.start, p.box.shape, blocks]
+        for p, blocks in zip(pieces, done.blocks, strict=True)
     ]
     return {"file": file, "nbytes": done.nbytes, "header_crc32": done.header_crc32, "rows": rows}
 
@@ -337,19 +361,21 @@ def _commit(order: Order, parts: list[list[Any]]) -> str | None:
 def _manifest(order: Order, parts: list[list[Any]]) -> Manifest:
     """What all ranks wrote."""
     manifest = Manifest({**order.merge([facts for _, _, facts in parts]), "ranks": len(parts)})
+    chunks: dict[str, list[Chunk]] = {}
     for _, words, _ in parts:
         manifest.files[words["file"]] = FileEntry(words["nbytes"], words["header_crc32"])
-        for name, shape, dtype, start, stop, blocks in words["rows"]:
-            chunk = Chunk(words["file"], start, stop, tuple(blocks))
-            entry = Entry(tuple(shape), getattr(torch, dtype), (chunk,))
-            known = manifest.tensors.get(name, entry)
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+        for name, shape, dtype, start, lengths, blocks in words["rows"]:
+            entry = Entry(tuple(shape), getattr(torch, dtype), ())
+            known = manifest.tensors.setdefault(name, entry)
+            if known != entry:
                 raise CheckpointError(
                     f"'{name}' has another shape or dtype on another rank ({list(entry.shape)} and {entry.dtype}, "
                     f"{list(known.shape)} and {known.dtype}); let it be alike on all, or persistent=False"
                 )
-            chunks = (*known.chunks, chunk) if name in manifest.tensors else (chunk,)
-            manifest.tensors[name] = Entry(entry.shape, entry.dtype, chunks)
+            box = Box(tuple(start), tuple(lengths))
+            chunks.setdefault(name, []).append(Chunk(words["file"], box, tuple(blocks)))
+    for name, parts_of in chunks.items():
+        manifest.tensors[name] = replace(manifest.tensors[name], chunks=tuple(parts_of))
     return manifest
 
 

@@ -46,7 +46,7 @@ class Buffers:
         home = self.stages()
         for name, buffer in self.here():
             if home[name] == self._stage.number:
-                yield Piece(f"buffer:{name}", tuple(buffer.shape), 0, buffer.contiguous())
+                yield Piece.whole(f"buffer:{name}", buffer.contiguous())
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of buffers that are not as they were when the engine was made."""

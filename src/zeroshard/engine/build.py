@@ -10,13 +10,13 @@ from torch import nn
 from zeroshard.activations import ActivationStore, Keep
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.fitting import Fitting
+from zeroshard.engine.policies import offload_of
 from zeroshard.engine.refused import check_machine
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
 from zeroshard.offload.gradients import HostSum
 from zeroshard.offload.lower import LowerTiers, units_below
-from zeroshard.offload.policy import Policy
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
 from zeroshard.offload.updates import HostUpdates
@@ -30,7 +30,6 @@ from zeroshard.parts.saver import Saver
 from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
-from zeroshard.pipeline import policy as pipelines
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole as WholeModel
 from zeroshard.plan import Plan
@@ -167,7 +166,7 @@ class Builder:
 
     def _offload(self, units: list[Unit], optimizer: torch.optim.Optimizer) -> set[int]:
         """Find the tiers below the device, if the plan uses them; the numbers of the units that are updated there."""
-        policy = policy_of(self._plan)
+        policy = offload_of(self._plan)
         if not self._plan.offloads:
             return set()
         self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer)
@@ -418,53 +417,6 @@ def _state_nbytes(part: Part, layout: StateLayout) -> int:
         return 0
     values = part.updater.values
     return values.numel() * layout.bytes_per_element * values.itemsize // 4
-
-
-TECHNIQUES: list[Callable[[Plan], Technique | None]] = []  # makes those that a plan asks for
-
-
-def techniques_of(plan: Plan) -> list[Technique]:
-    """What splits parameters under a plan.
-
-    Raises:
-        PlanError: it does not combine with stages.
-    """
-    found = [technique for make in TECHNIQUES if (technique := make(plan)) is not None]
-    if found and plan.pipelined:
-        raise PlanError(f"Parameters are split inside of layers and stages={plan.stages}; set stages to 1.")
-    return found
-
-
-def cut_of(plan: Plan) -> pipelines.Policy:
-    """How a plan cuts a model into stages."""
-    return pipelines.Policy(
-        schedule=plan.pipeline,
-        stages=plan.stages,
-        chunks=plan.chunks,
-        split=plan.split,
-        balance=plan.balance,
-        units=plan.units,
-        recomputes=plan.recomputes,
-        defers=plan.schedule == "zb-h1",
-    )
-
-
-def policy_of(plan: Plan) -> Policy:
-    """What a plan keeps below the device."""
-    return Policy(
-        optimizer="optimizer" in plan.offloads,
-        parameters="parameters" in plan.offloads,
-        activations="activations" in plan.offloads,
-        share=plan.offload_share,
-        disk=plan.offload_disk,
-        disk_parameters=plan.offload_disk_parameters,
-        moments=plan.offload_moments,
-        delayed=plan.delayed_update,
-        warmup=plan.delayed_warmup,
-        speculates=plan.speculate,
-        several=plan.microbatches > 1,
-        timeout=plan.timeout,
-    )
 
 
 def _precise(flat: Flat, least: torch.dtype | None = None) -> torch.dtype:

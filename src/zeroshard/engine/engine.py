@@ -22,12 +22,13 @@ from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.batch import call_with, loss_in
 from zeroshard.engine.buffers import whole_state_dict
-from zeroshard.engine.build import Builder, OptimizerLike, cut_of, techniques_of
+from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.editing import Editing
 from zeroshard.engine.forward import Forward, Hook
 from zeroshard.engine.judge import Judge, StepResult
 from zeroshard.engine.model_checks import check_model, guard
 from zeroshard.engine.one_stage import OneStage
+from zeroshard.engine.policies import cut_of, techniques_of
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.refused import told
 from zeroshard.engine.replicas import check_replicas

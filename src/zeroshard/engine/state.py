@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
+from zeroshard.checkpoint import Box, Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
 from zeroshard.engine import rng
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.buffers import Buffers, merged_facts
@@ -21,6 +21,7 @@ from zeroshard.ledger import Ledger
 from zeroshard.parts.part import Part, Parts
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole
+from zeroshard.units.index import Entry
 from zeroshard.zero import Everything, Gatherer
 
 
@@ -210,20 +211,20 @@ class State:
                 yield from self._pieces_of(part, part.weights.rank)
         yield from self.buffers.pieces()
         for name, state in rng.streams(self._world.mesh.device):
-            yield Piece(f"rng:{name}", tuple(state.shape), 0, state)
+            yield Piece.whole(f"rng:{name}", state)
 
     def _pieces_of(self, part: Part, rank: int) -> Iterator[Piece]:
         index, updater = part.flat.index, part.updater
         for number, low, high in index.overlaps(*index.interval(rank)):
             entry = index.entries[number]
-            shape, first = tuple(entry.shape), low - entry.offset
+            (shape, box), first = whole_of(part, entry), low - entry.offset
             weights = updater.values[low - updater.start : high - updater.start]
-            yield Piece(f"weight:{entry.name}", shape, first, updater.exact(weights))
+            yield from Piece.cut(f"weight:{entry.name}", shape, first, updater.exact(weights), box)
             for key, value in self._elements(part, low, high):
-                yield Piece(f"{key}:{entry.name}", shape, first, value)
+                yield from Piece.cut(f"{key}:{entry.name}", shape, first, value, box)
         if rank == 0:
             for entry in (entry for entry in index.entries if entry.numel == 0):
-                yield Piece(f"weight:{entry.name}", tuple(entry.shape), 0, updater.values[:0])
+                yield from Piece.cut(f"weight:{entry.name}", tuple(entry.shape), 0, updater.values[:0])
 
     def _elements(self, part: Part, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
@@ -248,7 +249,7 @@ class State:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters of the model, those of other stages included."""
-        mine = {e.name: tuple(e.shape) for s in self._parts.all for e in s.flat.index.entries}
+        mine = {entry.name: whole_of(part, entry)[0] for part in self._parts.all for entry in part.flat.index.entries}
         return mine | self._stage.shapes()
 
     def _buffer_shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
@@ -279,7 +280,8 @@ class State:
         values, start = part.updater.values, part.updater.start
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
             entry = part.flat.index.entries[number]
-            reader.read(f"weight:{entry.name}", values[low - start : high - start], low - entry.offset)
+            here, (_, box) = values[low - start : high - start], whole_of(part, entry)
+            reader.read(f"weight:{entry.name}", here, low - entry.offset, box)
 
     def _load_optimizer(self, part: Part, reader: Reader, saved: Saved) -> None:
         entries, updater = part.flat.index.entries, part.updater
@@ -294,9 +296,18 @@ class State:
             for key in saved.kinds(entry.name):
                 loaded[key] = values = torch.zeros_like(span.tensor)
                 for number, low, high in part.flat.index.overlaps(span.start, span.stop):
-                    name, first = entries[number].name, low - entries[number].offset
-                    reader.read(f"{key}:{name}", values[low - span.start : high - span.start], first)
+                    each = entries[number]
+                    here, (_, box) = values[low - span.start : high - span.start], whole_of(part, each)
+                    reader.read(f"{key}:{each.name}", here, low - each.offset, box)
             updater.load_state(span, loaded)
+
+
+def whole_of(part: Part, entry: Entry) -> tuple[tuple[int, ...], Box | None]:
+    """The shape of the tensor that a parameter is of, and which box of it; None for all of it."""
+    split = part.splits.get(entry.name)
+    if split is None:
+        return tuple(entry.shape), None
+    return split.shape, Box(split.start, tuple(entry.shape))
 
 
 def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Gatherer | Everything) -> dict[str, Any]:

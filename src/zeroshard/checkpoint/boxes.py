@@ -1,0 +1,171 @@
+"""Boxes of a tensor: a start and a length per dimension.
+
+Slices of ranks become boxes in a checkpoint: a range of a flattened tensor is a few boxes, and so is a range of one
+rank's share under tensor parallelism, which is a box itself. The values of several boxes lie in one flat tensor, box
+after box, each in row-major order.
+"""
+
+import itertools
+import math
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+PRIME = 2**127 - 1  # of the arithmetic in `tiles`
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements of a tensor whose coordinate is in [start, start + length) along every dimension.
+
+    Attributes:
+        start: the first coordinate along each dimension.
+        shape: the length along each dimension.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        """All of a tensor of a shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def inside(self, whole: "Box") -> bool:
+        """Whether this is a box, and no element of it is outside of `whole`."""
+        if not len(self.start) == len(self.shape) == len(whole.shape):
+            return False
+        for start, length, origin, size in zip(self.start, self.shape, whole.start, whole.shape, strict=True):
+            if length < 0 or not origin <= start <= origin + size - length:
+                return False
+        return True
+
+    def slices(self, within: "Box") -> tuple[slice, ...]:
+        """The index of these elements in a tensor that holds the values of `within`."""
+        firsts = (start - origin for start, origin in zip(self.start, within.start, strict=True))
+        return tuple(slice(first, first + length) for first, length in zip(firsts, self.shape, strict=True))
+
+    def offset(self, within: "Box") -> int:
+        """The position of the first element among those of `within`, in row-major order."""
+        return _position(self.start, within)
+
+    def end(self, within: "Box") -> int:
+        """The position after that of the last element among those of `within`; the box has elements."""
+        last = (start + length - 1 for start, length in zip(self.start, self.shape, strict=True))
+        return _position(last, within) + 1
+
+    def __str__(self) -> str:
+        """The box as Python writes slices, such as `0:2,3:7`."""
+        return ",".join(f"{start}:{start + length}" for start, length in zip(self.start, self.shape, strict=False))
+
+
+def cut(box: Box, low: int, high: int) -> list[Box]:
+    """The boxes that make up the elements [low, high) of `box` in row-major order; as few as keep that order.
+
+    They are the rest of a first row, the whole rows after it, and the beginning of a last row, where a row has one
+    dimension less and is cut likewise: at most 2 * dimensions - 1 boxes.
+    """
+    if low >= high:
+        return []
+    assert low >= 0 and high <= box.numel, (box, low, high)
+    if not box.shape:
+        return [box]
+    (start, *starts), (_, *lengths) = box.start, box.shape
+    width = math.prod(lengths)
+
+    def part(row: int, first: int, last: int) -> list[Box]:
+        """The elements [first, last) of one row."""
+        inside = cut(Box(tuple(starts), tuple(lengths)), first, last)
+        return [Box((start + row, *each.start), (1, *each.shape)) for each in inside]
+
+    (top, first), (bottom, last) = divmod(low, width), divmod(high, width)
+    if top == bottom:
+        return part(top, first, last)
+    head = part(top, first, width) if first else []
+    top += first > 0
+    rows = [Box((start + top, *starts), (bottom - top, *lengths))] if top < bottom else []
+    return head + rows + part(bottom, 0, last)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The elements that are in both boxes of a tensor; None if there are none."""
+    starts, lengths = [], []
+    for start, length, other, other_length in zip(a.start, a.shape, b.start, b.shape, strict=True):
+        low, high = max(start, other), min(start + length, other + other_length)
+        if low >= high:
+            return None
+        starts.append(low)
+        lengths.append(high - low)
+    return Box(tuple(starts), tuple(lengths))
+
+
+def extent(boxes: Sequence[Box], wanted: Sequence[Box]) -> range:
+    """From the first to the last element of `boxes`, which lie in one flat tensor, that is also in one of `wanted`."""
+    low, high = sum(box.numel for box in boxes), 0
+    for at, box in _offsets(boxes):
+        for common in filter(None, (intersection(box, other) for other in wanted)):
+            low = min(low, at + common.offset(box))
+            high = max(high, at + common.end(box))
+    return range(low, high) if low < high else range(0)
+
+
+def copy_common(into: torch.Tensor, wanted: Sequence[Box], values: torch.Tensor, held: Sequence[Box]) -> int:
+    """Copy the elements that two flat tensors have in common.
+
+    Args:
+        into: what is filled, where the boxes `wanted` lie one after the other.
+        values: what is copied, where the boxes `held` do.
+
+    Returns:
+        How many elements were copied.
+    """
+    copied = 0
+    for at, target in _offsets(wanted):
+        for there, source in _offsets(held):
+            common = intersection(target, source)
+            if common is not None:
+                found = values[there : there + source.numel].view(source.shape)[common.slices(source)]
+                into[at : at + target.numel].view(target.shape)[common.slices(target)].copy_(found)
+                copied += common.numel
+    return copied
+
+
+def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes hold every element of a tensor exactly once; in a time that is linear in their number.
+
+    [Note: random volumes] Volumes that add up to the tensor's prove nothing: one box may overlap another by as much as
+    is missing elsewhere. So each coordinate of each dimension gets a random mark, and a length is the difference of two
+    marks modulo a prime. For boxes that tile the tensor the volumes add up whatever the marks are. For others the
+    difference is a polynomial in the marks, which is zero for at most dimensions/PRIME of all marks (Schwartz-Zippel).
+    The marks are drawn anew each time, so nobody can make boxes that fit them.
+    """
+    marks: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(PRIME)) for _ in shape]
+
+    def volume(box: Box) -> int:
+        product = 1
+        for start, length, mark in zip(box.start, box.shape, marks, strict=True):
+            product = product * (mark[start + length] - mark[start]) % PRIME
+        return product
+
+    return (sum(map(volume, boxes)) - volume(Box.whole(shape))) % PRIME == 0
+
+
+def _offsets(boxes: Sequence[Box]) -> Iterator[tuple[int, Box]]:
+    """Where each of several boxes begins in a flat tensor that holds them one after the other."""
+    return zip(itertools.accumulate((box.numel for box in boxes), initial=0), boxes, strict=False)
+
+
+def _position(place: Iterable[int], within: Box) -> int:
+    """The position of one element in the row-major order of a box."""
+    position = 0
+    for coordinate, start, length in zip(place, within.start, within.shape, strict=True):
+        position = position * length + coordinate - start
+    return position
