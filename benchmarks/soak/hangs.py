@@ -173,7 +173,8 @@ def asked_to_stop(folder: Path, quick: bool) -> Counts:
             began = time.monotonic()
             assert stop_signal(job, number) == 75 and not job.reports
             slowest = max(slowest, time.monotonic() - began)
-            assert "which is saved; go on with --resume auto" in job.screen[-1], job.screen[-1]
+            said = job.screen[-1]
+            assert "which is saved; go on with: " in said and said.rstrip().endswith("--resume auto"), said
         newest = max(newest_run(folder).joinpath("checkpoints").iterdir()).name
         assert int(newest[5:]) == max(losses(folder)), "the step that it stopped after is saved"
     with Job(folder, train(folder, *options, "--resume", "auto")) as job:

@@ -446,7 +446,7 @@ def test_any_words_on_the_command_line_are_obeyed_or_refused(
     monkeypatch.setenv(cli.AGAIN, "")
     monkeypatch.delenv(cli.AGAIN)  # `train --ranks` sets it; the test's end takes it away again
     monkeypatch.setattr(zeroshard.run_command, "run_ranks", lambda ranks, argv: None)
-    monkeypatch.setattr(zeroshard.launch, "run_rank", lambda config: None)
+    monkeypatch.setattr(zeroshard.launch, "run_rank", lambda config, again: None)
     chance = random.Random(0)
     for _ in range(max(1, EXAMPLES // 5)):
         argv = [chance.choice(COMMANDS), *chance.choices(WORDS, k=chance.randrange(5))]

@@ -1,7 +1,9 @@
 """The backward in two parts gives what the backward in one gives."""
 
 import copy
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from engine.models import Plain, batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.pipeline import deferred
 from zeroshard.pipeline.deferred import Deferral, WeightGradients
 from zeroshard.train.gpt import GPT, GPTConfig
 
@@ -191,3 +194,40 @@ def test_a_store_closes_even_when_the_forward_fails() -> None:
     with pytest.raises(RuntimeError), deferral.into(WeightGradients()):
         model(torch.randn(2, 5))
     assert deferral.store is None
+
+
+class Twice(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_matrices_that_are_not_deferred_are_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 3), Twice(4, 4))
+    with pytest.warns(UserWarning, match=r"80% .* the first is '1', a Conv1d"):
+        Deferral(model)
+
+
+def test_a_technique_may_defer_layers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(deferral: Deferral, module: Twice) -> Any:
+        plain = deferred.DEFERS[nn.Linear](deferral, Plain(module))
+        return lambda x: 2 * plain(x)
+
+    class Plain:
+        def __init__(self, module: Twice) -> None:
+            self.weight, self.bias = module.weight, module.bias
+            self.forward = lambda x: nn.functional.linear(x, module.weight, module.bias)
+
+    monkeypatch.setitem(deferred.DEFERS, Twice, doubled)
+    torch.manual_seed(0)
+    layer, x = Twice(3, 2), torch.randn(5, 3)
+    wanted = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        deferral = Deferral(layer)
+    store = in_two(deferral, lambda: layer(x).sum())
+    assert layer.weight.grad is None
+    store.compute()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, wanted)

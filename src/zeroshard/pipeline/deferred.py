@@ -4,6 +4,7 @@
 makes their weight's gradient to the store; everything else of the backward (biases, norms, embeddings) is done at once.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,13 +33,31 @@ class WeightGradients:
 
 
 class Deferral:
-    """Lets the plain `nn.Linear` layers of a model use the store that is open."""
+    """Lets the layers of a model whose classes are in `DEFERS` use the store that is open.
+
+    Warns of matrices of other layers: their gradients are made at once, and fill no bubble.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._store: WeightGradients | None = None
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-                module.forward = _Linear(self, module, module.forward)  # type: ignore[method-assign]
+        deferred, escaped = 0, dict[str, int]()
+        for path, module in model.named_modules():
+            made = next((make for kind, make in DEFERS.items() if _is_plain(module, kind)), None)
+            matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
+            if made is not None:
+                deferred += matrices
+                module.forward = made(self, module)
+            elif matrices and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                escaped[path] = matrices
+        if sum(escaped.values()) > ESCAPED * deferred:
+            name, share = next(iter(escaped)), sum(escaped.values()) / (deferred + sum(escaped.values()))
+            warnings.warn(
+                f"schedule='zb-h1' leaves the weight gradients of {', '.join(kind.__name__ for kind in DEFERS)} layers "
+                f"for later; {share:.0%} of the elements of matrices are in other layers (the first is {name!r}, a "
+                f"{type(model.get_submodule(name)).__name__}), whose gradients are made at once and fill no bubble. "
+                f"Use schedule='1f1b', or build those layers from nn.Linear.",
+                stacklevel=2,
+            )
 
     @property
     def store(self) -> WeightGradients | None:
@@ -71,6 +90,16 @@ class _Linear:
         deferred = (weight.detach(), (weight,), store)
         product: Tensor = _Product.apply(x, self._module.bias, anchor, *deferred)  # type: ignore[no-untyped-call]
         return product
+
+
+DEFERS: dict[type[nn.Module], Callable[[Deferral, Any], Callable[..., Any]]] = {
+    nn.Linear: lambda deferral, module: _Linear(deferral, module, module.forward)
+}  # a technique with layers of its own enters how their forwards leave products to `deferral.store`
+ESCAPED = 0.1  # of the elements that are deferred, so many elsewhere are worth a warning
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 class _Product(torch.autograd.Function):
