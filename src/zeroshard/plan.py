@@ -228,8 +228,9 @@ class Plan:
         if sum(replicas) != ranks:
             raise PlanError(f"replicas={replicas} needs {sum(replicas)} ranks and there are {ranks}; start as many.")
         layout = Layout(replicas, self.chunks)
+        gathers = self.zero == 3 and (max(replicas) > 1 or "parameters" in self.offloads)
         each = self.reduces_each_microbatch
-        return Pipeline(self.schedule, layout, self.microbatches, self.vertical_sync, each, loans)
+        return Pipeline(self.schedule, layout, self.microbatches, self.vertical_sync, each, loans, gathers)
 
     @property
     def offloads(self) -> frozenset[str]:
@@ -298,16 +299,16 @@ class Plan:
             if self.schedule in STREAMING:
                 raise PlanError(f"schedule={self.schedule!r} is for pipelines; set stages to 2 or more.")
             return
-        if self.transport == "shared":
+        if self.transport == "shared" and self.streams:
             raise PlanError(
-                "transport='shared' and stages do not combine: pipelines keep older weights of their own. Leave "
-                "transport='auto', which sends them through torch.distributed."
+                f"transport='shared' and schedule={self.schedule!r} do not combine: each rank keeps older weights of "
+                f"its own. Leave transport='auto', or use schedule='1f1b', which flushes."
             )
         check(self.schedule, Layout(self.replicas or (1,) * self.stages, self.chunks), self.microbatches)
-        if self.zero == 3:
+        if self.zero == 3 and self.streams:
             raise PlanError(
-                "zero=3 and stages do not combine: every microbatch would gather every layer of its stage. Use zero=1, "
-                "which with pipelines keeps nearly as little."
+                f"zero=3 and schedule={self.schedule!r} do not combine: older versions of the weights are kept whole. "
+                f"Use zero=1 or 2, or a schedule that flushes, such as 'gpipe', which gathers a chunk once per pass."
             )
         if self.split and len(self.split) != self.stages * self.chunks - 1:
             raise PlanError(

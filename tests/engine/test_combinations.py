@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine.models import OPTIMIZERS, batch, build
 from engine.offloaded import EXECUTORS, executing, in_memory
 from engine.test_pipelines import plain
@@ -36,6 +37,21 @@ OFFLOADED: dict[str, Case] = {
     "groups, several reductions": (4, "Tied", {**STATES, **GROUPS, "zero": 1, "microbatches": 2}),
     "groups, stage 3": (4, "Plain", {**STATES, **GROUPS, "zero": 3, "microbatches": 2}),
     "groups, streamed": (4, "Tied", {**STREAMED, **GROUPS, "clip_norm": 0.5}),
+}
+SLICED_STAGES: dict[str, Case] = {
+    "breadth first": (4, "DeepTied", {**TWO, "zero": 3, "schedule": "gpipe", "chunks": 2, "clip_norm": 0.5}),
+    "gpipe, recomputed": (4, "TiedFive", {**TWO, "zero": 3, "schedule": "gpipe"}),
+    "1f1b": (4, "TiedFive", {**TWO, "zero": 3, "clip_norm": 0.5}),
+    "interleaved, bf16": (
+        4,
+        "DeepTied",
+        {**TWO, "zero": 3, "schedule": "interleaved", "chunks": 2, "precision": "bf16"},
+    ),
+    "zb-h1": (4, "Deep", {**TWO, "zero": 3, "schedule": "zb-h1"}),
+    "uneven": (3, "Deep", {**TWO, "zero": 3, "replicas": (2, 1)}),
+    "activations": (4, "TiedFive", {**TWO, "zero": 3, "offload": "activations"}),
+    "streamed": (2, "TiedFive", {**TWO, **STREAMED, "schedule": "gpipe"}),
+    "streamed, replicas": (4, "TiedFive", {**TWO, **STREAMED, "clip_norm": 0.5}),
 }
 STAGES_OF_GROUPS: dict[str, Case] = {
     "1f1b": (8, "TiedFive", {**TWO, **GROUPS, "zero": 1, "clip_norm": 0.5}),
@@ -122,6 +138,51 @@ def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -
             )
 
 
+@pytest.mark.parametrize("name", SLICED_STAGES)
+def test_sliced_parameters_in_stages_change_no_bit(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Over the network, as whole parameters do; and over shared memory, where ranks of a stage have one copy."""
+    ranks, model, options = SLICED_STAGES[name]
+    plan = zs.Plan(**{"transport": "network", **options})
+    found = pool.run(train, ranks, model, plan, "latest", str(tmp_path / "a"))
+    whole = replace(in_memory(plan), zero=2)
+    ways = [whole, replace(whole, transport="auto")]
+    for wanted in (pool.run(train, ranks, model, way, "eager") for way in ways):
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine[0] == theirs[0] and mine[1] == theirs[1]
+            assert same(mine[2], theirs[2])
+    if plan.precision == "fp32":
+        close(found, model, plan.clip_norm)
+    for others, other in ((1, zs.Plan(zero=0)), (2, zs.Plan(**STREAMED))):
+        for weights in pool.run(load, others, model, other, str(tmp_path / "a")):
+            pairs = [(weights[key], value) for key, value in found[0][2].items()]
+            assert all(here.equal(value) for here, value in pairs if value.dtype == here.dtype)
+
+
+def gathers(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[str], bool, float]:
+    """This rank's gathers and frees in a step, whether units are here between, and the loss of an evaluation."""
+    engine = make(mesh, "Deep", plan, seed=mesh.rank)
+    first, _ = (engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step)) for step in range(2))
+    here = engine._gatherer.everything_here()
+    assert first.loss is not None
+    with torch.no_grad():
+        loss = float(engine(batch(5, engine.lane, engine.lanes, ROWS), 5))
+    return [str(action) for action in engine.schedule if action.kind in ("GATHER", "FREE")], here, loss
+
+
+def test_a_breadth_first_schedule_gathers_a_chunk_once_per_pass(pool: Pool) -> None:
+    plan = zs.Plan(**TWO, zero=3, schedule="gpipe", chunks=2, transport="network")
+    wanted = pool.run(gathers, 4, replace(plan, zero=2))
+    for rank, (listed, here, loss) in enumerate(pool.run(gathers, 4, plan)):
+        own = [rank // 2, rank // 2 + 2]
+        assert listed == [f"{kind}{chunk}@0" for chunk in (*own, *own[::-1]) for kind in ("GATHER", "FREE")]
+        assert not here and loss == wanted[rank][2]
+
+
+def test_1f1b_gathers_for_each_microbatch(pool: Pool) -> None:
+    for rank, (listed, here, _) in enumerate(pool.run(gathers, 4, zs.Plan(**TWO, zero=3, transport="network"))):
+        assert len(listed) == 2 * (6 if rank < 2 else 8) and not here
+
+
 @pytest.mark.parametrize("name", STAGES_OF_GROUPS)
 def test_groups_of_ranks_in_stages(cube: Pool, pool: Pool, tmp_path: Path, name: str) -> None:
     ranks, model, options = STAGES_OF_GROUPS[name]
@@ -175,3 +236,9 @@ def refused(mesh: zs.Mesh, plan: zs.Plan) -> str:
 def test_what_has_no_end_of_a_step_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         zs.Plan(**TWO, zero=1, offload="optimizer", **options)
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"transport": "shared"}])
+def test_older_versions_of_weights_are_whole_and_a_ranks_own(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="schedule='pipedream' do not combine"):
+        zs.Plan(**TWO, schedule="pipedream", **options)

@@ -23,12 +23,23 @@ TWO = "F0.0@0 B0.0@0 F0.1@0 B0.1@0"
 SPLIT = "F0.0@0 I0.0@0 F0.1@0 W0.0@0 I0.1@0 W0.1@0"
 
 
-def test_gathers_surround_every_compute_and_nothing_else() -> None:
-    lowered = with_gathers(parsed("RECV_F1.0@2<0 F1.0@2 I1.0@2 SEND_B1.0@2>0 W1.0@2 UPDATE1@2"))
-    assert words(lowered) == (
-        "RECV_F1.0@2<0 GATHER1@2 F1.0@2 FREE1@2 GATHER1@2 I1.0@2 FREE1@2 SEND_B1.0@2>0 "
-        "GATHER1@2 W1.0@2 FREE1@2 UPDATE1@2"
-    )
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            "RECV_F1.0@2<0 F1.0@2 I1.0@2 SEND_B1.0@2>0 W1.0@2 UPDATE1@2",
+            "RECV_F1.0@2<0 GATHER1@2 F1.0@2 FREE1@2 GATHER1@2 I1.0@2 SEND_B1.0@2>0 W1.0@2 FREE1@2 UPDATE1@2",
+        ),
+        (TWO, "GATHER0@0 F0.0@0 FREE0@0 GATHER0@0 B0.0@0 FREE0@0 GATHER0@0 F0.1@0 FREE0@0 GATHER0@0 B0.1@0 FREE0@0"),
+        (
+            "F0.0@0 F0.1@0 F2.0@0 F2.1@0 B2.1@0 B2.0@0 B0.1@0 B0.0@0",
+            "GATHER0@0 F0.0@0 F0.1@0 FREE0@0 GATHER2@0 F2.0@0 F2.1@0 FREE2@0 GATHER2@0 B2.1@0 B2.0@0 FREE2@0 "
+            "GATHER0@0 B0.1@0 B0.0@0 FREE0@0",
+        ),
+    ],
+)
+def test_gathers_surround_runs_of_one_direction_on_one_chunk(text: str, expected: str) -> None:
+    assert words(with_gathers(parsed(text))) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the plan's formulas say beside what the ledger and comm counted: `engine.memory()` and `engine.traffic()`."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
@@ -132,17 +132,17 @@ def memory_table(parts: Parts, ledger: Ledger, stage: Stage | Whole) -> MemoryTa
 
 
 def traffic_table(
-    parts: Parts, work: Work, counts: Mapping[Purpose, Count], messages: Mapping[Purpose, int]
+    parts: Parts, work_on: Callable[[int], Work], counts: Mapping[Purpose, Count], messages: Mapping[Purpose, int]
 ) -> TrafficTable:
     """The formula and comm's counts of the last step, purpose by purpose.
 
     Args:
-        work: the step.
+        work_on: a unit in the step.
         messages: planned elements of what goes between pipeline stages.
     """
     planned = dict.fromkeys((Purpose.GATHER_PARAMETERS, Purpose.REDUCE_GRADIENTS, Purpose.GATHER_GRADIENTS), 0)
     planned |= messages
-    for purpose, elements in (each for part in parts.all for each in part.wire(work)):
+    for purpose, elements in (each for part in parts.all for each in part.wire(work_on(part.flat.unit.number))):
         planned[purpose] = planned.get(purpose, 0) + elements
     rows = []
     for purpose in Purpose:

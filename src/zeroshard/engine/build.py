@@ -35,7 +35,7 @@ from zeroshard.pipeline.whole import Whole as WholeModel
 from zeroshard.plan import Plan
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
-from zeroshard.zero import Accumulation, Gatherer, Gradients, Residency
+from zeroshard.zero import Accumulation, ByChunk, Gatherer, Gradients, Residency
 from zeroshard.zero.buffer import GradientBuffer
 from zeroshard.zero.formulas import BytesPerParameter
 from zeroshard.zero.order import Everything
@@ -144,8 +144,9 @@ class Builder:
         states = sum(_state_nbytes(part, layout) for of_unit in parts for part in of_unit)
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
+        gatherer = self._gatherer(units, parts)
         return Assembly(
-            Parts(units, parts, self._arena), self._spans, layout, self._precision, self._gatherer(units, parts),
+            Parts(units, parts, self._arena, gatherer), self._spans, layout, self._precision, gatherer,
             self._late, self._saver(),
         )  # fmt: skip
 
@@ -176,8 +177,9 @@ class Builder:
 
     def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer | Everything:
         weights = [[part.weights for part in of_unit] for of_unit in parts]
-        sliced = any(each.sliced for of_unit in weights for each in of_unit)
-        return Gatherer(units, weights, self._comm) if sliced else Everything()
+        if not any(each.sliced for of_unit in weights for each in of_unit):
+            return Everything()
+        return ByChunk(units, weights) if self._plan.pipelined else Gatherer(units, weights, self._comm)
 
     def _saver(self) -> Saver:
         if self._lower is None or not self._lower.policy.activations:
@@ -234,18 +236,19 @@ class Builder:
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""
         plan, mesh = self._plan, self._comm.mesh
-        if plan.transport == "network" or plan.pipelined or mesh.ranks == 1 or "parameters" in plan.offloads:
+        alone = all(len(members) == 1 for members in self._axes.dense.slices.groups)
+        if plan.transport == "network" or plan.streams or alone or "parameters" in plan.offloads:
             return
         sizes = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
         whole, gradients = sum(sizes), sum(sizes) if plan.zero <= 1 else 4 * max(sizes)
         nbytes = 4 * ((whole if plan.zero else 0) + mesh.ranks * gradients)
         reason: str | None = "the ranks do not compute on CPUs"
         if mesh.device.type == "cpu":
-            reason = self._comm.share(nbytes)
+            reason = self._comm.share(nbytes) if mesh.ranks > 1 else None
             reasons = self._axes.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
             reason = next((found for found in reasons if found), None)
             if reason is not None:
-                self._comm.shared = None
+                self._comm.shared = None  # what some ranks share and others do not would be waited for in vain
         if reason is not None and plan.transport == "shared":
             raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 

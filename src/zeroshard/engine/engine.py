@@ -269,7 +269,8 @@ class Engine(Readings):
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         self.flush()
         if isinstance(self._stage, Stage):
-            return whole_state_dict(self.model, self._stage, self._state.buffers)
+            with self._editing.whole():
+                return whole_state_dict(self.model, self._stage, self._state.buffers)
         if "parameters" in self.plan.offloads and not self._forward.writes.allowed:
             self._takes_apart = True
             return state_dict_by_unit(self.model, self._assembly.parts, self._gatherer)

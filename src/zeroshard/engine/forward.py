@@ -51,7 +51,7 @@ class Forward:
             _place_of(part.weights.full): (number, part.weights)
             for number, parts in enumerate(self._parts.of_units)
             for part in parts
-            if part.weights.sliced
+            if part.weights.sliced and self._gatherer.passes
         }
         self._known: set[int] = set()  # storages of weights, which are no activations
         self._activations: dict[int, int] = {}
@@ -141,7 +141,7 @@ class Forward:
             self.writes.look()
         if torch.is_grad_enabled():
             self.writes.refuse_unfrozen()
-        if not self._gatherer.everything_here():
+        if self._gatherer.passes and not self._gatherer.everything_here():
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed
             if not self._gatherer.inside(PassKind.BACKWARD):

@@ -44,6 +44,7 @@ class OneStage:
     ) -> None:
         self._model, self._mesh, self._gatherer, self._backwards = model, mesh, assembly.gatherer, backwards
         self._run, self._backward, self._update = run, backward, update
+        self._units = range(len(assembly.parts.units))
         self.actions: Schedule = assembly.gatherer.lower(pipeline.step(0))
         verify([self.actions])
         self._reduced = {action.microbatch for action in self.actions if action.kind is Kind.REDUCE}
@@ -81,6 +82,10 @@ class OneStage:
     def reloaded(self) -> None:
         """No other stage has them."""
 
+    def gathers(self, unit: int) -> int:
+        """For each forward and each backward."""
+        return 2 * self._count
+
     def planned_messages(self) -> dict[Purpose, int]:
         """There are no other stages."""
         return {}
@@ -99,12 +104,10 @@ class OneStage:
         self.interpreter.note(action, start)
 
     def _gather(self, action: Action) -> None:
-        """Units are gathered as they are used, and freed as soon as they are done."""
-        assert self._gatherer.gathers
+        self._gatherer.gather(self._units)
 
     def _free(self, action: Action) -> None:
-        """No unit is here any more but for what a forward under way uses."""
-        self._gatherer.free_all()
+        self._gatherer.free(self._units)
 
     def _reduce(self, action: Action) -> None:
         """The backward has reduced each unit as soon as its gradients were complete."""

@@ -152,12 +152,16 @@ class Readings:
         messages = self._order.planned_messages()
         return traffic_table(self._assembly.parts, self._work, self._counts, messages)
 
-    @property
-    def _work(self) -> Work:
-        """A step of this rank."""
+    def _work(self, unit: int) -> Work:
+        """A step of this rank on a unit."""
         plan, around = self.plan, self._stage.ranks_per_lane
         updates = plan.microbatches // (plan.microbatches_per_update * (around if plan.streams else 1))
-        return Work(plan.microbatches, updates, plan.reductions // around if plan.reductions > 1 else 1)
+        return Work(
+            plan.microbatches,
+            self._order.gathers(unit),
+            updates,
+            plan.reductions // around if plan.reductions > 1 else 1,
+        )
 
     def recording(self) -> AbstractContextManager[list[Event]]:
         """Keep every change of memory inside, activations included; the list is filled when the block ends."""

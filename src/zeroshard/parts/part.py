@@ -135,17 +135,29 @@ class Part:
             self.updater.follow()
 
 
+class Gathers(Protocol):
+    """Brings units to this rank and takes them away, where a list of actions says so."""
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """Have these units here; a collective call."""
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """Keep only slices of these units."""
+
+
 @dataclass(slots=True)
 class Parts:
     """A model cut into units, with the parts of each unit.
 
     Attributes:
         arena: scratch on the device.
+        gatherer: brings units that are sliced.
     """
 
     units: Sequence[Unit]
     of_units: Sequence[Sequence[Part]]
     arena: Arena
+    gatherer: Gathers
 
     @property
     def all(self) -> list[Part]:

@@ -31,11 +31,13 @@ class Work:
 
     Attributes:
         microbatches: forwards and backwards.
+        gathers: of weights that are gathered for use.
         updates: of each weight.
         reductions: of the gradients, in each update.
     """
 
     microbatches: int
+    gathers: int
     updates: int
     reductions: int
 

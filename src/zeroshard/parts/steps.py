@@ -128,5 +128,8 @@ class Order(Protocol):
     def reloaded(self) -> None:
         """The weights are others; a collective call."""
 
+    def gathers(self, unit: int) -> int:
+        """How often a step gathers a unit whose weights come and go."""
+
     def planned_messages(self) -> dict[Purpose, int]:
         """Elements that this rank sends to other stages in a step."""

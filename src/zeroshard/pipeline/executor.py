@@ -76,6 +76,7 @@ class Executor:
     ) -> None:
         self._stage, self._ledger, self._backward, self._update = stage, parts.arena.ledger, backward, update
         self._run, self._scale, self._decide, self._recomputes = run, scale, decide, recomputes
+        self._gatherer = parts.gatherer
         self.messages = Messages(stage, parts.arena)
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
@@ -93,6 +94,8 @@ class Executor:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
             Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.GATHER: self._gather,
+            Kind.FREE: lambda action: self._gatherer.free(self._units(action.chunk)),
             Kind.REDUCE: self._reduce,
             Kind.UPDATE: self._update_chunk,
             Kind.DROP: self._drop,
@@ -129,8 +132,7 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
         """Run the forwards of `actions` on one microbatch, with nothing kept; what the model returns, if here."""
-        (number,) = {action.microbatch for action in actions}
-        assert number is not None
+        (number,) = {action.microbatch for action in actions if action.microbatch is not None}
         kept, self._parts, self._run = (self._parts, self._run), {number: Microbatch(batch, 1.0)}, run
         self._at_once, result = set(), None
         self._sending = Purpose.SEND_TO_EVALUATE
@@ -309,9 +311,14 @@ class Executor:
         gradient = self._out.pop((Kind.BACKWARD, chunk, j))
         self.messages.send(f"gradient for B{chunk - 1}.{j}", gradient, _peer(action), Purpose.SEND_GRADIENTS)
 
+    def _gather(self, action: Action) -> None:
+        self._gatherer.gather(self._units(action.chunk), trains=self._sending is not Purpose.SEND_TO_EVALUATE)
+
     def _reduce(self, action: Action) -> None:
-        units = [n for n, chunk in enumerate(self._stage.chunk_of) if chunk == action.chunk]
-        self._backward.start_units(units)
+        self._backward.start_units(self._units(action.chunk))
+
+    def _units(self, chunk: int) -> list[int]:
+        return [number for number, other in enumerate(self._stage.chunk_of) if other == chunk]
 
     def _update_chunk(self, action: Action) -> None:
         if not self._decided:

@@ -47,7 +47,8 @@ class Standins:
 
     def _shapes(self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> "_Flat":
         def to_meta(leaf: Any) -> Any:
-            return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+            with torch._C.DisableTorchFunctionSubclass():  # the values of a parameter may be on other ranks
+                return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         gate = module.forward

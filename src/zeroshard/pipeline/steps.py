@@ -150,6 +150,12 @@ class PipelineOrder:
         messages.finish()
         return tree_unflatten(leaves, spec)
 
+    def gathers(self, unit: int) -> int:
+        """How often the list of a step gathers the chunk of a unit, or lends something of the unit."""
+        actions, chunk, tied = self.actions, self.stage.chunk_of[unit], self.executor.tied
+        lends = sum(action.kind is Kind.LEND and tied.gathers(action, unit) for action in actions)
+        return lends + sum(action.kind is Kind.GATHER and action.chunk == chunk for action in actions)
+
     def planned_messages(self) -> dict[Purpose, int]:
         """Elements that this rank sends in a step of a full pipeline, by the list and the last step's shapes.
 

@@ -17,7 +17,7 @@ class TiedWeights:
     """Carries out the actions of one rank on weights that it lends or borrows."""
 
     def __init__(self, stage: Stage, parts: Parts, messages: Messages) -> None:
-        self._stage, self._arena, self._messages = stage, parts.arena, messages
+        self._stage, self._arena, self._messages, self._gatherer = stage, parts.arena, messages, parts.gatherer
         self._layout = stage.pipeline.layout
         self._lent = {
             loan: _Lent(stage.loans[loan], parts) for loan in stage.loans if self._stage_of(loan.owner) == stage.number
@@ -76,8 +76,11 @@ class TiedWeights:
     def lend(self, action: Action) -> None:
         """Send the latest version."""
         loan = self._loan_to(action)
-        packed = self._arena.take(self._lent[loan].numel, self._lent[loan].dtype, "lent weights")
-        self._lent[loan].pack(packed)
+        lent = self._lent[loan]
+        packed = self._arena.take(lent.numel, lent.dtype, "lent weights")
+        self._gatherer.gather(lent.units)
+        lent.pack(packed)
+        self._gatherer.free(lent.units)
         name = f"{loan}, version {action.version}"
         self._messages.send(name, packed, _peer(action), Purpose.LEND_WEIGHTS, scratch=True)
 
@@ -91,6 +94,10 @@ class TiedWeights:
         room = debt.borrowed.room(idle)
         self._messages.post_into(name, room, [debt.borrowed.numel], _peer(action), Purpose.LEND_WEIGHTS)
         debt.coming.append((action.microbatch, name))
+
+    def gathers(self, action: Action, unit: int) -> bool:
+        """Whether a LEND gathers a unit."""
+        return unit in self._lent[self._loan_to(action)].units
 
     def elements(self, action: Action) -> int:
         """How much a LEND or a REPAY sends."""
@@ -144,6 +151,7 @@ class _Lent:
                     self._places.append((part, here.index(name)))
         self.numel = sum(part.flat.index.entries[n].numel for part, n in self._places)
         self.dtype = self._places[0][0].flat.dtype
+        self.units = sorted({part.flat.unit.number for part, _ in self._places})
 
     def add(self, gradients: Tensor) -> None:
         """Add the borrower's gradients to the owner's."""

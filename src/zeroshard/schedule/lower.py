@@ -20,14 +20,25 @@ class Loan(NamedTuple):
 
 
 def with_gathers(schedule: Schedule) -> Schedule:
-    """Gather a chunk for each forward and each backward, and free it afterwards (ZeRO 3)."""
+    """Gather a chunk for each run of forwards, or of backwards, that nothing else comes between (ZeRO 3).
+
+    A breadth-first schedule so gathers a chunk once per pass, and one that alternates gathers it for each microbatch.
+    """
     lowered: Schedule = []
+    here: tuple[int, int, bool] | None = None  # chunk and version that are gathered, and whether for forwards
+    last = 0  # where the list of the last compute ends
     for action in schedule:
         if action.kind in COMPUTE:
-            around = (Action(kind, action.chunk, None, action.version) for kind in (Kind.GATHER, Kind.FREE))
-            lowered += [next(around), action, next(around)]
-        else:
-            lowered.append(action)
+            needed = (action.chunk, action.version, action.kind is Kind.FORWARD)
+            if needed != here:
+                if here is not None:
+                    lowered.insert(last, Action(Kind.FREE, here[0], None, here[1]))
+                lowered.append(Action(Kind.GATHER, action.chunk, None, action.version))
+            here = needed
+            last = len(lowered) + 1
+        lowered.append(action)
+    if here is not None:
+        lowered.insert(last, Action(Kind.FREE, here[0], None, here[1]))
     return lowered
 
 

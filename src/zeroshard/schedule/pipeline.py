@@ -28,6 +28,7 @@ class Pipeline:
         vertical_sync: PipeDream: every stage uses the version that the input stage had (SOSP 2019, section 3.3).
         reduce_each: reduce gradients after every microbatch.
         loans: weights that two chunks share.
+        gathers: gather the chunks for use (ZeRO 3).
 
     Raises:
         PlanError: what does not fit together.
@@ -39,6 +40,7 @@ class Pipeline:
     vertical_sync: bool = False
     reduce_each: bool = False
     loans: tuple[Loan, ...] = field(default=())
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         check(self.name, self.layout, self.microbatches)
@@ -72,6 +74,7 @@ class Pipeline:
         if not self.streams:
             compute = FLUSHING[self.name](self.layout, stage, m)
             actions = lower.with_update(lower.with_reductions(compute, self.reduce_each))
+            actions = lower.with_gathers(actions) if self.gathers else actions
             return self._with_wires(actions, rank, 0, made=1)
         compute = one_f_one_b_part(self.layout, stage, number * m, (number + 1) * m)
         return self._streamed(compute, rank, number * m, made=0)
@@ -97,7 +100,7 @@ class Pipeline:
         layout = self.layout
         chunks = layout.chunks_of(layout.stage_of(rank))
         forwards = [Action(Kind.FORWARD, c, microbatch) for c in chunks if layout.rank_of(c, microbatch) == rank]
-        return lower.with_messages(forwards, layout, rank)
+        return lower.with_messages(lower.with_gathers(forwards) if self.gathers else forwards, layout, rank)
 
     def version_of(self, stage: int, microbatch: int) -> int:
         """The version of a stage's weights that a rank's `microbatch`-th microbatch uses; 0 where steps flush."""

@@ -6,11 +6,12 @@ Read `residency`, `weights`, `gradients` (`buffer`, `reduce`, `sums`), `order`, 
 
 from zeroshard.zero.formulas import StateBytes, state_bytes, wire_elements
 from zeroshard.zero.gradients import Accumulation, Gradients
-from zeroshard.zero.order import Everything, Gatherer, PassKind
+from zeroshard.zero.order import ByChunk, Everything, Gatherer, PassKind
 from zeroshard.zero.residency import Residency
 
 __all__ = [
     "Accumulation",
+    "ByChunk",
     "Everything",
     "Gatherer",
     "Gradients",

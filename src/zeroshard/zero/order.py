@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from zeroshard.comm import Comm, Purpose
-from zeroshard.errors import CommError
+from zeroshard.errors import CommError, PlanError
 from zeroshard.parts.weights import Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
@@ -56,9 +56,10 @@ class Gatherer:
 
     Attributes:
         gathers: whether units come and go.
+        passes: whether they do so inside of passes, as modules use them.
     """
 
-    gathers = True
+    gathers = passes = True
 
     def __init__(self, units: Sequence[Unit], shards: Sequence[Sequence[Weights]], comm: Comm) -> None:
         self._units = units
@@ -203,6 +204,13 @@ class Gatherer:
         """A list of compute with the gathers and frees that surround it."""
         return with_gathers(actions)
 
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """From here on, units are gathered as modules use them."""
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """Free what is left of it."""
+        self.free_all()
+
     def unpin(self) -> None:
         """Free what `pin` gathered."""
         self._pins -= 1
@@ -258,7 +266,7 @@ class Gatherer:
 class Everything:
     """All units are here, always; attributes and methods are those of `Gatherer`."""
 
-    gathers = False
+    gathers = passes = False
     orders: ClassVar[dict[str, list[str]]] = {}
 
     def patience(self, seconds: float) -> float | None:
@@ -300,8 +308,88 @@ class Everything:
         return nullcontext()
 
     def lower(self, actions: Schedule) -> Schedule:
-        """Nothing is gathered."""
+        """The list has all gathers that there are."""
         return actions
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """They are here."""
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """They stay."""
+
+
+class ByChunk(Everything):
+    """Units that come and go with the chunk of a pipeline that they are in, where its list of actions says so.
+
+    Args:
+        units: of this rank.
+        weights: of each unit.
+    """
+
+    gathers = True
+
+    def __init__(self, units: Sequence[Unit], weights: Sequence[Sequence[Weights]]) -> None:
+        self._units, self._weights = units, weights
+        self._pins = 0
+
+    def everything_here(self) -> bool:
+        """Whether all units of this rank are gathered."""
+        return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
+
+    def need(self, number: int) -> None:
+        """Check that a unit is here.
+
+        Raises:
+            PlanError: it is of a chunk that does not run now.
+        """
+        if any(each.residence is not Residence.GATHERED for each in self._weights[number]):
+            raise PlanError(
+                f"A parameter of unit '{self._units[number].label}' is read while another chunk of the model runs, and "
+                f"is not gathered (zero=3). Read it in the module that holds it, or use zero=2."
+            )
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """Have these units here; a collective call."""
+        if not self._pins:
+            self._bring([each for number in numbers for each in self._weights[number]], trains)
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """Keep only slices of these units."""
+        if not self._pins:
+            for each in (each for number in numbers for each in self._weights[number]):
+                each.free()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Have every unit of this rank here inside; a collective call."""
+        every = [each for weights in self._weights for each in weights]
+        with self._lent(every if not self._pins else []):
+            self._pins += 1
+            try:
+                yield
+            finally:
+                self._pins -= 1
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """Have one unit here inside; a collective call."""
+        return self._lent(list(self._weights[number]))
+
+    @contextmanager
+    def _lent(self, several: Sequence[Weights]) -> Iterator[None]:
+        for each in several:
+            each.lend()
+        self._bring(several, trains=False)
+        try:
+            yield
+        finally:
+            for each in several:
+                each.free()
+
+    def _bring(self, several: Sequence[Weights], trains: bool) -> None:
+        for each in several:
+            each.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
+        for each in several:
+            each.finish_gather()
 
 
 def merge(records: Sequence[Sequence[int]]) -> list[int]:

@@ -303,8 +303,8 @@ class Sliced(Whole):
         yield self._keeper.planned(self)
 
     def wire(self, work: Work) -> Wire:
-        """Each forward and each backward gathers it (section 7.2.2)."""
-        index, passes = self.flat.index, 2 * work.microbatches
+        """It is gathered for each forward and each backward (section 7.2.2), or for each run of them."""
+        index, passes = self.flat.index, work.gathers
         yield Purpose.GATHER_PARAMETERS, index.numel * passes if index.ranks > 1 else 0
         own = index.slice_numel - index.padding_in(*index.interval(self.rank))
         yield from ((purpose, own * passes) for purpose in self._keeper.brings)
