@@ -102,7 +102,6 @@ BELOW: dict[str, Any] = {"offload": "optimizer"}
 @pytest.mark.parametrize(
     "values, told",
     [
-        ({**BELOW, "zero": 0}, r"offload='optimizer' and zero=0 do not combine.*Use zero=1, 2 or 3"),
         ({**BELOW, "stages": 2, "schedule": "pipedream"}, r"offload='optimizer' and schedule='pipedream' do not comb"),
         ({"offload": "optimizer,parameters", "zero": 2}, r"with zero=2 does not combine.*Use zero=3"),
         ({"offload": "parameters", "zero": 3}, r"offload='parameters' with zero=3 does not combine"),

@@ -357,11 +357,6 @@ class Plan:
                         f"{name}={getattr(self, name)!r} is for offloaded optimizer states; set offload='optimizer'."
                     )
             return
-        if self.zero == 0:
-            raise PlanError(
-                "offload='optimizer' and zero=0 do not combine: each rank's own slice is updated below its device, and "
-                "zero=0 has none. Use zero=1, 2 or 3, on one device too."
-            )
         if self.streams:
             raise PlanError(
                 f"offload='optimizer' and schedule={self.schedule!r} do not combine: updates below the device end with "

@@ -185,12 +185,12 @@ def _plan(rng: random.Random, theme: str, ranks: int) -> dict[str, Any]:
     d = _Draw(rng)
     chances = {"flat": (0.02, 0.02), "pipeline": (1.0, 0.02), "offload": (0.02, 1.0), "wild": (0.5, 0.5)}
     pipelined, offloaded = (rng.random() < chance for chance in chances[theme])
-    zeros = (0, 1, 2) if pipelined else (1, 2, 3) if offloaded else (0, 1, 2, 3)
+    zeros = (1, 2, 3) if offloaded else (0, 1, 2, 3)
     d.maybe("zero", 0.75, *zeros) if rng.random() < 0.93 else d.maybe("zero", 1, 0, 1, 2, 3)
     d.maybe("shard_ranks", 0.02 if pipelined or offloaded else 0.2, 1, 2, 2, ranks)
     precision = d.maybe("precision", 0.4, "bf16", "fp16", "fp32")
     d.maybe("fp32_modules", 0.15, ("LayerNorm",), ("head",), ("Block", "embed"))
-    d.maybe("transport", 0.4, "network", "network", "auto", *(() if pipelined else ("shared",)))
+    d.maybe("transport", 0.4, "network", "network", "auto", "shared")
     d.maybe("reduce_dtype", 0.15, "bf16", "fp16", "fp32")
     d.maybe("loss_scale", 0.15, "dynamic", "off", 128.0, 1000)
     if precision == "fp16" or rng.random() < 0.05:

@@ -67,10 +67,10 @@ def test_a_refusal_needs_both_settings_and_the_way_out(
 
 
 def test_the_fields_of_a_refusal_are_those_that_matter() -> None:
-    settings = {"clip_norm": 1.0, "stages": 2, "seed": 3, "zero": 3, "precision": "bf16"}
+    settings = {"clip_norm": 1.0, "shard_ranks": 2, "seed": 3, "zero": 0, "precision": "bf16"}
     refusal = refusal_of(settings)
-    assert refusal is not None and set(refusal.needed) == {"stages", "zero"}
-    assert refusal_of({"zero": 3}) is None
+    assert refusal is not None and set(refusal.needed) == {"shard_ranks", "zero"}
+    assert refusal_of({"zero": 0}) is None
 
 
 TWICE = (Step(), Step(after=("evaluate",)), Step())

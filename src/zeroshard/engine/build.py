@@ -170,6 +170,12 @@ class Builder:
         policy = offload_of(self._plan)
         if not self._plan.offloads:
             return set()
+        ranks = self._comm.mesh.ranks
+        if policy.optimizer and not self._residency.slice_states and ranks > 1:
+            raise PlanError(
+                f"offload='optimizer' and zero=0 do not combine on {ranks} ranks: each would update all the states on "
+                f"the same hosts. Use zero=1, 2 or 3; or one rank."
+            )
         self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer)
         gathers = self._residency.slice_parameters and (self._comm.mesh.ranks > 1 or policy.parameters)
         self._late = HostUpdates(self._lower, self._spans, self._arena, self._scale, len(units), gathers)
