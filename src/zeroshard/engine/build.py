@@ -120,6 +120,9 @@ class Builder:
         if self._lower is not None:
             self._lower.check_room(units, going, self._precision.compute, layout.bytes_per_element)
         self._share_memory(units)
+        if self._lower is not None:
+            gathers = self._slices_parameters
+            self._late = HostUpdates(self._lower, self._spans, self._arena, self._scale, len(units), gathers)
         parts: list[list[Part]] = []
         for unit in units:
             kinds = self._kinds(unit, groups, kept)
@@ -177,8 +180,6 @@ class Builder:
                 f"the same hosts. Use zero=1, 2 or 3; or one rank."
             )
         self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer)
-        gathers = self._residency.slice_parameters and (self._comm.mesh.ranks > 1 or policy.parameters)
-        self._late = HostUpdates(self._lower, self._spans, self._arena, self._scale, len(units), gathers)
         return units_below(units, policy.share) if policy.optimizer else set()
 
     def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer | Everything:
@@ -311,7 +312,7 @@ class Builder:
         if residency.slice_states and comm.shared is not None:
             return Mapped(flat, comm, ledger, publishes=True)
         keeper: Keeper | None = self._lower if self._lower is not None and self._lower.policy.parameters else None
-        if residency.slice_parameters and (comm.mesh.ranks > 1 or keeper is not None):
+        if self._slices_parameters and (comm.mesh.ranks > 1 or keeper is not None):
             return Sliced(flat, comm, ledger, keeper or OnDevice(comm.mesh.device, ledger))
         return Whole(flat, comm, ledger, residency.spread_after_update)
 
@@ -340,6 +341,12 @@ class Builder:
         masters = self._ledger.empty(values.numel(), torch.float32, device, Category.MASTER_WEIGHTS, label, padding)
         masters.copy_(values)
         return MasterUpdater(weights, masters, start, self._spans, groups, self._arena)
+
+    @property
+    def _slices_parameters(self) -> bool:
+        """Whether units are gathered for use; those that ranks share are there for all."""
+        several = self._comm.mesh.ranks > 1 or "parameters" in self._plan.offloads
+        return self._residency.slice_parameters and several and self._comm.shared is None
 
     def _host_updater(
         self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum
