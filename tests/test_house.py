@@ -22,7 +22,9 @@ FLOORS = {
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other
     **dict.fromkeys(("data_parallel", "offload", "activations"), 2),
+    "parameters": 2.5,
     "plan": 3,
+    "checks": 3.5,  # what is refused, with the way out
     "engine": 4,
     "adopt": 4.5,
     "survive": 4.5,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zeroshard.precision.call import call_with
 
-from zeroshard.engine.batch import call_with, loss_in
 from zeroshard.errors import BatchError
-from zeroshard.parts.batch import microbatches
+from zeroshard.parts.batch import loss_in, microbatches
 
 
 class Pair(NamedTuple):

@@ -14,7 +14,7 @@ from pool import copies
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.engine.refused import check_machine, is_refusal
+from zeroshard.checks.refused import check_machine, is_refusal
 from zeroshard.errors import BudgetExceeded
 from zeroshard.mesh import Mesh
 

@@ -12,7 +12,7 @@ from checkpoint.faults import remade
 from engine.models import OPTIMIZERS, batch, build
 
 import zeroshard as zs
-from zeroshard.engine.facts import plain, setting, unfit
+from zeroshard.checkpoint.facts import plain, setting, unfit
 from zeroshard.errors import CheckpointError, DamagedError
 
 NAME = "blocks.0.up.weight"

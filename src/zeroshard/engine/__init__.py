@@ -5,9 +5,9 @@ Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (wh
 `zeroshard.pipeline.steps`.
 """
 
-from zeroshard.engine.accounts import MemoryTable, TrafficTable
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.judge import StepResult
 from zeroshard.engine.readings import Trace
+from zeroshard.parts.tables import MemoryTable, TrafficTable
 
 __all__ = ["Engine", "MemoryTable", "StepResult", "Trace", "TrafficTable"]

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from zeroshard.activations import ActivationStore, Keep
+from zeroshard.checks.fitting import Fitting
+from zeroshard.checks.refused import check_machine
 from zeroshard.engine.axes import Axes
-from zeroshard.engine.fitting import Fitting
 from zeroshard.engine.policies import offload_of
-from zeroshard.engine.refused import check_machine
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger

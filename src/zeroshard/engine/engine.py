@@ -14,36 +14,38 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Saving
+from zeroshard.checkpoint.saving import Savings
+from zeroshard.checks.alike import check_alike, check_settings, tied_names
+from zeroshard.checks.arguments import check_arguments
+from zeroshard.checks.model_checks import check_model, guard
+from zeroshard.checks.refused import told
+from zeroshard.checks.replicas import check_replicas
 from zeroshard.comm import Comm
 from zeroshard.counts import merged
-from zeroshard.engine.alike import check_alike, check_settings
-from zeroshard.engine.arguments import check_arguments
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
-from zeroshard.engine.batch import call_with, loss_in
-from zeroshard.engine.buffers import whole_state_dict
 from zeroshard.engine.build import Builder, OptimizerLike
-from zeroshard.engine.editing import Editing
-from zeroshard.engine.forward import Forward, Hook
+from zeroshard.engine.forward import Forward
 from zeroshard.engine.judge import Judge, StepResult
-from zeroshard.engine.model_checks import check_model, guard
 from zeroshard.engine.one_stage import OneStage
 from zeroshard.engine.policies import cut_of, techniques_of
 from zeroshard.engine.readings import Readings
-from zeroshard.engine.refused import told
-from zeroshard.engine.replicas import check_replicas
-from zeroshard.engine.saving import Savings
-from zeroshard.engine.state import State, state_dict_by_unit, tied_names
+from zeroshard.engine.state import State
 from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.initialise import Initialiser
 from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh, keep_freed_memory, shared_mesh
+from zeroshard.parameters.editing import Editing, state_dict_by_unit
+from zeroshard.parts.batch import loss_in
 from zeroshard.parts.steps import Order, Verdict
+from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.pipeline.steps import PipelineOrder
 from zeroshard.plan import Plan
+from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, Pipeline
+from zeroshard.units.hooks import Hook
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -109,7 +111,7 @@ class Engine(Readings):
         self._backward = Backward(self._assembly, self.comm, self.plan.scales_loss, explicit=self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
         writes = self._forward.writes
-        self._editing = Editing(self._assembly, self._axes, writes)
+        self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
         self._update = Update(self._assembly, self._backward, self._axes, writes)
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
@@ -359,7 +361,7 @@ class Engine(Readings):
             DivergenceError: they differ, with the parameters and the ranks.
         """
         self.flush()
-        check_replicas(self._assembly.parts, self._axes)
+        check_replicas(self._assembly.parts, self.world, self._axes.named)
 
     def _take_over(self) -> None:
         """Go on with the weights that were read."""

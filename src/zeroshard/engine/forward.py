@@ -4,14 +4,10 @@ untouched.
 [Note: saved weights] Autograd saves weights, or views of them, for the backward. A saved tensor that lives in a
 gathered buffer is kept as it is (it pins no memory, the storage is emptied under it) and its unit is gathered again
 before the saved tensor is read, whatever way the backward came there.
-
-[Note: compiled modules] torch.compile must not trace what gathers. The hooks of a unit and of the model are left out of
-the graph, which is cut there; those of the modules inside of a unit vanish from it, for the unit is here by then.
 """
 
 import sys
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,14 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroshard.activations import Kept
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.tensors import tensors_in, with_tensors
-from zeroshard.engine.writes import Writes
 from zeroshard.errors import PlanError
 from zeroshard.ledger import Category, Ledger
+from zeroshard.parameters.writes import Writes
 from zeroshard.parts.late import LateUpdates
 from zeroshard.parts.weights import Weights
 from zeroshard.precision import explain_clash
 from zeroshard.units import values_of
+from zeroshard.units.hooks import Hook, listen, outside, place_of
+from zeroshard.units.tensors import tensors_in, with_tensors
 from zeroshard.zero import Everything, Gatherer, PassKind
 
 
@@ -48,7 +45,7 @@ class Forward:
         self._root = len(self._parts.units) - 1
         self._open: list[tuple[saved_tensors_hooks | None, bool, float]] = []
         self._homes = {
-            _place_of(part.weights.full): (number, part.weights)
+            place_of(part.weights.full): (number, part.weights)
             for number, parts in enumerate(self._parts.of_units)
             for part in parts
             if part.weights.sliced and self._gatherer.passes
@@ -58,8 +55,8 @@ class Forward:
         self._counts = False
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
         self.writes = Writes(model, assembly.parts, self)
-        model.register_forward_pre_hook(_outside(self._enter_model), with_kwargs=True, prepend=True)
-        model.register_forward_hook(_outside(self._leave_model), always_call=True)
+        model.register_forward_pre_hook(outside(self._enter_model), with_kwargs=True, prepend=True)
+        model.register_forward_hook(outside(self._leave_model), always_call=True)
         _refuse_renormalising(model, assembly)
         self._watch_units()
         self._watch_updates()
@@ -104,7 +101,7 @@ class Forward:
         """
 
         def goes(tensor: torch.Tensor) -> bool:
-            home = self._homes.get(_place_of(tensor))
+            home = self._homes.get(place_of(tensor))
             return home is not None and unit in (None, home[0])
 
         if any(map(goes, tensors_in(output))):
@@ -120,18 +117,18 @@ class Forward:
                 if owner is not root and owner is not unit.module:
                     owner.register_forward_pre_hook(Hook(watch.before_owner), prepend=True)
             if unit.number != self._root:
-                unit.module.register_forward_pre_hook(_outside(watch.before), prepend=True)
-                unit.module.register_forward_hook(_outside(watch.after), always_call=True)
+                unit.module.register_forward_pre_hook(outside(watch.before), prepend=True)
+                unit.module.register_forward_hook(outside(watch.after), always_call=True)
                 if any(not part.flat.trainable for part in parts):
-                    unit.module.register_forward_pre_hook(_outside(watch.inputs), with_kwargs=True)
+                    unit.module.register_forward_pre_hook(outside(watch.inputs), with_kwargs=True)
 
     def _watch_updates(self) -> None:
         """Have each unit's new weights here before they are used; the root's when the model is entered."""
         for number in self._late.awaited(range(self._root)):
             unit = self._parts.units[number]
             for module in {unit.module, *unit.owners}:
-                wait = partial(_need, self._late, number)
-                module.register_forward_pre_hook(_outside(wait), prepend=True)
+                wait = partial(_have, self._late, number)
+                module.register_forward_pre_hook(outside(wait), prepend=True)
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
@@ -151,7 +148,7 @@ class Forward:
         hooks = None
         self._counts = self._ledger.recording or self._ledger.limits_activations
         if self._counts or self._saver.moves:
-            self._known = {_place_of(buffer) for part in self._parts.all for buffer in part.versions.buffers}
+            self._known = {place_of(buffer) for part in self._parts.all for buffer in part.versions.buffers}
         if torch.is_grad_enabled() and (self._homes or self._counts or self._saver.moves):
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             hooks.__enter__()
@@ -180,16 +177,16 @@ class Forward:
                 self._gatherer.done(unit)
             self._visitors.clear()
             self._gatherer.end()
-        _listen(output, self._backward.on_output_gradient)
+        listen(output, self._backward.on_output_gradient)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        home = self._homes.get(_place_of(tensor))
+        home = self._homes.get(place_of(tensor))
         if home is not None:
             return _SavedWeight(tensor, *home)
         if isinstance(tensor, nn.Parameter):
             return values_of(tensor)  # and not the parameter, which may have other values by the time of the backward
-        if _place_of(tensor) in self._known:
+        if place_of(tensor) in self._known:
             return tensor
         packed = self._saver.pack(tensor)
         counts = self._counts and tensor.layout is torch.strided and isinstance(packed, Kept)
@@ -230,36 +227,8 @@ def _refuse_renormalising(model: nn.Module, assembly: Assembly) -> None:
             )
 
 
-class Hook:
-    """A hook that belongs to one engine: a deep copy of the module that has it gets one that does nothing."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> Any:
-        """What the hook does."""
-        return self.call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_nothing,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-
-def _outside(call: Callable[..., Any]) -> Hook:
-    """A hook that torch.compile leaves out of its graphs ([Note: compiled modules])."""
-    return Hook(torch.compiler.disable(call))
-
-
-def _need(late: LateUpdates, unit: int, *_: Any) -> None:
+def _have(late: LateUpdates, unit: int, *_: Any) -> None:
     late.need(unit)
-
-
-def _nothing(*args: Any) -> None:
-    pass
 
 
 class _SavedWeight:
@@ -321,13 +290,13 @@ class _Watch:
             return None
         output = self.forward.leaving(output, self.unit)
         self.gatherer.done(self.unit)
-        _listen(output, self._again)
+        listen(output, self._again)
         return output
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Free it, if parts are frozen, once the gradients of its inputs are there: its own may come before that."""
         if torch.is_grad_enabled():
-            _listen((args, kwargs), self._done, first=True)
+            listen((args, kwargs), self._done, first=True)
 
     def _again(self, gradient: torch.Tensor) -> None:
         self.backward.begin()
@@ -335,20 +304,3 @@ class _Watch:
 
     def _done(self, gradient: torch.Tensor) -> None:
         self.backward.inputs_done(self.unit)
-
-
-def _place_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage; -1 for those without, such as sparse ones."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
-
-
-def _listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False) -> None:
-    """Have `hook` called in the backward with the gradients of all tensors in `tree`, or of the first alone.
-
-    Parameters are passed over: they stay, and would gather a hook in every step.
-    """
-    for tensor in tensors_in(tree):
-        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            tensor.register_hook(hook)
-            if first:
-                return

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine.facts import plain, setting
+from zeroshard.checkpoint.facts import plain, setting
 from zeroshard.parts.steps import Verdict
 from zeroshard.plan import Plan
 from zeroshard.precision import LossScaler

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from zeroshard.counts import Purpose
-from zeroshard.engine.batch import call
 from zeroshard.engine.build import Assembly
 from zeroshard.mesh import Mesh
 from zeroshard.parts.batch import microbatches
 from zeroshard.parts.steps import Backwards, Run
+from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, Pipeline, Schedule, verify
 from zeroshard.schedule.run import Interpreter
 

@@ -9,7 +9,6 @@ import torch
 from zeroshard import link
 from zeroshard.comm import Comm
 from zeroshard.counts import BETWEEN_TIERS, Count, Purpose
-from zeroshard.engine.accounts import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
 from zeroshard.engine.judge import Judge
@@ -19,6 +18,7 @@ from zeroshard.mesh import Mesh
 from zeroshard.parts.late import Guesses
 from zeroshard.parts.planned import Work
 from zeroshard.parts.steps import Order
+from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole
 from zeroshard.plan import Plan
@@ -145,7 +145,7 @@ class Readings:
 
         Optimizer states appear with the first step, in which torch makes them.
         """
-        return memory_table(self._assembly.parts, self.ledger, self._stage)
+        return memory_table(self._assembly.parts, self.ledger, self._stage.planned())
 
     def traffic(self) -> TrafficTable:
         """What the last step moved over the wire: formula and measured."""

@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import Box, Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, write
-from zeroshard.engine import rng
+from zeroshard.checkpoint import Box, Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, rng, write
+from zeroshard.checkpoint.facts import check_facts, plain, unfit
 from zeroshard.engine.axes import Axes
-from zeroshard.engine.buffers import Buffers, merged_facts
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.facts import check_facts, plain, unfit
-from zeroshard.engine.restoring import WAY_OUT, Saved
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.ledger import Ledger
-from zeroshard.parts.part import Part, Parts
+from zeroshard.optim.restoring import WAY_OUT, Saved
+from zeroshard.parts.part import Part
+from zeroshard.pipeline.buffers import Buffers, merged_facts
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole
 from zeroshard.units.index import Entry
-from zeroshard.zero import Everything, Gatherer
 
 
 class State:
@@ -310,22 +308,6 @@ def whole_of(part: Part, entry: Entry) -> tuple[tuple[int, ...], Box | None]:
     return split.shape, Box(split.start, tuple(entry.shape))
 
 
-def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Gatherer | Everything) -> dict[str, Any]:
-    """The complete state dict of a model that the device cannot hold, on every rank; a collective call."""
-    found: dict[str, Any] = dict(model.state_dict(keep_vars=True))
-    keys: dict[int, list[str]] = {}
-    for key, value in found.items():
-        if isinstance(value, torch.Tensor):
-            keys.setdefault(id(value), []).append(key)
-            found[key] = value if isinstance(value, nn.Parameter) else value.detach().cpu().clone()
-    for number, of_unit in enumerate(parts.of_units):
-        with gatherer.visit(number):
-            for parameter in (parameter for part in of_unit for parameter in part.flat.parameters):
-                for key in keys.get(id(parameter), ()):
-                    found[key] = parameter.detach().cpu().clone()
-    return found
-
-
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     """The facts of a checkpoint: rank 0's, with what each rank knows of its own parts."""
     facts = dict(everyone[0])
@@ -338,13 +320,6 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     if facts["cut"][0] > 1:
         facts["never_written"] = None if None in never else sorted({name for names in never for name in names})
     return facts
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters with several names, each further name and the first; before the model is cut into stages."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def _config(model: nn.Module) -> dict[str, Any] | None:

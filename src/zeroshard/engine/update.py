@@ -13,13 +13,13 @@ from functools import partial, reduce
 
 import torch
 
+from zeroshard.checks.alike import Settings, check_settings
 from zeroshard.comm import Comm
-from zeroshard.engine.alike import Settings, check_settings
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward, either
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.writes import Writes
 from zeroshard.errors import CommError, NonFiniteError, PlanError
+from zeroshard.parameters.writes import Writes
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import Part
 from zeroshard.parts.steps import Settled

@@ -1,5 +1,6 @@
-"""A batch cut into microbatches."""
+"""A batch cut into microbatches, and the loss in what a model returned."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -55,3 +56,21 @@ def _common_size(leaves: list[Any]) -> int:
             f"The batch's tensors have the first dimensions {sorted(sizes)}; microbatches need one common size to cut."
         )
     return int(sizes.pop())
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The scalar loss in a model's output: the output itself, its `.loss`, or its "loss" entry.
+
+    Raises:
+        BatchError: there is none.
+    """
+    candidates = [output, getattr(output, "loss", None), output.get("loss") if isinstance(output, Mapping) else None]
+    for candidate in candidates:
+        if isinstance(candidate, torch.Tensor) and candidate.numel() == 1:
+            return candidate.reshape(())
+    shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    raise BatchError(
+        f"The model returned a {type(output).__name__}{shape} without a scalar loss. Return the loss, an object with "
+        f".loss, or pass "
+        "Engine(..., loss=function of (output, batch))."
+    )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from zeroshard.engine.batch import call_with, loss_in
 from zeroshard.errors import PlanError
+from zeroshard.parts.batch import loss_in
 from zeroshard.pipeline.chain import Chain
 from zeroshard.pipeline.cluster import Cluster
 from zeroshard.pipeline.measure import measure
@@ -21,6 +21,7 @@ from zeroshard.planner.rehearse import Rates, Task, quiet
 from zeroshard.planner.shallow import FEW, cut, stacks_of
 from zeroshard.planner.tracker import Tracker
 from zeroshard.platform import Clock
+from zeroshard.precision.call import call_with
 
 
 @dataclass(frozen=True, slots=True)

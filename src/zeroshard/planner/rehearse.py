@@ -19,7 +19,6 @@ from torch import nn
 from zeroshard.comm import Purpose
 from zeroshard.counts import DISK, UPDATE
 from zeroshard.engine import Engine
-from zeroshard.engine.tensors import tensors_in
 from zeroshard.ledger import Category, Event
 from zeroshard.link import Task as Job
 from zeroshard.mesh import Mesh
@@ -33,6 +32,7 @@ from zeroshard.planner.tracker import Tracker
 from zeroshard.planner.workspaces import beside_results
 from zeroshard.platform import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
+from zeroshard.units.tensors import tensors_in
 
 ALIKE = 3  # microbatches from which on every further one costs the same
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from zeroshard.engine.fitting import changed, leaner
+from zeroshard.checks.fitting import changed, leaner
 from zeroshard.errors import BudgetExceeded, ZeroshardError
 from zeroshard.mesh import Mesh
 from zeroshard.pipeline.cluster import format_size

@@ -5,18 +5,17 @@ have one copy, with which there is nothing to compare.
 """
 
 import struct
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from zeroshard.engine.axes import Axes
+from zeroshard.comm import Comm
 from zeroshard.errors import DivergenceError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.place import Axis
+from zeroshard.units.digest import digest_of
 
-CHUNK = 2**24  # bytes on the host at a time
 SHOWN = 5  # differences in an error
 ENTRY = struct.Struct("<BI")  # the number of an axis, and a digest
 
@@ -46,7 +45,7 @@ def copied(parts: Parts) -> Iterator[Copied]:
             yield Copied(place.slices, updated)
 
 
-def check_replicas(parts: Parts, axes: Axes) -> None:
+def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
     """Compare what must be the same on several ranks: a collective call of all ranks that train.
 
     Full parameters at the stages that keep them; slices that several groups of ranks have; and what the optimizer
@@ -55,14 +54,14 @@ def check_replicas(parts: Parts, axes: Axes) -> None:
     Raises:
         DivergenceError: on every rank, with the names of the parameters and of the ranks.
     """
-    world, mine = axes.world, list(copied(parts))
-    numbers = {axis.name: number for number, axis in enumerate(axes.named)}
+    mine = list(copied(parts))
+    numbers = {axis.name: number for number, axis in enumerate(axes)}
     words = b"".join(
         ENTRY.pack(numbers[each.axis.name], digest_of(values for _, values in each.pieces)) for each in mine
     )
     everyone = [list(ENTRY.iter_unpack(words)) for words in world.agree(words, "digests of the replicas")]
     differing: list[tuple[Sequence[int], int]] = []
-    for number, axis in enumerate(axes.named):
+    for number, axis in enumerate(axes):
         for ranks in (group for group in axis.groups if len(group) > 1):
             places = [n for n, (of, _) in enumerate(everyone[ranks[0]]) if of == number]
             differing += [(ranks, n) for n in places if len({everyone[rank][n] for rank in ranks}) > 1]
@@ -128,13 +127,3 @@ def _details(pieces: Pieces) -> dict[str, int]:
     for name, values in pieces:
         by_name.setdefault(name, []).append(values)
     return {name: digest_of(values) for name, values in by_name.items()}
-
-
-def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """CRC-32 of the bytes of 1-D tensors, one behind the other."""
-    crc = 0
-    for tensor in tensors:
-        raw = tensor.detach().view(torch.uint8)
-        for start in range(0, raw.numel(), CHUNK):
-            crc = zlib.crc32(raw[start : start + CHUNK].cpu().numpy().data, crc)
-    return crc

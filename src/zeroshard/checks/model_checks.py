@@ -5,17 +5,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.engine.forward import Forward, Hook
 from zeroshard.errors import ModelError, PlanError
+from zeroshard.parameters.writes import Writes
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import Residence
+from zeroshard.units.hooks import Hook
 from zeroshard.units.watched import Watched
 
 WRAPPERS = {  # classes that make their own gradients or slices, and the way to the model inside
@@ -25,6 +26,18 @@ WRAPPERS = {  # classes that make their own gradients or slices, and the way to 
     "FullyShardedDataParallel": "the model before it was wrapped",
     "FSDPModule": "the model before fully_shard",
 }
+
+
+class Running(Protocol):
+    """What the hooks of the forward know."""
+
+    writes: Writes
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward of the model is under way."""
+
+
 PartOf = Mapping[int, Part]  # by the identity of the parameter
 
 
@@ -53,7 +66,7 @@ def check_model(model: nn.Module) -> None:
     _check_overlaps(model)
 
 
-def guard(model: nn.Module, parts: Parts, forward: Forward, staged: bool) -> None:
+def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> None:
     """Refuse from now on to load, save or move parameters of `model` in ways that the engine does not see."""
     part_of = {id(parameter): part for part in parts.all for parameter in part.flat.parameters}
     for module in model.modules():
@@ -105,7 +118,7 @@ def _check_overlaps(model: nn.Module) -> None:
 
 def _refuse_load(
     part_of: PartOf,
-    forward: Forward,
+    forward: Running,
     staged: bool,
     module: nn.Module,
     values: Mapping[str, Any],
@@ -148,7 +161,7 @@ class _Apply:
 
     __slots__ = ("_forward", "_module")
 
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
+    def __init__(self, module: nn.Module, forward: Running) -> None:
         self._module, self._forward = weakref.ref(module), weakref.ref(forward)
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Comm
-from zeroshard.engine.state import tied_names
 from zeroshard.errors import CommError
 from zeroshard.mesh import wait_for_ranks
 from zeroshard.plan import Plan
@@ -137,3 +136,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return type(value).__qualname__
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters with several names, each further name and the first; before the model is cut into stages."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

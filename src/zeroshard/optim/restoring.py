@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import Reader
-from zeroshard.engine.facts import setting, shown
+from zeroshard.checkpoint.facts import setting, shown
 from zeroshard.errors import CheckpointError, OptimizerError
 from zeroshard.optim.probe import SHAPE, try_states
 

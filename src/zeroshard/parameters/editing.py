@@ -2,24 +2,34 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from zeroshard.engine.axes import Axes
-from zeroshard.engine.build import Assembly
-from zeroshard.engine.replicas import digest_of
-from zeroshard.engine.writes import Writes
+from zeroshard.comm import Comm
 from zeroshard.errors import PlanError
-from zeroshard.parts.part import Part
+from zeroshard.parameters.writes import Writes
+from zeroshard.parts.late import LateUpdates
+from zeroshard.parts.part import Part, Parts
+from zeroshard.units.digest import digest_of
+
+
+class Brings(Protocol):
+    """Gathers units."""
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Have every unit here inside; a collective call."""
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """Have one unit here inside; a collective call."""
 
 
 class Editing:
     """Gathers all parameters of one engine, and takes over what is written into them."""
 
-    def __init__(self, assembly: Assembly, axes: Axes, writes: Writes) -> None:
-        self._parts, self._gatherer, self._late = assembly.parts, assembly.gatherer, assembly.late
-        self._writes = writes
-        self._world = axes.world
+    def __init__(self, parts: Parts, gatherer: Brings, late: LateUpdates, world: Comm, writes: Writes) -> None:
+        self._parts, self._gatherer, self._late, self._writes, self._world = parts, gatherer, late, writes, world
 
     def whole(self) -> AbstractContextManager[None]:
         """Whole parameters on every rank inside; a collective call."""
@@ -89,3 +99,19 @@ class Editing:
                     f"engine.gathered(writer=0). Weights of this rank may differ from the others' now; go on from a "
                     f"checkpoint."
                 )
+
+
+def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Brings) -> dict[str, Any]:
+    """The complete state dict of a model that the device cannot hold, on every rank; a collective call."""
+    found: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+    keys: dict[int, list[str]] = {}
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor):
+            keys.setdefault(id(value), []).append(key)
+            found[key] = value if isinstance(value, nn.Parameter) else value.detach().cpu().clone()
+    for number, of_unit in enumerate(parts.of_units):
+        with gatherer.visit(number):
+            for parameter in (parameter for part in of_unit for parameter in part.flat.parameters):
+                for key in keys.get(id(parameter), ()):
+                    found[key] = parameter.detach().cpu().clone()
+    return found

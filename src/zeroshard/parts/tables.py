@@ -1,7 +1,7 @@
 """What the plan's formulas say beside what the ledger and comm counted: `engine.memory()` and `engine.traffic()`."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
@@ -9,9 +9,7 @@ from typing import Any, Generic, TypeVar
 from zeroshard.comm import Count, Purpose
 from zeroshard.ledger import MODEL_STATES, Category, Ledger
 from zeroshard.parts.part import Parts
-from zeroshard.parts.planned import Work
-from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.whole import Whole
+from zeroshard.parts.planned import Planned, Work
 
 TIERS = ("device", "host", "disk")
 
@@ -114,12 +112,16 @@ class TrafficTable(_Table[TrafficRow]):
         return next(row for row in self.rows if row.purpose == purpose)
 
 
-def memory_table(parts: Parts, ledger: Ledger, stage: Stage | Whole) -> MemoryTable:
-    """The formula and the ledger, tier by tier and category by category; what ranks share counts in equal parts."""
+def memory_table(parts: Parts, ledger: Ledger, more: Iterable[Planned]) -> MemoryTable:
+    """The formula and the ledger, tier by tier and category by category; what ranks share counts in equal parts.
+
+    Args:
+        more: what should be there besides the parts.
+    """
     planned: dict[tuple[str, Category], tuple[Fraction, Fraction]] = {
         (tier, category): (Fraction(0), Fraction(0)) for tier in TIERS for category in MODEL_STATES
     }
-    for each in (*(each for part in parts.all for each in part.planned()), *stage.planned()):
+    for each in (*(each for part in parts.all for each in part.planned()), *more):
         nbytes, padding = planned[each.tier, each.category]
         planned[each.tier, each.category] = (nbytes + each.nbytes, padding + each.padding)
     rows = []

@@ -1,0 +1,58 @@
+"""Hooks that belong to one engine, and tensors in what modules take and return.
+
+[Note: compiled modules] torch.compile must not trace what gathers. The hooks of a unit and of the model are left out of
+the graph, which is cut there; those of the modules inside of a unit vanish from it, for the unit is here by then.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.units.tensors import tensors_in
+
+
+class Hook:
+    """A hook that belongs to one engine: a deep copy of the module that has it gets one that does nothing."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """What the hook does."""
+        return self.call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def outside(call: Callable[..., Any]) -> Hook:
+    """A hook that torch.compile leaves out of its graphs ([Note: compiled modules])."""
+    return Hook(torch.compiler.disable(call))
+
+
+def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False) -> None:
+    """Have `hook` called in the backward with the gradients of all tensors in `tree`, or of the first alone.
+
+    Parameters are passed over: they stay, and would gather a hook in every step.
+    """
+    for tensor in tensors_in(tree):
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            tensor.register_hook(hook)
+            if first:
+                return
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage; -1 for those without, such as sparse ones."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
+
+
+def _nothing(*args: Any) -> None:
+    pass
