@@ -5,6 +5,7 @@ under `what` in EXCEPTIONS.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -222,6 +223,75 @@ def test_exceptions_are_needed_and_have_a_reason() -> None:
 def test_every_floor_is_inhabited_and_every_part_has_a_floor() -> None:
     parts = {path.stem if path.is_file() else path.name for path in SOURCE.iterdir() if path.suffix in (".py", "")}
     assert parts - {"__pycache__", "__init__"} <= set(FLOORS)
+
+
+ENGINE_LINES, ENGINE_CONDITIONS = 2800, 70
+ATTRIBUTES, METHODS = 16, 12
+TECHNIQUES = (  # words of techniques, and of the attributes that hold their objects
+    r"offload|host\b|disk|stage|pipeline|version|stash|tied|stream|shared|zero|precision|rehears|expert|context_|below"
+    r"|late\b|saver|gatherer|lower\b|splits|scaler|scales_loss|sliced|copied|loan|borrow|lend|shard_ranks|recompute"
+)
+LARGE = {  # classes above the limits: options of a command or a file, and those that are to become smaller
+    *("engine.engine.Engine", "plan.Plan", "plan_command.PlanOptions", "simulate_command.SimulateOptions"),
+    *("train.config.TrainConfig", "planner.facts.Facts", "planner.profile.Profile", "planner.result.Prediction"),
+    *("adopt.lightning.ZeroshardStrategy", "comm.Comm", "engine.backward.Backward", "pipeline.executor.Executor"),
+    *("offload.gradients.HostSum", "offload.updates.HostUpdates", "parts.gradients.Gradients", "train.run.Run"),
+    *("parts.late.LateUpdates", "parts.late.AtOnce", "zero.gradients.Gradients", "zero.order.Gatherer"),
+    "zero.order.Everything",
+}
+
+
+def conditions(tree: ast.AST, inside: bool = False) -> Iterator[str]:
+    """The texts of conditions that name a technique: of if, while, assert, match, comprehensions, and boolean words."""
+    tests: list[ast.AST] = []
+    if isinstance(tree, (ast.If, ast.IfExp, ast.While, ast.Assert)):
+        tests = [tree.test]
+    elif isinstance(tree, ast.comprehension):
+        tests = list(tree.ifs)
+    elif isinstance(tree, ast.match_case):
+        tests = [tree.pattern, *([tree.guard] if tree.guard is not None else [])]
+    elif isinstance(tree, ast.BoolOp) and not inside:
+        tests = [tree]
+    yield from (text for text in map(ast.unparse, tests) if re.search(TECHNIQUES, text, re.IGNORECASE))
+    for child in ast.iter_child_nodes(tree):
+        yield from conditions(child, inside or child in tests or isinstance(tree, ast.BoolOp))
+
+
+def test_the_engine_is_small_and_seldom_asks_for_a_technique() -> None:
+    engine = [module for module in house() if module.part == "engine"]
+    lines = sum(len(module.text.splitlines()) for module in engine)
+    found = [f"{module.name}: {text}" for module in engine for text in conditions(module.tree)]
+    assert lines <= ENGINE_LINES, lines
+    assert len(found) <= ENGINE_CONDITIONS, "\n" + "\n".join(found)
+
+
+def test_conditions_are_counted_once_each() -> None:
+    text = "if plan.zero == 3 and x:\n    y = 1 if a else b\nz = [s for s in t if s.sliced]\nassert late or early\n"
+    assert list(conditions(ast.parse(text))) == ["plan.zero == 3 and x", "s.sliced", "late or early"]
+
+
+def size_of(node: ast.ClassDef) -> tuple[int, int]:
+    """Attributes that a class has or sets, and its public methods; properties are neither."""
+    attributes = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    methods = 0
+    for function in (n for n in node.body if isinstance(n, ast.FunctionDef)):
+        decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+        methods += not function.name.startswith("_") and not any(d.split(".")[-1] in PROPERTIES for d in decorators)
+        for n in ast.walk(function):
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self":
+                attributes.add(n.attr)
+    return len(attributes), methods
+
+
+PROPERTIES = ("property", "setter")
+
+
+def test_classes_are_small() -> None:
+    sizes = {name: size_of(node) for module in house() for name, node, _ in definitions(module)
+             if isinstance(node, ast.ClassDef)}  # fmt: skip
+    large = {name for name, (attributes, methods) in sizes.items() if attributes > ATTRIBUTES or methods > METHODS}
+    assert large <= LARGE, large - LARGE
+    assert large >= LARGE, f"{LARGE - large} are small enough by now"
 
 
 BODY = '"""Doc."""\n'

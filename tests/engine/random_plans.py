@@ -283,7 +283,7 @@ class Refusal:
 
 def has_way_out(message: str) -> bool:
     """Whether a message tells its reader what to do."""
-    doing = "use|set|leave|make|start|give|take|write|say|call|build|put|raise|keep|convert|name|did you mean"
+    doing = "use|set|cast|leave|make|start|give|take|write|say|call|build|put|raise|keep|convert|name|did you mean"
     return re.search(rf"(must (be|have)|[.;:,] (or )?({doing}) |^.*; only )", message, re.IGNORECASE) is not None
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zeroshard.precision.call import call_with
 
 from zeroshard.errors import BatchError
 from zeroshard.parts.batch import loss_in, microbatches
+from zeroshard.precision.call import call_with
 
 
 class Pair(NamedTuple):

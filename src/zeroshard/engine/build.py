@@ -53,7 +53,6 @@ class Assembly:
     Attributes:
         parts: by unit.
         optimizer: the user's, over slices.
-        layout: of the optimizer's states.
         gatherer: brings units that are sliced.
         late: updates that run beside the steps.
         saver: keeps what autograd saves.
@@ -61,7 +60,6 @@ class Assembly:
 
     parts: Parts
     optimizer: SpanOptimizer
-    layout: StateLayout
     precision: Precision
     gatherer: Gatherer | Everything
     late: LateUpdates
@@ -149,7 +147,7 @@ class Builder:
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
         return Assembly(
-            Parts(units, parts, self._arena, gatherer), self._spans, layout, self._precision, gatherer,
+            Parts(units, parts, self._arena, gatherer), self._spans, self._precision, gatherer,
             self._late, self._saver(),
         )  # fmt: skip
 
