@@ -9,7 +9,7 @@ from engine.pipelines import data
 from pool import Pool
 
 import zeroshard as zs
-from zeroshard.engine import replicas
+from zeroshard.checks import replicas
 from zeroshard.errors import DivergenceError
 
 NETWORK = {"transport": "network"}
