@@ -242,3 +242,35 @@ def test_what_has_no_end_of_a_step_is_refused(options: dict[str, Any], words: st
 def test_older_versions_of_weights_are_whole_and_a_ranks_own(options: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="schedule='pipedream' do not combine"):
         zs.Plan(**TWO, schedule="pipedream", **options)
+
+
+def reshaped(mesh: zs.Mesh, model: str, plan: zs.Plan) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of steps whose batches have other rows and other columns each time."""
+    engine, losses = make(mesh, model, plan, seed=0), []
+    for step, (rows, columns) in enumerate([(16, 5), (24, 3), (8, 4), (16, 5)]):
+        tokens = batch(step, engine.lane, engine.lanes, rows)[:, :columns]
+        losses.append(engine.train_step((tokens, step)).loss.item())
+    check_formulas(engine)
+    return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    "ranks, like, options",
+    [
+        (2, 2, {"zero": 3, "transport": "network", "microbatches": 2}),
+        (2, 1, {**TWO}),
+        (2, 1, {**TWO, "schedule": "zb-h1", "recompute": "chunk"}),
+        (2, 1, {**TWO, **STREAMED, "schedule": "gpipe"}),
+        (1, 1, {"offload": "optimizer,activations", "microbatches": 4}),
+    ],
+    ids=["stage 3", "1f1b", "zb-h1", "streamed gpipe", "activations"],
+)
+def test_batches_may_change_their_shapes_from_step_to_step(
+    pool: Pool, ranks: int, like: int, options: dict[str, Any]
+) -> None:
+    plan = zs.Plan(**options)
+    wanted = pool.run(reshaped, like, "Five", zs.Plan(zero=0, microbatches=plan.microbatches))
+    for rank, (losses, weights) in enumerate(pool.run(reshaped, ranks, "Five", plan)):
+        theirs, expected = wanted[rank % like]
+        assert losses == pytest.approx(theirs, rel=1e-5)
+        assert all((weights[name] - values).abs().max() < 1e-5 for name, values in expected.items())
