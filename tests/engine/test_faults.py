@@ -44,6 +44,12 @@ APART = {
         ((("abc",), ("abc",)), (("a",), ("a",)), (("ab",), ("a",)), (("a",), ("bc",)), (("a",), ("abc",)))
     ),
     "detour-between": Script(((("a",), ("b",)), (("c",), ("c",)), (("a",), ("b",)), (("b",), ("a",)))),
+    "two-want-others": Script(((("a",), ("a",)), (("b",), ("c",)), (("c",), ("b",)), (("ab",), ("a",)))),
+    "one-wants-another": Script(((("a",), ("a",)), (("a",), ("b",)), (("a",), ("ab",)), (("b",), ("a",)))),
+    "one-wants-more": Script(
+        ((("ac",), ("ac",)), (("ac",), ("abc",)), (("cba",), ("ac",)), (("da",), ("c",)), (("a",), ("dcba",)))
+    ),
+    "one-wants-more-twice": Script(((("a", "a"), ("a", "a")), (("ab", "a"), ("a", "ca")), (("a", "b"), ("c", "abd")))),
     "late-unit": Script(((("dabc",), ("dabc",)), (("dac",), ("dac",)), (("bc",), ("d",)))),
     "in-a-microbatch": Script(((("a", "b"), ("b", "a")), (("a", "a"), ("b", "")), (("ab", "b"), ("", "a")))),
 }

@@ -240,20 +240,45 @@ def test_pinned_units_stay_and_go_together() -> None:
     assert not rank.gatherer.everything_here()
 
 
-def test_ranks_that_want_different_units_are_named() -> None:
+def test_a_unit_that_another_rank_wants_alone_is_gathered_before_a_pass_and_learnt() -> None:
     rank = Rank(0)
-    rank.comm.agree = lambda mine, label: [mine, (1).to_bytes(8) if "detour" in label else mine]
-    rank.walk(PassKind.FORWARD, [4], [[4]] * 2)
+    rank.walk(PassKind.FORWARD, [4, 1, 3], [[4, 1, 3]] * 2)
+    rank.walk(PassKind.BACKWARD, [4, 3, 1], [[4, 3, 1]] * 2)
+    answers = iter(["unit 2 forward", "unit 0 forward", None])
+
+    def agree(mine: bytes, label: str) -> list[bytes]:
+        theirs = next(answers, None)
+        return [mine, mine if theirs is None else theirs.ljust(len(mine)).encode()]
+
+    rank.walk(PassKind.FORWARD, [4, 1, 3], [])
+    rank.comm.agree, rank.comm.log = agree, []
+    rank.gatherer.begin(PassKind.BACKWARD)
+    assert [label.partition("[")[0] for _, label in rank.comm.log] == ["blocks.2", "blocks.0"]
+    assert all(shards[0].residence is Residence.SLICED for shards in rank.shards)
+    rank.gatherer.end()
+    rank.walk(PassKind.FORWARD, [4, 1, 3], [])
+    names = {kind: " ".join(order).replace("blocks.", "") for kind, order in rank.gatherer.orders.items()}
+    assert names == {"forward": "root 0 1 2 3", "backward": "root 3 2 1 0"}
+
+
+def test_a_unit_that_this_rank_wants_alone_comes_after_the_rest_of_the_list() -> None:
+    rank = Rank(0)
+    rank.walk(PassKind.FORWARD, [4, 1, 3], [[4, 1, 3]] * 2)
+    rank.comm.log = []
     rank.gatherer.begin(PassKind.FORWARD)
     rank.use(4)
-    with pytest.raises(CommError, match=r"rank 0 needs unit 'blocks.3', rank 1 needs 'blocks.1'"):
-        rank.gatherer.need(3)
-    rank.gatherer.abandon()
-    assert all(shards[0].residence is Residence.SLICED for shards in rank.shards)
+    rank.comm.agree = lambda mine, label: [mine, b"backward 3".ljust(len(mine))]
+    for number in (2, 1, 3):
+        rank.use(number)
+    assert [label.partition("[")[0] for _, label in rank.comm.log] == [
+        *("root", "blocks.1", "blocks.3"),
+        *("blocks.2", "blocks.1", "blocks.3"),
+    ]
+    rank.gatherer.end()
 
 
 def test_ranks_that_begin_different_passes_are_named() -> None:
     rank = Rank(0)
-    rank.comm.agree = lambda mine, label: [mine, b"evaluation 1".ljust(24)]
+    rank.comm.agree = lambda mine, label: [mine, b"evaluation 1".ljust(32)]
     with pytest.raises(CommError, match="rank 0 begins pass 'forward 1', rank 1 pass 'evaluation 1'"):
         rank.gatherer.begin(PassKind.FORWARD)

@@ -3,7 +3,10 @@
 [Note: one order for all ranks] Collectives match by order alone, so every rank walks the same list whatever its own
 data makes it do: a unit that this rank skips is gathered and dropped in its turn, because another rank may need it.
 The list starts as the registration order; at the end of the first pass the ranks merge what each of them used.
-A unit that is wanted off the list is first agreed on by all ranks, by name; ranks that want different ones stop there.
+A rank that wants a unit off the list goes through the rest of the list first, so that no other rank waits for it, and
+asks then; the others hear it when they begin their next pass, gather the unit with it, and have it on their lists from
+then on; the backward of that forward begins with such units in the reverse order. A unit that one rank alone wants off
+the list of a backward is an error: the others update by then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +19,8 @@ from zeroshard.errors import CommError, PlanError
 from zeroshard.parts.weights import Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
+
+DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
 
 
 class PassKind(StrEnum):
@@ -69,6 +74,9 @@ class Gatherer:
         self._passes: list[Pass] = []
         self._begun = 0
         self._pins = 0  # contexts under way that keep everything here
+        self._wanted: dict[PassKind, list[int]] = {}  # units for the lists of passes to come
+        self._detours: list[int] = []  # what single ranks wanted in the forwards since the last backward
+        self._ended: PassKind | None = None  # the kind of the last pass
 
     def patience(self, seconds: float) -> float | None:
         """How long to wait for other ranks that may be waiting for this rank's next gather; None for any time."""
@@ -93,16 +101,17 @@ class Gatherer:
             self._passes.append(Pass(kind, Order([], settled=True)))
             return
         self._begun += 1
-        mine = f"{kind} {self._begun}".ljust(24).encode()
-        for rank, theirs in enumerate(self._comm.agree(mine, f"begin {kind}")):
-            if theirs != mine:
-                raise CommError(
-                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} begins pass "
-                    f"'{mine.decode().strip()}', rank {rank} "
-                    f"pass '{theirs.decode().strip()}'. Every rank must call forward and backward equally often and "
-                    f"in the same order."
-                )
-        self._passes.append(Pass(kind, self._order(kind)))
+        self._meet(f"{kind} {self._begun}")
+        order = self._order(kind)
+        for number in self._wanted.pop(kind, ()):
+            _insert(order.units, number, backwards=kind is PassKind.BACKWARD)
+        if kind is PassKind.BACKWARD and self._detours:
+            head = [unit for unit in order.units[:1] if unit == len(self._units) - 1]
+            order = Order([*head, *reversed(self._detours), *order.units[len(head) :]], settled=True)
+        elif self._ended is PassKind.BACKWARD:
+            self._detours.clear()
+        self._ended = kind
+        self._passes.append(Pass(kind, order))
 
     def end(self) -> None:
         """End the innermost pass: gather and drop what other ranks may have used and this one did not."""
@@ -110,6 +119,7 @@ class Gatherer:
         self._advance(walk, len(walk.order.units))
         self._passes.pop()
         if not walk.order.settled:
+            self._meet(f"end {walk.kind}")
             records = self._comm.agree_on(walk.used, f"order of {walk.kind}")
             if walk.order.detoured:
                 walk.order.units = merge([walk.order.units, *records] if walk.order.known else records)
@@ -134,10 +144,11 @@ class Gatherer:
         if walk is not None:
             walk.used.append(number)
         if walk is None or place is None:
-            self._agree_on_detour(number)
             if walk is not None:
+                self._advance(walk, len(walk.order.units))  # or the others would wait for this rank's gathers
+            together = self._meet(f"{DETOUR} {number} {walk.kind if walk else ''}".rstrip())
+            if walk is not None and together:
                 walk.order.settled, walk.order.detoured = False, True
-            self._start(number)
         else:
             self._advance(walk, place)
             self._start_up_to(walk, place + 2)
@@ -251,16 +262,61 @@ class Gatherer:
         for shard in self._shards[number]:
             shard.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
 
-    def _agree_on_detour(self, number: int) -> None:
-        for rank, theirs in enumerate(self._comm.agree(number.to_bytes(8), f"detour to {self._units[number].label}")):
-            other = self._units[int.from_bytes(theirs)].label
-            if other != self._units[number].label:
+    def _meet(self, mine: str) -> bool:
+        """Agree with the other ranks on what comes next, after all units that some of them want off the list.
+
+        Args:
+            mine: what this rank begins, or `DETOUR` with the unit that it wants and the kind of pass.
+
+        Returns:
+            whether all ranks said the same.
+        """
+        while True:
+            everyone = [
+                word.decode().strip() for word in self._comm.agree(mine.ljust(WORD).encode(), "begin of a pass")
+            ]
+            wanted = next((word for word in everyone if word.startswith(DETOUR)), None)
+            if wanted is None:
+                self._check_alike(mine, everyone)
+                return True
+            number = int(wanted.split()[1])
+            trains = wanted.split()[2:] in ([PassKind.FORWARD], [PassKind.BACKWARD])
+            self._bring_off_the_list(number, trains, keep=mine == wanted)
+            if len(set(everyone)) == 1:
+                return True
+            self._learn(number, wanted.split()[2:])
+            if mine == wanted:
+                return False
+
+    def _check_alike(self, mine: str, everyone: Sequence[str]) -> None:
+        for rank, theirs in enumerate(everyone):
+            if theirs != mine:
                 raise CommError(
-                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} needs unit "
-                    f"'{self._units[number].label}', rank {rank} "
-                    f"needs '{other}'. Under ZeRO 3 every rank must use the same units in the same order, or the "
-                    f"units of its first step."
+                    f"The ranks disagree about what comes next: rank {self._comm.mesh.rank} begins pass '{mine}', rank "
+                    f"{rank} pass '{theirs}'. Every rank must call forward and backward equally often and in the same "
+                    f"order."
                 )
+
+    def _bring_off_the_list(self, number: int, trains: bool, keep: bool) -> None:
+        """Gather a unit on all ranks, of which some drop it again."""
+        for shard in self._shards[number]:
+            shard.finish_gather()
+            here = shard.residence is Residence.GATHERED
+            shard.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
+            shard.finish_gather()
+            if not (keep or here):
+                shard.free()
+
+    def _learn(self, number: int, kind: Sequence[str]) -> None:
+        """Let later passes have a unit on their list that one rank wanted alone.
+
+        The backward of a forward has it in the reverse order besides, whatever its list is.
+        """
+        for name in kind:
+            self._wanted.setdefault(PassKind(name), []).append(number)
+            if name == PassKind.FORWARD:
+                self._wanted.setdefault(PassKind.BACKWARD, []).append(number)
+                self._detours.append(number)
 
 
 class Everything:
@@ -417,6 +473,13 @@ def _supersequence(a: list[int], b: list[int]) -> list[int]:
         else:
             merged, j = [*merged, b[j]], j + 1
     return merged + a[i:] + b[j:]
+
+
+def _insert(units: list[int], number: int, backwards: bool) -> None:
+    """Put a unit into a list, before the first unit but the first that comes after it in the order of a pass."""
+    if number not in units:
+        after = (place for place, other in enumerate(units) if place and (other < number) == backwards)
+        units.insert(next(after, len(units)), number)
 
 
 def _find(units: list[int], number: int, start: int) -> int | None:
