@@ -27,7 +27,10 @@ from zeroshard.mesh import announce_failure, mesh_of
 ROOT = Path(__file__).parents[2]
 
 PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "zero-3": ({"stages": 2, "zero": 3}, ["zero=3 and stages do not combine", "Use zero=1"]),
+    "zero-3": (
+        {"stages": 2, "zero": 3, "schedule": "pipedream"},
+        ["zero=3 and schedule='pipedream' do not combine", "Use zero=1 or 2"],
+    ),
     "fp16-pipedream": (
         {"stages": 2, "schedule": "pipedream", "precision": "fp16"},
         ["schedule='pipedream'", "cannot decide together", "precision='bf16'", "schedule='1f1b'"],
