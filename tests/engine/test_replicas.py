@@ -9,12 +9,12 @@ from engine.pipelines import data
 from pool import Pool
 
 import zeroshard as zs
-from zeroshard.checks import replicas
 from zeroshard.errors import DivergenceError
+from zeroshard.units import digest
 
 NETWORK = {"transport": "network"}
 HALF = {"precision": "bf16"}
-PIPELINE = {"stages": 2, "microbatches": 2, "balance": "parameters"}
+PIPELINE = {"stages": 2, "microbatches": 2, "balance": "parameters", "transport": "network"}
 UP = "blocks.1.up.weight"
 
 
@@ -139,7 +139,7 @@ def test_a_rank_alone_has_nothing_to_compare() -> None:
 
 def test_large_flats_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(1000, dtype=torch.float32)
-    whole = replicas.digest_of([values])
-    monkeypatch.setattr(replicas, "CHUNK", 24)
-    assert replicas.digest_of([values]) == replicas.digest_of([values[:7], values[7:]]) == whole
-    assert replicas.digest_of([values.flip(0)]) != whole
+    whole = digest.digest_of([values])
+    monkeypatch.setattr(digest, "CHUNK", 24)
+    assert digest.digest_of([values]) == digest.digest_of([values[:7], values[7:]]) == whole
+    assert digest.digest_of([values.flip(0)]) != whole

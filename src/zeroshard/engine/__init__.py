@@ -6,8 +6,8 @@ Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (wh
 """
 
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.judge import StepResult
 from zeroshard.engine.readings import Trace
+from zeroshard.parts.steps import StepResult
 from zeroshard.parts.tables import MemoryTable, TrafficTable
 
 __all__ = ["Engine", "MemoryTable", "StepResult", "Trace", "TrafficTable"]

@@ -72,6 +72,11 @@ class Axes:
         """The collectives of each group of this rank, once."""
         return list(dict.fromkeys([self.world, self.alike, *(axis.comm for axis in self._known.values())]))
 
+    def begin(self) -> None:
+        """Training begins; from here on, ranks that do the same have the same digests."""
+        for comm in self.all:
+            comm.digests = dict.fromkeys(comm.digests, 0)
+
     @property
     def digests(self) -> tuple[int, int]:
         """Checksums of what this rank has gathered and reduced so far in all axes, equal on ranks that did the same."""

@@ -140,6 +140,7 @@ class Builder:
         self._stage.let_go(units, materialiser.real, dtype_of, self._ledger)
         self._place_buffers(skip)
         self._comm.agree(b"", "weights are in place")
+        self._axes.begin()
         self._spans.adopt()
         self._late.adopt()
         states = sum(_state_nbytes(part, layout) for of_unit in parts for part in of_unit)

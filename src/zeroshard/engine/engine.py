@@ -26,7 +26,7 @@ from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.forward import Forward
-from zeroshard.engine.judge import Judge, StepResult
+from zeroshard.engine.judge import Judge
 from zeroshard.engine.one_stage import OneStage
 from zeroshard.engine.policies import cut_of, techniques_of
 from zeroshard.engine.readings import Readings
@@ -38,7 +38,7 @@ from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh, keep_freed_memory, shared_mesh
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
 from zeroshard.parts.batch import loss_in
-from zeroshard.parts.steps import Order, Verdict
+from zeroshard.parts.steps import Order, StepResult, Verdict
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.pipeline.steps import PipelineOrder

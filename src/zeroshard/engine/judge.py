@@ -2,10 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from zeroshard.checkpoint.facts import plain, setting
 from zeroshard.parts.steps import Verdict
@@ -13,25 +10,6 @@ from zeroshard.plan import Plan
 from zeroshard.precision import LossScaler
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        step: steps taken or skipped so far, this one included.
-        grad_norm: 2-norm of the whole mean gradient before clipping, as it is (it may be infinite or NaN).
-        loss_scale: the loss scale of this step, 1.0 without loss scaling.
-        skipped: whether the weights were left as they are.
-        loss: of `train_step`, this rank's mean loss; None after `step`.
-    """
-
-    step: int
-    grad_norm: float
-    loss_scale: float
-    skipped: bool
-    loss: torch.Tensor | None = None
 
 
 class Judge:

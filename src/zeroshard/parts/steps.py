@@ -41,6 +41,25 @@ class Verdict:
     factor: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        step: steps taken or skipped so far, this one included.
+        grad_norm: 2-norm of the whole mean gradient before clipping, as it is (it may be infinite or NaN).
+        loss_scale: the loss scale of this step, 1.0 without loss scaling.
+        skipped: whether the weights were left as they are.
+        loss: of `train_step`, this rank's mean loss; None after `step`.
+    """
+
+    step: int
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+    loss: torch.Tensor | None = None
+
+
 class Backwards(Protocol):
     """Takes in the gradients of backwards.
 
