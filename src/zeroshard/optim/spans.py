@@ -20,6 +20,9 @@ from zeroshard.optim.probe import StateLayout, fresh_state
 from zeroshard.units import Index, Unreadable
 
 
+UNKNOWN = StateLayout(0, 0)  # where nobody asks what states should take
+
+
 class Span:
     """Elements [start, stop) of a flat buffer, of one parameter group, as one optimizer tensor."""
 
@@ -41,7 +44,9 @@ class SpanOptimizer:
         layout: of its states.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = StateLayout(0, 0)
+    ) -> None:
         self.optimizer, self.layout = optimizer, layout
         self._ledger = ledger
         self._spans: list[list[Span]] = []
