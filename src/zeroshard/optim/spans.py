@@ -19,7 +19,6 @@ from zeroshard.ledger import Category, Ledger
 from zeroshard.optim.probe import StateLayout, fresh_state
 from zeroshard.units import Index, Unreadable
 
-
 UNKNOWN = StateLayout(0, 0)  # where nobody asks what states should take
 
 
