@@ -175,6 +175,7 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(port: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_hostless_plan_is_refused() -> None:
-    with pytest.raises(PlanError, match="transport='shared' and stages do not combine"):
-        zs.Plan(transport="shared", stages=2)
+def test_older_weights_are_not_shared() -> None:
+    zs.Plan(transport="shared", stages=2)
+    with pytest.raises(PlanError, match="transport='shared' and schedule='pipedream' do not combine"):
+        zs.Plan(transport="shared", stages=2, schedule="pipedream")
