@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import ConfigError
@@ -87,6 +87,7 @@ JOBS = st.builds(
 )
 
 
+@settings(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(job=JOBS)
 def test_a_file_gives_back_what_was_written(job: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round-trip.toml"
