@@ -1,6 +1,7 @@
 """Schedules that flush give the losses, norms and weights of a plain loop, and bitwise those of one stage."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -465,3 +466,39 @@ def test_a_function_of_the_parameters_gets_those_of_all_stages(pool: Pool) -> No
     for weights in pool.run(train_in_groups, 2):
         for key, value in model.state_dict().items():
             torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
+
+
+def last_stage_without_parameters(mesh: zs.Mesh, folder: str) -> list[tuple[list[float], dict[str, Tensor]]]:
+    answers = []
+    for zero in range(4):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.LogSigmoid())
+        plan = zs.Plan(stages=2, microbatches=2, zero=zero, split=("1",), transport="network")
+        optimizer, loss = OPTIMIZERS["adamw"], lambda output, batch: output.square().mean()
+        engine = zs.Engine(model, optimizer, plan, mesh=mesh, example=torch.ones(2, 6), loss=loss)
+        rows = [torch.randn(4, 6, generator=torch.Generator().manual_seed(step)) for step in range(4)]
+        losses = [engine.train_step(part).loss for part in rows[:2]]
+        engine.save(f"{folder}/{zero}", wait=True)
+        engine.train_step(rows[3])
+        engine.load(f"{folder}/{zero}")
+        losses += [engine.train_step(part).loss for part in rows[2:]]
+        answers.append(([found.item() for found in losses if found is not None], engine.state_dict()))
+    return answers
+
+
+def test_a_stage_without_parameters(pool: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.LogSigmoid())
+    optimizer, wanted = OPTIMIZERS["adamw"](model.parameters()), []
+    for step in range(4):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    for answers in pool.run(last_stage_without_parameters, 2, str(tmp_path)):
+        for losses, weights in answers:
+            assert losses == pytest.approx(wanted, rel=1e-5)
+            for key, value in model.state_dict().items():
+                torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)

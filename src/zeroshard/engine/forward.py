@@ -110,8 +110,10 @@ class Forward:
 
     def _watch_units(self) -> None:
         """Have each unit that is gathered for use here when it is used, and no longer."""
+        if not self._homes:
+            return
         root = self._parts.units[self._root].module
-        for unit, parts in zip(self._parts.units, self._parts.of_units, strict=True) if self._homes else ():
+        for unit, parts in zip(self._parts.units, self._parts.of_units, strict=True):
             watch = _Watch(self, self._gatherer, self._backward, unit.number)
             for owner in unit.owners:
                 if owner is not root and owner is not unit.module:
