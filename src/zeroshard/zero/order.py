@@ -74,6 +74,7 @@ class Gatherer:
         self._passes: list[Pass] = []
         self._begun = 0
         self._pins = 0  # contexts under way that keep everything here
+        self._in_use: set[int] = set()  # units that this rank needed and is not done with
         self._wanted: dict[PassKind, list[int]] = {}  # units for the lists of passes to come
         self._detours: list[int] = []  # what single ranks wanted in the forwards since the last backward
         self._ended: PassKind | None = None  # the kind of the last pass
@@ -137,6 +138,7 @@ class Gatherer:
     def need(self, number: int) -> None:
         """Have unit `number` here when this returns; start to fetch the one after it."""
         shards = self._shards[number]
+        self._in_use.add(number)
         if all(shard.residence is Residence.GATHERED for shard in shards):
             return
         walk = self._passes[-1] if self._passes else None
@@ -158,6 +160,7 @@ class Gatherer:
 
     def done(self, number: int) -> None:
         """Free unit `number`, unless its next gather is already under way."""
+        self._in_use.discard(number)
         if self._pins:
             return
         for shard in self._shards[number]:
@@ -166,6 +169,7 @@ class Gatherer:
 
     def free_all(self) -> None:
         """Free every unit, unless they are pinned."""
+        self._in_use.clear()
         if self._pins:
             return
         for shards in self._shards:
@@ -242,11 +246,11 @@ class Gatherer:
             walk.cursor += 1
 
     def _drop_after_arrival(self, number: int) -> None:
-        """Take in a gather that this rank had no use for, and drop it."""
+        """Take in a gather that this rank had no use for, and drop it, unless an earlier use of the unit goes on."""
         for shard in self._shards[number]:
             if shard.residence is Residence.GATHERING:
                 shard.finish_gather()
-                if not self._pins:
+                if not (self._pins or number in self._in_use):
                     shard.free()
 
     def _start_up_to(self, walk: Pass, place: int) -> None:
