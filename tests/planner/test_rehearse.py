@@ -22,7 +22,8 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "adamw", {"zero": 2, "precision": "bf16", "microbatches": 2, **NETWORK}),
     (2, "fused", {"zero": 3, "precision": "bf16", "reduce_dtype": "fp32", **NETWORK}),
     (2, "adamw", {"zero": 0, "schedule": "1f1b", **CUT}),
-    (4, "momentum", {"zero": 1, "schedule": "zb-h1", **CUT}),
+    (4, "momentum", {"zero": 1, "schedule": "zb-h1", **CUT, **NETWORK}),
+    (4, "adamw", {"zero": 2, "schedule": "1f1b", "precision": "bf16", **CUT}),
     (2, "adamw", {"zero": 0, "schedule": "gpipe", **CUT}),
     (2, "sgd", {"zero": 0, "schedule": "pipedream", **CUT}),
     (2, "adamw", {"zero": 0, "schedule": "2bw", **CUT}),
@@ -37,6 +38,12 @@ def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
     return "-".join(filter(None, [f"{ranks}x", f"zero{plan['zero']}", optimizer, *rest]))
 
 
+def shares(ranks: int, plan: dict[str, Any]) -> bool:
+    """Whether ranks share memory, of which torch's profiler sees nothing."""
+    group = plan.get("shard_ranks") or ranks // plan.get("stages", 1)
+    return group > 1 and plan.get("transport") != "network"
+
+
 @pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
 def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int, str, dict[str, Any]]) -> None:
     ranks, optimizer, plan = case
@@ -49,7 +56,8 @@ def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int
         assert {p: w for p, w in found.wire.items() if any(w)} == {
             p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"
         } | {p: w for p, w in found.wire.items() if p == "agreement"}
-        assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=PEAK[wanted.precision])
+        if not shares(ranks, plan):
+            assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=PEAK[wanted.precision])
 
 
 def test_a_rehearsal_touches_no_memory_and_draws_no_random_numbers() -> None:

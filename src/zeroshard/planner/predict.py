@@ -98,9 +98,10 @@ def _modelled(machines: Machines) -> str:
 
 def on_machines(plan: Plan, machines: Machines) -> Plan:
     """The plan with the transport that the engine would choose there."""
-    if plan.transport != "auto" or plan.pipelined or machines.count == 1:
+    if plan.transport != "auto" or machines.count == 1:
         return plan
-    shares = machines.device.kind == "cpu" and machines.nodes == 1
+    group = min(plan.shard_ranks or machines.count, machines.count // plan.stages)
+    shares = machines.device.kind == "cpu" and (machines.nodes == 1 or machines.per_node % group == 0)
     return replace(plan, transport="shared" if shares else "network")
 
 

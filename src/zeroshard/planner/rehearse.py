@@ -168,12 +168,12 @@ def rehearse(
         tracker = Tracker(None if timed else rates.hear, not values, rounds, results, beside)
         rehearsal = Rehearsal(
             range(ranks),
-            shares=plan.transport != "network" and not plan.pipelined,
+            shares=plan.transport != "network",
             values=values,
             measured=timed,
             clock=clock,
             wire_seconds=rates.wire,
-            made=lambda buffer: tracker.share(buffer, ranks),
+            made=tracker.share,
             compute=rates.compute,
             task_seconds=(lambda job: 0.0) if timed else rates.job,
             below=tracker.make_below,

@@ -86,7 +86,7 @@ class Rehearsal(Platform):
         measured: whether time is the CPU's own, which is measured, and the clock only adds what comes beside it.
         clock: of the rehearsal.
         wire_seconds: what a collective takes; nothing by default.
-        made: told of each buffer that ranks have in common.
+        made: told of each buffer that ranks have in common, and how many ranks.
         compute: told of so many bytes that were to be moved by so many operations, and were not.
         task_seconds: what a copy between tiers, or a job of the host, takes; nothing by default.
         below: makes each buffer that is not on the device.
@@ -98,7 +98,7 @@ class Rehearsal(Platform):
     measured: bool = False
     clock: Clock = field(default_factory=Clock)
     wire_seconds: WireSeconds = lambda operation, nbytes, members: 0.0
-    made: Callable[[torch.Tensor], None] = lambda buffer: None
+    made: Callable[[torch.Tensor, int], None] = lambda buffer, ranks: None
     compute: Callable[[int, int], None] = lambda nbytes, operations: None
     task_seconds: Callable[[Task], float] = lambda task: 0.0
     below: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
@@ -225,7 +225,7 @@ class OwnMemory(SharedMemory):
         """A zeroed buffer."""
         buffer = torch.zeros(numel, dtype=dtype)
         self._shared.add(buffer.untyped_storage()._cdata)
-        self._rehearsal.made(buffer)
+        self._rehearsal.made(buffer, self.ranks)
         return buffer
 
     def mine(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
