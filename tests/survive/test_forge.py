@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from soak import forge
 
 from zeroshard.engine.state import State
+from zeroshard.parts.part import Part
 
 
 def test_none_is_loaded_as_something_that_it_is_not(tmp_path: Path) -> None:
@@ -21,9 +23,9 @@ def test_a_loader_that_believes_everything_is_caught(tmp_path: Path, monkeypatch
     """One that leaves a parameter as it was."""
     load = State._load_weights
 
-    def lazily(self: State, shard: object, reader: object) -> None:
-        load(self, shard, reader)  # type: ignore[arg-type]
-        shard.owned[:1] = 0  # type: ignore[attr-defined]
+    def lazily(self: State, part: Part, reader: Any) -> None:
+        load(self, part, reader)
+        part.updater.values[:1] = 0
 
     monkeypatch.setattr(State, "_load_weights", lazily)
     with pytest.raises(AssertionError, match="silent"):
