@@ -5,6 +5,7 @@ results come back in rank order. A worker that hangs or dies is replaced with th
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -133,6 +134,7 @@ class Pool:
 
 _ENDED: list[Any] = []  # groups of past tests, which somebody may still hold
 LOOK = 0.2  # seconds between looks at whether anybody does
+MANY = 24  # such groups, before garbage is collected for their sake
 
 
 def _free_ended() -> None:
@@ -154,11 +156,17 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
     """
     import torch.distributed as dist
 
+    from zeroshard import leases
+
     names = dist.distributed_c10d._world.pg_names
     most = max(len(names), 100 + 20 * number)
     for group in [group for group in names if isinstance(group, dist.ProcessGroup) and group not in kept]:
         dist.destroy_process_group(group)
         _ENDED.append(group)
+    for lease in [lease for lease, groups in leases._GROUPS.items() if not any(map(leases.is_open, groups))]:
+        del leases._GROUPS[lease]
+    if len(_ENDED) > MANY:
+        gc.collect()  # engines of past tests, which hold their meshes in rings
     while len(names) < most:
         names[object()] = f"filler {len(names)}"
 
@@ -180,6 +188,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
         meshes[size] = mesh_of(list(range(size)), torch.device("cpu"), TIMEOUT)
     kept = set(dist.distributed_c10d._world.pg_names)
     threading.Thread(target=_free_ended, name="free groups", daemon=True).start()
+    gc.freeze()  # what is imported is not looked through again and again
     pipe.send("ready")
     while True:
         try:
