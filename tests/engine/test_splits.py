@@ -259,3 +259,33 @@ def test_the_digests_of_every_axis_are_compared(pool: Pool) -> None:
     """Trap 5, where the slice groups alone have done the same."""
     for text in pool.run(disagree, 4):
         assert "The ranks disagree" in text
+
+
+def edit(mesh: zs.Mesh, zero: int) -> tuple[list[str], list[Tensor]]:
+    """The errors of writes that differ where they may and where they may not; the split matrix after each."""
+    said, seen = [], []
+    for where in ("part", "dense", "twin", "writer"):
+        engine = make(mesh, {"zero": zero, "transport": "network"}, data=False)
+        middle, axis = engine.model.middle, engine._axes.new["tensor"]
+        try:
+            with engine.gathered(writer=0 if where == "writer" else None), torch.no_grad():
+                if where == "dense":
+                    engine.model.first.weight += mesh.rank // 3
+                else:
+                    middle.matrices.fill_(axis.rank if where == "part" else mesh.rank // 3)
+            said.append("nothing")
+        except zs.errors.PlanError as error:
+            said.append(str(error))
+        if where == "part":
+            with engine.gathered():
+                seen.append(middle.matrices.detach().clone())
+    return said, seen
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_writes_are_compared_among_the_ranks_that_hold_the_same(pool: Pool, zero: int) -> None:
+    for rank, (said, (part,)) in enumerate(pool.run(edit, 4, zero)):
+        assert said[0] == "nothing" and bool((part == rank % 2).all())
+        assert "Ranks 0 and 3 wrote different values into 'first.weight'" in said[1]
+        assert "Ranks 1 and 3 wrote different values into 'middle.matrices'" in said[2]
+        assert "only a part of 'middle.matrices'" in said[3]

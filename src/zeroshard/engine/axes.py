@@ -43,6 +43,8 @@ class Axes:
         self.alike = self.world if stage.mesh is stage.world.mesh else Comm(stage.mesh)
         self._known: dict[str, Axis] = {}
         self.new: dict[str, Axis] = {}
+        for members in stage.parts:
+            self._check(members)
         for name in self._new(stage.mesh.ranks):
             self.new[name] = self._axis(name, partial(self._groups_of, name))
         self._places: dict[str | None, Place] = {}
@@ -150,8 +152,6 @@ class Axes:
     def _axis(self, name: str, of: Callable[[int], Partition]) -> Axis:
         """An axis from the partition of a stage of so many ranks; a collective call, unless its groups are known."""
         stage, mesh = self._stage, self._stage.mesh
-        for members in stage.parts:
-            self._check(members)
         local = of(mesh.ranks)
         groups = tuple(tuple(members[r] for r in group) for members in stage.parts for group in of(len(members)))
         known = next((axis for axis in self._known.values() if axis.groups == groups), None)

@@ -43,12 +43,19 @@ class Editing:
             writer: the rank whose values all take; by default all must write alike.
 
         Raises:
-            PlanError: ranks wrote different values, or there is no such rank.
+            PlanError: ranks that hold the same parameters wrote different values; or there is no rank `writer`, or it
+                holds only parts of some parameters.
         """
         ranks = self._world.mesh.ranks
         if writer is not None and not 0 <= writer < ranks:
             raise PlanError(f"gathered(writer={writer}) names none of the ranks 0 to {ranks - 1}.")
         parts = self._parts.all
+        split = next((name for part in parts for name in part.splits), None)
+        if writer is not None and split is not None:
+            raise PlanError(
+                f"gathered(writer={writer}) lets rank {writer} write for all, and it holds only a part of '{split}'. "
+                f"Let every rank write its own parts: engine.gathered()."
+            )
         with self.whole():
             for part in parts:
                 part.weights.begin_edit()
@@ -78,27 +85,33 @@ class Editing:
         written = sorted({n for numbers in everyone for n in numbers})
         if written:
             self._late.forget()  # updates that began from the weights as they were
-        for number in written:
-            part = self._parts.all[number]
-            if writer is not None:
-                self._world.broadcast(part.weights.visible, f"edited weights {part.flat.label}", writer)
-            elif self._world.mesh.ranks > 1:
-                self._compare(part)
+        parts = [self._parts.all[number] for number in written]
+        if writer is None:
+            found = [problem for problem in map(self._difference, parts) if problem is not None]
+            problems = self._world.agree_on(found[:1], "differences of edited weights") if written else []
+            for problem in (problem for several in problems for problem in several):
+                raise PlanError(problem)
+            return
+        for part in parts:
+            self._world.broadcast(part.weights.visible, f"edited weights {part.flat.label}", writer)
 
-    def _compare(self, part: Part) -> None:
-        flat = part.flat
+    def _difference(self, part: Part) -> str | None:
+        """What ranks that hold the same parameters wrote unlike, in words; a collective call of those."""
+        flat, owners = part.flat, part.place.owners
         buffer = part.weights.visible
         mine = [digest_of([buffer[entry.offset : entry.stop]]) for entry in flat.index.entries]
-        everyone = self._world.agree_on(mine, f"digests of edited weights {flat.label}")
+        everyone = owners.comm.agree_on(mine, f"digests of edited weights {flat.label}")
         for entry, found in zip(flat.index.entries, zip(*everyone, strict=True), strict=True):
             if len(set(found)) > 1:
-                other = next(rank for rank, digest in enumerate(found) if digest != found[0])
-                raise PlanError(
-                    f"Ranks 0 and {other} wrote different values into '{entry.name}' inside engine.gathered(). Write "
-                    f"alike on every rank (the same values, seeds included), or let one rank write: "
+                first, *others = next(group for group in owners.groups if self._world.mesh.rank in group)
+                other = next(rank for rank, digest in zip(others, found[1:], strict=True) if digest != found[0])
+                return (
+                    f"Ranks {first} and {other} wrote different values into '{entry.name}' inside engine.gathered(). "
+                    f"Write alike on every rank (the same values, seeds included), or let one rank write: "
                     f"engine.gathered(writer=0). Weights of this rank may differ from the others' now; go on from a "
                     f"checkpoint."
                 )
+        return None
 
 
 def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Brings) -> dict[str, Any]:
