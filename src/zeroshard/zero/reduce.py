@@ -26,7 +26,12 @@ class Alone:
         local: whether no other rank waits for it, so that nothing need be sent where there are no gradients.
     """
 
-    needed, local, in_flight = False, True, False
+    needed, local = False, True
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction was started and not finished."""
+        return False
 
     def start(self) -> None:
         """Nothing is to be done."""
@@ -59,8 +64,8 @@ class Direct(Alone):
 
     needed = True
 
-    def __init__(self, flat: Flat, arena: Arena, buffer: GradientBuffer, total: GradientSum, divisor: int) -> None:
-        self._flat, self._arena, self._buffer, self._sum, self._divisor = flat, arena, buffer, total, divisor
+    def __init__(self, buffer: GradientBuffer, total: GradientSum, divisor: int) -> None:
+        self._buffer, self._sum, self._divisor = buffer, total, divisor
         self._leaving = False
 
     def start(self) -> None:
@@ -79,7 +84,7 @@ class Direct(Alone):
             self._buffer.drop()
 
 
-class Scatter:
+class Scatter(Alone):
     """Every slice goes to the rank that owns it, which adds the ranks' copies in rank order (1910.02054, section 5).
 
     Args:
@@ -153,13 +158,6 @@ class Scatter:
         """Hand back what the other ranks have read by now, and the sum has, waiting for them if need be."""
         self._release_read()
         self._sum.release()
-
-    def whole(self, total: torch.Tensor) -> torch.Tensor:
-        """The gradient over what this rank updates: its sum [S]."""
-        return total
-
-    def used(self) -> None:
-        """What `whole` returned is not needed any more."""
 
     def wire(self, work: Work) -> Wire:
         """Each reduction is a reduce-scatter (section 7)."""
