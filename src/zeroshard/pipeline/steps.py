@@ -2,6 +2,7 @@
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from zeroshard.pipeline.messages import Shape
 from zeroshard.pipeline.policy import Policy
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.versions import Versions
-from zeroshard.schedule import Kind, Schedule
+from zeroshard.schedule import Kind
 
 PURPOSES = {
     Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS,
@@ -36,6 +37,7 @@ class PipelineOrder:
 
     Attributes:
         executor: what carries the actions out.
+        actions: this rank's list of the first step.
         fed: steps since the start or the last flush of a schedule that never flushes by itself.
     """
 
@@ -59,6 +61,8 @@ class PipelineOrder:
         self.executor = Executor(stage, parts, backward, update, run, scale, decide, policy.recomputes)
         self.interpreter = self.executor.interpreter
         self.fed = 0
+        self.actions = pipeline.step(stage.rank)
+        self._gathers = Counter(action.chunk for action in self.actions if action.kind is Kind.GATHER)
         self._updates = 0
         self._loss: Tensor | None = None
         self._shapes: dict[int, Shape] = {}
@@ -96,11 +100,6 @@ class PipelineOrder:
         self.executor.restart()
         self.executor.messages.finish()
         self.fed = 0
-
-    @property
-    def actions(self) -> Schedule:
-        """This rank's list of the first step."""
-        return self.stage.pipeline.step(self.stage.rank)
 
     def reloaded(self) -> None:
         """The weights are others: lend them anew; a collective call."""
@@ -152,9 +151,9 @@ class PipelineOrder:
 
     def gathers(self, unit: int) -> int:
         """How often the list of a step gathers the chunk of a unit, or lends something of the unit."""
-        actions, chunk, tied = self.actions, self.stage.chunk_of[unit], self.executor.tied
-        lends = sum(action.kind is Kind.LEND and tied.gathers(action, unit) for action in actions)
-        return lends + sum(action.kind is Kind.GATHER and action.chunk == chunk for action in actions)
+        tied = self.executor.tied
+        lends = sum(action.kind is Kind.LEND and tied.gathers(action, unit) for action in self.actions)
+        return lends + self._gathers[self.stage.chunk_of[unit]]
 
     def planned_messages(self) -> dict[Purpose, int]:
         """Elements that this rank sends in a step of a full pipeline, by the list and the last step's shapes.
