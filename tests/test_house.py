@@ -236,8 +236,7 @@ LARGE = {  # classes above the limits: options of a command or a file, and those
     *("train.config.TrainConfig", "planner.facts.Facts", "planner.profile.Profile", "planner.result.Prediction"),
     *("adopt.lightning.ZeroshardStrategy", "comm.Comm", "engine.backward.Backward", "pipeline.executor.Executor"),
     *("offload.gradients.HostSum", "offload.updates.HostUpdates", "parts.gradients.Gradients", "train.run.Run"),
-    *("parts.late.LateUpdates", "parts.late.AtOnce", "zero.gradients.Gradients", "zero.order.Gatherer"),
-    "zero.order.Everything",
+    *("parts.late.LateUpdates", "zero.gradients.Gradients", "zero.gatherer.Gatherer", "zero.order.ByPass"),
 }
 
 

@@ -15,7 +15,7 @@ from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh
 from zeroshard.parts.weights import Residence
 from zeroshard.units import Flat, Unit, find_units
-from zeroshard.zero import Gatherer, PassKind
+from zeroshard.zero import ByPass, PassKind
 from zeroshard.zero.order import merge
 from zeroshard.zero.weights import OnDevice, Sliced
 
@@ -104,7 +104,7 @@ class Rank:
         self.values: dict[str, Tensor] = {}
         self.comm: Any = FakeComm(rank, self.values)
         self.shards = [[self._shard(unit)] for unit in self.units]
-        self.gatherer = Gatherer(self.units, self.shards, self.comm)
+        self.gatherer = ByPass(self.units, self.shards, self.comm)
 
     def _shard(self, unit: Unit) -> Sliced:
         flat = Flat(unit, unit.parameters, torch.float32, trainable=True, ranks=2)

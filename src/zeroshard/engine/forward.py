@@ -27,7 +27,7 @@ from zeroshard.precision import explain_clash
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, listen, outside, place_of
 from zeroshard.units.tensors import tensors_in, with_tensors
-from zeroshard.zero import Everything, Gatherer, PassKind
+from zeroshard.zero import Gatherer, PassKind
 
 
 class Forward:
@@ -274,7 +274,7 @@ class _Watch:
 
     __slots__ = ("backward", "forward", "gatherer", "unit")
 
-    def __init__(self, forward: Forward, gatherer: Gatherer | Everything, backward: Backward, unit: int) -> None:
+    def __init__(self, forward: Forward, gatherer: Gatherer, backward: Backward, unit: int) -> None:
         self.forward, self.gatherer, self.backward, self.unit = forward, gatherer, backward, unit
 
     def before(self, module: nn.Module, args: Any) -> None:

@@ -26,7 +26,7 @@ from zeroshard.link import Span, Task
 from zeroshard.offload.lower import LowerTiers
 from zeroshard.offload.slices import Form, Pages, Piece
 from zeroshard.optim.spans import SpanOptimizer
-from zeroshard.parts.late import Guesses
+from zeroshard.parts.late import LateUpdates
 from zeroshard.parts.weights import Weights
 
 WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong guesses among them, beyond which nothing is guessed
@@ -75,7 +75,7 @@ class Speculates(Protocol):
         """Drop what has run and was not taken over; how much that is."""
 
 
-class HostUpdates:
+class HostUpdates(LateUpdates):
     """The updates below the device.
 
     Args:
@@ -88,16 +88,16 @@ class HostUpdates:
         link: to the host.
         host: the memory in which they run.
         arena: scratch on the device.
-        guesses: as `LateUpdates.guesses`.
     """
 
     def __init__(
         self, lower: LowerTiers, optimizer: SpanOptimizer, arena: Arena, scale: Callable[[], float], units: int,
         gathers: bool,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._lower, self._policy, self._optimizer, self._scale = lower, lower.policy, optimizer, scale
         self.link, self.host, self.arena = lower.link, lower.host, arena
-        self._units = [units - 1, *range(units - 1)]  # in the order of a forward
+        self._root = units - 1
         self._gathers, self._publishes = gathers, lower.ranks > 1 and not gathers
         self._todo: list[tuple[int, Callable[[float, bool], Update]]] = []
         self._rising: list[tuple[Update, Task]] = []
@@ -105,7 +105,6 @@ class HostUpdates:
         self._late: list[Update] = []
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
         self._adams: list[Speculates] = []
-        self.guesses = Guesses()
 
     def join(self, updater: Speculates) -> None:
         """Take in an updater whose updates may run before the verdict."""
@@ -120,7 +119,7 @@ class HostUpdates:
 
     def tell(self, unit: int, begin: Callable[[float, bool], Update]) -> None:
         """Let `start` begin an update of a unit, with the factor on its gradients and whether it is late."""
-        self._todo.append((self._units.index(unit), begin))
+        self._todo.append((self._turn(unit), begin))
 
     def start(self, factor: float, step: int) -> None:
         """Begin the updates of a step, with gradients times `factor`, after `step` steps before."""
@@ -165,8 +164,8 @@ class HostUpdates:
 
     def need(self, unit: int) -> None:
         """Have the new weights of a unit here, and of all before it."""
-        last = self._units.index(unit)
-        self._settle([item for item in self._rising if self._units.index(item[0].unit) <= last])
+        last = self._turn(unit)
+        self._settle([item for item in self._rising if self._turn(item[0].unit) <= last])
 
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
         """All units, if any are updated here; where they are gathered for use, that waits for their updates."""
@@ -230,6 +229,10 @@ class HostUpdates:
     def traced(self) -> AbstractContextManager[list[Span]]:
         """Keep when what is inside runs."""
         return self.link.traced()
+
+    def _turn(self, unit: int) -> int:
+        """The place of a unit in a forward, in which the root comes first."""
+        return 0 if unit == self._root else unit + 1
 
     def _commit(self) -> None:
         """Bring the weights of delayed updates up ([Note: delayed update])."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from zeroshard.counts import Count, Purpose
 from zeroshard.link import Span
@@ -22,14 +21,15 @@ class Guesses:
     undone: int = 0
 
 
-class LateUpdates(Protocol):
-    """All updates of an engine that run beside it.
+class LateUpdates:
+    """All updates of an engine that run beside it; of this class there are none, and all are done as `step` returns.
 
     Attributes:
         guesses: of those that ran before the verdict.
     """
 
-    guesses: Guesses
+    def __init__(self) -> None:
+        self.guesses = Guesses()
 
     def adopt(self) -> None:
         """The optimizer has its spans."""
@@ -57,69 +57,19 @@ class LateUpdates(Protocol):
 
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
         """Those of the units for which forwards must call `need`."""
+        return ()
 
     def note(self, label: str, start: float) -> None:
         """Enter into a trace what the main thread has computed since `start`."""
 
     def now(self) -> float:
         """Seconds of the trace's clock."""
-
-    def count(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
-        """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
-
-    def traced(self) -> AbstractContextManager[list[Span]]:
-        """Keep when what is inside runs."""
-
-
-class AtOnce:
-    """Every update is done when `step` returns.
-
-    Attributes:
-        guesses: none.
-    """
-
-    def __init__(self) -> None:
-        self.guesses = Guesses()
-
-    def adopt(self) -> None:
-        """Nothing follows them."""
-
-    def start(self, factor: float, step: int) -> None:
-        """They are done."""
-
-    def skip(self) -> None:
-        """Nothing has run."""
-
-    def forget(self) -> None:
-        """Nothing has run."""
-
-    def flush(self) -> None:
-        """All weights are here."""
-
-    def finish(self) -> None:
-        """All weights are here."""
-
-    def entering(self, root: int, trains: bool) -> None:
-        """All weights are here."""
-
-    def need(self, unit: int) -> None:
-        """All weights are here."""
-
-    def awaited(self, units: Iterable[int]) -> Iterable[int]:
-        """All weights are here."""
-        return ()
-
-    def note(self, label: str, start: float) -> None:
-        """There is no trace."""
-
-    def now(self) -> float:
-        """There is no clock."""
         return 0.0
 
     def count(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
-        """Nothing is copied."""
+        """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
         return {}, {}
 
     def traced(self) -> AbstractContextManager[list[Span]]:
-        """Nothing runs beside the steps."""
+        """Keep when what is inside runs."""
         return nullcontext([])

@@ -5,14 +5,15 @@ Read `residency`, `weights`, `gradients` (`buffer`, `reduce`, `sums`), `order`, 
 """
 
 from zeroshard.zero.formulas import StateBytes, state_bytes, wire_elements
+from zeroshard.zero.gatherer import ByChunk, Gatherer, PassKind
 from zeroshard.zero.gradients import Accumulation, Gradients
-from zeroshard.zero.order import ByChunk, Everything, Gatherer, PassKind
+from zeroshard.zero.order import ByPass
 from zeroshard.zero.residency import Residency
 
 __all__ = [
     "Accumulation",
     "ByChunk",
-    "Everything",
+    "ByPass",
     "Gatherer",
     "Gradients",
     "PassKind",

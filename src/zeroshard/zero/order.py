@@ -10,25 +10,16 @@ the list of a backward is an error: the others update by then.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import StrEnum
-from typing import ClassVar
+from contextlib import contextmanager
 
 from zeroshard.comm import Comm, Purpose
-from zeroshard.errors import CommError, PlanError
+from zeroshard.errors import CommError
 from zeroshard.parts.weights import Residence, Weights
 from zeroshard.schedule import Schedule, with_gathers
 from zeroshard.units import Unit
+from zeroshard.zero.gatherer import Gatherer, PassKind
 
 DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
-
-
-class PassKind(StrEnum):
-    """A walk over the model; each kind has an order of its own."""
-
-    FORWARD = "forward"
-    EVALUATION = "evaluation"
-    BACKWARD = "backward"
 
 
 class Order:
@@ -52,16 +43,12 @@ class Pass:
         self.used: list[int] = []
 
 
-class Gatherer:
-    """Brings units to this rank when they are needed and takes them away when they are done.
+class ByPass(Gatherer):
+    """Brings units to this rank when modules need them and takes them away when those are done.
 
     Args:
         units: all units in their fixed order.
         shards: the weights of each unit.
-
-    Attributes:
-        gathers: whether units come and go.
-        passes: whether they do so inside of passes, as modules use them.
     """
 
     gathers = passes = True
@@ -321,135 +308,6 @@ class Gatherer:
             if name == PassKind.FORWARD:
                 self._wanted.setdefault(PassKind.BACKWARD, []).append(number)
                 self._detours.append(number)
-
-
-class Everything:
-    """All units are here, always; attributes and methods are those of `Gatherer`."""
-
-    gathers = passes = False
-    orders: ClassVar[dict[str, list[str]]] = {}
-
-    def patience(self, seconds: float) -> float | None:
-        """Nobody waits for a gather."""
-        return None
-
-    def inside(self, kind: PassKind) -> bool:
-        """Passes are not told apart."""
-        return False
-
-    def begin(self, kind: PassKind) -> None:
-        """There is nothing to agree on."""
-
-    def end(self) -> None:
-        """There is nothing to agree on."""
-
-    def abandon(self) -> None:
-        """Nothing is to be freed."""
-
-    def need(self, number: int) -> None:
-        """It is here."""
-
-    def done(self, number: int) -> None:
-        """It stays."""
-
-    def free_all(self) -> None:
-        """Everything stays."""
-
-    def everything_here(self) -> bool:
-        """Always."""
-        return True
-
-    def pinned(self) -> AbstractContextManager[None]:
-        """Everything is here."""
-        return nullcontext()
-
-    def visit(self, number: int) -> AbstractContextManager[None]:
-        """It is here."""
-        return nullcontext()
-
-    def lower(self, actions: Schedule) -> Schedule:
-        """The list has all gathers that there are."""
-        return actions
-
-    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """They are here."""
-
-    def free(self, numbers: Sequence[int]) -> None:
-        """They stay."""
-
-
-class ByChunk(Everything):
-    """Units that come and go with the chunk of a pipeline that they are in, where its list of actions says so.
-
-    Args:
-        units: of this rank.
-        weights: of each unit.
-    """
-
-    gathers = True
-
-    def __init__(self, units: Sequence[Unit], weights: Sequence[Sequence[Weights]]) -> None:
-        self._units, self._weights = units, weights
-        self._pins = 0
-
-    def everything_here(self) -> bool:
-        """Whether all units of this rank are gathered."""
-        return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
-
-    def need(self, number: int) -> None:
-        """Check that a unit is here.
-
-        Raises:
-            PlanError: it is of a chunk that does not run now.
-        """
-        if any(each.residence is not Residence.GATHERED for each in self._weights[number]):
-            raise PlanError(
-                f"A parameter of unit '{self._units[number].label}' is read while another chunk of the model runs, and "
-                f"is not gathered (zero=3). Read it in the module that holds it, or use zero=2."
-            )
-
-    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """Have these units here; a collective call."""
-        if not self._pins:
-            self._bring([each for number in numbers for each in self._weights[number]], trains)
-
-    def free(self, numbers: Sequence[int]) -> None:
-        """Keep only slices of these units."""
-        if not self._pins:
-            for each in (each for number in numbers for each in self._weights[number]):
-                each.free()
-
-    @contextmanager
-    def pinned(self) -> Iterator[None]:
-        """Have every unit of this rank here inside; a collective call."""
-        every = [each for weights in self._weights for each in weights]
-        with self._lent(every if not self._pins else []):
-            self._pins += 1
-            try:
-                yield
-            finally:
-                self._pins -= 1
-
-    def visit(self, number: int) -> AbstractContextManager[None]:
-        """Have one unit here inside; a collective call."""
-        return self._lent(list(self._weights[number]))
-
-    @contextmanager
-    def _lent(self, several: Sequence[Weights]) -> Iterator[None]:
-        for each in several:
-            each.lend()
-        self._bring(several, trains=False)
-        try:
-            yield
-        finally:
-            for each in several:
-                each.free()
-
-    def _bring(self, several: Sequence[Weights], trains: bool) -> None:
-        for each in several:
-            each.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
-        for each in several:
-            each.finish_gather()
 
 
 def merge(records: Sequence[Sequence[int]]) -> list[int]:

@@ -1,0 +1,160 @@
+"""What brings units to a rank for use: nothing where they are always there, or the list of a pipeline's actions.
+
+`zero.order` has the third: units that come and go inside of passes, as modules use them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
+
+from zeroshard.comm import Purpose
+from zeroshard.errors import PlanError
+from zeroshard.parts.weights import Residence, Weights
+from zeroshard.schedule import Schedule
+from zeroshard.units import Unit
+
+
+class PassKind(StrEnum):
+    """A walk over the model; each kind has an order of its own."""
+
+    FORWARD = "forward"
+    EVALUATION = "evaluation"
+    BACKWARD = "backward"
+
+
+class Gatherer:
+    """Brings units to this rank and takes them away; of this class, all units are here, always.
+
+    Attributes:
+        gathers: whether units come and go.
+        passes: whether they do so inside of passes, as modules use them.
+    """
+
+    gathers = passes = False
+
+    @property
+    def orders(self) -> dict[str, list[str]]:
+        """The recorded order of each kind of pass, as unit names."""
+        return {}
+
+    def patience(self, seconds: float) -> float | None:
+        """How long to wait for other ranks that may be waiting for this rank's next gather; None for any time."""
+        return None
+
+    def inside(self, kind: PassKind) -> bool:
+        """Whether a pass of this kind is under way."""
+        return False
+
+    def begin(self, kind: PassKind) -> None:
+        """Begin a pass; all ranks must begin the same one."""
+
+    def end(self) -> None:
+        """End the innermost pass."""
+
+    def abandon(self) -> None:
+        """Leave all passes after an error, freeing what they hold."""
+
+    def need(self, number: int) -> None:
+        """Have unit `number` here when this returns."""
+
+    def done(self, number: int) -> None:
+        """Free unit `number`: nothing in this pass uses it again."""
+
+    def free_all(self) -> None:
+        """Free every unit, unless they are pinned."""
+
+    def everything_here(self) -> bool:
+        """Whether all units of this rank are here."""
+        return True
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Have every unit here inside; a collective call."""
+        return nullcontext()
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """Have one unit here inside, outside of any pass; a collective call."""
+        return nullcontext()
+
+    def lower(self, actions: Schedule) -> Schedule:
+        """A list of compute with the gathers and frees that surround it."""
+        return actions
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """Have these units here for a chunk of the model; a collective call."""
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """A chunk of the model is done with these units."""
+
+
+class ByChunk(Gatherer):
+    """Units that come and go with the chunk of a pipeline that they are in, where its list of actions says so.
+
+    Args:
+        units: of this rank.
+        weights: of each unit.
+    """
+
+    gathers = True
+
+    def __init__(self, units: Sequence[Unit], weights: Sequence[Sequence[Weights]]) -> None:
+        self._units, self._weights = units, weights
+        self._pins = 0
+
+    def everything_here(self) -> bool:
+        """Whether all units of this rank are gathered."""
+        return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
+
+    def need(self, number: int) -> None:
+        """Check that a unit is here.
+
+        Raises:
+            PlanError: it is of a chunk that does not run now.
+        """
+        if any(each.residence is not Residence.GATHERED for each in self._weights[number]):
+            raise PlanError(
+                f"A parameter of unit '{self._units[number].label}' is read while another chunk of the model runs, and "
+                f"is not gathered (zero=3). Read it in the module that holds it, or use zero=2."
+            )
+
+    def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
+        """Have these units here; a collective call."""
+        if not self._pins:
+            self._bring([each for number in numbers for each in self._weights[number]], trains)
+
+    def free(self, numbers: Sequence[int]) -> None:
+        """Keep only slices of these units."""
+        if not self._pins:
+            for each in (each for number in numbers for each in self._weights[number]):
+                each.free()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Have every unit of this rank here inside; a collective call."""
+        every = [each for weights in self._weights for each in weights]
+        with self._lent(every if not self._pins else []):
+            self._pins += 1
+            try:
+                yield
+            finally:
+                self._pins -= 1
+
+    def visit(self, number: int) -> AbstractContextManager[None]:
+        """Have one unit here inside; a collective call."""
+        return self._lent(list(self._weights[number]))
+
+    @contextmanager
+    def _lent(self, several: Sequence[Weights]) -> Iterator[None]:
+        for each in several:
+            each.lend()
+        self._bring(several, trains=False)
+        try:
+            yield
+        finally:
+            for each in several:
+                each.free()
+
+    def _bring(self, several: Sequence[Weights], trains: bool) -> None:
+        for each in several:
+            each.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
+        for each in several:
+            each.finish_gather()
