@@ -1,5 +1,6 @@
 """Techniques that meet: slices in groups and offloaded states in the stages of a pipeline, and the two together."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from pool import Pool
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.errors import PlanError
+from zeroshard.errors import BudgetExceeded, PlanError
 
 STEPS, ROWS = 4, 16
 TWO = {"stages": 2, "microbatches": 4, "balance": "parameters"}
@@ -211,6 +212,43 @@ def test_groups_of_ranks_in_stages_that_never_flush(cube: Pool) -> None:
     for (losses, weights), (wanted_losses, wanted) in zip(groups, cube.run(stream, 8, one), strict=True):
         assert losses == pytest.approx(wanted_losses, rel=1e-5)
         assert all((weights[name] - wanted[name]).abs().max() < 1e-5 for name in wanted)
+
+
+def least(mesh: zs.Mesh, plan: zs.Plan) -> tuple[int, list[int], int]:
+    """Bytes that a budget of one byte is said to lack, bytes of this rank's chunks, and bytes of its slices."""
+    with pytest.raises(BudgetExceeded) as caught:
+        make(mesh, "Deep", replace(plan, device_memory=1), seed=0)
+    engine = make(mesh, "Deep", plan, seed=0)
+    chunks: dict[int, int] = {}
+    for unit, chunk in zip(engine._assembly.parts.units, engine._stage.chunk_of, strict=True):
+        chunks[chunk] = chunks.get(chunk, 0) + sum(p.numel() * 4 for p in unit.parameters.values())
+    said = re.findall(r"the largest of its chunks take ([\d,]+)", str(caught.value))
+    return int(said[0].replace(",", "")), list(chunks.values()), sum(chunks.values()) // 2
+
+
+def test_the_least_that_sliced_stages_need_has_a_whole_chunk(pool: Pool) -> None:
+    plan = zs.Plan(**TWO, zero=3, schedule="gpipe", chunks=2, transport="network")
+    for found, chunks, slices in pool.run(least, 4, plan):
+        assert len(chunks) == 2 and found == slices + max(chunks)
+
+
+def in_shared_memory(mesh: zs.Mesh, plan: zs.Plan) -> tuple[bool, list[bool]]:
+    """Whether this rank's gradients are read by others in place, and the same of what it sends to other stages."""
+    engine = make(mesh, "TiedFive", plan, seed=0)
+    for step in range(2):
+        engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step))
+    parts, shared = engine._assembly.parts, engine._axes.dense.slices.comm.shared
+    assert shared is not None
+    mapped = shared.memory._bytes  # type: ignore[attr-defined]
+    first, end = mapped.data_ptr(), mapped.data_ptr() + mapped.numel()
+    gradients, messages = ([first <= block.data_ptr() < end for block in arena._free]
+                           for arena in (parts.arena, parts.messages))  # fmt: skip
+    return all(gradients) and bool(gradients), messages
+
+
+def test_messages_take_no_shared_memory(pool: Pool) -> None:
+    for gradients, messages in pool.run(in_shared_memory, 4, zs.Plan(**TWO, zero=2, transport="shared")):
+        assert gradients and messages and not any(messages)
 
 
 def test_groups_that_do_not_divide_a_stage_are_refused(pool: Pool) -> None:

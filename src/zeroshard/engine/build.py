@@ -23,7 +23,7 @@ from zeroshard.offload.updates import HostUpdates
 from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.gradients import GradientSum, Reduction
-from zeroshard.parts.late import AtOnce, LateUpdates
+from zeroshard.parts.late import LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
 from zeroshard.parts.place import Axis, Place, Split
 from zeroshard.parts.saver import Saver
@@ -35,10 +35,9 @@ from zeroshard.pipeline.whole import Whole as WholeModel
 from zeroshard.plan import Plan
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
-from zeroshard.zero import Accumulation, ByChunk, Gatherer, Gradients, Residency
+from zeroshard.zero import Accumulation, ByChunk, ByPass, Gatherer, Gradients, Residency
 from zeroshard.zero.buffer import GradientBuffer
 from zeroshard.zero.formulas import BytesPerParameter
-from zeroshard.zero.order import Everything
 from zeroshard.zero.reduce import AllReduce, Alone, Direct, Scatter
 from zeroshard.zero.sums import BufferSum, DeviceSum
 from zeroshard.zero.weights import Keeper, Mapped, OnDevice, Sliced, Whole
@@ -61,7 +60,7 @@ class Assembly:
     parts: Parts
     optimizer: SpanOptimizer
     precision: Precision
-    gatherer: Gatherer | Everything
+    gatherer: Gatherer
     late: LateUpdates
     saver: Saver
 
@@ -90,7 +89,7 @@ class Builder:
         self._arena = Arena(ledger, comm.buffer)
         self._splits: dict[nn.Parameter, Split] = {}
         self._lower: LowerTiers | None = None
-        self._late: LateUpdates = AtOnce()
+        self._late = LateUpdates()
 
     def build(
         self,
@@ -147,8 +146,9 @@ class Builder:
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
+        messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         return Assembly(
-            Parts(units, parts, self._arena, gatherer), self._spans, self._precision, gatherer,
+            Parts(units, parts, self._arena, messages, gatherer), self._spans, self._precision, gatherer,
             self._late, self._saver(),
         )  # fmt: skip
 
@@ -181,11 +181,11 @@ class Builder:
         self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer)
         return units_below(units, policy.share) if policy.optimizer else set()
 
-    def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer | Everything:
+    def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer:
         weights = [[part.weights for part in of_unit] for of_unit in parts]
         if not any(each.sliced for of_unit in weights for each in of_unit):
-            return Everything()
-        return ByChunk(units, weights) if self._plan.pipelined else Gatherer(units, weights, self._comm)
+            return Gatherer()
+        return ByChunk(units, weights) if self._plan.pipelined else ByPass(units, weights, self._comm)
 
     def _saver(self) -> Saver:
         if self._lower is None or not self._lower.policy.activations:
@@ -215,11 +215,11 @@ class Builder:
             slices = self._comm.mesh.ranks
             fitting = Fitting(self._plan, slices, trained, numel - trained, tuple(sizes), each)
             self._ledger.way_out = fitting.way_out
-        gathered = sum(sorted(sizes[:-1])[-2:]) + sizes[-1]  # two units beside the root
+        gathered, at_once = self._stage.gathered_at_once(sizes)
         needed, what = sum(sizes), "the weights"
         if self._residency.slice_parameters and (ranks > 1 or "parameters" in self._plan.offloads):
             slices = 0 if "parameters" in self._plan.offloads else sum(sizes) // ranks
-            needed, what = slices + gathered, "two units at a time and the root"
+            needed, what = slices + gathered, at_once
         if needed > budget:
             way_out = "Set it to more than that, with gradients and activations on top, or use more stages."
             if self._ledger.way_out is not None:
@@ -246,7 +246,8 @@ class Builder:
         if plan.transport == "network" or plan.streams or alone or "parameters" in plan.offloads:
             return
         sizes = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
-        whole, gradients = sum(sizes), sum(sizes) if plan.zero <= 1 else 4 * max(sizes)
+        by_unit = plan.zero >= 2 and plan.reduces_each_microbatch  # else the gradients of all units are there at once
+        whole, gradients = sum(sizes), 4 * max(sizes, default=0) if by_unit else sum(sizes)
         nbytes = 4 * ((whole if plan.zero else 0) + mesh.ranks * gradients)
         reason: str | None = "the ranks do not compute on CPUs"
         if mesh.device.type == "cpu":
@@ -398,7 +399,7 @@ class Builder:
             wire = accumulation.wire_dtype
             reduction = kind(flat, comm, arena, buffer, total, wire, place.divisor)
         elif not alone:
-            reduction = Direct(flat, arena, buffer, total, place.divisor)
+            reduction = Direct(buffer, total, place.divisor)
         interval = flat.index.interval(comm.mesh.rank)
         return Gradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not below)
 

@@ -150,13 +150,15 @@ class Parts:
     """A model cut into units, with the parts of each unit.
 
     Attributes:
-        arena: scratch on the device.
+        arena: scratch on the device, which ranks that share memory can read.
+        messages: scratch for what is sent to other ranks; the same arena where no memory is shared.
         gatherer: brings units that are sliced.
     """
 
     units: Sequence[Unit]
     of_units: Sequence[Sequence[Part]]
     arena: Arena
+    messages: Arena
     gatherer: Gathers
 
     @property

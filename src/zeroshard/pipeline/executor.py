@@ -77,7 +77,7 @@ class Executor:
         self._stage, self._ledger, self._backward, self._update = stage, parts.arena.ledger, backward, update
         self._run, self._scale, self._decide, self._recomputes = run, scale, decide, recomputes
         self._gatherer = parts.gatherer
-        self.messages = Messages(stage, parts.arena)
+        self.messages = Messages(stage, parts.messages)
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}

@@ -5,7 +5,8 @@ There is always one: `pipeline.whole.Whole` is that of a model which is not cut.
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -195,6 +196,13 @@ class Stage:
             copies = self.borrowed_versions * borrowed.numel * borrowed.dtype.itemsize
             yield Planned("device", Category.PARAMETERS, Fraction(copies), Fraction(0))
             yield Planned("device", Category.GRADIENTS, Fraction(borrowed.gradient.nbytes), Fraction(0))
+
+    def gathered_at_once(self, sizes: Sequence[int]) -> tuple[int, str]:
+        """Of units of these sizes that are gathered for use, what is here together at least, and in words."""
+        chunks: Counter[int] = Counter()
+        for chunk, size in zip(self.chunk_of, sizes, strict=True):
+            chunks[chunk] += size
+        return max(chunks.values(), default=0), "the largest of its chunks"
 
     def refuse(self, what: str) -> None:
         """Refuse a method of an engine that is for models in one stage.

@@ -17,7 +17,7 @@ class TiedWeights:
     """Carries out the actions of one rank on weights that it lends or borrows."""
 
     def __init__(self, stage: Stage, parts: Parts, messages: Messages) -> None:
-        self._stage, self._arena, self._messages, self._gatherer = stage, parts.arena, messages, parts.gatherer
+        self._stage, self._arena, self._messages, self._gatherer = stage, parts.messages, messages, parts.gatherer
         self._layout = stage.pipeline.layout
         self._lent = {
             loan: _Lent(stage.loans[loan], parts) for loan in stage.loans if self._stage_of(loan.owner) == stage.number

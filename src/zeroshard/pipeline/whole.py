@@ -1,6 +1,6 @@
 """The model in one stage: what a stage is where nothing is cut."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -72,6 +72,10 @@ class Whole:
         self, units: list[Unit], real: Callable[[nn.Parameter], nn.Parameter], dtype: DtypeOf, ledger: Ledger
     ) -> None:
         """There is nothing to let go of, nor to borrow."""
+
+    def gathered_at_once(self, sizes: Sequence[int]) -> tuple[int, str]:
+        """Of units of these sizes that are gathered for use, what is here together at least, and in words."""
+        return sum(sorted(sizes[:-1])[-2:]) + sizes[-1], "two units at a time and the root"
 
     def planned(self) -> Iterator[Planned]:
         """Nothing is borrowed."""
