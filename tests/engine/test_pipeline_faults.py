@@ -206,9 +206,9 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
     "tied-uneven": (
         3,
         "Tied",
-        {**TWO, "replicas": (2, 1)},
+        {**TWO, "replicas": (2, 1), "schedule": "pipedream"},
         "PlanError",
-        ["embed.weight is used on several stages", "replicas=(2, 1)", "equally many replicas"],
+        ["embed.weight is used on several stages", "'pipedream' and replicas=(2, 1)", "schedule='1f1b'"],
     ),
 }
 

@@ -22,7 +22,7 @@ from zeroshard.schedule import (
     with_update,
 )
 from zeroshard.schedule.actions import BACKWARDS, COMPUTE, SENDS
-from zeroshard.schedule.orders import CHUNKED, SCHEDULES, UNEVEN
+from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING, UNEVEN
 
 Lists = list[Schedule]
 MESSAGES = {Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD}
@@ -55,7 +55,8 @@ def pipelines(draw: st.DrawFn, most: int = 6) -> Pipeline:
         m = d * draw(st.integers(1, 4))
     if name == "2bw":
         m += d
-    if not layout.uneven and layout.all_chunks > 1 and draw(st.booleans()):
+    streams = name in STREAMING
+    if not (layout.uneven and streams) and layout.all_chunks > 1 and draw(st.booleans()):
         loans = (Loan(0, layout.all_chunks - 1),)
     sync = name == "pipedream" and draw(st.booleans())
     try:
@@ -91,6 +92,9 @@ def test_every_pipeline_is_accepted(pipeline: Pipeline, steps: int, gathers: boo
         (Pipeline("pipedream", Layout((3, 1)), 6), 1),
         (Pipeline("pipedream", Layout((4, 7, 6)), 84), 2),
         (Pipeline("1f1b", Layout((3, 1)), 12, reduce_each=True), 1),
+        (Pipeline("1f1b", Layout((2, 1)), 4, loans=(Loan(0, 1),)), 1),
+        (Pipeline("1f1b", Layout((1, 3)), 6, reduce_each=True, loans=(Loan(0, 1),)), 1),
+        (Pipeline("1f1b", Layout((2, 1, 3)), 6, loans=(Loan(0, 2), Loan(1, 2))), 1),
     ],
     ids=str,
 )

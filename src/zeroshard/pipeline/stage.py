@@ -262,11 +262,12 @@ def make_stage(model: nn.Module, policy: Policy, mesh: Mesh, example: Any, run: 
     stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
     _share_out(stage)
     if stage.loans:
-        if pipeline.layout.uneven:
+        if pipeline.layout.uneven and pipeline.streams:
             names = ", ".join(name for names in stage.loans.values() for name in names)
             raise PlanError(
-                f"{names} is used on several stages, which with replicas={pipeline.layout.replicas} would meet other "
-                f"microbatches on each; use equally many replicas of every stage."
+                f"{names} is used on several stages, which with schedule={pipeline.name!r} and "
+                f"replicas={pipeline.layout.replicas} would meet other microbatches on each; use equally many replicas "
+                f"of every stage, or schedule='1f1b'."
             )
         stage.pipeline = policy.schedule(mesh.ranks, tuple(stage.loans))
     verify(stage.pipeline.stretch(VERIFIED_STEPS))

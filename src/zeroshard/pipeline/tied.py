@@ -50,10 +50,11 @@ class TiedWeights:
     def lend_again(self) -> None:
         """Bring what is lent to the borrowers as it is now; a collective call."""
         for loan in self._stage.loans:
-            if loan in self._lent:
-                self.lend(Action(Kind.LEND, loan.owner, peer=self._layout.rank_of(loan.borrower, self._stage.lane)))
-            elif loan in self._debts:
-                self.borrow(Action(Kind.BORROW, loan.borrower, peer=self._layout.rank_of(loan.owner, self._stage.lane)))
+            for peer in self._stage.pipeline.peers(loan, self._stage.rank):
+                if loan in self._lent:
+                    self.lend(Action(Kind.LEND, loan.owner, peer=peer))
+                else:
+                    self.borrow(Action(Kind.BORROW, loan.borrower, peer=peer))
         self.settle()
         self._messages.finish()
 

@@ -50,11 +50,11 @@ class Pipeline:
                 f"all count versions alike; the schedule is {self.name!r} and replicas is {self.layout.replicas}."
             )
         for owner, borrower in self.loans:
-            if not 0 <= owner < borrower < self.layout.all_chunks or self.layout.uneven:
+            if not 0 <= owner < borrower < self.layout.all_chunks or (self.layout.uneven and self.streams):
                 raise PlanError(
                     f"Chunk {borrower} cannot borrow weights from chunk {owner}: there are {self.layout.all_chunks} "
-                    f"chunks, the owner must come before the borrower, and every stage must have equally many "
-                    f"replicas; replicas is {self.layout.replicas}."
+                    f"chunks, the owner must come before the borrower, and in a schedule that never flushes every "
+                    f"stage must have equally many replicas; schedule is {self.name!r}, replicas {self.layout.replicas}."
                 )
 
     @property
@@ -102,6 +102,16 @@ class Pipeline:
         forwards = [Action(Kind.FORWARD, c, microbatch) for c in chunks if layout.rank_of(c, microbatch) == rank]
         return lower.with_messages(lower.with_gathers(forwards) if self.gathers else forwards, layout, rank)
 
+    def peers(self, loan: Loan, rank: int) -> list[int]:
+        """The ranks to which `rank` lends, or from which it borrows, the weights of a loan.
+
+        Replica n of the borrower borrows from replica n of the owner, where there is one; else they go round again.
+        """
+        stages = self.layout.stages
+        owners, borrowers = self.layout.members(loan.owner % stages), self.layout.members(loan.borrower % stages)
+        pairs = [(owners[n % len(owners)], borrower) for n, borrower in enumerate(borrowers)]
+        return [b for o, b in pairs if o == rank] + [o for o, b in pairs if b == rank]
+
     def version_of(self, stage: int, microbatch: int) -> int:
         """The version of a stage's weights that a rank's `microbatch`-th microbatch uses; 0 where steps flush."""
         if not self.streams:
@@ -140,20 +150,20 @@ class Pipeline:
 
         `first` is this rank's first microbatch, `made` the last version that owners make for their borrowers.
         """
-        layout = self.layout
-        stage, lane = layout.stage_of(rank), layout.replica_of(rank)
-        for owner, borrower in self.loans:
-            lender = owner % layout.stages
-            if lender == borrower % layout.stages:
+        layout, every = self.layout, self.update_every if self.streams else self._share(rank)
+        stage = layout.stage_of(rank)
+        for loan in self.loans:
+            lender, borrows = loan.owner % layout.stages, loan.borrower % layout.stages == stage
+            if lender == loan.borrower % layout.stages:
                 continue  # both are here, and share the tensor itself
-            if borrower % layout.stages == stage:
-                peer = layout.rank_of(owner, lane)
-                actions = lower.with_repayments(actions, borrower, self.update_every, peer)
-                wanted = partial(self.version_of, lender) if self.streams else None
-                posted = self.version_of(lender, first - 1) + 1 if first else 0
-                actions = lower.with_borrowing(actions, borrower, peer, wanted, posted, made)
-            elif lender == stage:
-                actions = lower.with_lending(actions, owner, layout.rank_of(borrower, lane), self.update_every)
+            for peer in self.peers(loan, rank):
+                if borrows:
+                    actions = lower.with_repayments(actions, loan.borrower, every, peer)
+                    wanted = partial(self.version_of, lender) if self.streams else None
+                    posted = self.version_of(lender, first - 1) + 1 if first else 0
+                    actions = lower.with_borrowing(actions, loan.borrower, peer, wanted, posted, made)
+                else:
+                    actions = lower.with_lending(actions, loan.owner, peer, every)
         return lower.with_messages(self._numbered(actions, rank), layout, rank, self._lookahead)
 
     def _numbered(self, actions: Schedule, rank: int) -> Schedule:

@@ -58,8 +58,8 @@ def _content(action: Action) -> _Content:
             return chunk - 1, j
         case Kind.LEND | Kind.BORROW:
             return None, version
-        case Kind.REPAY | Kind.COLLECT:
-            return None, j
+        case Kind.REPAY | Kind.COLLECT:  # the rules of each rank tie it to one update; microbatches may be others
+            return None, None
     return chunk, j
 
 
@@ -240,7 +240,8 @@ class _Walk:
             for owner in self._together.loans.get(_Holder(place.rank, action.chunk), ()):
                 message = borrowed.get((action.chunk, owner))
                 have = 0 if message is None else self._together.action(self._together.messages[message][0]).version
-                wanted = ranks[owner.rank].chunks[owner.chunk].forwards.get(action.microbatch)
+                uses = (ranks[rank].chunks[owner.chunk].forwards for rank in self._together.members[owner.chunk])
+                wanted = next((own[action.microbatch] for own in uses if action.microbatch in own), None)
                 if have != wanted:
                     rule = f"uses version {have} of what chunk {owner.chunk} lends it, which itself uses {wanted} there"
                     raise self._together.refusal(place, rule)
