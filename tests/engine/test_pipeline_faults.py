@@ -208,7 +208,14 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
         "Tied",
         {**TWO, "replicas": (2, 1), "schedule": "pipedream"},
         "PlanError",
-        ["embed.weight is used on several stages", "'pipedream' and replicas=(2, 1)", "schedule='1f1b'"],
+        ["embed.weight is used on several stages", "replicas=(2, 1) and schedule='pipedream'", "schedule='1f1b'"],
+    ),
+    "tied-uneven-sliced": (
+        3,
+        "Tied",
+        {**TWO, "replicas": (2, 1), "zero": 3},
+        "PlanError",
+        ["embed.weight is used on several stages", "replicas=(2, 1) and zero=3", "a multiple of 2 replicas"],
     ),
 }
 

@@ -262,13 +262,7 @@ def make_stage(model: nn.Module, policy: Policy, mesh: Mesh, example: Any, run: 
     stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
     _share_out(stage)
     if stage.loans:
-        if pipeline.layout.uneven and pipeline.streams:
-            names = ", ".join(name for names in stage.loans.values() for name in names)
-            raise PlanError(
-                f"{names} is used on several stages, which with schedule={pipeline.name!r} and "
-                f"replicas={pipeline.layout.replicas} would meet other microbatches on each; use equally many replicas "
-                f"of every stage, or schedule='1f1b'."
-            )
+        _refuse_loans(stage)
         stage.pipeline = policy.schedule(mesh.ranks, tuple(stage.loans))
     verify(stage.pipeline.stretch(VERIFIED_STEPS))
     return stage
@@ -339,6 +333,29 @@ def _refuse_shared_buffers(chain: Chain, firsts: list[int], policy: Policy) -> N
             raise ModelError(
                 f"The buffer {path!r} is written in {layers}, which are on several stages, so each would have values "
                 f"of its own. Give each layer a module of its own, or keep them on one stage with split=(...)."
+            )
+
+
+def _refuse_loans(stage: Stage) -> None:
+    """Refuse weights of several stages that unlike numbers of replicas cannot have in common.
+
+    Raises:
+        PlanError: with their names.
+    """
+    pipeline, replicas = stage.pipeline, stage.pipeline.layout.replicas
+    for loan, names in stage.loans.items():
+        owners, borrowers = replicas[loan.owner % len(replicas)], replicas[loan.borrower % len(replicas)]
+        text = f"{', '.join(names)} is used on several stages, with replicas={replicas}"
+        if pipeline.layout.uneven and pipeline.streams:
+            raise PlanError(
+                f"{text} and schedule={pipeline.name!r}, under which they would meet other microbatches on each; use "
+                f"equally many replicas of every stage, or schedule='1f1b'."
+            )
+        if pipeline.gathers and borrowers % owners:
+            raise PlanError(
+                f"{text} and zero=3, under which all {owners} replicas of the stage that owns it gather it for each "
+                f"that borrows it, and {borrowers} do not divide among them; use zero=2, or a multiple of {owners} "
+                f"replicas of that stage."
             )
 
 

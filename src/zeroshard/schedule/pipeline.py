@@ -54,7 +54,7 @@ class Pipeline:
                 raise PlanError(
                     f"Chunk {borrower} cannot borrow weights from chunk {owner}: there are {self.layout.all_chunks} "
                     f"chunks, the owner must come before the borrower, and in a schedule that never flushes every "
-                    f"stage must have equally many replicas; schedule is {self.name!r}, replicas {self.layout.replicas}."
+                    f"stage must have equally many replicas; {self.name!r} has replicas={self.layout.replicas}."
                 )
 
     @property
