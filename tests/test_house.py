@@ -59,6 +59,7 @@ SAME_FLOOR = {  # besides `errors`, which all may import
     *(("comm", "counts"), ("link", "counts"), ("platform", "link"), ("tiers", "ledger")),
     *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
     *((name, "rendezvous") for name in ("comm", "mesh")),
+    ("plan", "planner"),  # Plan.auto runs the planner, which runs engines
     *(("mesh", "lock"), ("mesh", "tiers"), ("mesh", "leases"), ("comm", "leases")),
 }
 MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}
@@ -135,8 +136,28 @@ def wide_signatures(module: Module) -> Findings:
             arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
             static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
             count = len(arguments) - bool(above and isinstance(above[-1], ast.ClassDef) and not static)
+            count += taken_apart(node) if a.vararg else 0
             if count > PARAMETERS:
                 yield name, f"{count} parameters, at most {PARAMETERS}"
+
+
+def taken_apart(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters more a function has by giving each of `*arguments` a name, or asking for one by its place."""
+    assert node.args.vararg is not None
+    name, most = node.args.vararg.arg, 1
+    for child in ast.walk(node):
+        value = getattr(child, "value", None)
+        if isinstance(child, ast.arg) and child.arg == name and child.annotation is not None:
+            annotation = child.annotation.value if isinstance(child.annotation, ast.Starred) else None
+            elements = annotation.slice if isinstance(annotation, ast.Subscript) else None
+            most = max(most, len(elements.elts) if isinstance(elements, ast.Tuple) else 1)
+        elif not (isinstance(value, ast.Name) and value.id == name):
+            continue
+        elif isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Tuple):
+            most = max(most, len(child.targets[0].elts))
+        elif isinstance(child, ast.Subscript) and isinstance(child.slice, ast.Constant):
+            most = max(most, 1 + int(child.slice.value))
+    return most - 1
 
 
 def missing_docstrings(module: Module) -> Findings:
@@ -151,13 +172,15 @@ def missing_docstrings(module: Module) -> Findings:
 
 
 def imports(module: Module) -> Iterator[str]:
-    """The dotted names that a module imports, anywhere in it; `from a import b` as a.b."""
+    """The dotted names that a module imports, anywhere in it, strings included; `from a import b` as a.b."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{module.name} imports relatively"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
 def unsafe_loading(module: Module) -> Findings:
@@ -298,14 +321,18 @@ BROKEN = {
     "long_files": ("plan", BODY + "x = 1\n" * 500, 1),
     "long_functions": ("plan", BODY + "@cache\ndef f():\n" + "    x = 1\n" * 59, 1),
     "wide_signatures": ("plan", "def f(a, b, /, c, d, *e, f, g, h, **i): ...\n"
-                        "class A:\n    def f(self, a, b, c, d, e, f, g, h, i): ...", 2),
+                        "class A:\n    def f(self, a, b, c, d, e, f, g, h, i): ...\n"
+                        "def g(a, b, c, d, e, f, *rest):\n    g, h, i = rest\n"
+                        "def h(a, b, c, d, e, f, *rest):\n    return rest[0] + rest[2]\n"
+                        "def i(a, b, c, d, e, f, *rest: *tuple[int, int, int]): ...", 5),
     "missing_docstrings": ("plan", "def f(): ...\nclass A:\n    def g(self): ...\n"
                            "    @property\n    def h(self): ...", 5),
     "unsafe_loading": ("plan", "import pickle\nfrom torch import load\nimport torch\n"
                        "torch.load(f)\nfrom dill import x", 4),
     "hidden_inputs": ("plan", "import os\nfrom os import environ\nos.environ['A']\nos.getenv('B')", 3),
     "upward_imports": ("units.flat", "from zeroshard import Plan\nfrom zeroshard.zero import x\n"
-                       "import zeroshard.schedule\ndef f():\n    from zeroshard import plan", 4),
+                       "import zeroshard.schedule\ndef f():\n    from zeroshard import plan\n"
+                       "importlib.import_module('zeroshard.engine')\n__import__('zeroshard.engine.build')", 6),
 }  # fmt: skip
 FINE = {
     "long_files": ("plan", BODY + "x = 1\n" * 499),
