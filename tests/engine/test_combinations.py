@@ -164,7 +164,7 @@ def gathers(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[str], bool, float]:
     """This rank's gathers and frees in a step, whether units are here between, and the loss of an evaluation."""
     engine = make(mesh, "Deep", plan, seed=mesh.rank)
     first, _ = (engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step)) for step in range(2))
-    here = engine._gatherer.everything_here()
+    here = engine._gatherer.everything_here
     assert first.loss is not None
     with torch.no_grad():
         loss = float(engine(batch(5, engine.lane, engine.lanes, ROWS), 5))

@@ -41,6 +41,7 @@ class Backward:
     def __init__(self, assembly: Assembly, comm: Comm, needs_scale: bool, explicit: bool = False) -> None:
         self.explicit = explicit
         self._gatherer, self._late, self._comm, self._needs_scale = assembly.gatherer, assembly.late, comm, needs_scale
+        self._grace = GRACE if assembly.gatherer.passes else None
         parts = assembly.parts
         root = len(parts.units) - 1
         self._order = [*reversed(range(root)), root]
@@ -95,7 +96,7 @@ class Backward:
                 "Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward()."
             )
         self._active = True
-        self._began = self._late.now()
+        self._began = self._late.beside.now()
         self._launched = 0
         for gradients in self.gradients:
             gradients.collect()
@@ -247,7 +248,7 @@ class Backward:
         self._launched += 1
         self._in_flight.append(unit)
         if len(self._in_flight) > IN_FLIGHT:
-            self._finish(1, self._gatherer.patience(GRACE))
+            self._finish(1, self._grace)
 
     def _finish(self, count: int, patience: float | None = None) -> None:
         """Finish the oldest reductions; with `patience` in seconds, only if the other ranks do not take longer."""
@@ -277,7 +278,7 @@ class Backward:
         self._finish(len(self._in_flight))
         self._release(len(self._unread))
         self._active = False
-        self._late.note("backward", self._began)
+        self._late.beside.note("backward", self._began)
 
 
 def _covers(arrived: bytearray, expected: bytes) -> bool:

@@ -392,7 +392,7 @@ class Engine(Readings):
         self._savings.look()
         self.skipped += verdict.skip if verdict else False
         self._forward.end_step()
-        moved, self.exposed = self._late.count()
+        moved, self.exposed = self._late.beside.reset()
         self._counts = merged([*(comm.counts for comm in self._axes.all), moved])
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
@@ -405,7 +405,7 @@ class Engine(Readings):
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._late.flush()
         asked, self._takes_apart = self._takes_apart, False
-        if not asked and not self._gatherer.everything_here():
+        if not asked and not self._gatherer.everything_here:
             raise PlanError(
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
                 "engine.state_dict(), or call model.state_dict() inside `with engine.gathered():` on every rank."

@@ -85,7 +85,7 @@ class Forward:
         if not self._open:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # something is recomputed before any other hook heard of this backward
-            elif not self._gatherer.everything_here():
+            elif not self._gatherer.everything_here:
                 raise PlanError(
                     f"A module with parameters of unit '{self._parts.units[unit].label}' was called outside of the "
                     f"model's own forward, while its parameters are sliced (zero=3). Call the whole model, or call "
@@ -134,13 +134,13 @@ class Forward:
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
-        begins, began = False, self._late.now()
+        begins, began = False, self._late.beside.now()
         self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
             self.writes.look()
         if torch.is_grad_enabled():
             self.writes.refuse_unfrozen()
-        if self._gatherer.passes and not self._gatherer.everything_here():
+        if self._gatherer.passes and not self._gatherer.everything_here:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed
             if not self._gatherer.inside(PassKind.BACKWARD):
@@ -168,7 +168,7 @@ class Forward:
             hooks.__exit__(None, None, None)
         if sys.exc_info()[0] is None:
             self._late.finish()
-        self._late.note("forward", began)
+        self._late.beside.note("forward", began)
         if begins:
             if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()

@@ -82,7 +82,7 @@ class Readings:
         On a GPU, copies are entered when they are handed to their streams.
         """
         trace = Trace()
-        with self._assembly.late.traced() as trace.tasks:
+        with self._assembly.late.beside.traced() as trace.tasks:
             self._order.interpreter.spans = trace.actions
             try:
                 yield trace

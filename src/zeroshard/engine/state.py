@@ -194,7 +194,7 @@ class State:
                 rng.restore(name, reader.whole(f"rng:{name}", mesh.rank), mesh.device)
             for part in self._parts.all:
                 if part.gradients is not None and part.flat.label in reader.facts["gradient_layouts"]:
-                    part.gradients.restore_layout(*reader.facts["gradient_layouts"][part.flat.label])
+                    part.gradients.layout = reader.facts["gradient_layouts"][part.flat.label]
         return reader.facts
 
     @property

@@ -63,7 +63,7 @@ class HostUpdater(MasterUpdater):
 
     def wire(self, work: Work) -> Wire:
         """New weights come up once for each update, unless they stay below until they are used."""
-        if self._updates.where_used(self.weights) is None:
+        if not self._updates.in_place:
             index = self.weights.flat.index
             own = self.values.numel() - index.padding_in(self.start, self.start + self.values.numel())
             yield Purpose.PARAMETERS_UP, own * work.updates
@@ -117,7 +117,7 @@ class HostAdam(HostUpdater):
         if self._ahead is None:
             return 0
         ahead, self._ahead = self._ahead, None
-        self._updates.undo(ahead)
+        self._updates.speculations.undo(ahead)
         return 1
 
     def split(self, cuts: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class HostAdam(HostUpdater):
         self._expected = self._sum.puts if all(written) else 0
         if ahead is not None and (ahead.pieces, ahead.factor, ahead.puts) == (pieces, factor, self._sum.puts):
             update, before, self._ahead = ahead.update, self._home.take_over(ahead.shadow), None
-            self._updates.take_over(update, before)
+            self._updates.speculations.take_over(update, before)
         else:
             update = self._launch(pieces, factor, aside=late)
         self._began = True
@@ -188,7 +188,7 @@ class HostAdam(HostUpdater):
             aside: do not write where the device reads.
             shadow: write these pages instead of the slice's own.
         """
-        out = None if aside else self._updates.where_used(self.weights)
+        out = self.weights.own if self._updates.in_place and not aside else None
         placed, staging, dtype = out is not None, None, self.weights.flat.dtype
         if out is None and (aside or self._home.on_disk or dtype.itemsize < 4):
             staging = self._updates.host.borrow(self.values.numel() * dtype.itemsize)
@@ -201,9 +201,9 @@ class HostAdam(HostUpdater):
     def _speculate(self) -> None:
         """Begin an update on shadow pages, if its gradient seems complete ([Note: speculation])."""
         wrong = self._home.on_disk or self._sum.puts != self._expected or self._ahead is not None
-        shadow = None if wrong else self._updates.shadow(self._home.form)
+        shadow = None if wrong else self._updates.speculations.shadow(self._home.form)
         if shadow is not None:
-            pieces, factor = self._pieces(self.spans), self._updates.likely_factor
+            pieces, factor = self._pieces(self.spans), self._updates.speculations.likely_factor
             update = self._launch(pieces, factor, aside=True, shadow=shadow)
             self._ahead = Speculation(update, pieces, factor, self._sum.puts, shadow)
 

@@ -12,21 +12,20 @@ beside step t+1, and its weights come up when that one ends. Everything about it
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from zeroshard.counts import UPDATE, Count, Purpose
+from zeroshard.counts import UPDATE, Purpose
 from zeroshard.errors import OptimizerError
 from zeroshard.ledger import Arena
-from zeroshard.link import Span, Task
+from zeroshard.link import Task
 from zeroshard.offload.lower import LowerTiers
 from zeroshard.offload.slices import Form, Pages, Piece
 from zeroshard.optim.spans import SpanOptimizer
-from zeroshard.parts.late import LateUpdates
+from zeroshard.parts.late import Guesses, LateUpdates
 from zeroshard.parts.weights import Weights
 
 WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong guesses among them, beyond which nothing is guessed
@@ -75,6 +74,48 @@ class Speculates(Protocol):
         """Drop what has run and was not taken over; how much that is."""
 
 
+class Speculations:
+    """Updates before the verdict: whether to begin one, and what becomes of its pages ([Note: speculation]).
+
+    Args:
+        scale: the loss scale of the step under way.
+    """
+
+    def __init__(self, lower: LowerTiers, scale: Callable[[], float], guesses: Guesses) -> None:
+        self._lower, self._scale, self._guesses = lower, scale, guesses
+        self._wrong: deque[bool] = deque(maxlen=WINDOW)
+
+    @property
+    def likely_factor(self) -> float:
+        """The factor on the gradients of the step under way, unless they are clipped."""
+        return 1.0 / self._scale()
+
+    def judge(self, factor: float | None) -> None:
+        """The verdict: the factor on the gradients of the step under way; None for no update."""
+        self._wrong.append(factor != self.likely_factor)
+
+    def shadow(self, form: Form) -> Pages | None:
+        """Pages for an update before the verdict; None if there should be none."""
+        policy = self._lower.policy
+        if not policy.speculates or policy.delayed or sum(self._wrong) > MOST_WRONG:
+            return None
+        return self._lower.shadows.take(form)
+
+    def take_over(self, update: Update, before: Pages) -> None:
+        """An update before the verdict was right; `before` are the pages that it read."""
+        before.reader = update.task
+        self._lower.shadows.give(before)
+        self._guesses.taken += 1
+
+    def undo(self, wrong: Speculation) -> None:
+        """An update before the verdict was wrong."""
+        assert wrong.update.task is not None
+        wrong.update.task.wait()
+        self._lower.shadows.give(wrong.shadow)
+        if wrong.update.staging is not None:
+            self._lower.host.give_back(wrong.update.staging)
+
+
 class HostUpdates(LateUpdates):
     """The updates below the device.
 
@@ -88,14 +129,16 @@ class HostUpdates(LateUpdates):
         link: to the host.
         host: the memory in which they run.
         arena: scratch on the device.
+        speculations: of its updates before the verdict.
+        in_place: whether parameters are kept below too, so that updates write where they are used.
     """
 
     def __init__(
         self, lower: LowerTiers, optimizer: SpanOptimizer, arena: Arena, scale: Callable[[], float], units: int,
         gathers: bool,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self._lower, self._policy, self._optimizer, self._scale = lower, lower.policy, optimizer, scale
+        super().__init__(lower.link)
+        self._policy, self._optimizer, self.in_place = lower.policy, optimizer, lower.policy.parameters
         self.link, self.host, self.arena = lower.link, lower.host, arena
         self._root = units - 1
         self._gathers, self._publishes = gathers, lower.ranks > 1 and not gathers
@@ -103,7 +146,7 @@ class HostUpdates(LateUpdates):
         self._rising: list[tuple[Update, Task]] = []
         self._used: list[tuple[Task, torch.Tensor]] = []
         self._late: list[Update] = []
-        self._wrong: deque[bool] = deque(maxlen=WINDOW)
+        self.speculations = Speculations(lower, scale, self.guesses)
         self._adams: list[Speculates] = []
 
     def join(self, updater: Speculates) -> None:
@@ -125,7 +168,7 @@ class HostUpdates(LateUpdates):
         """Begin the updates of a step, with gradients times `factor`, after `step` steps before."""
         self._commit()
         self._tidy()
-        self._wrong.append(factor != self.likely_factor)
+        self.speculations.judge(factor)
         late = self._policy.delayed and step >= self._policy.warmup
         todo, self._todo = sorted(self._todo, key=lambda item: item[0]), []
         for _, begin in todo:
@@ -138,7 +181,7 @@ class HostUpdates(LateUpdates):
     def skip(self) -> None:
         """Count a step without an update."""
         self._commit()
-        self._wrong.append(True)
+        self.speculations.judge(None)
         self.forget()
 
     def forget(self) -> None:
@@ -171,41 +214,13 @@ class HostUpdates(LateUpdates):
         """All units, if any are updated here; where they are gathered for use, that waits for their updates."""
         return units if self._policy.optimizer and not self._gathers else ()
 
-    @property
-    def likely_factor(self) -> float:
-        """The factor on the gradients of the step under way, unless they are clipped."""
-        return 1.0 / self._scale()
-
-    def shadow(self, form: Form) -> Pages | None:
-        """Pages for an update before the verdict; None if there should be none."""
-        if not self._policy.speculates or self._policy.delayed or sum(self._wrong) > MOST_WRONG:
-            return None
-        return self._lower.shadows.take(form)
-
-    def take_over(self, update: Update, before: Pages) -> None:
-        """An update before the verdict was right; `before` are the pages that it read."""
-        before.reader = update.task
-        self._lower.shadows.give(before)
-        self.guesses.taken += 1
-
-    def undo(self, wrong: Speculation) -> None:
-        """An update before the verdict was wrong."""
-        assert wrong.update.task is not None
-        wrong.update.task.wait()
-        self._lower.shadows.give(wrong.shadow)
-        self._return(wrong.update.staging)
-
-    def where_used(self, weights: Weights) -> torch.Tensor | None:
-        """The slice [S] of the parameters, if it is on the host too."""
-        return weights.own if self._policy.parameters else None
-
     def rise(self, update: Update) -> None:
         """Let new weights come to where forwards find them."""
         weights, link, task = update.weights, self.link, update.task
         after = [] if task is None else [task]
         own, source, label = weights.own, update.source, weights.flat.label
         if not update.placed:
-            if self._policy.parameters:
+            if self.in_place:
                 task = link.run(lambda: _copy(own, source), UPDATE, label, own.nbytes, after)
             else:
                 padding = weights.flat.index.padding_in(update.start, update.start + source.numel())
@@ -213,22 +228,6 @@ class HostUpdates(LateUpdates):
         assert task is not None
         weights.update = task
         self._rising.append((update, task))
-
-    def note(self, label: str, start: float) -> None:
-        """Enter into a trace what the main thread has computed since `start`."""
-        self.link.note(label, start)
-
-    def now(self) -> float:
-        """Seconds of the trace's clock."""
-        return self.link.now()
-
-    def count(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
-        """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
-        return self.link.reset()
-
-    def traced(self) -> AbstractContextManager[list[Span]]:
-        """Keep when what is inside runs."""
-        return self.link.traced()
 
     def _turn(self, unit: int) -> int:
         """The place of a unit in a forward, in which the root comes first."""
@@ -259,12 +258,8 @@ class HostUpdates(LateUpdates):
         """Take staging back that weights came up from, which on a GPU nobody waited for until now."""
         for task, staging in self._used:
             task.wait_here()
-            self._return(staging)
-        self._used.clear()
-
-    def _return(self, staging: torch.Tensor | None) -> None:
-        if staging is not None:
             self.host.give_back(staging)
+        self._used.clear()
 
 
 def _refuse_states(optimizer: torch.optim.Optimizer, states: Any) -> None:

@@ -126,6 +126,10 @@ class Gradients(Protocol):
     def layout(self) -> tuple[bool, bool]:
         """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
 
+    @layout.setter
+    def layout(self, wide: tuple[bool, bool]) -> None:
+        """Take the buffers that an earlier run had come to need."""
+
     def listen(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> int:
         """Show the gradients of these parameters; how many of them are to be handed over with `receive`."""
 
@@ -140,9 +144,6 @@ class Gradients(Protocol):
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on."""
-
-    def restore_layout(self, wide_sum: bool, wide_buffer: bool) -> None:
-        """Take the buffers that an earlier run had come to need."""
 
     def start_reduce(self) -> None:
         """Bring every slice of what was received to its owner."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from zeroshard.counts import Count, Purpose
 from zeroshard.link import Span
@@ -21,14 +22,54 @@ class Guesses:
     undone: int = 0
 
 
+class Watched(Protocol):
+    """What runs beside the main thread, on a clock."""
+
+    def note(self, label: str, start: float) -> None:
+        """Enter into a trace what the main thread has computed since `start`."""
+
+    def now(self) -> float:
+        """Seconds of the clock."""
+
+    def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
+        """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
+
+    def traced(self) -> AbstractContextManager[list[Span]]:
+        """Keep when what is inside runs."""
+
+
+class Nothing:
+    """Nothing runs beside the main thread, and there is no clock."""
+
+    def note(self, label: str, start: float) -> None:
+        """There is no trace."""
+
+    def now(self) -> float:
+        """There is no clock."""
+        return 0.0
+
+    def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
+        """Nothing is copied."""
+        return {}, {}
+
+    def traced(self) -> AbstractContextManager[list[Span]]:
+        """Nothing is to be kept."""
+        return nullcontext([])
+
+
 class LateUpdates:
     """All updates of an engine that run beside it; of this class there are none, and all are done as `step` returns.
 
+    Args:
+        beside: what runs beside the main thread.
+
     Attributes:
+        beside: as given.
         guesses: of those that ran before the verdict.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Watched | None = None) -> None:
+        self.beside: Watched = beside if beside is not None else Nothing()
         self.guesses = Guesses()
 
     def adopt(self) -> None:
@@ -58,18 +99,3 @@ class LateUpdates:
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
         """Those of the units for which forwards must call `need`."""
         return ()
-
-    def note(self, label: str, start: float) -> None:
-        """Enter into a trace what the main thread has computed since `start`."""
-
-    def now(self) -> float:
-        """Seconds of the trace's clock."""
-        return 0.0
-
-    def count(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
-        """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
-        return {}, {}
-
-    def traced(self) -> AbstractContextManager[list[Span]]:
-        """Keep when what is inside runs."""
-        return nullcontext([])

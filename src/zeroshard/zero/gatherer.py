@@ -37,10 +37,6 @@ class Gatherer:
         """The recorded order of each kind of pass, as unit names."""
         return {}
 
-    def patience(self, seconds: float) -> float | None:
-        """How long to wait for other ranks that may be waiting for this rank's next gather; None for any time."""
-        return None
-
     def inside(self, kind: PassKind) -> bool:
         """Whether a pass of this kind is under way."""
         return False
@@ -63,6 +59,7 @@ class Gatherer:
     def free_all(self) -> None:
         """Free every unit, unless they are pinned."""
 
+    @property
     def everything_here(self) -> bool:
         """Whether all units of this rank are here."""
         return True
@@ -100,6 +97,7 @@ class ByChunk(Gatherer):
         self._units, self._weights = units, weights
         self._pins = 0
 
+    @property
     def everything_here(self) -> bool:
         """Whether all units of this rank are gathered."""
         return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)

@@ -164,8 +164,10 @@ class Gradients:
         narrow = self.flat.dtype.itemsize < 4
         return narrow and self._sum.wide, narrow and self._buffer.dtype.itemsize >= 4
 
-    def restore_layout(self, wide_sum: bool, wide_buffer: bool) -> None:
+    @layout.setter
+    def layout(self, wide: tuple[bool, bool]) -> None:
         """Take the buffers that an earlier run had come to need, so that sums round alike here."""
+        wide_sum, wide_buffer = wide
         if wide_sum and not self.layout[0]:
             self._sum.widen(empty=True)
         if wide_buffer and not self.layout[1]:

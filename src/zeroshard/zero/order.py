@@ -66,10 +66,6 @@ class ByPass(Gatherer):
         self._detours: list[int] = []  # what single ranks wanted in the forwards since the last backward
         self._ended: PassKind | None = None  # the kind of the last pass
 
-    def patience(self, seconds: float) -> float | None:
-        """How long to wait for other ranks that may be waiting for this rank's next gather; None for any time."""
-        return seconds
-
     @property
     def orders(self) -> dict[str, list[str]]:
         """The recorded order of each kind of pass, as unit names."""
@@ -163,12 +159,13 @@ class ByPass(Gatherer):
             for shard in shards:
                 shard.free()
 
+    @property
     def everything_here(self) -> bool:
         """Whether all units are gathered."""
         return all(shard.residence is Residence.GATHERED for shards in self._shards for shard in shards)
 
-    def pin(self) -> None:
-        """Gather every unit and keep it until the last `unpin`; a collective call."""
+    def _pin(self) -> None:
+        """Gather every unit and keep it until the last `_unpin`; a collective call."""
         self._pins += 1
         if self._pins > 1:
             return
@@ -182,11 +179,11 @@ class ByPass(Gatherer):
     @contextmanager
     def pinned(self) -> Iterator[None]:
         """Have every unit here inside; a collective call."""
-        self.pin()
+        self._pin()
         try:
             yield
         finally:
-            self.unpin()
+            self._unpin()
 
     @contextmanager
     def visit(self, number: int) -> Iterator[None]:
@@ -213,8 +210,8 @@ class ByPass(Gatherer):
         """Free what is left of it."""
         self.free_all()
 
-    def unpin(self) -> None:
-        """Free what `pin` gathered."""
+    def _unpin(self) -> None:
+        """Free what `_pin` gathered."""
         self._pins -= 1
         self.free_all()
 
