@@ -254,12 +254,14 @@ TECHNIQUES = (  # words of techniques, and of the attributes that hold their obj
     r"offload|host\b|disk|stage|pipeline|version|stash|tied|stream|shared|zero|precision|rehears|expert|context_|below"
     r"|late\b|saver|gatherer|lower\b|splits|scaler|scales_loss|sliced|copied|loan|borrow|lend|shard_ranks|recompute"
 )
-LARGE = {  # classes above the limits: options of a command or a file, and those that are to become smaller
-    *("engine.engine.Engine", "plan.Plan", "plan_command.PlanOptions", "simulate_command.SimulateOptions"),
-    *("train.config.TrainConfig", "planner.facts.Facts", "planner.profile.Profile", "planner.result.Prediction"),
-    *("adopt.lightning.ZeroshardStrategy", "comm.Comm", "engine.backward.Backward", "pipeline.executor.Executor"),
-    *("offload.gradients.HostSum", "offload.updates.HostUpdates", "parts.gradients.Gradients", "train.run.Run"),
-    *("parts.late.LateUpdates", "zero.gradients.Gradients", "zero.gatherer.Gatherer", "zero.order.ByPass"),
+RECORDS = {  # options of a command or a file, and what is written down: as many fields as there are facts
+    *("plan.Plan", "plan_command.PlanOptions", "simulate_command.SimulateOptions", "train.config.TrainConfig"),
+    *("planner.facts.Facts", "planner.profile.Profile", "planner.result.Prediction"),
+}
+LARGE = {  # classes above the limits
+    "engine.engine.Engine": "what users call",
+    "adopt.lightning.ZeroshardStrategy": "the methods that Lightning calls",
+    "comm.Comm": "every collective, and the verdict on one that does not end",
 }
 
 
@@ -312,8 +314,10 @@ def test_classes_are_small() -> None:
     sizes = {name: size_of(node) for module in house() for name, node, _ in definitions(module)
              if isinstance(node, ast.ClassDef)}  # fmt: skip
     large = {name for name, (attributes, methods) in sizes.items() if attributes > ATTRIBUTES or methods > METHODS}
-    assert large <= LARGE, large - LARGE
-    assert large >= LARGE, f"{LARGE - large} are small enough by now"
+    excepted = RECORDS | LARGE.keys()
+    assert large <= excepted, large - excepted
+    assert large >= excepted, f"{excepted - large} are small enough by now"
+    assert all(sizes[name][1] <= METHODS for name in RECORDS)
 
 
 BODY = '"""Doc."""\n'

@@ -220,7 +220,7 @@ FAILING = """
 import zeroshard.train.run as run
 step = run.Run._step
 def failing(self, number, samples):
-    if number == 2 and self.mesh.rank == 1:
+    if number == 2 and self.engine.mesh.rank == 1:
         raise RuntimeError("the disk of rank 1 is on fire")
     return step(self, number, samples)
 run.Run._step = failing

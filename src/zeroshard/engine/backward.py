@@ -1,8 +1,5 @@
 """The backward: gradients land in flat buffers, and each unit is reduced as soon as its own are complete.
 
-[Note: order of reductions] All ranks launch one reduction per unit and backward, in one fixed order (the units in
-reverse, the root last), so a rank whose data made it skip a unit sends zeros in its turn. A unit is launched early when
-every parameter that ever got a gradient has one; what is left is launched when the backward ends.
 A gradient that comes after its unit was launched (re-entrant recomputation) waits for the next reduction or the update.
 """
 
@@ -18,9 +15,9 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.zero import PassKind
+from zeroshard.zero.reductions import Expected, Reductions
 from zeroshard.zero.shown import unreadable
 
-IN_FLIGHT = 1  # reductions under way before the oldest is waited for
 GRACE = 0.2  # seconds that it is waited for, where this rank's next gather may be what the others wait for
 
 
@@ -32,6 +29,8 @@ class Backward:
 
     Attributes:
         explicit: as given.
+        reductions: of its units.
+        expected: which of its gradients are waited for.
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         count: backwards since the last update.
@@ -41,22 +40,16 @@ class Backward:
     def __init__(self, assembly: Assembly, comm: Comm, needs_scale: bool, explicit: bool = False) -> None:
         self.explicit = explicit
         self._gatherer, self._late, self._comm, self._needs_scale = assembly.gatherer, assembly.late, comm, needs_scale
-        self._grace = GRACE if assembly.gatherer.passes else None
         parts = assembly.parts
-        root = len(parts.units) - 1
-        self._order = [*reversed(range(root)), root]
         self._gradients = [
             [part.gradients for part in of_unit if part.gradients is not None] for of_unit in parts.of_units
         ]
-        self._expected = [[b"\1" * len(g.written) for g in gradients] for gradients in self._gradients]
-        self._past: list[list[bytes]] | None = None
+        self.reductions = Reductions(self._gradients, GRACE if assembly.gatherer.passes else None)
+        self.expected = Expected(self._gradients)
         self._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
         self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
         self._active = False
         self._began = 0.0
-        self._launched = 0
-        self._in_flight: list[int] = []  # units whose reductions were started and not finished
-        self._unread: list[int] = []  # and those finished here, that other ranks may still read
         self.reduces = True
         self.under_scale = False
         self.count = 0
@@ -81,7 +74,7 @@ class Backward:
     def on_output_gradient(self, gradient: torch.Tensor) -> None:
         """The first thing of a backward that the engine hears of."""
         self.begin()
-        self._gatherer.need(len(self._order) - 1)
+        self._gatherer.need(len(self._gradients) - 1)
 
     def begin(self) -> None:
         """Begin a backward, unless one is under way.
@@ -97,7 +90,7 @@ class Backward:
             )
         self._active = True
         self._began = self._late.beside.now()
-        self._launched = 0
+        self.reductions.begin()
         for gradients in self.gradients:
             gradients.collect()
         if self.count:
@@ -147,22 +140,8 @@ class Backward:
         """Clear up after a backward that ended in an exception."""
         if self._active and torch._C._current_graph_task_id() == -1:
             self._active = False
-            self._in_flight.clear()
-            self._unread.clear()
+            self.reductions.forget()
             self._gatherer.abandon()
-
-    def start_units(self, units: Sequence[int]) -> None:
-        """Start to reduce these units' gradients, in the fixed order; `settle` waits for the result."""
-        for unit in (u for u in self._order if u in units):
-            for gradients in self._gradients[unit]:
-                gradients.start_reduce()
-
-    def reduce_units(self, units: list[int]) -> None:
-        """Reduce these units' gradients now, in the fixed order; a collective call."""
-        for unit in (u for u in self._order if u in units):
-            for gradients in self._gradients[unit]:
-                gradients.start_reduce()
-                gradients.reduction.finish()
 
     def unreduced(self) -> list[int]:
         """The units that hold gradients of this rank which were not reduced yet."""
@@ -173,32 +152,6 @@ class Backward:
             for unit, shards in enumerate(self._gradients)
             if any(any(gradients.written) and gradients.reduction.needed for gradients in shards)
         ]
-
-    def expect(self) -> None:
-        """Expect from the next step every parameter that got a gradient in any step so far."""
-        written = [[bytes(g.written_in_step) for g in gradients] for gradients in self._gradients]
-        if self._past is not None and written != self._past:
-            units = zip(self._past, written, strict=True)
-            written = [[either(a, b) for a, b in zip(before, now, strict=True)] for before, now in units]
-        self._past = self._expected = written
-
-    @property
-    def never_written(self) -> list[str] | None:
-        """Names of the parameters that got no gradient in any step so far; None before the first step."""
-        if self._past is None:
-            return None
-        pairs = zip(self.gradients, (flags for unit in self._past for flags in unit), strict=True)
-        return [e.name for g, flags in pairs for e, f in zip(g.flat.index.entries, flags, strict=True) if not f]
-
-    @never_written.setter
-    def never_written(self, names: list[str] | None) -> None:
-        """Expect of the next steps what an earlier run came to expect."""
-        if names is not None:
-            never = set(names)
-            self._past = self._expected = [
-                [bytes(entry.name not in never for entry in g.flat.index.entries) for g in gradients]
-                for gradients in self._gradients
-            ]
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take in the gradients of these parameters, which stand for those of the flat."""
@@ -214,80 +167,24 @@ class Backward:
             for each in self._gradients[unit]:
                 each.arrived = bytearray(len(each.arrived))
         if gradients.reduction.in_flight:
-            self._finish(len(self._in_flight))
+            self.reductions.finish()
         gradients.receive(number, gradient)
-        everything = self._everything_came(unit)  # asked in any case, so that sums round alike over all transports
+        # Asked in any case, so that sums round alike over all transports.
+        everything = self.expected.everything_came(unit)
         if everything and self._only_trainable[unit]:
             self._gatherer.done(unit)
         if self.reduces:
-            self._launch_complete()
-
-    def _everything_came(self, unit: int) -> bool:
-        return self._came(unit, [b"\1" * len(gradients.arrived) for gradients in self._gradients[unit]])
-
-    def _complete(self, unit: int) -> bool:
-        """Whether every gradient of a unit that ever came has come."""
-        return self._came(unit, self._expected[unit])
-
-    def _came(self, unit: int, wanted: Sequence[bytes]) -> bool:
-        pairs = list(zip(self._gradients[unit], wanted, strict=True))
-        big = [(g.arrived[: g.first_small], flags[: g.first_small]) for g, flags in pairs]
-        if not all(_covers(arrived, flags) for arrived, flags in big):
-            return False  # without looking at the small ones
-        for gradients, _ in pairs:
-            gradients.collect()
-        return all(_covers(gradients.arrived, flags) for gradients, flags in pairs)
-
-    def _launch_complete(self) -> None:
-        while self._launched < len(self._order) and self._complete(self._order[self._launched]):
-            self._launch(self._order[self._launched])
-
-    def _launch(self, unit: int) -> None:
-        for gradients in self._gradients[unit]:
-            gradients.start_reduce()
-        self._launched += 1
-        self._in_flight.append(unit)
-        if len(self._in_flight) > IN_FLIGHT:
-            self._finish(1, self._grace)
-
-    def _finish(self, count: int, patience: float | None = None) -> None:
-        """Finish the oldest reductions; with `patience` in seconds, only if the other ranks do not take longer."""
-        for unit in self._in_flight[:count]:
-            for gradients in self._gradients[unit]:
-                if not gradients.reduction.finish(patience):
-                    return
-            self._in_flight.remove(unit)
-            self._unread.append(unit)
-        while len(self._unread) > IN_FLIGHT:
-            self._release(1)
-
-    def _release(self, count: int) -> None:
-        """Hand back the buffers of the oldest finished reductions, once all ranks have read them."""
-        for unit in self._unread[:count]:
-            for gradients in self._gradients[unit]:
-                gradients.reduction.release()
-        del self._unread[:count]
+            self.reductions.launch(self.expected.complete)
 
     def _end(self) -> None:
         """The backward is over: reduce what is left, free what is gathered."""
         self._gatherer.free_all()
         if self.reduces:
-            while self._launched < len(self._order):
-                self._launch(self._order[self._launched])
+            self.reductions.launch(lambda unit: True)
         self._gatherer.end()
-        self._finish(len(self._in_flight))
-        self._release(len(self._unread))
+        self.reductions.end()
         self._active = False
         self._late.beside.note("backward", self._began)
-
-
-def _covers(arrived: bytearray, expected: bytes) -> bool:
-    return not int.from_bytes(expected) & ~int.from_bytes(arrived)
-
-
-def either(a: bytes, b: bytes) -> bytes:
-    """`a | b`, bit by bit; both are of one length."""
-    return (int.from_bytes(a) | int.from_bytes(b)).to_bytes(len(a))
 
 
 class _Arrival:

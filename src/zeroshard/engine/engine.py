@@ -215,7 +215,7 @@ class Engine(Readings):
             self._update.consume()
             raise
         self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor)
-        self._backward.expect()
+        self._backward.expected.learn()
         self._update.consume()
 
     @told
@@ -310,7 +310,7 @@ class Engine(Readings):
             "skipped": self.skipped,
             "loss_scale": self._judge.scaler.state() if self._judge.scaler else None,
             "last_update": self._judge.state(),
-            "never_written": self._backward.never_written,
+            "never_written": self._backward.expected.never_written,
             "extra": dict(extra or {}),
         }
         return self._savings.begin(lambda: self._state.save(Path(path).absolute(), facts, keep, wait))
@@ -331,7 +331,7 @@ class Engine(Readings):
         check_settings(self.world, self.optimizer.param_groups)  # waits, since others may still read what they share
         facts = self._state.load(Path(path))
         self._take_over()
-        self._backward.never_written = facts["never_written"]
+        self._backward.expected.never_written = facts["never_written"]
         self.steps, self.skipped = facts["step"], facts["skipped"]
         if self._judge.scaler and facts["loss_scale"]:
             self._judge.scaler.load(facts["loss_scale"])

@@ -16,7 +16,7 @@ import torch
 from zeroshard.checks.alike import Settings, check_settings
 from zeroshard.comm import Comm
 from zeroshard.engine.axes import Axes
-from zeroshard.engine.backward import Backward, either
+from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.parameters.writes import Writes
@@ -24,6 +24,7 @@ from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import Part
 from zeroshard.parts.steps import Settled
 from zeroshard.zero.reduce import average
+from zeroshard.zero.reductions import either
 
 HEAD = struct.Struct("<qIIId?")
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -67,7 +68,7 @@ class Update:
         words = self._agree(step)
         left = sorted({unit for word in words for unit in word.unreduced})
         if left:
-            self._backward.reduce_units(left)
+            self._backward.reductions.reduce_units(left)
         averages = self._averaged != self._backward.count and self._average()
         self._averaged = self._backward.count
         if left or averages:

@@ -31,7 +31,6 @@ class HostSum:
         adds: means are added on the host.
         apart: they are made apart from the gradient buffer.
         dtype: of the sum.
-        reader: the update that reads the sum; the next one waits for it.
         on_put: called when a mean has been added, or will be by tasks under way.
     """
 
@@ -41,11 +40,8 @@ class HostSum:
         self, link: Link, host: HostMemory, arena: Arena, flat: Flat, dtype: torch.dtype, rank: int,
         spare: bool = False,
     ) -> None:  # fmt: skip
-        index, numel, label = flat.index, flat.index.slice_numel, flat.label
-        padding = index.padding_in(*index.interval(rank))
-        self._planned = below(index, "host", Category.GRADIENTS, numel * dtype.itemsize)
-        self._link, self._host, self._arena, self._label = link, host, arena, label
-        self._numel, self._padding, self.dtype = numel, padding, dtype
+        self._link, self._host, self._arena, self._flat, self.dtype = link, host, arena, flat, dtype
+        self._padding = flat.index.padding_in(*flat.index.interval(rank))
         self._sums = [self._slab() for _ in range(2 if spare else 1)]
         self._tasks: list[Task] = []
         self._puts = 0
@@ -53,7 +49,7 @@ class HostSum:
         self._scratch: torch.Tensor | None = None
         self._leaving: Task | None = None
         self._slots: list[torch.Tensor] = []
-        self.reader: Task | None = None
+        self._reader: Task | None = None
         self.on_put: Callable[[], None] = lambda: None
 
     @property
@@ -78,7 +74,7 @@ class HostSum:
 
     def room(self) -> torch.Tensor:
         """Where the next mean [S] is to be put, on the device."""
-        self._scratch = self._arena.take(self._numel, self.dtype, f"mean of {self._label}")
+        self._scratch = self._arena.take(self._flat.index.slice_numel, self.dtype, f"mean of {self._flat.label}")
         return self._scratch
 
     def put(self, mean: torch.Tensor) -> None:
@@ -106,7 +102,7 @@ class HostSum:
 
     def _send(self, mean: torch.Tensor) -> Task:
         self._puts += 1
-        label, after = self._label, [] if self.reader is None else [self.reader]
+        label, after = self._flat.label, [] if self._reader is None else [self._reader]
         if self._puts == 1 and mean.dtype == self.dtype:
             self._norm = norm_of(mean)
             task = self._link.copy(mean, self.sum, Purpose.GRADIENTS_DOWN, label, after, self._padding)
@@ -133,8 +129,8 @@ class HostSum:
         """The sum [S] since the last `consume`, zeros if there was none; readable by the host."""
         self._empty()
         if not self._puts:
-            if self.reader is not None:
-                self.reader.wait_here()
+            if self._reader is not None:
+                self._reader.wait_here()
             self.sum.zero_()
         return self.sum
 
@@ -165,9 +161,15 @@ class HostSum:
         self._norm = None
         self._puts += bool(self._puts) or filled
 
-    def read_by(self, update: Task) -> None:
+    @property
+    def reader(self) -> Task | None:
+        """The update that reads the sum, where the next sum has to wait for it."""
+        return self._reader
+
+    @reader.setter
+    def reader(self, update: Task) -> None:
         """Let the next sum wait for an update that reads this one, or take the spare one."""
-        self.reader = update if len(self._sums) == 1 else None
+        self._reader = update if len(self._sums) == 1 else None
         self._sums.reverse()
 
     def consume(self) -> None:
@@ -177,12 +179,13 @@ class HostSum:
 
     def planned(self) -> Iterator[Planned]:
         """A slice of gradients on the host; two under the delayed update."""
+        index = self._flat.index
         for _ in self._sums:
-            yield self._planned
+            yield below(index, "host", Category.GRADIENTS, index.slice_numel * self.dtype.itemsize)
 
     def wire(self, work: Work) -> Wire:
         """Each reduction goes down once."""
-        yield Purpose.GRADIENTS_DOWN, (self._numel - self._padding) * work.reductions * work.updates
+        yield Purpose.GRADIENTS_DOWN, (self._flat.index.slice_numel - self._padding) * work.reductions * work.updates
 
     def _empty(self) -> None:
         for task in self._tasks:
@@ -193,5 +196,5 @@ class HostSum:
         self._slots.clear()
 
     def _slab(self) -> torch.Tensor:
-        label = f"gradients of {self._label}"
-        return self._host.slab(self._numel, self.dtype, Category.GRADIENTS, label, self._padding)
+        numel, label = self._flat.index.slice_numel, f"gradients of {self._flat.label}"
+        return self._host.slab(numel, self.dtype, Category.GRADIENTS, label, self._padding)

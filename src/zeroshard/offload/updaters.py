@@ -178,7 +178,7 @@ class HostAdam(HostUpdater):
         for span in spans:
             self._state(span)["step"] += 1
         assert update.task is not None
-        self._sum.read_by(update.task)
+        self._sum.reader = update.task
         return update
 
     def _launch(self, pieces: Sequence[Piece], factor: float, aside: bool, shadow: Pages | None = None) -> Update:

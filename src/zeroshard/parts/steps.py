@@ -60,10 +60,26 @@ class StepResult:
     loss: torch.Tensor | None = None
 
 
+class Reduces(Protocol):
+    """Reduces the gradients of units."""
+
+    def start_units(self, units: Sequence[int]) -> None:
+        """Start to reduce these units' gradients."""
+
+
+class Learns(Protocol):
+    """Knows which gradients are to be waited for."""
+
+    def learn(self) -> None:
+        """A step is over: expect of the next the gradients that came so far."""
+
+
 class Backwards(Protocol):
     """Takes in the gradients of backwards.
 
     Attributes:
+        reductions: of its units.
+        expected: which of its gradients are waited for.
         under_scale: whether the loss of the backward under way was multiplied by the loss scale.
         count: backwards since the last update.
         losses: of those backwards, as far as they are known, unscaled.
@@ -73,17 +89,19 @@ class Backwards(Protocol):
     count: int
     losses: list[torch.Tensor]
 
+    @property
+    def reductions(self) -> Reduces:
+        """As above."""
+
+    @property
+    def expected(self) -> Learns:
+        """As above."""
+
     def local(self) -> AbstractContextManager[None]:
         """Backwards inside add up on this rank and are not reduced."""
 
     def forget_interrupted(self) -> None:
         """Clear up after a backward that ended in an exception."""
-
-    def start_units(self, units: Sequence[int]) -> None:
-        """Start to reduce these units' gradients."""
-
-    def expect(self) -> None:
-        """A step is over: expect of the next the gradients that came so far."""
 
     def listen(self, gradients: Gradients, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take in the gradients of these parameters, which stand for those of the flat."""

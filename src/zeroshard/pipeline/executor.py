@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.comm import Purpose
-from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import Backwards, Run, Updates
+from zeroshard.pipeline.chunks import Chunks
 from zeroshard.pipeline.deferred import WeightGradients
 from zeroshard.pipeline.messages import Messages, Shape
 from zeroshard.pipeline.replay import Replay
@@ -56,7 +57,7 @@ class Executor:
     Args:
         run: runs the model on a microbatch, down to the loss.
         scale: the factor on the loss at the time of a backward.
-        decide: called before the first update of a step; the factor on the gradients, or None to skip.
+        verdict: called before the first update of a step; the factor on the gradients, or None to skip.
 
     Attributes:
         losses: of microbatches whose forward came to the end of the model, times their weights, since the last `clear`.
@@ -71,20 +72,18 @@ class Executor:
         update: Updates,
         run: Run,
         scale: Callable[[], float],
-        decide: Callable[[], float | None],
+        verdict: Callable[[], float | None],
         recomputes: bool,
     ) -> None:
-        self._stage, self._ledger, self._backward, self._update = stage, parts.arena.ledger, backward, update
-        self._run, self._scale, self._decide, self._recomputes = run, scale, decide, recomputes
-        self._gatherer = parts.gatherer
+        self._stage, self._ledger, self._backward = stage, parts.arena.ledger, backward
+        self._run, self._scale, self._recomputes = run, scale, recomputes
         self.messages = Messages(stage, parts.messages)
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}
         self._parts: dict[int, Microbatch] = {}
-        self._parts_of = _parts_by_chunk(stage, parts)
+        self._chunks = Chunks(stage, parts, backward, update, self.tied, verdict)
         self.losses: dict[int, Tensor] = {}
-        self._sending = Purpose.SEND_ACTIVATIONS
         handlers: Mapping[Kind, Handler] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backwards,
@@ -94,15 +93,8 @@ class Executor:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
             Kind.RECEIVE_BACKWARD: self._receive_backward,
-            Kind.GATHER: self._gather,
-            Kind.FREE: lambda action: self._gatherer.free(self._units(action.chunk)),
-            Kind.REDUCE: self._reduce,
-            Kind.UPDATE: self._update_chunk,
-            Kind.DROP: self._drop,
-            Kind.REPAY: self.tied.repay,
-            Kind.COLLECT: self.tied.collect,
-            Kind.LEND: self._lend,
-            Kind.BORROW: self.tied.borrow,
+            Kind.UPDATE: self._update,
+            **self._chunks.handlers,
         }
         self.interpreter = Interpreter(handlers, stage.world.mesh.now)
 
@@ -117,17 +109,12 @@ class Executor:
     def run(self, actions: Schedule) -> None:
         """Carry out actions in order."""
         self._at_once = _followed_by_their_backward(actions) if self._recomputes else set()
-        self._updates_left = sum(action.kind is Kind.UPDATE for action in actions)
-        self._factor: float | None = None
-        self._decided = False
+        self._chunks.begin(actions)
         self.interpreter.run(actions)
 
     def restart(self) -> None:
         """Count versions anew; nothing is in flight."""
-        self.tied.settle()
-        for parts in self._parts_of.values():
-            for part in parts:
-                part.versions.restart()
+        self._chunks.restart()
 
     @torch.no_grad()
     def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
@@ -135,7 +122,7 @@ class Executor:
         (number,) = {action.microbatch for action in actions if action.microbatch is not None}
         kept, self._parts, self._run = (self._parts, self._run), {number: Microbatch(batch, 1.0)}, run
         self._at_once, result = set(), None
-        self._sending = Purpose.SEND_TO_EVALUATE
+        self._chunks.trains = False
         try:
             for action in actions:
                 if action.kind is Kind.FORWARD:
@@ -147,7 +134,7 @@ class Executor:
                     self.interpreter.run([action])
         finally:
             self._parts, self._run = kept
-            self._sending = Purpose.SEND_ACTIVATIONS
+            self._chunks.trains = True
         return result if self._is_last(actions[-1].chunk) else None
 
     def _forward(self, action: Action) -> None:
@@ -179,7 +166,7 @@ class Executor:
                 local = flight.buffers[0].view(self._shape(self._stage.firsts[chunk], j)[0])
             flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
         self.tied.begin((chunk, j))
-        self._use(action)
+        self._chunks.use(action)
         return flight
 
     def _leave(self, action: Action, flight: _Flight) -> None:
@@ -224,7 +211,7 @@ class Executor:
         gradient = self._gradient_of_output(chunk, j, flight)
         start = self.interpreter.now()
         self.tied.again((chunk, j))  # whatever the model itself computes again needs the weights that it had
-        self._use(action)
+        self._chunks.use(action)
         if flight.replay is not None:
             with flight.replay.again(), torch.enable_grad():
                 self._keep(action, flight, self._compute(action, flight))
@@ -278,10 +265,6 @@ class Executor:
         if not any(number == j for _, number in self._flights) and chunk < self._stage.pipeline.layout.stages:
             self._parts.pop(j, None)
 
-    def _use(self, action: Action) -> None:
-        for part in self._parts_of[action.chunk]:
-            part.versions.use(action.version)
-
     def _shape(self, layer: int, j: int) -> Shape:
         part = self._parts[j]
         if not part.shapes:
@@ -290,6 +273,10 @@ class Executor:
 
     def _is_last(self, chunk: int) -> bool:
         return chunk == self._stage.pipeline.layout.all_chunks - 1
+
+    @property
+    def _sending(self) -> Purpose:
+        return Purpose.SEND_ACTIVATIONS if self._chunks.trains else Purpose.SEND_TO_EVALUATE
 
     def _receive_forward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
@@ -311,46 +298,11 @@ class Executor:
         gradient = self._out.pop((Kind.BACKWARD, chunk, j))
         self.messages.send(f"gradient for B{chunk - 1}.{j}", gradient, _peer(action), Purpose.SEND_GRADIENTS)
 
-    def _gather(self, action: Action) -> None:
-        self._gatherer.gather(self._units(action.chunk), trains=self._sending is not Purpose.SEND_TO_EVALUATE)
-
-    def _reduce(self, action: Action) -> None:
-        self._backward.start_units(self._units(action.chunk))
-
-    def _units(self, chunk: int) -> list[int]:
-        return [number for number, other in enumerate(self._stage.chunk_of) if other == chunk]
-
-    def _update_chunk(self, action: Action) -> None:
-        if not self._decided:
-            self._factor, self._decided = self._decide(), True
+    def _update(self, action: Action) -> None:
+        self._chunks.decide()
         start = self.interpreter.now()
-        parts = self._parts_of[action.chunk]
-        if self._factor is None:
-            self._update.skip(parts)
-        else:
-            self._update.apply(self._factor, parts)
+        self._chunks.update(action)
         self.interpreter.note(action, start)
-        self._updates_left -= 1
-        if self._stage.pipeline.streams or not self._updates_left:
-            self._backward.expect()
-            self._update.consume()
-            self._decided = False
-
-    def _lend(self, action: Action) -> None:
-        self._update.finish()
-        self.tied.lend(action)
-
-    def _drop(self, action: Action) -> None:
-        for part in self._parts_of[action.chunk]:
-            part.versions.drop(action.version)
-
-
-def _parts_by_chunk(stage: Stage, parts: Parts) -> dict[int, list[Part]]:
-    """The trained parts of each chunk of this rank."""
-    chunks: dict[int, list[Part]] = {c: [] for c in stage.pipeline.layout.chunks_of(stage.number)}
-    for chunk, of_unit in zip(stage.chunk_of, parts.of_units, strict=True):
-        chunks[chunk] += [part for part in of_unit if part.gradients is not None]
-    return chunks
 
 
 def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:

@@ -110,7 +110,7 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, outlook: Outlook | None = None, again: str = AGAIN) -> None:
-        self.config, self.mesh = config, mesh
+        self.config = config
         self.text = load_text(config)
         torch.manual_seed(config.plan.seed)
         self.built: BuiltModel = build_model(
@@ -121,11 +121,10 @@ class Run:
         plan = replace(config.plan, split=self.folder.split) if self.folder.split else config.plan
         optimizer = make_optimizer(config, self.built.module)
         self.engine = Engine(self.built.module, optimizer, plan, mesh=mesh, example=self._example())
-        self.reports = self.engine.reports
         torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
-        if self.reports:
+        if self.engine.reports:
             self.folder.open(config, self.engine.split)
-        self.progress = Progress(config.steps, shown=self.reports)
+        self.progress = Progress(config.steps, shown=self.engine.reports)
         self.progress.header(self._header())
         parts = (self.engine, self.text.corpus, self.folder.path)
         self.keeping = Keeping(config, *parts, self.progress.note, again)
@@ -167,11 +166,12 @@ class Run:
         """What is trained, on what, how, and where it is kept."""
         config, corpus, engine = self.config, self.text.corpus, self.engine
         rows = config.batch * engine.lanes
-        ranks = f"{self.mesh.ranks} rank{'s' * (self.mesh.ranks > 1)} on {self.mesh.device.type}"
+        mesh = self.engine.mesh
+        ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)} on {mesh.device.type}"
         return {
             "model": f"{config.model}, {self.built.parameters:,} parameters",
             "data": f"{corpus.name}, {corpus.files} files, {format_size(len(corpus.train))} to train on",
-            "plan": f"{short(config.plan, self.mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
+            "plan": f"{short(config.plan, mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
             "run": str(self.folder.path),
         }
 
@@ -241,7 +241,7 @@ class Run:
             self._below = OffloadTrace(engine) if step == begin or self._below is None else self._below
             with self._below.step():
                 done = self._step(step, samples)
-            if step == last and self.reports:
+            if step == last and self.engine.reports:
                 self._below.write(self.folder.path)
             return done
         if step == begin:
@@ -252,7 +252,7 @@ class Run:
         if step == last:
             engine.flush()
             self._tracing.close()
-            write_timeline(self.folder.path, engine, self._trace.actions, last - begin + 1, self.reports)
+            write_timeline(self.folder.path, engine, self._trace.actions, last - begin + 1, self.engine.reports)
         return done
 
     def _step(self, step: int, samples: list[int]) -> "_Done":
@@ -263,7 +263,7 @@ class Run:
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
         rows = self.batches.rows(samples, engine.lane, engine.lanes)
-        result, loss = self._train_step(step, self.built.batch(rows.to(self.mesh.device)))
+        result, loss = self._train_step(step, self.built.batch(rows.to(self.engine.mesh.device)))
         elapsed = time.perf_counter() - began
         done = self._agree(step, loss, elapsed - engine.seconds_waiting)
         if done.loss is None:
@@ -301,7 +301,7 @@ class Run:
             if step == RECORDED_STEP:
                 with watched, engine.recording() as events:
                     result = engine.train_step(batch)
-                self.folder.write_memory(events, self.mesh.rank)
+                self.folder.write_memory(events, self.engine.mesh.rank)
             else:
                 with watched:
                     result = engine.train_step(batch)
@@ -329,7 +329,7 @@ class Run:
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""
-        mesh, config, engine = self.mesh, self.config, self.engine
+        mesh, config, engine = self.engine.mesh, self.config, self.engine
         total, count = 0.0, 0
         self.built.module.eval()
         with torch.no_grad():
@@ -351,8 +351,8 @@ class Run:
 
     def _phase(self, text: str) -> None:
         """Tell the supervisor what this rank does, and that it gets on."""
-        if self.mesh.pulse is not None:
-            self.mesh.pulse.phase(text)
+        if self.engine.mesh.pulse is not None:
+            self.engine.mesh.pulse.phase(text)
 
     def _finish(self, first: int, losses: list[float], validation: float) -> dict[str, Any]:
         engine, text, config = self.engine, self.text, self.config
@@ -367,8 +367,8 @@ class Run:
             "train_bits_per_byte": text.bits_per_byte(sum(recent) / len(recent)) if recent else None,
             "validation_bits_per_byte": text.bits_per_byte(validation),
             "sample": self._sample(),
-            "world_size": self.mesh.ranks,
-            "rank": self.mesh.rank,
+            "world_size": self.engine.mesh.ranks,
+            "rank": self.engine.mesh.rank,
             "parameters": self.built.parameters,
             "steps": config.steps - first,
             "skipped": engine.skipped,
@@ -416,7 +416,7 @@ class Run:
             temperature=0.7,
             generator=generator,
             context=config.sequence,
-            device=self.mesh.device,
+            device=self.engine.mesh.device,
         )
         return config.prompt + tokenizer.decode(tokens)
 
@@ -443,7 +443,7 @@ def run(
             job.folder.close(over)
     except BudgetExceeded as error:
         raise with_plan_that_fits(error, config, mesh, profile) from error
-    return (summary, job.folder.path) if job.reports else None
+    return (summary, job.folder.path) if job.engine.reports else None
 
 
 def _mean(comm: Comm, value: float, label: str) -> float:

@@ -1,0 +1,93 @@
+"""Chunks: what a list does with the weights and gradients of a rank's chunks, beside computing with them."""
+
+from collections.abc import Callable, Mapping
+
+from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.steps import Backwards, Updates
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.tied import TiedWeights
+from zeroshard.schedule import Action, Kind, Schedule
+from zeroshard.schedule.run import Handler
+
+
+class Chunks:
+    """Gathers, frees, reduces, updates and lends the chunks of one rank.
+
+    Args:
+        verdict: called before the first update of a step; the factor on the gradients, or None to skip.
+
+    Attributes:
+        handlers: of its actions but UPDATE.
+        trains: whether the list under way is of a step, and not of an evaluation.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        parts: Parts,
+        backward: Backwards,
+        update: Updates,
+        tied: TiedWeights,
+        verdict: Callable[[], float | None],
+    ) -> None:
+        self._backward, self._update, self._tied, self._verdict = backward, update, tied, verdict
+        self._gatherer, self._streams = parts.gatherer, stage.pipeline.streams
+        self._units: dict[int, list[int]] = {c: [] for c in stage.pipeline.layout.chunks_of(stage.number)}
+        self._parts: dict[int, list[Part]] = {c: [] for c in self._units}  # the trained ones
+        for number, (chunk, of_unit) in enumerate(zip(stage.chunk_of, parts.of_units, strict=True)):
+            self._units[chunk].append(number)
+            self._parts[chunk] += [part for part in of_unit if part.gradients is not None]
+        self.trains, self._updates_left, self._decided = True, 0, False
+        self._factor: float | None = None
+        self.handlers: Mapping[Kind, Handler] = {
+            Kind.GATHER: lambda action: self._gatherer.gather(self._units[action.chunk], trains=self.trains),
+            Kind.FREE: lambda action: self._gatherer.free(self._units[action.chunk]),
+            Kind.REDUCE: lambda action: self._backward.reductions.start_units(self._units[action.chunk]),
+            Kind.DROP: self._drop,
+            Kind.REPAY: tied.repay,
+            Kind.COLLECT: tied.collect,
+            Kind.LEND: self._lend,
+            Kind.BORROW: tied.borrow,
+        }
+
+    def begin(self, actions: Schedule) -> None:
+        """A list begins."""
+        self._updates_left = sum(action.kind is Kind.UPDATE for action in actions)
+        self._factor, self._decided = None, False
+
+    def use(self, action: Action) -> None:
+        """Have the version of the weights in the modules that an action computes with."""
+        for part in self._parts[action.chunk]:
+            part.versions.use(action.version)
+
+    def restart(self) -> None:
+        """Count versions anew; nothing is in flight."""
+        self._tied.settle()
+        for part in (part for parts in self._parts.values() for part in parts):
+            part.versions.restart()
+
+    def decide(self) -> None:
+        """Have the verdict on the step, before an update of a chunk."""
+        if not self._decided:
+            self._factor, self._decided = self._verdict(), True
+
+    def update(self, action: Action) -> None:
+        """Update a chunk, as decided."""
+        parts = self._parts[action.chunk]
+        if self._factor is None:
+            self._update.skip(parts)
+        else:
+            self._update.apply(self._factor, parts)
+        self._updates_left -= 1
+        if self._streams or not self._updates_left:
+            self._backward.expected.learn()
+            self._update.consume()
+            self._decided = False
+
+    def _lend(self, action: Action) -> None:
+        self._update.finish()
+        self._tied.lend(action)
+
+    def _drop(self, action: Action) -> None:
+        for part in self._parts[action.chunk]:
+            part.versions.drop(action.version)

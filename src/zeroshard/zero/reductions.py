@@ -1,0 +1,154 @@
+"""Reductions of the units' gradients in one fixed order, and which gradients are to be waited for.
+
+[Note: order of reductions] All ranks launch one reduction per unit and backward, in one fixed order (the units in
+reverse, the root last), so a rank whose data made it skip a unit sends zeros in its turn. A unit is launched early when
+every parameter that ever got a gradient has one; what is left is launched when the backward ends.
+"""
+
+from collections.abc import Callable, Sequence
+
+from zeroshard.parts.gradients import Gradients
+
+IN_FLIGHT = 1  # reductions under way before the oldest is waited for
+
+
+class Reductions:
+    """Starts, finishes and releases the reductions of one backward, unit by unit.
+
+    Args:
+        gradients: of each unit; the last is the root.
+        grace: seconds that the oldest reduction is waited for, where this rank's next gather may be what the others
+            wait for; None for any time.
+    """
+
+    def __init__(self, gradients: Sequence[Sequence[Gradients]], grace: float | None) -> None:
+        self._gradients, self._grace = gradients, grace
+        root = len(gradients) - 1
+        self._order = [*reversed(range(root)), root]
+        self._launched = 0
+        self._in_flight: list[int] = []  # units whose reductions were started and not finished
+        self._unread: list[int] = []  # and those finished here, that other ranks may still read
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._launched = 0
+
+    def launch(self, complete: Callable[[int], bool]) -> None:
+        """Launch the units whose turn it is, as long as they are complete."""
+        while self._launched < len(self._order) and complete(self._order[self._launched]):
+            unit = self._order[self._launched]
+            self._start(unit)
+            self._launched += 1
+            self._in_flight.append(unit)
+            if len(self._in_flight) > IN_FLIGHT:
+                self._finish(1, self._grace)
+
+    def finish(self) -> None:
+        """Finish all that are under way."""
+        self._finish(len(self._in_flight))
+
+    def end(self) -> None:
+        """The backward is over: finish all, and hand back their buffers, once all ranks have read them."""
+        self.finish()
+        self._release(len(self._unread))
+
+    def forget(self) -> None:
+        """Nothing is under way any more, after an error."""
+        self._in_flight.clear()
+        self._unread.clear()
+
+    def start_units(self, units: Sequence[int]) -> None:
+        """Start to reduce these units' gradients, in the fixed order; `settle` of each waits for the result."""
+        for unit in (u for u in self._order if u in units):
+            self._start(unit)
+
+    def reduce_units(self, units: Sequence[int]) -> None:
+        """Reduce these units' gradients now, in the fixed order; a collective call."""
+        for unit in (u for u in self._order if u in units):
+            for gradients in self._gradients[unit]:
+                gradients.start_reduce()
+                gradients.reduction.finish()
+
+    def _start(self, unit: int) -> None:
+        for gradients in self._gradients[unit]:
+            gradients.start_reduce()
+
+    def _finish(self, count: int, patience: float | None = None) -> None:
+        """Finish the oldest reductions; with `patience` in seconds, only if the other ranks do not take longer."""
+        for unit in self._in_flight[:count]:
+            for gradients in self._gradients[unit]:
+                if not gradients.reduction.finish(patience):
+                    return
+            self._in_flight.remove(unit)
+            self._unread.append(unit)
+        while len(self._unread) > IN_FLIGHT:
+            self._release(1)
+
+    def _release(self, count: int) -> None:
+        for unit in self._unread[:count]:
+            for gradients in self._gradients[unit]:
+                gradients.reduction.release()
+        del self._unread[:count]
+
+
+class Expected:
+    """Which parameters get gradients, as the steps so far have shown; a unit that has them all need not wait."""
+
+    def __init__(self, gradients: Sequence[Sequence[Gradients]]) -> None:
+        self._gradients = gradients
+        self._all = [[b"\1" * len(g.written) for g in of_unit] for of_unit in gradients]
+        self._flags = self._all
+        self._past: list[list[bytes]] | None = None
+
+    def learn(self) -> None:
+        """A step is over: expect from the next every parameter that got a gradient in any step so far."""
+        written = [[bytes(g.written_in_step) for g in gradients] for gradients in self._gradients]
+        if self._past is not None and written != self._past:
+            units = zip(self._past, written, strict=True)
+            written = [[either(a, b) for a, b in zip(before, now, strict=True)] for before, now in units]
+        self._past = self._flags = written
+
+    @property
+    def never_written(self) -> list[str] | None:
+        """Names of the parameters that got no gradient in any step so far; None before the first step."""
+        if self._past is None:
+            return None
+        every = [g for gradients in self._gradients for g in gradients]
+        pairs = zip(every, (flags for unit in self._past for flags in unit), strict=True)
+        return [e.name for g, flags in pairs for e, f in zip(g.flat.index.entries, flags, strict=True) if not f]
+
+    @never_written.setter
+    def never_written(self, names: list[str] | None) -> None:
+        """Expect of the next steps what an earlier run came to expect."""
+        if names is not None:
+            never = set(names)
+            self._past = self._flags = [
+                [bytes(entry.name not in never for entry in g.flat.index.entries) for g in gradients]
+                for gradients in self._gradients
+            ]
+
+    def everything_came(self, unit: int) -> bool:
+        """Whether every gradient of a unit has come in this backward."""
+        return self._came(unit, self._all[unit])
+
+    def complete(self, unit: int) -> bool:
+        """Whether every gradient of a unit that ever came has come."""
+        return self._came(unit, self._flags[unit])
+
+    def _came(self, unit: int, wanted: Sequence[bytes]) -> bool:
+        pairs = list(zip(self._gradients[unit], wanted, strict=True))
+        big = [(g.arrived[: g.first_small], flags[: g.first_small]) for g, flags in pairs]
+        if not all(_covers(arrived, flags) for arrived, flags in big):
+            return False  # without looking at the small ones
+        for gradients, _ in pairs:
+            gradients.collect()
+        return all(_covers(gradients.arrived, flags) for gradients, flags in pairs)
+
+
+def either(a: bytes, b: bytes) -> bytes:
+    """`a | b`, bit by bit; both are of one length."""
+    return (int.from_bytes(a) | int.from_bytes(b)).to_bytes(len(a))
+
+
+def _covers(arrived: bytearray, expected: bytes) -> bool:
+    return not int.from_bytes(expected) & ~int.from_bytes(arrived)
