@@ -16,7 +16,7 @@ from engine.random_plans import Case, Step, plan_of, refusal_of
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.errors import BudgetExceeded, ModelError, NonFiniteError, OptimizerError, PlanError
+from zeroshard.errors import BudgetExceeded, CommError, ModelError, NonFiniteError, OptimizerError, PlanError
 
 Log = list[tuple[str, Any]]
 DECAY = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))
@@ -90,10 +90,12 @@ class Run:
             for number, step in enumerate(self.case.steps):
                 try:
                     self.step(number, step)
-                except ModelError as error:  # dtypes that meet in the forward: a model's weights tied over fp32_modules
-                    if number or not self.engine.plan.fp32_modules:
+                except (ModelError, CommError) as error:
+                    # Dtypes that meet in the forward: a model's weights tied over fp32_modules. Other stages wait.
+                    plan = self.engine.plan
+                    if number or not plan.fp32_modules or not (plan.pipelined or isinstance(error, ModelError)):
                         raise
-                    return {"refused": type(error).__name__, "message": str(error)}
+                    return {"refused": ModelError.__name__, "message": str(error)}
                 for event in step.after:
                     self.between(event, number + 1)
             self.weights("weights")

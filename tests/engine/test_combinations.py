@@ -215,6 +215,13 @@ def test_groups_of_ranks_in_stages_that_never_flush(cube: Pool) -> None:
         assert all((weights[name] - wanted[name]).abs().max() < 1e-5 for name in wanted)
 
 
+def test_an_evaluation_gathers_on_replicas_that_have_no_part_in_it(pool: Pool) -> None:
+    plan = zs.Plan(**TWO, zero=3, replicas=(2, 1), transport="network")
+    wanted = pool.run(gathers, 3, replace(plan, zero=2))
+    for rank, (_, here, loss) in enumerate(pool.run(gathers, 3, plan)):
+        assert here == (rank == 2) and loss == wanted[rank][2]
+
+
 def least(mesh: zs.Mesh, plan: zs.Plan) -> tuple[int, list[int], int]:
     """Bytes that a budget of one byte is said to lack, bytes of this rank's chunks, and bytes of its slices."""
     with pytest.raises(BudgetExceeded) as caught:

@@ -119,7 +119,7 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
         """Run the forwards of `actions` on one microbatch, with nothing kept; what the model returns, if here."""
-        (number,) = {action.microbatch for action in actions if action.microbatch is not None}
+        number = next((action.microbatch for action in actions if action.microbatch is not None), 0)
         kept, self._parts, self._run = (self._parts, self._run), {number: Microbatch(batch, 1.0)}, run
         self._at_once, result = set(), None
         self._chunks.trains = False

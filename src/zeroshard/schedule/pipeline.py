@@ -96,11 +96,15 @@ class Pipeline:
         return [self.step(rank) for rank in ranks]
 
     def evaluation(self, rank: int, microbatch: int) -> Schedule:
-        """What a rank does to bring one microbatch forward through all chunks."""
+        """What a rank does to bring one microbatch forward through all chunks.
+
+        Chunks that are gathered for it are so by all their replicas, whichever of them has it.
+        """
         layout = self.layout
-        chunks = layout.chunks_of(layout.stage_of(rank))
-        forwards = [Action(Kind.FORWARD, c, microbatch) for c in chunks if layout.rank_of(c, microbatch) == rank]
-        return lower.with_messages(lower.with_gathers(forwards) if self.gathers else forwards, layout, rank)
+        actions = [Action(Kind.FORWARD, c, microbatch) for c in layout.chunks_of(layout.stage_of(rank))]
+        actions = lower.with_gathers(actions) if self.gathers else actions
+        here = [a for a in actions if a.kind is not Kind.FORWARD or layout.rank_of(a.chunk, microbatch) == rank]
+        return lower.with_messages(here, layout, rank)
 
     def peers(self, loan: Loan, rank: int) -> list[int]:
         """The ranks to which `rank` lends, or from which it borrows, the weights of a loan.
