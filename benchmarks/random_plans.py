@@ -49,7 +49,8 @@ def check(pool: Pool, case: Case) -> Verdict:
             return judge(case, answers)
         except (AssertionError, OSError, EOFError) as error:  # a rank raised, hung or died; the pool starts anew
             pool.stop()
-            return Verdict("failed", "", [str(error)[-KEPT:] or type(error).__name__])
+            words = str(error).replace(f"{ROOT}/", "")
+            return Verdict("failed", "", [words[-KEPT:] or type(error).__name__])
 
 
 def run(first: int, count: int) -> dict[str, Any]:
