@@ -18,6 +18,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "lock", "mesh"), 0),
     **dict.fromkeys(("platform", "rendezvous", "leases", "version", "link", "tiers"), 0),
+    "platform.accelerator": -1,  # below the ground, which stands on it: devices as torch reaches them
     **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and boxes
     "parts": 1.3,  # protocols through which techniques reach the engine
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
@@ -205,18 +206,42 @@ def hidden_inputs(module: Module) -> Findings:
             yield module.name, f"uses {ast.unparse(node)} in line {node.lineno}"
 
 
+def room(dotted: str) -> str:
+    """The part that a dotted name below zeroshard lies in: the longest that has a floor, or zeroshard itself."""
+    words = dotted.split(".")
+    return next((part for n in range(len(words), 0, -1) if (part := ".".join(words[:n])) in FLOORS), "")
+
+
 def upward_imports(module: Module) -> Findings:
     if module.part not in FLOORS:
         yield module.name, "is on no floor"
         return
+    own = room(module.name)
     for name in imports(module):
         package, _, rest = name.partition(".")
-        target = rest.partition(".")[0] if rest.partition(".")[0] in FLOORS else ""
-        if package != "zeroshard" or target in (module.part, "errors") or not module.name:
+        target = room(rest)
+        if package != "zeroshard" or target in (own, "errors") or not module.name:
             continue
-        down = FLOORS[target] < FLOORS[module.part]
-        if not down and (module.part, target) not in SAME_FLOOR:
-            yield module.name, f"imports {name}, from floor {FLOORS[target]} to its own floor {FLOORS[module.part]}"
+        down = FLOORS[target] < FLOORS[own]
+        if not down and (own, target) not in SAME_FLOOR:
+            yield module.name, f"imports {name}, from floor {FLOORS[target]} to its own floor {FLOORS[own]}"
+
+
+def named_devices(module: Module) -> Findings:
+    """Uses of torch.cuda, of what is CUDA's alone in a tensor, and comparisons with the name of an accelerator."""
+    if module.name == "platform.accelerator":
+        return
+    for name in imports(module):
+        if f"{name}.".startswith("torch.cuda."):
+            yield module.name, f"imports {name}"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and (ast.unparse(node) == "torch.cuda" or node.attr == "is_cuda"):
+            yield module.name, f"uses {ast.unparse(node)} in line {node.lineno}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            yield module.name, f"calls {ast.unparse(node)} in line {node.lineno}"
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if any(isinstance(side, ast.Constant) and side.value == "cuda" for side in sides):
+            yield module.name, f"asks {ast.unparse(node)} in line {node.lineno}"
 
 
 RULES: list[Callable[[Module], Findings]] = [
@@ -227,6 +252,7 @@ RULES: list[Callable[[Module], Findings]] = [
     unsafe_loading,
     hidden_inputs,
     upward_imports,
+    named_devices,
 ]
 
 
@@ -337,6 +363,9 @@ BROKEN = {
     "upward_imports": ("units.flat", "from zeroshard import Plan\nfrom zeroshard.zero import x\n"
                        "import zeroshard.schedule\ndef f():\n    from zeroshard import plan\n"
                        "importlib.import_module('zeroshard.engine')\n__import__('zeroshard.engine.build')", 6),
+    "named_devices": ("link", "import torch.cuda\nfrom torch import cuda\nfrom torch.cuda import Event\n"
+                      "__import__('torch.cuda.streams')\nstream: torch.cuda.Stream\ntorch.cuda.synchronize()\n"
+                      "x.is_cuda\nx.cuda()\nif device.type == 'cuda': ...\ny = 'cuda' != kind", 10),
 }  # fmt: skip
 FINE = {
     "long_files": ("plan", BODY + "x = 1\n" * 499),
@@ -347,6 +376,8 @@ FINE = {
     "unsafe_loading": ("plan", "import torch, json\njson.load(f)\nsafetensors.torch.load(f)"),
     "hidden_inputs": ("mesh", "import os\nos.environ['A']"),
     "upward_imports": ("comm", "from zeroshard.mesh import Mesh\nfrom zeroshard.errors import CommError\nimport torch"),
+    "named_devices": ("link", "import torch\nfrom torch.xpu import cudart\nkinds = {'cuda': 512}\n"
+                      "torch.device('cuda')\nmodule.cuda\nif kind == 'cpu': ..."),
 }  # fmt: skip
 
 
@@ -370,6 +401,11 @@ def test_the_rule_finds_what_is_broken_and_nothing_else(rule: Callable[[Module],
         ("report", "import zeroshard.cli", False),
         ("engine", "from zeroshard import schedule as schedules", True),
         ("attic", "import json", False),
+        ("tiers.host", "from zeroshard.platform import accelerator", True),
+        ("tiers.host", "from zeroshard.platform.real import Platform", False),
+        ("platform.accelerator", "from zeroshard.platform.real import Platform", False),
+        ("platform.accelerator", "from zeroshard.ledger import Ledger", False),
+        ("platform.accelerator", "from zeroshard.errors import PlanError", True),
         ("", "from zeroshard.engine import Engine", True),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from zeroshard.counts import COMPUTE, DISK, LANES, UPDATE, Purpose
 from zeroshard.errors import OffloadError
 from zeroshard.link import Eager, Executor, Latest, Link, Modelled, Shuffled, Task, Worker
-from zeroshard.platform import Clock
+from zeroshard.platform.rehearsed import Clock
 
 CPU = torch.device("cpu")
 DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP

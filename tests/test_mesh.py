@@ -23,10 +23,11 @@ VARIABLES += ("ZEROSHARD_ATTEMPT", "ZEROSHARD_PULSE", "TORCHELASTIC_RESTART_COUN
 
 @pytest.fixture(autouse=True)
 def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody's environment, and no GPU."""
+    """Nobody's environment, and no accelerator."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
 
 
 def test_one_process_alone() -> None:
@@ -91,6 +92,8 @@ def test_cuda_where_every_local_rank_has_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found = torch.device("cuda") if gpus else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     monkeypatch.setenv("LOCAL_RANK", str(local - 1))
     assert init_mesh().device == torch.device(expected)

@@ -28,6 +28,7 @@ from zeroshard.counts import Purpose as Purpose
 from zeroshard.errors import CommError
 from zeroshard.leases import ABANDONED
 from zeroshard.mesh import Mesh
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.rendezvous import SHORTEST, give_up
 from zeroshard.shared import Signal
 from zeroshard.transport import Arrival, Scratch, Shared
@@ -65,7 +66,7 @@ class Pending:
 
     def arrives_within(self, seconds: float) -> bool:
         """Wait a little; False when the result is not there yet."""
-        if self._work is not None and not self._work.is_completed() and self._comm.mesh.device.type == "cpu":
+        if self._work is not None and not self._work.is_completed() and not is_accelerator(self._comm.mesh.device):
             try:
                 self._work.wait(timedelta(seconds=seconds))
             except (RuntimeError, TimeoutError):
@@ -283,7 +284,7 @@ class Comm:
         if ">" in place.group:
             self._wait_for_message(work, place)
             return
-        if place.group != "control" and self.mesh.device.type == "cuda":
+        if place.group != "control" and is_accelerator(self.mesh.device):
             work.wait()
             return
         deadline = time.monotonic() + self.mesh.timeout

@@ -134,7 +134,7 @@ def _rates(profile: Profile) -> Table:
         table.add_row(f"matrix products, {dtype}", _flops(rate), other)
     table.add_row("memory, copied", _rate(profile.memory_bandwidth), _rate(beside and beside.memory))
     table.add_row("one small operation", _microseconds(profile.op_seconds))
-    if profile.kind == "cuda":
+    if profile.kind != "cpu":
         table.add_row("host to GPU", _rate(profile.host_up))
         table.add_row("GPU to host", _rate(profile.host_down))
     table.add_row("disk, written and synced", _rate(profile.disk_write))

@@ -25,6 +25,7 @@ import torch
 
 from zeroshard.counts import COMPUTE, LANES, Count, Purpose
 from zeroshard.errors import OffloadError
+from zeroshard.platform import accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Task:
         self.after = [task for task in after if task.matters]
         self.error: BaseException | None = None
         self.signal: threading.Event | None = None
-        self.event: torch.cuda.Event | None = None
-        self.ready: torch.cuda.Event | None = None
+        self.event: torch.Event | None = None
+        self.ready: torch.Event | None = None
         self.start = self.end = 0.0
 
     @property
@@ -179,17 +180,15 @@ class Worker:
     """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
-        self._timeout = timeout
-        self._streams: dict[str, torch.cuda.Stream] = {}
-        if device.type == "cuda":
-            self._streams = {lane: torch.cuda.Stream(device) for lane in ("down", "up")}  # once: pools grow per stream
+        self._device, self._timeout = device, timeout
+        self._streams = {lane: accelerator.new_stream(device) for lane in ("down", "up")}  # once: pools grow per stream
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         weakref.finalize(self, _end, self._queues)
 
     def begin(self, task: Task) -> None:
         """Run it here, hand it to its stream, or to its thread."""
-        if self._streams and task.copies:
-            task.ready = torch.cuda.current_stream().record_event()
+        if task.copies:
+            task.ready = accelerator.record(self._device)
         if task.copies and all(before.done for before in task.after):
             _carry_out(task, self._streams)
             return
@@ -209,13 +208,14 @@ class Worker:
                 f"slow, raise timeout."
             )
         if task.event is not None:
-            stream = torch.cuda.current_stream()
-            before = stream.record_event(torch.cuda.Event(enable_timing=True))
-            stream.wait_event(task.event)
-            task.link.stalls.append((task.cause, before, stream.record_event(torch.cuda.Event(enable_timing=True))))
+            before = accelerator.record(self._device, timed=True)
+            accelerator.wait_in_stream(self._device, task.event)
+            after = accelerator.record(self._device, timed=True)
+            assert before is not None and after is not None
+            task.link.stalls.append((task.cause, before, after))
 
 
-def _carry_out(task: Task, streams: Mapping[str, torch.cuda.Stream]) -> None:
+def _carry_out(task: Task, streams: Mapping[str, torch.Stream | None]) -> None:
     stream = streams.get(task.lane) if task.copies else None
     for before in task.after:
         if before.signal is not None:
@@ -225,14 +225,14 @@ def _carry_out(task: Task, streams: Mapping[str, torch.cuda.Stream]) -> None:
     if stream is None:
         task.run()
         return
-    with torch.cuda.stream(stream):
+    with accelerator.inside(stream):
         assert task.ready is not None
         stream.wait_event(task.ready)
         task.run()
         task.event = stream.record_event()
 
 
-def _serve(queue: "SimpleQueue[Task | None]", streams: Mapping[str, torch.cuda.Stream]) -> None:
+def _serve(queue: "SimpleQueue[Task | None]", streams: Mapping[str, torch.Stream | None]) -> None:
     while (task := queue.get()) is not None:
         _carry_out(task, streams)
         assert task.signal is not None
@@ -303,7 +303,7 @@ class Link:
         self.counts: dict[Purpose, Count] = {}
         self.exposed: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] | None = None
-        self.stalls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.stalls: list[tuple[str, torch.Event, torch.Event]] = []
 
     def copy(
         self,

@@ -24,7 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from zeroshard.errors import BudgetExceeded, PlanError
 from zeroshard.leases import Lease, is_open, lease, roll_call
 from zeroshard.lock import Owner
-from zeroshard.platform import REAL, Platform
+from zeroshard.platform import accelerator
+from zeroshard.platform.real import REAL, Platform
 from zeroshard.pulse import Pulse
 from zeroshard.rendezvous import connect, give_up, limit_waits, naming, wait_for_all
 from zeroshard.tiers import find_rooms
@@ -141,7 +142,8 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
 
     Args:
         timeout: seconds that a collective may wait before it is an error.
-        device: "cpu" or "cuda"; by default CUDA where there is a GPU for every local rank.
+        device: "cpu", "cuda" (ROCm too) or another accelerator's type by torch's name; by default an accelerator where
+            there is one for every local rank.
 
     Raises:
         PlanError: a world size or a device that cannot be had. CommError: a rank did not come within `timeout`.
@@ -155,9 +157,8 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
             raise PlanError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
             )
-        if where.type == "cuda":
-            torch.cuda.set_device(where)
-        _join("nccl" if where.type == "cuda" else "gloo", timeout)
+        accelerator.select(where)
+        _join(accelerator.backend(where), timeout)
     else:
         limit_waits(_get_default_store(), timeout)
     ranks = dist.get_world_size()
@@ -341,22 +342,5 @@ def _leave(mesh: Mesh) -> None:
 
 
 def _device(device: str | None) -> torch.device:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None:
-        device = "cuda" if gpus >= local_ranks else "cpu"
-    if device == "cpu":
-        return torch.device("cpu")
-    if device != "cuda":
-        raise PlanError(f"Device {device!r} is unknown; use 'cpu' or 'cuda'.")
-    if not gpus:
-        raise PlanError(
-            "device='cuda' needs a GPU, and PyTorch sees none (it was built without CUDA, the driver is missing, or "
-            "CUDA_VISIBLE_DEVICES hides them); use device='cpu', or leave the device out."
-        )
-    if gpus < local_ranks:
-        raise PlanError(
-            f"{local_ranks} local ranks ask for CUDA and {gpus} GPUs are visible; start {gpus} ranks or use "
-            f"device='cpu'."
-        )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return accelerator.pick(device, ranks, int(os.environ.get("LOCAL_RANK", "0")))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -19,6 +18,7 @@ from zeroshard.pipeline.chain import Chain
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.pipeline.measure import REPEATS, measure
 from zeroshard.pipeline.profile import LayerCost, Profile
+from zeroshard.platform import accelerator
 from zeroshard.train.model import build_model
 from zeroshard.train.tokenizer import load_tokenizer
 
@@ -42,8 +42,8 @@ class ProfileOptions:
     """Dropout of a built-in model."""
     repeats: int = REPEATS
     """Runs of each layer after one to warm up; their median counts."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to measure; auto takes CUDA when there is a GPU."""
+    device: str = "auto"
+    """Where to measure: cpu, cuda (ROCm too) or another accelerator by torch's name; auto takes one if it is there."""
     out: Path = Path("profile.json")
     """File to write."""
     json: bool = False
@@ -67,6 +67,7 @@ def run_profile(argv: Sequence[str], threads: int | None = None) -> None:
 
     Raises:
         ConfigError: options that cannot be.
+        PlanError: no such device.
         ModelError: no such model, or one that is no chain of layers.
         DataError: no tokenizer, or the file cannot be written.
     """
@@ -75,7 +76,7 @@ def run_profile(argv: Sequence[str], threads: int | None = None) -> None:
     options = parse(ProfileOptions, argv, "zeroshard profile")
     if threads is not None:
         torch.set_num_threads(threads)
-    profile = measured(options, _device(options.device))
+    profile = measured(options, accelerator.pick(None if options.device == "auto" else options.device))
     profile.save(options.out)
     if options.json:
         print(json.dumps(asdict(profile), indent=1, allow_nan=False))
@@ -99,8 +100,9 @@ def measured(options: ProfileOptions, device: torch.device) -> Profile:
 
 def machine(device: torch.device) -> str:
     """The processor, the threads of CPU kernels, and the version of torch."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    title = accelerator.title(device)
+    if title is not None:
+        return f"{title}, torch {torch.__version__}"
     threads = torch.get_num_threads()
     return f"{_processor()}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
 
@@ -109,13 +111,6 @@ def _processor() -> str:
     facts = CPU_FACTS.read_text().splitlines() if CPU_FACTS.exists() else []
     names = [line.partition(":")[2].strip() for line in facts if line.startswith("model name")]
     return next(filter(None, names), "") or platform.processor() or platform.machine()
-
-
-def _device(wanted: str) -> torch.device:
-    gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not gpu:
-        raise ConfigError("device is 'cuda' and no GPU is visible; use --device cpu.")
-    return torch.device("cuda" if gpu and wanted != "cpu" else "cpu")
 
 
 def _print(profile: Profile, out: Path) -> None:

@@ -12,7 +12,8 @@ import zeroshard as zs
 from zeroshard.counts import UPDATE, Purpose
 from zeroshard.link import Modelled, Task
 from zeroshard.offload.updates import HostUpdates
-from zeroshard.platform import Clock, real
+from zeroshard.platform import real
+from zeroshard.platform.rehearsed import Clock
 
 DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP
 ACTIVATIONS_DOWN, ACTIVATIONS_UP = Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP

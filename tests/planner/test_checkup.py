@@ -18,7 +18,7 @@ GOOD = Facts(
     python=(3, 11),
     torch="2.13.0+cpu",
     numpy="2.4.6",
-    cuda=None,
+    built_for=None,
     gpus=0,
     gpu_driver=False,
     processor="a CPU",
@@ -65,8 +65,8 @@ WRONG: list[tuple[dict[str, Any], str, str, str, str]] = [
     ({"numpy": None}, "numpy", "error", "no numpy", "numpy>=1.26"),
     ({"numpy": "1.25.2"}, "numpy", "error", "1.25.2", "numpy>=1.26"),
     ({"gpu_driver": True}, "GPU", "warning", "built for CPUs", "build for CUDA"),
-    ({"cuda": "13.0"}, "GPU", "warning", "built for CUDA 13.0", "Nothing, to train on CPUs"),
-    ({"cuda": "13.0", "gpu_driver": True}, "GPU", "error", "no GPU can be used", "nvidia-smi"),
+    ({"built_for": "CUDA 13.0"}, "GPU", "warning", "built for CUDA 13.0", "Nothing, to train on CPUs"),
+    ({"built_for": "CUDA 13.0", "gpu_driver": True}, "GPU", "error", "no GPU can be used", "nvidia-smi"),
     ({"memory_limit": 2**33}, "memory", "warning", "8.00 GiB by its cgroup", "limit"),
     ({"swap_used": 2**32}, "swap", "warning", "4.00 GiB are swapped out", "End what"),
     ({"core_quota": 2.5, "variables": {"OMP_NUM_THREADS": "2"}}, "cores", "warning", "2.5", "OMP_NUM_THREADS"),
@@ -113,9 +113,9 @@ def test_an_interface_that_is_not_there_is_an_error() -> None:
 
 def test_hidden_gpus_are_not_a_broken_driver() -> None:
     hidden = {**GOOD.variables, "CUDA_VISIBLE_DEVICES": ""}
-    (finding,) = findings(cuda="13.0", gpu_driver=True, variables=hidden)
+    (finding,) = findings(built_for="CUDA 13.0", gpu_driver=True, variables=hidden)
     assert (finding.level, finding.way_out) == ("warning", "Unset it.")
-    assert findings(cuda="13.0", gpu_driver=True, gpus=2) == []
+    assert findings(built_for="CUDA 13.0", gpu_driver=True, gpus=2) == []
 
 
 def test_limits_count_in_what_training_can_have() -> None:

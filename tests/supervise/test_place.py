@@ -22,10 +22,9 @@ def test_one_machine_alone() -> None:
 
 
 def test_processes_are_gpus_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("zeroshard.platform.accelerator.count", lambda: 4)
     assert place({}, nproc_per_node=None).processes == 4
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("zeroshard.platform.accelerator.count", lambda: 0)
     assert place({}, nproc_per_node=None).processes == 1
 
 

@@ -17,7 +17,7 @@ from zeroshard.errors import ConfigError, PlanError
 from zeroshard.mesh import Mesh
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.result import Found
-from zeroshard.platform import Rehearsal
+from zeroshard.platform.rehearsed import Rehearsal
 from zeroshard.report import write_report
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig

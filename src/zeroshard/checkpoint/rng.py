@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from zeroshard.platform import accelerator
+
 PYTHON = struct.Struct("<625qd?")  # Mersenne Twister: 624 words and a position; the pending gauss, and if there is one
 NUMPY = struct.Struct("<624Iqqd")  # the same: words, position, whether there is a gauss, the gauss
 
@@ -14,8 +16,9 @@ NUMPY = struct.Struct("<624Iqqd")  # the same: words, position, whether there is
 def streams(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, state as uint8) of torch's, Python's and numpy's global generators, and of this rank's GPU."""
     yield "torch", torch.get_rng_state()
-    if device.type == "cuda":
-        yield "cuda", torch.cuda.get_rng_state(device)
+    state = accelerator.random_state(device)
+    if state is not None:
+        yield device.type, state
     _, words, gauss = random.getstate()
     yield "python", _tensor(PYTHON.pack(*words, gauss or 0.0, gauss is not None))
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -27,8 +30,8 @@ def restore(name: str, state: torch.Tensor, device: torch.device) -> None:
     content = state.numpy().tobytes()
     if name == "torch":
         torch.set_rng_state(state)
-    elif name == "cuda" and device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
+    elif name == device.type:
+        accelerator.set_random_state(device, state)
     elif name == "python":
         *words, gauss, has_gauss = PYTHON.unpack(content)
         random.setstate((3, tuple(words), gauss if has_gauss else None))

@@ -33,6 +33,7 @@ from zeroshard.comm import Comm
 from zeroshard.errors import CheckpointError
 from zeroshard.ledger import Category, Ledger
 from zeroshard.mesh import Mesh
+from zeroshard.platform import accelerator
 from zeroshard.rendezvous import give_up
 
 POLLS = 0.005, 0.1  # seconds between looks into the store, at first and at most
@@ -81,21 +82,21 @@ class Snapshot:
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
         """The same pieces, with values that no step changes any more."""
         before, self._buffers = self._buffers, {}
-        copies, streams = [], False
+        copies, devices = [], set[torch.device]()
         for piece in pieces:
             values = piece.values.detach()
             buffer = before.pop((piece.name, piece.box), None)
             if buffer is None or (buffer.dtype, buffer.numel()) != (values.dtype, values.numel()):
                 self._enter(buffer, values)
-                buffer = torch.empty(values.numel(), dtype=values.dtype, pin_memory=values.is_cuda)
+                buffer = accelerator.page_locked(values.numel(), values.dtype, values.device)
             buffer.copy_(values.reshape(-1), non_blocking=True)
-            streams |= values.is_cuda
+            devices.add(values.device)
             self._buffers[piece.name, piece.box] = buffer
             copies.append(replace(piece, values=buffer))
         for buffer in before.values():
             self._enter(buffer, None)
-        if streams:
-            torch.cuda.current_stream().synchronize()
+        for device in devices:
+            accelerator.finish_stream(device)
         return copies
 
     def _enter(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:

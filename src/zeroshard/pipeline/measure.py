@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.pipeline.chain import Chain, Layer
 from zeroshard.pipeline.profile import LayerCost
+from zeroshard.platform import accelerator
 
 REPEATS = 5
 
@@ -35,8 +36,7 @@ def measure(
         now: seconds of the clock to measure by.
     """
     costs = []
-    gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), _real_buffers(model, device):
+    with accelerator.forked_random([device]), _real_buffers(model, device):
         for layer in chain.layers:
             with _standing_in(chain, device):
                 hidden = chain.boundary(layer.number, forward) if layer.number else None
@@ -78,22 +78,17 @@ class _Measurement:
         """The output, and the seconds of one forward and one backward."""
         number = self._layer.number
         hidden = None if self._hidden is None else self._hidden.detach().requires_grad_()
-        self._wait()
+        accelerator.synchronize(self._device)
         start = self._now()
         output = self._chain.run(number, number + 1, self._forward, hidden)
-        self._wait()
+        accelerator.synchronize(self._device)
         middle = self._now()
         ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         wanted = [*self._parameters, *([] if hidden is None else [hidden])]
         if ends and wanted:
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
-        self._wait()
+        accelerator.synchronize(self._device)
         return output, middle - start, self._now() - middle
-
-    def _wait(self) -> None:
-        """Let the device finish."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

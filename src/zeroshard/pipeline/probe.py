@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.gates import Gate, activation_at, place_of_activation, with_activation
 from zeroshard.pipeline.standins import Standins
+from zeroshard.platform import accelerator
 
 SPREAD = 0.02  # of random weights
 Site = tuple[nn.Module, str]
@@ -205,10 +206,9 @@ def unchanged(model: nn.Module) -> Iterator[set[Site]]:
     owned = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     sites = {(module, name) for module, name, _ in owned}
     before = [(buffer, buffer.clone()) if buffer is not None and not buffer.is_meta else None for *_, buffer in owned]
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     changed: set[Site] = set()
     try:
-        with torch.random.fork_rng(devices):
+        with accelerator.forked_random(p.device for p in model.parameters()):
             yield changed
     finally:
         with torch.no_grad():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.ledger import Category, Ledger
+from zeroshard.platform import accelerator
 
 Values = dict[str, Tensor | None]
 
@@ -26,9 +27,8 @@ class Replay:
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger) -> None:
         self._modules, self._ledger = modules, ledger
-        self._devices = [device] if device.type == "cuda" else []
-        self._random = torch.get_rng_state()
-        self._device_random = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._device = device
+        self._random, self._device_random = torch.get_rng_state(), accelerator.random_state(device)
         copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
         self._before: dict[nn.Module, Values] = {}
         self._copies: dict[nn.Module, Values] = {}
@@ -63,10 +63,9 @@ class Replay:
         try:
             for module, values in self._copies.items():
                 _install(module, values)
-            with torch.random.fork_rng(devices=self._devices):
+            with accelerator.forked_random([self._device]):
                 torch.set_rng_state(self._random)
-                for device, state in zip(self._devices, self._device_random, strict=True):
-                    torch.cuda.set_rng_state(state, device)
+                accelerator.set_random_state(self._device, self._device_random)
                 yield
         finally:
             for module, current in now.items():

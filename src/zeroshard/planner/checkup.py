@@ -74,21 +74,21 @@ def _versions(facts: Facts) -> Iterator[Finding]:
 def _gpus(facts: Facts) -> Iterator[Finding]:
     hidden = facts.variables.get("CUDA_VISIBLE_DEVICES")
     if facts.gpus:
-        yield Finding("GPU", "ok", f"{facts.gpus} visible, torch is built for CUDA {facts.cuda}")
-    elif facts.cuda is None and facts.gpu_driver:
+        yield Finding("GPU", "ok", f"{facts.gpus} visible, torch is built for {facts.built_for}")
+    elif facts.built_for is None and facts.gpu_driver:
         found = "a driver for GPUs is loaded, and torch is built for CPUs"
         yield Finding("GPU", "warning", found, "a torch that is built for CUDA", "Install torch's build for CUDA.")
-    elif facts.cuda is None:
+    elif facts.built_for is None:
         yield Finding("GPU", "ok", "none, and torch is built for CPUs")
     elif hidden is not None and facts.gpu_driver:
         found = f"none is visible, and CUDA_VISIBLE_DEVICES is {hidden!r}"
         yield Finding("GPU", "warning", found, "numbers of GPUs that exist, or no such variable", "Unset it.")
     elif facts.gpu_driver:
-        found = f"torch is built for CUDA {facts.cuda}, a driver is loaded, and no GPU can be used"
+        found = f"torch is built for {facts.built_for}, a driver is loaded, and no GPU can be used"
         way = "See what nvidia-smi says; in a container, pass the GPUs in (--gpus all)."
         yield Finding("GPU", "error", found, "a driver that is new enough, and GPUs that this process may use", way)
     else:
-        found = f"none, and torch is built for CUDA {facts.cuda}"
+        found = f"none, and torch is built for {facts.built_for}"
         way = "Nothing, to train on CPUs; torch's build for CPUs is smaller."
         yield Finding("GPU", "warning", found, "a driver for GPUs, to train on them", way)
 

@@ -20,7 +20,7 @@ from zeroshard.planner.private import Results, fakes
 from zeroshard.planner.rehearse import Rates, Task, quiet
 from zeroshard.planner.shallow import FEW, cut, stacks_of
 from zeroshard.planner.tracker import Tracker
-from zeroshard.platform import Clock
+from zeroshard.platform.rehearsed import Clock
 from zeroshard.precision.call import call_with
 
 

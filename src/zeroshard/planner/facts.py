@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from zeroshard.platform import accelerator
+
 ROOT = Path("/")
 UNLIMITED = 2**60  # bytes; cgroups write larger numbers for no limit
 VARIABLES = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -27,7 +29,7 @@ class Facts:
         python: version, as numbers.
         torch: its version.
         numpy: its version.
-        cuda: the CUDA that torch was built for.
+        built_for: the accelerators that torch was built for, such as "CUDA 13.0".
         gpus: that torch can use.
         gpu_driver: whether a driver for GPUs is loaded.
         processor: the name of the CPU.
@@ -56,7 +58,7 @@ class Facts:
     python: tuple[int, int]
     torch: str
     numpy: str | None
-    cuda: str | None
+    built_for: str | None
     gpus: int
     gpu_driver: bool
     processor: str
@@ -106,8 +108,8 @@ def gather_facts(environment: Mapping[str, str], disk: Path) -> Facts:
         python=(int(major), int(minor)),
         torch=torch.__version__,
         numpy=_version("numpy"),
-        cuda=torch.version.cuda,
-        gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        built_for=accelerator.built_for(),
+        gpus=accelerator.count(),
         gpu_driver=(ROOT / "proc/driver/nvidia/version").exists(),
         processor=processor(),
         cores=os.cpu_count() or 1,

@@ -27,7 +27,7 @@ Operation = Literal["gather", "exchange", "send"]
 UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves, by those of its states: they, read and written, 2 + 2 beside
 OPERATIONS: tuple[Operation, ...] = ("gather", "exchange", "send")
 DTYPES = ("fp32", "bf16", "fp16")
-ROUNDS = {"cpu": 1, "cuda": 512}  # bytes; CUDA's caching allocator hands out multiples of 512
+ROUNDS = {"cpu": 1, "cuda": 512, "xpu": 512}  # bytes; multiples of 512 from torch's caching allocators for devices
 EXAMPLE = 'device = "A100-80", nodes = 4, per_node = 8, inside_gbps = 1800, between_gbps = 400, host_memory = "1024GiB"'
 
 
@@ -71,7 +71,7 @@ class Device:
 
     Attributes:
         name: what people call it.
-        kind: "cpu" or "cuda".
+        kind: "cpu", or the type of an accelerator by torch's name ("cuda" for ROCm too).
         memory_bytes: all of its memory (of a rank on CPUs: its share of the host's).
         matrix_flops: matrix products' FLOP/s by dtype ("fp32", "bf16", "fp16"); a dtype left out runs as fp32.
         memory_bandwidth: bytes/s, read and written together.
@@ -85,7 +85,7 @@ class Device:
     """
 
     name: str
-    kind: Literal["cpu", "cuda"]
+    kind: str
     memory_bytes: int
     matrix_flops: Mapping[str, float]
     memory_bandwidth: float
@@ -132,7 +132,7 @@ class Device:
         """
         rate = self.matrix_flops.get(dtype_name, self.matrix_flops["fp32"])
         work = max(flops / rate, nbytes / self.memory_bandwidth)
-        if self.kind == "cuda":  # the host is ahead, unless operations are shorter than their launch
+        if self.kind != "cpu":  # the host is ahead, unless operations are shorter than their launch
             return max(work, self.launch_seconds)
         return work + self.launch_seconds
 
@@ -413,7 +413,7 @@ def _device(table: Mapping[str, Any]) -> Device:
         matrix_flops={dtype: 1e12 * (_number(table["tflops"], dtype) or 0.0) for dtype in table["tflops"]},
         memory_bandwidth=1e9 * (_number(table, "memory_gbytes") or 0.0),
         launch_seconds=assumed["launch_seconds"] if launch is None else 1e-6 * launch,
-        overhead_bytes=parse_size(table.get("overhead", assumed["overhead"] if kind == "cuda" else 0)),
+        overhead_bytes=parse_size(table.get("overhead", assumed["overhead"] if kind != "cpu" else 0)),
         host_link=None if host is None else 1e9 * host,
         source="As the file says.",
     )

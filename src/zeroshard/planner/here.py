@@ -11,6 +11,7 @@ from zeroshard.mesh import cache_home, local_ranks
 from zeroshard.planner.facts import memory_limit, processor
 from zeroshard.planner.hardware import Device, Link, Machines, preset, preset_names
 from zeroshard.planner.profile import Profile, default_path
+from zeroshard.platform import accelerator
 
 BETWEEN = Link(1.25e9, 5e-5)  # of machines whose network nobody measured: 10 gigabits per second
 ASSUMED = "Rates are assumed; zeroshard doctor measures those of this machine."
@@ -22,7 +23,7 @@ def machines_here(ranks: int, kind: str, profile: Path | None = None) -> Machine
     """What `ranks` ranks like this process would run on.
 
     Args:
-        kind: what computes, "cpu" or "cuda".
+        kind: what computes: "cpu", or the type of an accelerator by torch's name.
         profile: of this machine; by default where `zeroshard doctor` writes it.
 
     Raises:
@@ -37,9 +38,10 @@ def machines_here(ranks: int, kind: str, profile: Path | None = None) -> Machine
         memory = free_memory() // per_node if kind == "cpu" else None
         one = measured.machines(per_node, "shared" if shares else "network", memory=memory)
         return one if ranks == per_node else replace(one, count=ranks, between=BETWEEN)
-    if kind == "cuda":
-        found = torch.cuda.get_device_properties(0)
-        return _known(found.name, found.total_memory, ranks, per_node)
+    first = torch.device(kind, 0)
+    name, memory = accelerator.title(first), accelerator.total_memory(first)
+    if name is not None and memory is not None:
+        return _known(name, memory, ranks, per_node)
     device = Device(
         name=processor(),
         kind="cpu",

@@ -23,6 +23,7 @@ import torch
 
 from zeroshard.planner.facts import Facts
 from zeroshard.planner.profile import PAIR, Beside, Profile, Timing, default_path
+from zeroshard.platform import accelerator
 
 __all__ = ["Effort", "Profile", "default_path", "measure"]
 
@@ -63,24 +64,24 @@ def measure(effort: Effort, facts: Facts, threads: int, say: Callable[[str], obj
         threads: of CPU kernels in each process.
         say: is told what is being measured.
     """
-    device = torch.device("cuda" if facts.gpus else "cpu")
+    device = torch.device(accelerator.kind() if facts.gpus else "cpu")
     torch.set_num_threads(threads)
     problems: dict[str, str] = {}
-    total, overhead = _gpu_memory(device) if facts.gpus else (facts.usable_memory, 0)
+    total, overhead = _memory(device, facts)
     say("matrix products")
     flops = {name: matrix_flops(device, dtype, effort.matrix, effort.box) for name, dtype in KINDS.items()}
     say("memory and small operations")
     nbytes = effort.copy_bytes * (GPU_SCALE if facts.gpus else 1)
     bandwidth, small = copy_bandwidth(device, nbytes, effort.box), op_seconds(device, effort.box)
-    up, down = host_link(effort.copy_bytes, effort.box) if facts.gpus else (None, None)
+    up, down = host_link(device, effort.copy_bytes, effort.box) if facts.gpus else (None, None)
     say("the disk")
     write, read = _disk(facts, effort, problems)
     say("two processes together")
-    pair = _pair(effort, threads, "cuda" if facts.gpus >= PAIR else "cpu", problems)
+    pair = _pair(effort, threads, device.type if facts.gpus >= PAIR else "cpu", problems)
     return Profile(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
-        machine=torch.cuda.get_device_name() if facts.gpus else facts.processor,
-        kind="cuda" if facts.gpus else "cpu",
+        machine=accelerator.title(device) or facts.processor,
+        kind=device.type,
         torch=torch.__version__,
         threads=threads,
         cores=facts.usable_cores,
@@ -103,15 +104,15 @@ def measure(effort: Effort, facts: Facts, threads: int, say: Callable[[str], obj
 
 def median_seconds(run: Callable[[], object], box: float, device: torch.device) -> float:
     """The median time of a run, after one to warm up; runs until the box is full, at least once."""
-    _wait_for(device)
+    accelerator.synchronize(device)
     run()
-    _wait_for(device)
+    accelerator.synchronize(device)
     times: list[float] = []
     end = time.perf_counter() + box
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
         run()
-        _wait_for(device)
+        accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
@@ -155,9 +156,10 @@ def op_seconds(device: torch.device, box: float) -> float:
     return median_seconds(run, box, device) / (2 * CHAIN)
 
 
-def host_link(nbytes: int, box: float) -> tuple[float, float]:
-    """Bytes/s from pinned memory to the GPU, and back."""
-    here, there = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True), torch.ones(nbytes, dtype=torch.uint8).cuda()
+def host_link(device: torch.device, nbytes: int, box: float) -> tuple[float, float]:
+    """Bytes/s from page-locked memory to an accelerator, and back."""
+    here = accelerator.page_locked(nbytes, torch.uint8, device).fill_(1)
+    there = torch.ones(nbytes, dtype=torch.uint8, device=device)
     up = nbytes / median_seconds(lambda: there.copy_(here, non_blocking=True), box, there.device)
     down = nbytes / median_seconds(lambda: here.copy_(there, non_blocking=True), box, there.device)
     return up, down
@@ -184,18 +186,12 @@ def disk_bandwidth(folder: Path, nbytes: int, box: float) -> tuple[float, float]
         return write, read / (time.perf_counter() - start)
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _gpu_memory(device: torch.device) -> tuple[int, int]:
-    """All of a GPU's memory, and what of it is taken with nothing but the libraries loaded."""
+def _memory(device: torch.device, facts: Facts) -> tuple[int, int]:
+    """All of the device's memory, and the part that is taken with nothing but the libraries loaded."""
     torch.mm(torch.ones(16, 16, device=device), torch.ones(16, 16, device=device))
-    _wait_for(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total, max(0, total - free - torch.cuda.memory_reserved())
+    accelerator.synchronize(device)
+    total = accelerator.total_memory(device)
+    return facts.usable_memory if total is None else total, accelerator.taken_memory(device)
 
 
 def _disk(facts: Facts, effort: Effort, problems: dict[str, str]) -> tuple[float | None, float | None]:

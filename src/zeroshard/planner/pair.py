@@ -19,6 +19,7 @@ from zeroshard.comm import Comm, Purpose
 from zeroshard.mesh import SETTLE, Mesh, keep_freed_memory, mesh_of, stay_inside
 from zeroshard.planner.measure import copy_bandwidth, matrix_flops
 from zeroshard.planner.profile import PAIR
+from zeroshard.platform import accelerator
 
 SHARE = 5  # of a box's part for one size of one collective
 FEWEST, MOST = 3, 200  # runs
@@ -34,12 +35,11 @@ def main(words: str) -> None:
     rank, folder, device = task["rank"], Path(task["folder"]), task["device"]
     torch.set_num_threads(task["threads"])
     keep_freed_memory()
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    where = accelerator.pick(device, PAIR, rank)
+    accelerator.select(where)
     stay_inside()
     patience = timedelta(seconds=task["limit"])
-    backend = "nccl" if where.type == "cuda" else "gloo"
+    backend = accelerator.backend(where)
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=PAIR, timeout=patience)
     mesh = mesh_of(list(range(PAIR)), where, task["limit"])
     answer = json.dumps(measure_pair(mesh, task["messages"], task["box"], task["copy_bytes"], task["matrix"]))
@@ -131,13 +131,12 @@ def _signal(comm: Comm, box: float) -> Row:
 
 def _timed(comm: Comm, run: Run, nbytes: int, box: float) -> Row:
     """(bytes, seconds by the clock, seconds of CPU time of this process); as many runs as rank 0 thinks fit the box."""
-    size, cuda = max(1, nbytes // 4), comm.mesh.device.type == "cuda"
+    size = max(1, nbytes // 4)
 
     def once() -> float:
         start = time.perf_counter()
         run(size)
-        if cuda:
-            torch.cuda.synchronize()
+        accelerator.synchronize(comm.mesh.device)
         return time.perf_counter() - start
 
     fastest = max(1e-9, min(once() for _ in range(FEWEST)))  # the first runs warm up

@@ -91,7 +91,7 @@ def _host_capacity(fullest: Needs, plan: Plan, machines: Machines) -> int | None
 
 
 def _modelled(machines: Machines) -> str:
-    assumed = " is assumed" if machines.host_bandwidth is None and machines.device.kind == "cuda" else ""
+    assumed = " is assumed" if machines.host_bandwidth is None and machines.device.kind != "cpu" else ""
     rate = f"{machines.host_rate / 1e9:.4g} GB/s of host memory for each rank{assumed}"
     return f"Seconds of copies between tiers and of host updates are modelled on a virtual clock; {rate}."
 

@@ -41,7 +41,7 @@ class Profile:
         version: of the file's form.
         date: when, as ISO 8601.
         machine: the processor or the GPU.
-        kind: what computes, "cpu" or "cuda".
+        kind: what computes: "cpu", or the type of an accelerator by torch's name.
         torch: its version.
         threads: of CPU kernels in each process.
         cores: that this process may use.
@@ -65,7 +65,7 @@ class Profile:
 
     date: str
     machine: str
-    kind: Literal["cpu", "cuda"]
+    kind: str
     torch: str
     threads: int
     cores: int
@@ -142,8 +142,8 @@ class Profile:
         Raises:
             PlanError: more ranks than GPUs, or collectives that could not be measured.
         """
-        if count < 1 or (self.kind == "cuda" and count > self.devices):
-            have = f"{self.devices} GPU{'s' * (self.devices > 1)}" if self.kind == "cuda" else "CPUs"
+        if count < 1 or (self.kind != "cpu" and count > self.devices):
+            have = f"{self.devices} GPU{'s' * (self.devices > 1)}" if self.kind != "cpu" else "CPUs"
             raise PlanError(f"{count} ranks on this machine, which has {have}: ask for fewer, or name a device.")
         shared = self.host_memory // count
         link = self._link(transport, clock) if count > 1 else Link(math.inf)

@@ -30,7 +30,7 @@ from zeroshard.planner.result import TEMPORARIES, Span
 from zeroshard.planner.shallow import Look, look_at
 from zeroshard.planner.tracker import Tracker
 from zeroshard.planner.workspaces import beside_results
-from zeroshard.platform import Clock, Rehearsal
+from zeroshard.platform.rehearsed import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
 from zeroshard.units.tensors import tensors_in
 

@@ -1,10 +1,6 @@
 """The platform: what a rank finds around it, real or rehearsed; nothing else knows of rehearsals.
 
-Read `real` (clock, network, memory, disk and tasks of this machine), then `rehearsed` (one rank's, where the others do
-not exist, on a clock of predicted time).
+Read `accelerator` (the device, as torch reaches it), `real` (clock, network, memory, disk and tasks of this machine),
+then `rehearsed` (one rank's, where the others do not exist, on a clock of predicted time). Nothing is imported here,
+because `real` stands on modules that need `accelerator`.
 """
-
-from zeroshard.platform.real import REAL, Platform
-from zeroshard.platform.rehearsed import Clock, Rehearsal
-
-__all__ = ["REAL", "Clock", "Platform", "Rehearsal"]

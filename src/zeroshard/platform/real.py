@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.ledger import Ledger
 from zeroshard.link import Executor, Worker
+from zeroshard.platform import accelerator
 from zeroshard.shared import SharedMemory, share
 from zeroshard.tiers import Disk, HostMemory, Room, find_rooms
 from zeroshard.transport import Network
@@ -25,9 +26,8 @@ class Platform:
 
     def limit(self, device: torch.device, budget: int | None) -> None:
         """Let torch's allocator refuse what is beyond a GPU's budget in bytes; elsewhere the ledger alone does."""
-        if device.type == "cuda" and budget is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+        if budget is not None:
+            accelerator.limit_memory(device, budget)
 
     def part(self, ranks: Sequence[int]) -> "Platform":
         """That of a mesh of some of the ranks."""

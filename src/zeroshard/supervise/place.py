@@ -147,6 +147,6 @@ def _slurm_head(given: Mapping[str, str]) -> str:
 
 
 def _gpus() -> int:
-    import torch
+    from zeroshard.platform import accelerator  # loads torch, which few commands need
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return accelerator.count()

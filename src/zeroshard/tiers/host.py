@@ -1,7 +1,7 @@
 """Host memory as slabs of exact size, outside of torch's allocator.
 
-So all that torch's allocator holds on a CPU is "the device", and on a GPU each slab is registered with CUDA in the size
-that it has, where torch's pinned allocator rounds up to powers of two.
+So all that torch's allocator holds on a CPU is "the device", and on a GPU each slab is registered with its driver in
+the size that it has, where torch's pinned allocator rounds up to powers of two.
 
 [Note: pages are taken at once] A page of new memory is only taken when it is first touched, so whatever reads what is
 free would not see what is promised already. Slabs touch all their pages when they are made; too little memory is an
@@ -18,14 +18,15 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.errors import BudgetExceeded, OffloadError
+from zeroshard.errors import BudgetExceeded
 from zeroshard.ledger import WAYS_OUT, Category, Ledger
+from zeroshard.platform import accelerator
 from zeroshard.tiers.room import ROOT, find_rooms
 
+HOST = torch.device("cpu")
 PAGE = mmap.PAGESIZE
 TOUCH = 2**24  # bytes that are touched in one call, during which no other thread of Python runs
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not among the names of Python 3.11
-PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
 
 def in_pages(nbytes: int) -> int:
@@ -33,43 +34,35 @@ def in_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def fresh_pages(nbytes: int, cuda: bool = False) -> mmap.mmap:
-    """Zeroed memory of whole pages, registered with CUDA if asked; it is freed with the last tensor that lies in it.
+def fresh_pages(nbytes: int, device: torch.device = HOST) -> mmap.mmap:
+    """Zeroed memory of whole pages, registered with the device; it is freed with the last tensor that lies in it.
 
     Raises:
         OSError: there is no such memory.
-        OffloadError: CUDA refuses it.
+        OffloadError: the device refuses it.
     """
-    kind = _Registered if cuda else mmap.mmap
-    pages = kind(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _Registered(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: touching takes three times as long
         pages.madvise(mmap.MADV_HUGEPAGE)
     with contextlib.suppress(OSError):  # an older kernel: see [Note: pages are taken at once]
         for start in range(0, nbytes, TOUCH):
             pages.madvise(MADV_POPULATE_WRITE, start, min(TOUCH, nbytes - start))
-    if isinstance(pages, _Registered):
-        pages.register()
+    pages.register(device)
     return pages
 
 
 class _Registered(mmap.mmap):
-    """Pages that CUDA copies from and to directly; they are unregistered before they are unmapped."""
+    """Pages that a device copies from and to directly; they are unregistered before they are unmapped."""
 
-    _address = 0  # while registered
+    _unregister: Callable[[], object] | None = None
 
-    def register(self) -> None:
+    def register(self, device: torch.device) -> None:
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        self._runtime = torch.cuda.cudart()
-        code = int(self._runtime.cudaHostRegister(address, len(self), PORTABLE))
-        if code:
-            raise OffloadError(
-                f"CUDA does not register {len(self):,} bytes of host memory (cudaError {code}); {WAYS_OUT['host']}."
-            )
-        self._address = address
+        self._unregister = accelerator.register(device, address, len(self))
 
     def __del__(self) -> None:
-        if self._address:
-            self._runtime.cudaHostUnregister(self._address)
+        if self._unregister is not None:
+            self._unregister()
 
 
 @dataclass(slots=True)
@@ -88,7 +81,7 @@ class HostMemory:
 
     Args:
         ledger: holds every slab, in whole pages; what the last page does not need is padding.
-        device: the tier above; on "cuda" slabs are registered.
+        device: the tier above; slabs are registered with an accelerator.
         root: where /proc and /sys are.
         make: in a rehearsal, makes so many elements that are only counted, in the place of memory.
     """
@@ -100,7 +93,7 @@ class HostMemory:
         root: Path = ROOT,
         make: Callable[[int, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
-        self._ledger, self._cuda, self._root, self._make = ledger, device.type == "cuda", root, make
+        self._ledger, self._device, self._root, self._make = ledger, device, root, make
         self._held: dict[int, _Entry] = {}  # by storage, as tensors without values have no address
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # of the pool, by bytes
         self._lent: dict[int, torch.Tensor] = {}  # of the pool, by storage
@@ -195,7 +188,7 @@ class HostMemory:
         size = in_pages(numel * dtype.itemsize)
         self.check_room(size, label, category=category)
         try:
-            pages = fresh_pages(size, self._cuda)
+            pages = fresh_pages(size, self._device)
         except OSError as error:
             found = f"the system has not that many in one piece ({error.strerror})"
             raise BudgetExceeded(_too_little(label, size, 1, found)) from None

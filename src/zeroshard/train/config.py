@@ -84,8 +84,9 @@ class TrainConfig:
     """Write TensorBoard events too (extra: tensorboard)."""
     ranks: int | None = None
     """Start this many processes on this machine; under torchrun, how many it must have started."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes CUDA when there is a GPU for every rank."""
+    device: str = "auto"
+    """Where to train: cpu, cuda (ROCm too), or another accelerator by torch's name; auto takes one when there is one
+    for every rank."""
 
     def __post_init__(self) -> None:
         least = {"sequence": 1, "batch": 1, "steps": 1, "warmup_steps": 0, "validate_every": 0, "validation_rows": 1}

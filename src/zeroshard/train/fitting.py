@@ -5,6 +5,8 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
+import torch
+
 from zeroshard.checks.fitting import changed, leaner
 from zeroshard.errors import BudgetExceeded, ZeroshardError
 from zeroshard.mesh import Mesh
@@ -13,6 +15,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.here import machines_here
 from zeroshard.planner.predict import predict
 from zeroshard.planner.result import TEMPORARIES, Prediction
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task
 
@@ -44,7 +47,7 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
             found = predict(task, plan, machines, config.batch)
         except ZeroshardError:
             continue  # refused by the engine
-        needed = _counted_bytes(found, mesh.device.type)
+        needed = _counted_bytes(found, mesh.device)
         smallest = ceil(needed / (1 - found.margin))
         if smallest <= budget and found.fits_host:
             return (
@@ -62,9 +65,9 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
     )
 
 
-def _counted_bytes(found: Prediction, kind: str) -> int:
+def _counted_bytes(found: Prediction, device: torch.device) -> int:
     """What a budget counts of a predicted step: everything on a GPU; on a CPU all but torch's temporaries."""
-    if kind == "cuda":
+    if is_accelerator(device):
         return found.peak_bytes
     moments = [event.nbytes for event in found.events] or [dict(found.memory)]
     return max(sum(n for name, n in moment.items() if name != TEMPORARIES) for moment in moments)

@@ -20,6 +20,8 @@ from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.result import TEMPORARIES, Prediction
 from zeroshard.planner.tracker import Tracker
 from zeroshard.planner.words import seconds as time_words
+from zeroshard.platform import accelerator
+from zeroshard.platform.accelerator import is_accelerator
 
 STEPS = 20  # after which both are compared
 TRACKED, TIMED = 5, 6  # the step whose every allocation is seen; the first whose time counts
@@ -36,7 +38,7 @@ class Measured:
 
     Attributes:
         memory: bytes by category at the peak of one step.
-        allocated: the most that CUDA's allocator gave out since the start; None elsewhere.
+        allocated: the most that the device's allocator gave out since the start; None on a CPU.
         wire: bytes by purpose, of the last step.
         wall: seconds of a step, the median.
         cpu: CPU time of this process in a step, the median.
@@ -72,7 +74,7 @@ class Forecast:
     def __init__(self, prediction: Prediction, rates: str, engine: Engine, steps: int) -> None:
         self.prediction, self.rates, self._engine = prediction, rates, engine
         self.last = min(STEPS, steps) if steps >= FEWEST else 0
-        self._cuda = engine.mesh.device.type == "cuda"
+        self._device = engine.mesh.device
         self._taken = 0
         self._tracking = ExitStack()
         self._tracker: Tracker | None = None
@@ -95,14 +97,14 @@ class Forecast:
             self._tracking.enter_context(self._engine.recording())
             self._tracker.start_again()
         self._optimizing = 0.0
-        self._wait()
+        accelerator.synchronize(self._device)
         began, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         except BaseException:
             self._stop_tracking()
             raise
-        self._wait()
+        accelerator.synchronize(self._device)
         if self._tracker is None and TIMED <= number <= self.last:
             took = time.perf_counter() - began, time.process_time() - cpu
             self._times.append((*took, self._optimizing, self._engine.seconds_waiting))
@@ -123,8 +125,8 @@ class Forecast:
         wire = {row.purpose: row.measured_bytes for row in self._engine.traffic()}
         walls, cpus, optimizing, waiting = map(median, zip(*self._times, strict=True))
         causes = {"compute": walls - optimizing - waiting, "optimizer": optimizing, "wire": waiting}
-        allocated = torch.cuda.max_memory_allocated() if self._cuda else None
-        mine = [self._memory, allocated, wire, walls, cpus, {} if self._cuda else causes]
+        allocated = accelerator.peak_memory(self._device)
+        mine = [self._memory, allocated, wire, walls, cpus, {} if is_accelerator(self._device) else causes]
         everyone = self._engine.world.agree_on(mine, "what the steps took")
         memory, allocated, wire, _, _, _ = everyone[self.prediction.rank]
         _, _, _, wall, cpu, causes = max(everyone, key=lambda rank: float(rank[3]))
@@ -162,10 +164,6 @@ class Forecast:
 
     def _leave(self) -> None:
         self._optimizing += time.perf_counter() - self._entered
-
-    def _wait(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
