@@ -19,16 +19,9 @@ from torch.distributed import get_default_backend_for_device
 from zeroshard.errors import OffloadError, PlanError
 
 HOSTS = ("cpu", "meta")  # types of devices on which nothing runs beside the host
-TRAINING = (
-    "Event",
-    "Stream",
-    "current_stream",
-    "get_rng_state",
-    "set_device",
-    "set_rng_state",
-    "stream",
-    "synchronize",
-)
+TRAINING = ("Event", "Stream", "current_stream", "get_rng_state", "set_device", "set_rng_state", "stream",
+            "synchronize")  # fmt: skip
+WAYS_OUT = {"cudart": "train without offload", "set_per_process_memory_fraction": "leave out device_memory"}
 PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 BUILDS = (("CUDA", "cuda"), ("ROCm", "hip"), ("XPU", "xpu"))  # as people call them; in torch.version
 
@@ -214,7 +207,7 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 
 def set_random_state(device: torch.device, state: torch.Tensor | None) -> None:
     """Set the generator to what `random_state` gave."""
-    if state is not None:
+    if is_accelerator(device) and state is not None:
         _ask(device, "set_rng_state")(state, device)
 
 
@@ -254,5 +247,6 @@ def _ask(device: torch.device, name: str, error: type[PlanError | OffloadError] 
     """
     found = getattr(torch.get_device_module(device), name, None)
     if found is None:
-        raise error(f"Device {device.type!r} cannot do this: torch.{device.type} lacks {name}; use device='cpu'.")
+        way_out = WAYS_OUT.get(name, "use device='cpu'")
+        raise error(f"torch.{device.type} lacks {name}, which zeroshard needs here on {device.type!r}; {way_out}.")
     return found
