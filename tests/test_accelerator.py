@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from zeroshard.checkpoint import rng
 from zeroshard.counts import Purpose
 from zeroshard.errors import OffloadError, PlanError
 from zeroshard.link import Link, Worker
+from zeroshard.mesh import init_mesh
 from zeroshard.platform import accelerator
 from zeroshard.platform.real import REAL
 
@@ -215,6 +217,25 @@ class TestWithAnAccelerator:
             assert calls == [("get_rng_state", XPU)]
         assert [name for name, *_ in calls] == ["get_rng_state", "set_rng_state"]
         assert torch.equal(torch.get_rng_state(), before)
+
+    def test_a_checkpoint_keeps_its_generator_under_its_type(self, calls: Calls) -> None:
+        state = dict(rng.streams(XPU))["xpu"]
+        assert dict(rng.streams(CPU)).keys() == {"torch", "python", "numpy"}
+        calls.clear()
+        rng.restore("xpu", state, CPU)
+        rng.restore("cpu", state, CPU)
+        rng.restore("cuda", state, XPU)
+        assert calls == []
+        rng.restore("xpu", state, XPU)
+        assert calls == [("set_rng_state", state, XPU)]
+
+    def test_a_mesh_takes_it(self, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert init_mesh().device == init_mesh(device="xpu").device == XPU
+        assert init_mesh(device="cpu").device == CPU
 
     def test_copies_wait_for_the_compute_before_them_and_results_for_copies(self, calls: Calls) -> None:
         link, into = Link(Worker(XPU, timeout=10.0)), torch.zeros(2)

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.shared import SharedMemory, Signal, Signals
 
 MOST_ROTATIONS = 8  # with more ranks their zero-length messages cost more than they save
@@ -60,7 +61,7 @@ class Network:
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         self._rank, self._ranks = rank, ranks
-        self._rotates = device.type == "cpu" and ranks <= MOST_ROTATIONS
+        self._rotates = not is_accelerator(device) and ranks <= MOST_ROTATIONS
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
         """Start to fill `full` [N*S] with all ranks' `own` [S], which may be this rank's part of it."""

@@ -1,5 +1,6 @@
 """Devices, links and machines, against numpy's interpolation, hand-made sums and the vendors' sheets."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -38,6 +39,7 @@ def test_an_operation_takes_as_long_as_its_slower_side() -> None:
     assert CPU.op_seconds(1e9, 1e6, "fp16") == CPU.op_seconds(1e9, 1e6)  # no rate of its own
     assert CPU.op_seconds(1e6, 1e8) == pytest.approx(1e-2 + 1e-6)  # bound by the memory
     assert (CPU.rounds, GPU.rounds, GPU.capacity_bytes) == (1, 512, 2**35 - 2**30)
+    assert dataclasses.replace(GPU, kind="xpu").rounds == 512
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from zeroshard.errors import BudgetExceeded, ZeroshardError
 from zeroshard.ledger import WAYS_OUT, Ledger
 from zeroshard.mesh import Mesh, local_ranks
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.tiers import find_rooms
 
 SAID = re.compile(r"can('|no)t allocate memory|bad_alloc|can't start new thread|not enough memory", re.I)
@@ -67,7 +68,7 @@ def check_machine(mesh: Mesh, nbytes: int, what: str) -> None:
     Raises:
         BudgetExceeded: with the limit that is met first.
     """
-    if mesh.device.type != "cpu":
+    if is_accelerator(mesh.device):
         return
     ranks = local_ranks() or mesh.ranks
     for room in sorted(mesh.platform.rooms(), key=lambda room: room.nbytes):

@@ -33,6 +33,7 @@ from zeroshard.parts.weights import Weights
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole as WholeModel
 from zeroshard.plan import Plan
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.zero import Accumulation, ByChunk, ByPass, Gatherer, Gradients, Residency
@@ -250,7 +251,7 @@ class Builder:
         whole, gradients = sum(sizes), 4 * max(sizes, default=0) if by_unit else sum(sizes)
         nbytes = 4 * ((whole if plan.zero else 0) + mesh.ranks * gradients)
         reason: str | None = "the ranks do not compute on CPUs"
-        if mesh.device.type == "cpu":
+        if not is_accelerator(mesh.device):
             reason = self._comm.share(nbytes) if mesh.ranks > 1 else None
             reasons = self._axes.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
             reason = next((found for found in reasons if found), None)

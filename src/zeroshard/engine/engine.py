@@ -43,6 +43,7 @@ from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.pipeline.steps import PipelineOrder
 from zeroshard.plan import Plan
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, Pipeline
 from zeroshard.units.hooks import Hook
@@ -90,7 +91,7 @@ class Engine(Readings):
         self.model = model
         self.plan = plan or Plan()
         self.mesh = mesh or shared_mesh(self.plan.timeout)
-        if self.mesh.device.type == "cpu":
+        if not is_accelerator(self.mesh.device):
             keep_freed_memory()
         budget = self.plan.device_budget
         self.ledger = Ledger({} if budget is None else {"device": budget}, self.mesh.now)

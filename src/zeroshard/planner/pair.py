@@ -60,13 +60,13 @@ def measure_pair(mesh: Mesh, messages: list[int], box: float, copy_bytes: int, m
     network = Comm(mesh)
     collectives = {"network": _timings(network, messages, box / SHARE)}
     shared, signal, problem = Comm(mesh), None, None
-    if mesh.device.type == "cpu":
+    if not accelerator.is_accelerator(mesh.device):
         problem = shared.share(2 * PAIR * messages[-1] + PAIR * messages[-1])
         if problem is None:
             collectives["shared"] = _timings(shared, messages, box / SHARE)
             signal = _signal(shared, box / SHARE)
     network.agree_on(None, "both cores at work")
-    rows = min(matrix, MATRIX) if mesh.device.type == "cpu" else matrix
+    rows = matrix if accelerator.is_accelerator(mesh.device) else min(matrix, MATRIX)
     flops = matrix_flops(mesh.device, torch.float32, rows, box)
     network.agree_on(None, "both copy")
     copies = copy_bandwidth(mesh.device, copy_bytes, box)
