@@ -12,6 +12,7 @@ PIPELINE = {"stages": 2, "microbatches": 4}
 PARTS: dict[str, dict[str, Any]] = {
     "groups": {"shard_ranks": 2},
     "shared": {"transport": "shared"},
+    "overlap": {"overlap_gather": True},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "each": {"reduce_every": "microbatch", "microbatches": 4},

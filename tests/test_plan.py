@@ -51,6 +51,7 @@ WRONG: dict[str, list[Any]] = {
     "delayed_update": [True, 1, "yes", None],
     "delayed_warmup": [-1, 1.5, "long", True, None],
     "speculate": [0, "no", None],
+    "overlap_gather": (1, "yes"),
     "device_memory": ["lots", "", "12 parsecs", -1, True],
     "timeout": [0, -1, INF, NAN, "soon", None],
 }

@@ -52,11 +52,11 @@ class Place(NamedTuple):
 class Pending:
     """A collective under way; `wait` returns when its result may be used."""
 
-    def __init__(self, comm: "Comm", work: dist.Work | None, place: Place, count: Count) -> None:
+    def __init__(self, comm: "Comm", work: dist.Work | None, place: Place, purpose: Purpose) -> None:
         self._comm = comm
         self._work = work
         self._place = place
-        self._count = count
+        self._purpose = purpose
 
     def __del__(self) -> None:
         """gloo waits for an operation under way when it is freed, so one that will never end is kept."""
@@ -92,7 +92,7 @@ class Pending:
             raise
         if pulse is not None:
             pulse.leave()
-        self._count.seconds += time.perf_counter() - start
+        self._comm.counts[self._purpose].seconds += time.perf_counter() - start  # of the step that waits
         self._work = None
 
 
@@ -103,8 +103,8 @@ class Exchange(Pending):
         scratch: what holds the copies, to be handed back to its arena after `done`; None if they are read in place.
     """
 
-    def __init__(self, comm: "Comm", work: dist.Work, place: Place, count: Count, arrival: Arrival) -> None:
-        super().__init__(comm, work, place, count)
+    def __init__(self, comm: "Comm", work: dist.Work, place: Place, purpose: Purpose, arrival: Arrival) -> None:
+        super().__init__(comm, work, place, purpose)
         self._arrival = arrival
         self.scratch = arrival.scratch
         self._read: Pending | None = None
@@ -119,7 +119,7 @@ class Exchange(Pending):
         shared = self._comm.shared
         if shared is not None:
             shared.memory.post(Signal.READ)
-            self._read = Pending(self._comm, shared.memory.work(Signal.READ), self._place, self._count)
+            self._read = Pending(self._comm, shared.memory.work(Signal.READ), self._place, self._purpose)
 
     def wait_until_read(self) -> None:
         """Wait until all ranks have read this rank's own buffer, which may be written again after it.
@@ -190,7 +190,7 @@ class Comm:
                 work = self.shared.gather(full, own, place.label)
         if self.shared is None or not self.shared.memory.is_common(full):
             self._add(count, full, padding, sent=self.shared is None)
-        return Pending(self, work, place, count)
+        return Pending(self, work, place, purpose)
 
     def exchange(
         self,
@@ -212,7 +212,7 @@ class Comm:
             else:
                 work, arrival = self.shared.exchange(full, place.label)
         self._add(count, full, padding, sent=self.shared is None)
-        return Exchange(self, work, place, count, arrival)
+        return Exchange(self, work, place, purpose, arrival)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`; for set-up and to take the model out, not for every step."""
@@ -222,7 +222,7 @@ class Comm:
         self._add(count, tensor, 0, sent=True)
         with self._naming(place):
             work = self._network.broadcast(tensor, source, self._groups["gather"])
-        Pending(self, work, place, count).wait()
+        Pending(self, work, place, Purpose.SETUP).wait()
 
     def send(self, tensor: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
         """Start to send `tensor` to rank `peer`; it must stay as it is until the result has been waited for."""
@@ -233,14 +233,14 @@ class Comm:
         count.calls += 1
         with self._naming(place):
             work = self._network.send(tensor, peer, _tag(label, self.session), group)
-        return Pending(self, work, place, count)
+        return Pending(self, work, place, purpose)
 
     def receive(self, into: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
         """Start to fill `into` with what rank `peer` sends under the same label."""
-        place, count, group = self._channel(peer, self.mesh.rank, purpose, label)
+        place, _, group = self._channel(peer, self.mesh.rank, purpose, label)
         with self._naming(place):
             work = self._network.receive(into, peer, _tag(label, self.session), group)
-        return Pending(self, work, place, count)
+        return Pending(self, work, place, purpose)
 
     def agree(self, words: bytes, label: str) -> list[bytes]:
         """Every rank's `words`, in rank order.
@@ -276,7 +276,7 @@ class Comm:
             count = self.counts[Purpose.CONTROL]
             nbytes = len(frame) * self.mesh.ranks
             self._count(count, nbytes, nbytes, sent=True)
-            Pending(self, work, place, count).wait()
+            Pending(self, work, place, Purpose.CONTROL).wait()
         return everyone()
 
     def wait(self, work: dist.Work, place: Place) -> None:

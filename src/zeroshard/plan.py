@@ -26,7 +26,7 @@ WHOLE = ("microbatches", "stages", "chunks", "shard_ranks", "loss_scale_window",
 MOST_CHUNKS = 2**16
 SEARCHED = (  # what `Plan.auto` chooses; it keeps everything else
     *("zero", "shard_ranks", "microbatches", "stages", "schedule", "chunks", "replicas", "split", "recompute"),
-    *("vertical_sync", "offload", "offload_share"),
+    *("vertical_sync", "offload", "offload_share", "overlap_gather"),
 )
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
@@ -51,6 +51,9 @@ class Plan:
     transport: Literal["auto", "shared", "network"] = "auto"
     """How slices get from rank to rank: through memory that they share ("shared": all ranks are processes of one
     machine and compute on its CPUs), or torch.distributed ("network"); "auto" shares where that is possible."""
+    overlap_gather: bool = False
+    """At stages 1 and 2 over the network, let `step` return while updated parameters are gathered: the next forward
+    waits unit by unit, and so does nearly all that reads a parameter before it (the exceptions are in docs/zero.md)."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of gradients on the wire; by default their own, which loses nothing. Sums are always made in fp32."""
     loss_scale: float | Literal["auto", "dynamic", "off"] = "auto"
@@ -126,6 +129,7 @@ class Plan:
         self._check_ranges()
         self._check_pipeline()
         self._check_offload()
+        self._check_overlap()
         if self.precision == "fp16" and self.loss_scale == "off" and self.nonfinite == "raise":
             raise PlanError(
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
@@ -167,7 +171,7 @@ class Plan:
             ranks: how many ranks there will be; by default as many as the launcher started.
             base: what is kept: precision, clipping, seed and the like. Fields that are searched are left at their
                 defaults: zero, shard_ranks, microbatches, stages, schedule, chunks, replicas, split, recompute,
-                vertical_sync, offload, offload_share.
+                vertical_sync, offload, offload_share, overlap_gather.
             say: told on rank 0 what is being looked at, and in the end what was chosen and why.
 
         Raises:
@@ -378,6 +382,23 @@ class Plan:
             raise PlanError(
                 "offload_share and offload='optimizer,parameters' do not combine: units that come and go are all kept "
                 "below. Leave offload_share out, or offload 'optimizer' alone."
+            )
+
+    def _check_overlap(self) -> None:
+        if not isinstance(self.overlap_gather, bool):
+            raise PlanError(f"overlap_gather is {self.overlap_gather!r}; it must be True or False.")
+        if not self.overlap_gather:
+            return
+        others = {
+            f"zero={self.zero}": self.zero not in (1, 2),
+            f"transport={self.transport!r}": self.transport == "shared",
+            f"stages={self.stages}": self.pipelined,
+            f"offload={self.offload!r}": bool(self.offloads),
+        }
+        for setting in (setting for setting, found in others.items() if found):
+            raise PlanError(
+                f"overlap_gather=True and {setting} do not combine: it is for the gather after the update at stages 1 "
+                f"and 2, over the network, of a model in one stage that is updated on the device. Leave it out."
             )
 
     def _check_ranges(self) -> None:

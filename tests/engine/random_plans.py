@@ -155,6 +155,12 @@ def draw(seed: int) -> Case:
     if stages > 1 and (other.get("stages", 1) > 1 or not other) and rng.random() < 0.3:
         rows = rng.choice((24, 36))  # which pipelines cut into microbatches of unlike sizes
     each = rows // ranks if stages == 1 else 1
+    fits = plan.get("zero", 2) in (1, 2) and stages == 1 and "offload" not in plan
+    apart = random.Random(-1 - seed)  # its own, so that a seed's other fields are as they were
+    if apart.random() < (0.4 if fits else 0.01):
+        plan["overlap_gather"] = True
+        if plan.get("transport") != "network" and fits and apart.random() < 0.9:
+            plan["transport"] = "network"
     return Case(
         seed=seed,
         ranks=ranks,

@@ -17,6 +17,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "fused", {"zero": 0, **NETWORK}),
     (2, "sgd", {"zero": 1, "clip_norm": 1.0, **NETWORK}),
     (3, "adagrad", {"zero": 2, **NETWORK}),
+    (2, "adamw", {"zero": 2, "overlap_gather": True, **NETWORK}),
     (2, "momentum", {"zero": 3, "microbatches": 2, **NETWORK}),
     (4, "adamw", {"zero": 3, "shard_ranks": 2, **NETWORK}),
     (2, "adamw", {"zero": 2, "precision": "bf16", "microbatches": 2, **NETWORK}),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.part import Part, Parts
-from zeroshard.parts.weights import Residence
+from zeroshard.parts.weights import ABSENT
 from zeroshard.units.hooks import Hook
 from zeroshard.units.watched import Watched
 
@@ -149,7 +149,7 @@ def _refuse_absent(part_of: PartOf, module: nn.Module, prefix: str, keep_vars: b
     """Before a module's `state_dict` copies values: refuse where there are none."""
     for name, parameter in module._parameters.items():
         part = part_of.get(id(parameter))
-        if not keep_vars and part is not None and part.weights.residence is not Residence.GATHERED:
+        if not keep_vars and part is not None and part.weights.residence in ABSENT:
             raise PlanError(
                 f"The parameters are sliced (zero=3), so '{prefix + name}' in the state_dict would hold NaN. Use "
                 f"engine.state_dict(), or call state_dict() inside `with engine.gathered():` on every rank."

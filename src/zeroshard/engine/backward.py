@@ -89,6 +89,7 @@ class Backward:
                 "Loss scaling is on, so the loss must be scaled: call engine.backward(loss) instead of loss.backward()."
             )
         self._active = True
+        self._late.finish()  # of a step since this backward's forward
         self._began = self._late.beside.now()
         self.reductions.begin()
         for gradients in self.gradients:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from zeroshard.activations import ActivationStore, Keep
 from zeroshard.checks.fitting import Fitting
 from zeroshard.checks.refused import check_machine
+from zeroshard.comm import Comm
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.policies import offload_of
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
@@ -37,6 +39,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.zero import Accumulation, ByChunk, ByPass, Gatherer, Gradients, Residency
+from zeroshard.zero.arriving import Arrivals, Arriving
 from zeroshard.zero.buffer import GradientBuffer
 from zeroshard.zero.formulas import BytesPerParameter
 from zeroshard.zero.reduce import AllReduce, Alone, Direct, Scatter
@@ -91,6 +94,10 @@ class Builder:
         self._splits: dict[nn.Parameter, Split] = {}
         self._lower: LowerTiers | None = None
         self._late = LateUpdates()
+        self._whole: Callable[[Flat, Comm, Ledger, bool], Whole] = Whole
+        if plan.overlap_gather:
+            self._late = arrivals = Arrivals()
+            self._whole = partial(Arriving, arrivals=arrivals)
 
     def build(
         self,
@@ -315,7 +322,7 @@ class Builder:
         keeper: Keeper | None = self._lower if self._lower is not None and self._lower.policy.parameters else None
         if self._slices_parameters and (comm.mesh.ranks > 1 or keeper is not None):
             return Sliced(flat, comm, ledger, keeper or OnDevice(comm.mesh.device, ledger))
-        return Whole(flat, comm, ledger, residency.spread_after_update)
+        return self._whole(flat, comm, ledger, residency.spread_after_update)
 
     def _load(self, weights: Weights, place: Place, keyed: bool, exact: bool) -> torch.Tensor:
         """Set the parameters to their initial values; these [N*S], apart from the parameters if `exact`."""

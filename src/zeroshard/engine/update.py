@@ -21,7 +21,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.part import Part
+from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.steps import Settled
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
@@ -44,6 +44,7 @@ class Update:
         self._backward, self._axes = backward, axes
         self._comm = axes.alike
         self._trained = assembly.parts.trained
+        self._turns = _in_turn(assembly.parts)
         self._settled: tuple[int, Settled] | None = None
         self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
         self._writes = writes
@@ -171,13 +172,10 @@ class Update:
         Args:
             parts: those to update; all by default.
         """
-        place = 0
         assert self._settled is not None
         chosen = None if parts is None else set(map(id, parts))
-        for part, gradients in self._trained:
-            count = len(part.flat.parameters)
-            written = self._settled[1].written[place : place + count]
-            place += count
+        for part, gradients, place in self._turns:
+            written = self._settled[1].written[place : place + len(part.flat.parameters)]
             if chosen is not None and id(part) not in chosen:
                 continue
             part.next_version()
@@ -281,6 +279,16 @@ class _Word:
         flags, digests = words[HEAD.size :], (gathers, reductions)
         unreduced = [u for u in range(units) if flags[u]]
         return cls(step, digests, settings, squares, sound, unreduced, flags[units:])
+
+
+def _in_turn(parts: Parts) -> list[tuple[Part, Gradients, int]]:
+    """Trained parts in the order in which a forward uses them, with their places among what was written."""
+    found, place = [], 0
+    for part, gradients in parts.trained:
+        found.append((part, gradients, place))
+        place += len(part.flat.parameters)
+    root = parts.units[-1]
+    return sorted(found, key=lambda item: item[0].flat.unit is not root)
 
 
 def _nonfinite(part: Part, gradients: Gradients) -> list[str]:

@@ -112,7 +112,7 @@ class DeviceUpdater(Untrained):
         with gradients.for_update() as gradient:
             self._step(gradient, written, factor)
         self._update_parameters()
-        self.weights.publish()
+        self.weights.publish(0 if self.separate else len(self.spans))
 
     def split(self, cuts: Sequence[int]) -> None:
         """Cut the spans at these elements of the flat, with their states."""

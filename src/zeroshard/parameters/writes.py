@@ -80,14 +80,19 @@ class Writes:
             self.fetch([parameter])
         return part.flat.alias(number)
 
-    def fetch(self, parameters: list[nn.Parameter]) -> None:
-        """Gather the units of these absent parameters, which a forward or backward reads.
+    def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
+        """Have absent parameters here: those that arrive, and to read values of a forward or backward all of them.
+
+        Args:
+            reads: whether values are asked for, or only where they are.
 
         Raises:
-            PlanError: neither is under way.
+            PlanError: values are asked for, and neither a forward nor a backward is under way.
         """
         for parameter in parameters:
             part, number, unit = self._places[id(parameter)]
+            if not self._absent(part) or not reads:
+                continue
             if not self._passes.running:
                 raise self._unreadable(self._name(part, number))
             self._passes.bring(unit, self._name(part, number))
@@ -101,6 +106,7 @@ class Writes:
         if values is parameter:
             return
         part, number, _ = self._places[id(parameter)]
+        _arrive(part)  # now, or it would take the place of `values` later
         name, current = self._name(part, number), values_of(parameter)
         if values.shape != current.shape:
             raise PlanError(
@@ -215,6 +221,8 @@ class Writes:
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _absent(self, part: Part) -> bool:
+        """Whether the values are on other ranks; those that arrive are waited for."""
+        _arrive(part)
         return part.weights.residence is not Residence.GATHERED
 
     def _name(self, part: Part, number: int) -> str:
@@ -225,6 +233,11 @@ class Writes:
             f"'{name}' was read outside of the model's forward and backward while each rank has a slice of it (zero=3)."
             f" Read it inside `with engine.gathered():`, on every rank, or take engine.state_dict()."
         )
+
+
+def _arrive(part: Part) -> None:
+    if part.weights.residence is Residence.ARRIVING:
+        part.weights.finish_gather()
 
 
 def _is_cast(values: Tensor, current: Tensor) -> bool:

@@ -17,7 +17,11 @@ class Residence(Enum):
 
     SLICED = auto()  # each rank holds its slice; the parameters read NaN
     GATHERING = auto()  # the collective is under way
+    ARRIVING = auto()  # whole, and updated by other ranks; wherever it is used, that is waited for
     GATHERED = auto()  # whole on this rank; the parameters may be used
+
+
+ABSENT = frozenset({Residence.SLICED, Residence.GATHERING})  # where other ranks must take part for the values to come
 
 
 class Weights(Protocol):
@@ -75,11 +79,15 @@ class Weights(Protocol):
     def free(self) -> None:
         """Keep only this rank's slice."""
 
-    def publish(self) -> None:
-        """`own` was updated: start to let the other ranks have it, where they keep it too."""
+    def publish(self, spans: int | None = None) -> None:
+        """`own` was updated: start to let the other ranks have it, where they keep it too.
+
+        Args:
+            spans: how many tensors of the optimizer view `own`; None where all must be here after `published`.
+        """
 
     def published(self) -> None:
-        """Wait for what the other ranks published."""
+        """Wait for what the other ranks published, unless that may arrive later."""
 
     def planned(self) -> Iterator[Planned]:
         """What it should hold."""

@@ -158,6 +158,11 @@ class Flat:
         return [number for number, (parameter, view) in enumerate(pairs) if parameter.data_ptr() != view.data_ptr()]
 
     @property
+    def aliases(self) -> int:
+        """How many tensors over the buffer are kept here of those that `p.data` returned."""
+        return sum(alias.is_set_to(self.views[number]) for number, alias in self._aliases.items())
+
+    @property
     def edits(self) -> int:
         """How often somebody has written into the parameters in place, so far, through `p.data` too."""
         versions = sum(parameter._version for parameter in self.parameters)

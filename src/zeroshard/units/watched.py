@@ -22,15 +22,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 VALUES: Any = torch.Tensor.data  # torch's own property
 _READING = frozenset({VALUES, *(getattr(Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))})
+_PLACES = frozenset(  # where values are: of those that arrive, one may be asked for only once they are here
+    getattr(Tensor, name)
+    for name in (
+        *("stride", "storage_offset", "is_contiguous", "is_pinned", "is_shared", "is_set_to", "dim_order"),
+        *("untyped_storage", "data_ptr"),
+    )
+)
 _HARMLESS = frozenset(
     getattr(Tensor, name)
     for name in (
-        *("size", "dim", "numel", "nelement", "ndimension", "element_size", "stride", "storage_offset", "get_device"),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_set_to"),
-        *("untyped_storage", "data_ptr", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
-        *("__hash__", "__len__", "is_same_size", "dim_order", "is_inference"),
+        *("size", "dim", "numel", "nelement", "ndimension", "element_size", "get_device"),
+        *("is_floating_point", "is_complex", "is_signed", "register_hook", "register_post_accumulate_grad_hook"),
+        *("requires_grad_", "__hash__", "__len__", "is_same_size", "is_inference"),
     )
 ) | {
+    *_PLACES,
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size),
     torch._has_compatible_shallow_copy_type,
 }
@@ -48,8 +55,12 @@ class Watcher(Protocol):
     def replace(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Carry out `parameter.data = values`, or raise."""
 
-    def fetch(self, parameters: list[nn.Parameter]) -> None:
-        """Bring the values of absent parameters here, or raise."""
+    def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
+        """Bring the values of absent parameters here, or raise; without `reads`, only values that come by themselves.
+
+        Args:
+            reads: whether values are asked for, or only where they are.
+        """
 
 
 class Watched(nn.Parameter):
@@ -101,17 +112,23 @@ class Absent(Watched):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if _reads(func):
+        reads = _reads(func)
+        if reads or func in _PLACES:
             absent = [item for item in _leaves((args, kwargs)) if isinstance(item, Absent)]
             watcher = cls.watcher()
             if func is Tensor.to and watcher is not None and any(args[0] is each for each in absent):
                 return _converted(watcher, args[0], args[1:], kwargs or {})
             if watcher is not None and absent:
-                watcher.fetch(absent)  # type: ignore[arg-type]
+                watcher.fetch(absent, reads)  # type: ignore[arg-type]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        watcher = self.watcher()
+        if watcher is not None:
+            watcher.fetch([self], reads=False)
+        if not isinstance(self, Absent):
+            return repr(self)
         return f"Parameter containing:\n{tuple(self.shape)} of {self.dtype}, sliced: its values are on several ranks"
 
 

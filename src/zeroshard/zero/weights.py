@@ -79,8 +79,12 @@ class Whole:
     def free(self) -> None:
         """Everything stays here."""
 
-    def publish(self) -> None:
-        """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2)."""
+    def publish(self, spans: int | None = None) -> None:
+        """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2).
+
+        Args:
+            spans: as in `Weights.publish`.
+        """
         if self._publishes:
             padding, label = self.flat.index.padding, f"updated {self.flat.label}"
             self._pending = self._comm.gather(self.full, self.own, Purpose.GATHER_PARAMETERS, label, padding)
