@@ -25,7 +25,7 @@ class Backward:
     """Listens to autograd on behalf of one model.
 
     Args:
-        explicit: reductions are started by `start_units` alone, so nothing need be done in the midst of a backward.
+        explicit: reductions are started by an order of actions, which says which backward completes which gradients.
 
     Attributes:
         explicit: as given.
@@ -44,7 +44,7 @@ class Backward:
         self._gradients = [
             [part.gradients for part in of_unit if part.gradients is not None] for of_unit in parts.of_units
         ]
-        self.reductions = Reductions(self._gradients, GRACE if assembly.gatherer.passes else None)
+        self.reductions = Reductions(self._gradients, GRACE if assembly.gatherer.passes else None, not explicit)
         self.expected = Expected(self._gradients)
         self._only_trainable = [all(part.flat.trainable for part in of_unit) for of_unit in parts.of_units]
         self._unit_of = {id(g): unit for unit, gradients in enumerate(self._gradients) for g in gradients}
@@ -98,7 +98,8 @@ class Backward:
             self.take_back()
         for gradients in self.gradients:
             gradients.shown.begin()
-            gradients.arrived = bytearray(len(gradients.written))
+            if not self.explicit:
+                gradients.arrived = bytearray(len(gradients.written))
         self.count += 1
         if self.count > 1:
             for gradients in self.gradients:

@@ -95,10 +95,13 @@ class Shown(Protocol):
     """What `p.grad` of the parameters of one flat is."""
 
     def begin(self) -> None:
-        """The first backward of a step begins."""
+        """A backward begins."""
 
     def hide(self, parameter: torch.Tensor, number: int) -> None:
         """Let `p.grad` of parameter `number` say that the gradient was taken in."""
+
+    def refuse_late(self) -> None:
+        """Refuse what autograd has added to gradients that are on their way to other ranks."""
 
 
 class Gradients(Protocol):
@@ -106,7 +109,7 @@ class Gradients(Protocol):
 
     Attributes:
         first_small: the number from which on autograd adds gradients up itself.
-        arrived: per parameter, whether its gradient came in the backward under way.
+        arrived: per parameter, whether its gradient came in the backward under way, as far as that was collected.
         written: per parameter, whether it got a gradient since the last reduction.
         written_in_step: per parameter, whether it got a gradient since the last update.
     """

@@ -63,8 +63,14 @@ class StepResult:
 class Reduces(Protocol):
     """Reduces the gradients of units."""
 
+    def begin_units(self, units: Sequence[int]) -> None:
+        """A backward begins that makes these units' gradients complete."""
+
+    def start_complete(self, first: int, complete: Callable[[int], bool]) -> None:
+        """Start to reduce those from `first` on whose turn it is, as long as they are complete."""
+
     def start_units(self, units: Sequence[int]) -> None:
-        """Start to reduce these units' gradients."""
+        """Start to reduce these units' gradients, as far as that was not done."""
 
 
 class Learns(Protocol):
@@ -72,6 +78,9 @@ class Learns(Protocol):
 
     def learn(self) -> None:
         """A step is over: expect of the next the gradients that came so far."""
+
+    def complete(self, unit: int) -> bool:
+        """Whether every gradient of a unit that is expected has come in the backward under way."""
 
 
 class Backwards(Protocol):

@@ -32,6 +32,7 @@ from zeroshard.pipeline.standins import Standins
 from zeroshard.units import find_units
 
 PREFIX, SUFFIX = "prefix", "suffix"
+Entered = Callable[[int, Tensor], None]  # the number of a layer, and the activation that enters it
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +81,7 @@ class Chain:
         found = _blocks(model, blocks)
         self._window: tuple[int, int] | None = None
         self._hidden: Tensor | None = None
+        self._entered: Entered | None = None
         self._phase = 0
         self._probe: Probe | None = None
         self._overwritten: set[int] = set()
@@ -116,24 +118,32 @@ class Chain:
         """Number of blocks."""
         return len(self.layers) - 2
 
-    def run(self, first: int, last: int, forward: Callable[[], Any], hidden: Tensor | None = None) -> Any:
+    def run(
+        self,
+        first: int,
+        last: int,
+        forward: Callable[[], Any],
+        hidden: Tensor | None = None,
+        entered: Entered | None = None,
+    ) -> Any:
         """Run layers [first, last) of the model that `forward` calls.
 
         Args:
             hidden: what enters layer `first`; None at the start of the model.
+            entered: told of each of these layers but the first what enters it.
 
         Returns:
             What enters layer `last`, or what `forward` returns if `last` is past the suffix.
         """
         if hidden is not None and first in self._overwritten:
             hidden = hidden.clone()  # nobody may write into a leaf of autograd, nor into a message
-        self._window, self._hidden, self._phase = (first, last), hidden, 0
+        self._window, self._hidden, self._phase, self._entered = (first, last), hidden, 0, entered
         try:
             output = forward()
         except _Left as left:
             return left.hidden
         finally:
-            self._window = self._hidden = None
+            self._window = self._hidden = self._entered = None
         if self._phase < min(last, self.blocks + 1):
             raise ModelError(
                 f"The forward ended before {self.layers[self._phase + 1].name!r} ran, which runs in the example; all "
@@ -185,6 +195,8 @@ class Chain:
             raise _Left(activation_at((args, kwargs), gate.takes, gate))
         if number == first and self._hidden is not None:
             args, kwargs = with_activation((args, kwargs), gate.takes, self._hidden)
+        if self._entered is not None and first < number:
+            self._entered(number, activation_at((args, kwargs), gate.takes, gate))
         if first <= number < last:
             output = gate.original(*args, **kwargs)
         else:
@@ -195,6 +207,8 @@ class Chain:
                 raise _Left(activation_at(output, gate.returns, gate))
             if first == number + 1 and self._hidden is not None:
                 output = with_activation(output, gate.returns, self._hidden)
+            elif self._entered is not None:
+                self._entered(number + 1, activation_at(output, gate.returns, gate))
         return output
 
     def sites(self, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.steps import Backwards, Updates
+from zeroshard.pipeline.early import EarlyReductions
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.tied import TiedWeights
 from zeroshard.schedule import Action, Kind, Schedule
@@ -18,6 +19,7 @@ class Chunks:
 
     Attributes:
         handlers: of its actions but UPDATE.
+        early: reductions that start before their action.
         trains: whether the list under way is of a step, and not of an evaluation.
     """
 
@@ -37,6 +39,7 @@ class Chunks:
         for number, (chunk, of_unit) in enumerate(zip(stage.chunk_of, parts.of_units, strict=True)):
             self._units[chunk].append(number)
             self._parts[chunk] += [part for part in of_unit if part.gradients is not None]
+        self.early = EarlyReductions(stage, parts, backward, self._units, tied.lent_units)
         self.trains, self._updates_left, self._decided = True, 0, False
         self._factor: float | None = None
         self.handlers: Mapping[Kind, Handler] = {
@@ -54,6 +57,7 @@ class Chunks:
         """A list begins."""
         self._updates_left = sum(action.kind is Kind.UPDATE for action in actions)
         self._factor, self._decided = None, False
+        self.early.plan(actions)
 
     def use(self, action: Action) -> None:
         """Have the version of the weights in the modules that an action computes with."""

@@ -184,7 +184,7 @@ class Executor:
         forward = partial(self._run, self._parts[j].batch)
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
         with self._deferring(flight):
-            return stage.chain.run(first, last, forward, flight.hidden)
+            return stage.chain.run(first, last, forward, flight.hidden, self._chunks.early.listener(action))
 
     def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:
         """Leave weight gradients to a microbatch's store, in its forward and in what its backward computes again."""
@@ -217,6 +217,7 @@ class Executor:
                 self._keep(action, flight, self._compute(action, flight))
         self._backward.forget_interrupted()
         self._backward.under_scale = True
+        self._chunks.early.begin(action)
         try:
             with self._backward.local(), self._deferring(flight):
                 if flight.loss is not None:

@@ -14,7 +14,11 @@ Key = tuple[int, int]  # chunk, microbatch
 
 
 class TiedWeights:
-    """Carries out the actions of one rank on weights that it lends or borrows."""
+    """Carries out the actions of one rank on weights that it lends or borrows.
+
+    Attributes:
+        lent_units: the units that hold weights which it lends.
+    """
 
     def __init__(self, stage: Stage, parts: Parts, messages: Messages) -> None:
         self._stage, self._arena, self._messages, self._gatherer = stage, parts.messages, messages, parts.gatherer
@@ -22,6 +26,7 @@ class TiedWeights:
         self._lent = {
             loan: _Lent(stage.loans[loan], parts) for loan in stage.loans if self._stage_of(loan.owner) == stage.number
         }
+        self.lent_units = {unit for lent in self._lent.values() for unit in lent.units}
         self._debts = {loan: _Debt(loan, borrowed) for loan, borrowed in stage.borrowed.items()}
 
     def begin(self, key: Key) -> None:

@@ -8,7 +8,8 @@ An action is written `KIND chunk [. microbatch] @ version [> or < peer]`:
     SEND_F3.2@0>4   send its output to rank 4, where chunk 4 takes it in
     RECV_B3.2@0<4   have a buffer ready for the gradient of its output; SEND_B3.2@0>2 sends that of its input
     GATHER3@0       from here on, chunk 3's units are gathered as they are used (ZeRO 3); FREE3@0 ends that
-    REDUCE3.2@0     its gradients, up to those of microbatch 2, are reduced over the replicas
+    REDUCE3.2@0     its gradients, up to those of microbatch 2, are reduced over the replicas, as far as the backward
+                    before it has not begun to
     UPDATE3@0       version 0 of the weights makes version 1
     DROP3@0         no forward and no backward uses version 0 any more
     REPAY3.2@0>0    send the gradient of weights that chunk 3 borrows from a chunk on rank 0

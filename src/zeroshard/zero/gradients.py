@@ -56,7 +56,7 @@ class Gradients:
         reduction: how they get to the rank that owns the slice.
         shown: what `p.grad` of its parameters is.
         first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
-        arrived: per parameter, whether its gradient came in the backward under way.
+        arrived: per parameter, whether its gradient came in the backward under way, as far as that was collected.
         written: per parameter, whether it got a gradient since the last reduction.
         written_in_step: per parameter, whether it got a gradient since the last update.
     """
@@ -74,7 +74,7 @@ class Gradients:
     ) -> None:
         self.flat, self.reduction, self._opens = flat, reduction, opens
         self._buffer, self._sum, self._interval = buffer, total, interval
-        self.first_small = flat.first_small if batches else len(flat.parameters)
+        self.first_small = 0 if opens else flat.first_small if batches else len(flat.parameters)
         self.shown = ShownGradients(flat, ledger, self.first_small)
         self.arrived = bytearray(len(flat.parameters))
         self.written = bytearray(len(flat.parameters))
@@ -93,13 +93,14 @@ class Gradients:
         if not self.shown.opened:  # else there may be gradients, which the update under way is about to use
             landing.zero_()
         self.shown.open(parameters, landing)
-        return 0
+        return self.first_small
 
     def collect(self) -> None:
         """Take over what autograd has added up itself since the last call."""
         if not self.shown.fresh:
             return
-        numbers, small = self.shown.collect(), self.shown.small
+        earlier, small = self.shown.earlier, self.shown.small
+        numbers, self.shown.earlier = self.shown.collect(), 0
         if not numbers:
             return
         if small is not None:
@@ -107,12 +108,15 @@ class Gradients:
             region = landing[index.entries[first].offset : index.numel]
             region.add_(small) if any(self.written[first:]) else region.copy_(small)
             small.zero_()
-        if small is not None and len(numbers) == len(self.written) - self.first_small == len(set(numbers)):
+        count = len(self.written) - self.first_small
+        if small is not None and not earlier and len(numbers) == count == len(set(numbers)):
             for flags in (self.arrived, self.written, self.written_in_step):
                 flags[self.first_small :] = b"\1" * len(numbers)
             return
         for number in numbers:
-            self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
+            self.written[number] = self.written_in_step[number] = 1
+        for number in numbers[earlier:]:
+            self.arrived[number] = 1
 
     def take_back(self, everything: bool = False) -> list[int]:
         """Discard the gradients that the user has taken away or zeroed; with `everything`, zero all.

@@ -2,7 +2,8 @@
 
 [Note: order of reductions] All ranks launch one reduction per unit and backward, in one fixed order (the units in
 reverse, the root last), so a rank whose data made it skip a unit sends zeros in its turn. A unit is launched early when
-every parameter that ever got a gradient has one; what is left is launched when the backward ends.
+every parameter that ever got a gradient has one; what is left is launched when the backward ends. The units of a
+pipeline's chunk have no root: they are in reverse, all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +20,14 @@ class Reductions:
         gradients: of each unit; the last is the root.
         grace: seconds that the oldest reduction is waited for, where this rank's next gather may be what the others
             wait for; None for any time.
+        rooted: the last unit is the root.
     """
 
-    def __init__(self, gradients: Sequence[Sequence[Gradients]], grace: float | None) -> None:
+    def __init__(self, gradients: Sequence[Sequence[Gradients]], grace: float | None, rooted: bool = True) -> None:
         self._gradients, self._grace = gradients, grace
-        root = len(gradients) - 1
-        self._order = [*reversed(range(root)), root]
+        root = len(gradients) - rooted
+        self._order = [*reversed(range(root)), *range(root, len(gradients))]
+        self._turns: list[int] | None = None  # units of `begin_units` that were not started, the next one last
         self._launched = 0
         self._in_flight: list[int] = []  # units whose reductions were started and not finished
         self._unread: list[int] = []  # and those finished here, that other ranks may still read
@@ -57,9 +60,29 @@ class Reductions:
         self._in_flight.clear()
         self._unread.clear()
 
+    def begin_units(self, units: Sequence[int]) -> None:
+        """A backward begins that makes these units' gradients complete; `start_units` ends it."""
+        self._turns = [u for u in reversed(self._order) if u in units]
+        for gradients in (g for unit in units for g in self._gradients[unit]):
+            gradients.arrived = bytearray(len(gradients.written))
+            gradients.shown.begin()
+
+    def start_complete(self, first: int, complete: Callable[[int], bool]) -> None:
+        """Start those from `first` on whose turn it is, as long as they are complete."""
+        while self._turns and self._turns[-1] >= first and complete(self._turns[-1]):
+            self._start(self._turns.pop())
+
     def start_units(self, units: Sequence[int]) -> None:
-        """Start to reduce these units' gradients, in the fixed order; `settle` of each waits for the result."""
-        for unit in (u for u in self._order if u in units):
+        """Start to reduce these units' gradients, in the fixed order; `settle` of each waits for the result.
+
+        Raises:
+            PlanError: a gradient came to a unit that `start_complete` has started.
+        """
+        turns, self._turns = self._turns, None
+        left = [u for u in self._order if u in units] if turns is None else turns[::-1]
+        for gradients in (g for unit in units if unit not in left for g in self._gradients[unit]):
+            gradients.shown.refuse_late()
+        for unit in left:
             self._start(unit)
 
     def reduce_units(self, units: Sequence[int]) -> None:

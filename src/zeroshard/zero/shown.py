@@ -30,6 +30,7 @@ class ShownGradients:
         small: where it does so, once `open_small` was called and there are such.
         opened: whether it does so for all parameters, in a buffer that `open` was given.
         fresh: parameters for which it did so since the last `collect`.
+        earlier: how many of these before the backward under way.
     """
 
     def __init__(self, flat: Flat, ledger: Ledger, first_small: int) -> None:
@@ -37,6 +38,7 @@ class ShownGradients:
         self.small: Tensor | None = None
         self.opened = False
         self.fresh: list[nn.Parameter] = []
+        self.earlier = 0
         self._direct: dict[int, tuple[int, Tensor, Tensor]] = {}  # by id of parameter, since hashing one is slow
         self._collected: tuple[list[nn.Parameter], list[Tensor], list[int]] = [], [], []
         self._held: list[Tensor | None] = []  # of the parameters last listened to
@@ -104,8 +106,9 @@ class ShownGradients:
         return numbers
 
     def begin(self) -> None:
-        """The first backward of a step begins: what was zeroed before it was of no gradient."""
+        """A backward begins: what was zeroed before the first of a step was of no gradient."""
         self._zeroed.clear()
+        self.earlier = len(self.fresh)
 
     def hide(self, parameter: Tensor, number: int) -> None:
         """Let `p.grad` of the big parameter `number` say that the gradient is here."""
@@ -128,6 +131,21 @@ class ShownGradients:
         if self.small is not None and self.fresh:
             self.small.zero_()
         self.fresh.clear()
+
+    def refuse_late(self) -> None:
+        """Refuse what autograd has added to gradients that are on their way to other ranks.
+
+        Raises:
+            PlanError: with the name of a parameter.
+        """
+        if self.opened and self.fresh:
+            name = self._flat.index.entries[self._direct[id(self.fresh[0])][0]].name
+            raise PlanError(
+                f"Autograd added to the gradient of '{name}' once more after the backward of its block, when all "
+                f"gradients of the block had come and were on their way to the other replicas. The backward of an "
+                f"earlier block must have run one of its own: use torch.utils.checkpoint with use_reentrant=False "
+                f"there, or call no backward inside of a backward."
+            )
 
     def discarded(self, written: Sequence[int], everything: bool = False) -> tuple[list[int], list[int]]:
         """Which gradients the user has discarded since they came, and which he zeroed (all of them with `everything`).
