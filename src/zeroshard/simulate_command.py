@@ -112,14 +112,6 @@ class Outcome:
         )
 
     @property
-    def name(self) -> str:
-        """The schedule, and what belongs to it alone."""
-        name = "1f1b (PipeDream-flush)" if self.pipeline.name == "1f1b" else self.pipeline.name
-        chunks = self.pipeline.layout.chunks
-        extra = f", {chunks} chunks per stage" if chunks > 1 else ""
-        return name + extra + (", vertical sync" if self.pipeline.vertical_sync else "")
-
-    @property
     def shape(self) -> str:
         """Stages, microbatches and replicas in words."""
         layout, m = self.pipeline.layout, self.pipeline.microbatches
@@ -155,12 +147,9 @@ class Outcome:
             "receive_buffers": [peak.buffers for peak in self.peaks],
         }
         if self.first_layers:
-            kept = (0, *costs.boundary_bytes) if costs.recompute else costs.saved_bytes
             held = [layout.chunks_of(stage) for stage in stages]
             facts["activation_bytes"] = [
-                round(peak.in_flight * sum(kept[c] for c in chunks))
-                + (max(costs.saved_bytes[c] for c in chunks) if costs.recompute else 0)
-                for peak, chunks in zip(self.peaks, held, strict=True)
+                costs.activation_bytes(chunks, peak.in_flight) for peak, chunks in zip(self.peaks, held, strict=True)
             ]
             facts["weight_bytes"] = [
                 peak.weight_versions * sum(costs.parameter_bytes[c] for c in chunks)
@@ -257,9 +246,8 @@ def _simulated(options: SimulateOptions, name: str) -> Outcome:
     sync = options.vertical_sync and name == "pipedream"
     pipeline = Pipeline(name, layout, options.microbatches, vertical_sync=sync)
     costs, first_layers = _costs(options, layout)
-    steps = 1
-    if pipeline.streams:
-        steps = (STEPS_BESIDE_OTHERS if options.all else STEPS) if options.steps is None else options.steps
+    usual = STEPS_BESIDE_OTHERS if options.all else STEPS
+    steps = pipeline.unlike(usual if options.steps is None else options.steps)
     if steps < 1:
         raise ConfigError(f"steps is {steps}; it must be 1 or more.")
     lists = pipeline.stretch(steps)
@@ -335,10 +323,10 @@ def _write(options: SimulateOptions, outcomes: Sequence[Outcome]) -> dict[str, P
         files = {"svg": stem.with_suffix(".svg"), "trace": stem.with_suffix(".json")}
     if options.all:
         title = f"All schedules, {outcomes[0].shape}"
-        timelines = [Timeline(o.name, o.simulation.spans, o.notes) for o in outcomes]
+        timelines = [Timeline(o.pipeline.title, o.simulation.spans, o.notes) for o in outcomes]
     else:
         title = ""
-        timelines = [Timeline(f"{o.name}: {o.shape}", o.simulation.spans, o.notes) for o in outcomes]
+        timelines = [Timeline(f"{o.pipeline.title}: {o.shape}", o.simulation.spans, o.notes) for o in outcomes]
     written = {kind: path for kind, path in files.items() if path is not None}
     for kind, path in written.items():
         content = _drawn(kind, timelines, title)
@@ -390,7 +378,7 @@ def _ranks_table(outcome: Outcome) -> Table:
         ("busy_seconds", "idle_seconds", "window_idle_seconds"), time
     )
     formats |= dict.fromkeys(("activation_bytes", "weight_bytes"), format_bytes)
-    table = Table(title=f"{outcome.name}: {outcome.shape}")
+    table = Table(title=f"{outcome.pipeline.title}: {outcome.shape}")
     table.add_column("rank", justify="right")
     for name in facts:
         table.add_column(name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " "), justify="right")

@@ -95,6 +95,22 @@ class Pipeline:
             return [list(chain.from_iterable(part)) for part in parts]
         return [self.step(rank) for rank in ranks]
 
+    def unlike(self, steps: int) -> int:
+        """How many of so many steps are unlike the first: where each flushes, the first is like all."""
+        return steps if self.streams else 1
+
+    @property
+    def title(self) -> str:
+        """The schedule in words, with what it alone has."""
+        name = "1f1b (PipeDream-flush)" if self.name == "1f1b" else self.name
+        extra = f", {self.layout.chunks} chunks per stage" if self.layout.chunks > 1 else ""
+        return name + extra + (", vertical sync" if self.vertical_sync else "")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward comes in two parts."""
+        return self.name == "zb-h1"
+
     def evaluation(self, rank: int, microbatch: int) -> Schedule:
         """What a rank does to bring one microbatch forward through all chunks.
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from zeroshard.errors import PlanError
@@ -96,6 +97,20 @@ class Costs:
             return () if seconds is None else (seconds / layout.chunks,) * layout.all_chunks
 
         return cls(chunks(forward), chunks(backward), chunks(input_gradient), chunks(weight_gradient), **rest)
+
+    def whole_backward(self, chunk: int, split: bool) -> float:
+        """Seconds of a chunk's backward, in one part or `split` in two."""
+        return self.input_gradient[chunk] + self.weight_gradient[chunk] if split else self.backward[chunk]
+
+    def activation_bytes(self, chunks: Sequence[int], in_flight: Fraction) -> int:
+        """What a rank with these chunks keeps of so many microbatches, taken to be spread evenly over the chunks.
+
+        With recomputation the inputs of chunks, and all of the one that is computed again.
+        """
+        if not self.recompute:
+            return round(in_flight * sum(self.saved_bytes[c] for c in chunks))
+        inputs = (0, *self.boundary_bytes)
+        return round(in_flight * sum(inputs[c] for c in chunks)) + max(self.saved_bytes[c] for c in chunks)
 
     def travel(self, nbytes: int) -> float:
         """Seconds for which a message occupies its channel."""

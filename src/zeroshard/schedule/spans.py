@@ -21,13 +21,19 @@ TIMES = {
 
 def costs_of(spans: Sequence[Sequence[Span]], pipeline: Pipeline) -> Costs:
     """What each chunk cost: the median time of each kind of action. Messages cost nothing."""
+    seconds = medians(spans)
+    given: dict[str, Any] = {}
+    for kind, name in TIMES.items():
+        values = tuple(seconds.get((kind, c), 0.0) for c in range(pipeline.layout.all_chunks))
+        if any(values) or name in ("forward", "backward"):
+            given[name] = values
+    return Costs(**given)
+
+
+def medians(spans: Sequence[Sequence[Span]]) -> dict[tuple[Kind, int], float]:
+    """The median time of each kind of action, chunk by chunk."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for rank in spans:
         for action, start, end in rank:
             times[action.kind, action.chunk].append(end - start)
-    given: dict[str, Any] = {}
-    for kind, name in TIMES.items():
-        values = tuple(median(times.get((kind, c), [0.0])) for c in range(pipeline.layout.all_chunks))
-        if any(values) or name in ("forward", "backward"):
-            given[name] = values
-    return Costs(**given)
+    return {of: median(seconds) for of, seconds in times.items()}
