@@ -24,7 +24,7 @@ from zeroshard.planner.profile import Profile, default_path
 from zeroshard.planner.rehearse import Task
 from zeroshard.planner.result import Found, Prediction
 from zeroshard.planner.search import search
-from zeroshard.planner.words import describe, short
+from zeroshard.planner.words import describe, left_out, short
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
     causes_table,
@@ -137,6 +137,12 @@ class PlanOptions:
         """Whether the model comes from a function of the user's."""
         return ":" in self.model and not Path(self.model).exists()
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields that all plans have in common, of those that were given."""
+        given = {"precision": self.precision}
+        return {name: value for name, value in given.items() if value is not None}
+
     def _check_largest(self) -> None:
         given = {"model": self.model != MODEL, "batch_of": self.batch_of, "explain": self.explain, "out": self.out}
         for name in (name for name, value in {**given, "write": self.write}.items() if value and self.largest):
@@ -172,7 +178,7 @@ def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
     title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
     with _status() as say:
         first = partial(_print_estimates, title)
-        found = search(task, machines, base, options.top, say=say, offload=options.offload, first=first)
+        found = search(task, machines, base, options.top, say=say, last_resorts=options.offload, first=first)
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
     files = _write_plans(options, found, task)
@@ -216,8 +222,7 @@ def _this_machine(profile: Path, count: int) -> Machines:
         measured = Profile.load(profile)
     except DataError as error:
         raise ConfigError(f"{error} Or name a device: --gpu A100-80.") from error
-    shares = measured.kind == "cpu" and "shared" in measured.collectives
-    return measured.machines(count, "shared" if shares else "network")
+    return measured.machines(count, measured.transport)
 
 
 def described_task(options: PlanOptions, devices: int) -> tuple[Task, Plan]:
@@ -231,12 +236,11 @@ def described_task(options: PlanOptions, devices: int) -> tuple[Task, Plan]:
         sequence = SIZES[options.model].context if options.model in SIZES else 1 if options.batch_of else SEQUENCE
     config = TrainConfig(model=options.model, sequence=sequence, optimizer=options.optimizer)
     rows = options.rows or ROWS * devices
-    precision = options.precision or "fp32"
     if options.own:
-        return own_task(config, rows, options.batch_of), Plan(precision=precision)
+        return own_task(config, rows, options.batch_of), Plan(**options.fields)
     if options.batch_of is not None:
         raise ConfigError(f"batch_of is for a model of your own and {options.model} makes its own; leave it out.")
-    return language_task(config, rows), replace(config.plan, precision=precision)
+    return language_task(config, rows), replace(config.plan, **options.fields)
 
 
 def _with_events(found: Found, number: int, task: Task, machines: Machines) -> Found:
@@ -320,7 +324,7 @@ def _print_explained(console: Console, chosen: Prediction, number: int) -> None:
     for line in describe(chosen):
         console.print(line)
     if chosen.events:
-        waiting = ", without its waiting for other stages" if chosen.plan.pipelined else ""
+        waiting = "".join(f", without {left.words}" for left in left_out(chosen))
         console.print(f"\nMemory over one step of rank {chosen.rank}{waiting}", style="italic")
         console.print(memory_picture(chosen, width, colour))
     if chosen.spans:
@@ -335,9 +339,7 @@ def _print_explained(console: Console, chosen: Prediction, number: int) -> None:
 def _print_largest(options: PlanOptions, machines: Machines) -> None:
     """The largest GPT under each stage of ZeRO."""
     rows, sequence = max(1, (options.rows or 0) // machines.count), options.sequence or SEQUENCE
-    plans = default_plans(machines, rows)
-    if options.precision is not None:
-        plans = [replace(plan, precision=options.precision) for plan in plans]
+    plans = [replace(plan, **options.fields) for plan in default_plans(machines, rows)]
     with _status() as say:
         found = largest_table(machines, rows, sequence, plans, say=say)
     if options.json:

@@ -171,7 +171,8 @@ def test_all_ranks_of_a_node_share_its_host() -> None:
     found = predict(quick(4), zs.Plan(**STATES), machines, 1)
     assert found.host_bytes >= 2 * sum(found.host.values()) > 2 * (4 + 4 + 8) * 5 * 64 * 64 // 4
     assert found.fits
-    assert not predict(quick(4), zs.Plan(**STATES), replace(machines, host_memory=found.host_bytes - 1), 1).fits_host
+    smaller = replace(machines, host_memory=found.host_bytes - 1)
+    assert predict(quick(4), zs.Plan(**STATES), smaller, 1).full == ["host"]
 
 
 def test_on_cpus_what_is_offloaded_lies_beside_the_devices_memory() -> None:
@@ -190,7 +191,7 @@ def searched(memory: int, **given: Any) -> Found:
 
 def test_what_fits_without_offload_is_not_offloaded_unless_asked() -> None:
     assert not any(p.plan.offload for p in searched(GIB).best)
-    assert {p.plan.offload for p in searched(GIB, offload=True).best} == {"", "optimizer"}
+    assert {p.plan.offload for p in searched(GIB, last_resorts=True).best} == {"", "optimizer"}
 
 
 @pytest.mark.parametrize(

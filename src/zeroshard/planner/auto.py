@@ -14,6 +14,7 @@ from zeroshard.comm import Comm
 from zeroshard.errors import BatchError, CommError, PlanError, ZeroshardError
 from zeroshard.mesh import Mesh, init_mesh
 from zeroshard.plan import SEARCHED, Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.hardware import Machines
 from zeroshard.planner.here import machines_here
 from zeroshard.planner.private import is_fake
@@ -254,16 +255,21 @@ def _none_fits(found: Found, machines: Machines) -> str:
     """Why there is no plan, and what comes closest: the most that can be offloaded, or sliced."""
     if not found.refused:
         return f"There is no plan to look at for {machines}; use more rows."
-    ways = [refusal for refusal in found.refused if refusal.plan.offload and refusal.way_out]
-    closest = max(
-        ways or found.refused, key=lambda refusal: (bool(refusal.way_out), _below(refusal), refusal.plan.zero)
-    )
-    too = ", with and without offload" if ways else ""
+    with_way = [refusal for refusal in found.refused if refusal.way_out]
+    resorts = [refusal for refusal in with_way if _resort(refusal)]
+    closest = max(resorts or with_way or found.refused, key=_reach)
+    too = f", with and without {_resort(closest)}" if resorts else ""
     return f"None of {len(found.refused)} plans fits {machines}{too}. {_refused(closest, machines.count)}"
 
 
-def _below(refusal: Refusal) -> tuple[int, float]:
-    return len(refusal.plan.offloads), refusal.plan.offload_share
+def _resort(refusal: Refusal) -> str:
+    """The technique that such a plan resorts to; empty where it is none."""
+    return "".join(choice.resort for choice in choices_of(refusal.plan))
+
+
+def _reach(refusal: Refusal) -> tuple[float, ...]:
+    """How far a plan goes to fit, what is offered last first."""
+    return tuple(part for choice in reversed(choices_of(refusal.plan)) for part in choice.reach)
 
 
 def _refused(refusal: Refusal, ranks: int) -> str:

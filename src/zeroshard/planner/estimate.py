@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from zeroshard.ledger import Category
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.hardware import Machines
 from zeroshard.planner.predict import predict
 from zeroshard.planner.rehearse import Task
 from zeroshard.planner.result import Prediction
-from zeroshard.planner.states import Sizes, least_bytes
+from zeroshard.planner.states import Sizes, least_bytes, states_of
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
 MODEL_STATES = "model states"  # all four, as one category
@@ -49,7 +50,7 @@ class Estimator:
             rows: of one lane in one step.
         """
         ranks, each = self.machines.count, rows / plan.microbatches
-        lanes = ranks // plan.stages if plan.pipelined else ranks
+        lanes = ranks // plan.stages
         beside = {name: 0 for name in self.one.memory if name not in STATES}
         part = min(1.0, plan.microbatches / plan.stages)  # the first of D stages keeps D microbatches of 1/D each
         kept = {name: round(part * self._at(name, each)) for name in beside}
@@ -80,14 +81,14 @@ class Estimator:
         low, high = (one.causes["compute"] for one in (self.one, self.two))
         stages, m = plan.stages, plan.microbatches
         compute = m * max(0.0, low + (rows - 1) * (high - low)) / stages
-        update = self.one.causes.get("optimizer", 0.0) / stages / (lanes if plan.zero else 1)
-        nbytes = (self.sizes.trainable + self.sizes.frozen) * (4 if plan.precision == "fp32" else 2) / stages
+        slicing = choices_of(plan).slicing
+        update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(lanes)
+        width = states_of(self.sizes, plan, self.machines.count).parameter
+        nbytes = (self.sizes.trainable + self.sizes.frozen) * width / stages
         wire = 0.0
         if lanes > 1:
-            reductions = m if plan.zero >= 2 and plan.reduces_each_microbatch else 1
-            gathers = 2 * m if plan.zero == 3 else 1
-            stride = stages if plan.pipelined else 1
-            wire += reductions * self.machines.wire_seconds("exchange", nbytes, lanes, stride)
-            wire += gathers * self.machines.wire_seconds("gather", nbytes, lanes, stride)
+            reductions, gathers = slicing.passes(m)
+            wire += reductions * self.machines.wire_seconds("exchange", nbytes, lanes, stages)
+            wire += gathers * self.machines.wire_seconds("gather", nbytes, lanes, stages)
         bubble = compute * (stages - 1) / m
         return {"compute": compute, "optimizer": update, "wire": max(0.0, wire - compute), "bubble": bubble}

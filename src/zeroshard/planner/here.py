@@ -34,9 +34,8 @@ def machines_here(ranks: int, kind: str, profile: Path | None = None) -> Machine
     path = profile or default_path({"XDG_CACHE_HOME": cache_home()})
     measured = Profile.load(path) if path.exists() else None
     if measured is not None and measured.kind == kind:
-        shares = kind == "cpu" and ranks == per_node and "shared" in measured.collectives
         memory = free_memory() // per_node if kind == "cpu" else None
-        one = measured.machines(per_node, "shared" if shares else "network", memory=memory)
+        one = measured.machines(per_node, measured.transport if ranks == per_node else "network", memory=memory)
         return one if ranks == per_node else replace(one, count=ranks, between=BETWEEN)
     first = torch.device(kind, 0)
     name, memory = accelerator.title(first), accelerator.total_memory(first)

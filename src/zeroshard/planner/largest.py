@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zeroshard.plan import Plan
+from zeroshard.planner.alone import on_machines
 from zeroshard.planner.hardware import Machines
-from zeroshard.planner.predict import on_machines, predict
+from zeroshard.planner.predict import predict
 from zeroshard.planner.rehearse import Task, rehearse, states_of
 from zeroshard.planner.result import MARGIN, Prediction
 from zeroshard.planner.shallow import FEW
@@ -147,7 +148,7 @@ def largest(
 
 def state_bytes_of(task: Task, plan: Plan, ranks: int, rows: int = 1) -> int:
     """Bytes of model states on the fullest rank after a step, from the ledger of the engine, rehearsed whole."""
-    firsts = plan.pipeline(ranks).layout.first_ranks if plan.pipelined else (0,)
+    firsts = plan.pipeline(ranks).layout.first_ranks
     return max(states_of(rehearse(task, plan, rank, ranks, rows).states) for rank in firsts)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroshard.planner.rehearse import Rehearsed, highest_of
-from zeroshard.planner.result import TEMPORARIES
+from zeroshard.planner.result import TEMPORARIES, Span
 from zeroshard.planner.shallow import FEW, Stack, deepen
-from zeroshard.schedule.spans import TIMES, costs_of
+from zeroshard.schedule.spans import TIMES, medians
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,21 @@ class Needs:
     exact: bool
     costs: Mapping[str, float] = field(default_factory=dict)
     actions: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a step is spent on.
+
+    Attributes:
+        causes: seconds by cause.
+        spans: of each rank, where several do different things.
+        notes: what a reader must know, a sentence each.
+    """
+
+    causes: Mapping[str, float]
+    spans: tuple[tuple[Span, ...], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def needs_of(
@@ -77,9 +92,7 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
     for cause, seconds in one.spent.items():
         numbers[f"spent/{cause}"] = seconds + (more * each.spent.get(cause, 0.0) if each and more else 0.0)
     numbers |= {f"host/{category}": nbytes for category, nbytes in one.host.items()}
-    if one.pipeline is not None:
-        costs = costs_of([one.spans], one.pipeline)
-        numbers |= {f"cost/{name}/{c}": s for name in TIMES.values() for c, s in enumerate(getattr(costs, name)) if s}
+    numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
     actions = sum(end - start for _, start, end in one.spans)
     return numbers | {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes, "actions": actions}
 

@@ -129,6 +129,11 @@ class Profile:
         }
         return plain
 
+    @property
+    def transport(self) -> Transport:
+        """The way between ranks of this machine that `Plan` takes by default."""
+        return "shared" if self.kind == "cpu" and "shared" in self.collectives else "network"
+
     def machines(
         self, count: int, transport: Transport = "network", clock: Clock = "wall", memory: int | None = None
     ) -> Machines:

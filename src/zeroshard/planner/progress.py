@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from zeroshard.plan import Plan
-
-STAGED = 4.0  # times as long as another a plan with stages takes: two of its stages, each with more microbatches
+from zeroshard.planner.ways import way_of
 
 
 @dataclass
@@ -51,4 +50,4 @@ class Progress:
 
 
 def _work_of(plan: Plan) -> float:
-    return STAGED if plan.pipelined else 1.0
+    return way_of(plan).work

@@ -22,8 +22,8 @@ from zeroshard.engine import Engine
 from zeroshard.ledger import Category, Event
 from zeroshard.link import Task as Job
 from zeroshard.mesh import Mesh
-from zeroshard.pipeline.messages import UNDER_WAY
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.hardware import Machines, Operation
 from zeroshard.planner.private import Results, fakes, in_backward
 from zeroshard.planner.result import TEMPORARIES, Span
@@ -32,9 +32,9 @@ from zeroshard.planner.tracker import Tracker
 from zeroshard.planner.workspaces import beside_results
 from zeroshard.platform.rehearsed import Clock, Rehearsal
 from zeroshard.schedule import Pipeline
+from zeroshard.schedule.few import ALIKE
 from zeroshard.units.tensors import tensors_in
 
-ALIKE = 3  # microbatches from which on every further one costs the same
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
 SETTLED = 1  # steps before one that is like all that follow: states are made in the first
 EVENTS = 400  # moments of a step that are kept for its picture
@@ -80,8 +80,7 @@ class Task:
 
     def optimizer_of(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
         """The optimizer over a model, under a plan."""
-        below = plan is not None and "optimizer" in plan.offloads
-        make = self.host_optimizer if below and self.host_optimizer is not None else self.optimizer
+        make = choices_of(plan or Plan()).offloading.updater(self.optimizer, self.host_optimizer or self.optimizer)
         return make(model if self.whole_model else model.parameters())
 
 
@@ -103,7 +102,7 @@ class Rehearsed:
             them, when it stood highest. Each grows evenly with blocks and microbatches; which is highest may change.
         wire: by purpose, of the last step: elements, bytes, calls.
         spent: seconds of the last step, by cause.
-        spans: of a pipeline's last step.
+        spans: actions of the last step.
         split: where the model was cut.
         snapshot_nbytes: of a copy of the states, as a checkpoint on its way to the disk holds it.
         batch_nbytes: of the batch itself, which is among the temporaries.
@@ -118,7 +117,7 @@ class Rehearsed:
     phases: Mapping[str, Mapping[str, int]]
     wire: Mapping[str, tuple[int, int, int]]
     spent: Mapping[str, float]
-    pipeline: Pipeline | None
+    pipeline: Pipeline
     spans: tuple[Span, ...]
     split: tuple[str, ...]
     events: tuple[Event, ...]
@@ -179,7 +178,7 @@ def rehearse(
             below=tracker.make_below,
         )
         with tracker, tracker.resizing():
-            stage = _Stage(task, plan, rows, Mesh(rank, ranks, platform=rehearsal), tracker)
+            stage = _Stage(task, plan, rows, (rank, ranks, rehearsal), tracker)
             rehearsed = stage.run()
         return stage.timed(rehearsed) if timed else rehearsed
 
@@ -187,16 +186,17 @@ def rehearse(
 class _Stage:
     """The engine on its stage."""
 
-    def __init__(self, task: Task, plan: Plan, rows: int, mesh: Mesh, tracker: Tracker) -> None:
-        self._tracker, self._mesh, self._plan = tracker, mesh, plan
+    def __init__(self, task: Task, plan: Plan, rows: int, where: tuple[int, int, Rehearsal], tracker: Tracker) -> None:
+        rank, ranks, rehearsal = where
+        mesh = Mesh(rank, ranks, platform=rehearsal)
+        self._tracker, self._mesh, self._plan, self._choices = tracker, mesh, plan, choices_of(plan)
         self._batch = task.batch(rows)
-        example = task.batch(max(1, rows // plan.microbatches)) if plan.pipelined else None
+        example = self._choices.stages.example(lambda: task.batch(max(1, rows // plan.microbatches)))
         model = task.build()
-        assert isinstance(mesh.platform, Rehearsal)
-        self._clock, self._timed, self._last = mesh.platform.clock, mesh.platform.measured, 0.0
-        whole = replace(plan, device_memory=None, delayed_warmup=min(plan.delayed_warmup, SETTLED))
-        if mesh.platform.values:  # which mean nothing
-            whole = replace(whole, nonfinite="ignore", loss_scale=1.0 if plan.scales_loss else "auto")
+        self._clock, self._timed, self._last = rehearsal.clock, rehearsal.measured, 0.0
+        whole = replace(plan, device_memory=None)
+        for choice in self._choices:
+            whole = replace(whole, **choice.rehearsed(SETTLED, rehearsal.values))
         self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
         self._updating = False
         self._marks: list[Each] = []
@@ -222,7 +222,6 @@ class _Stage:
         note = tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note())))
         with engine.tracing() as trace, engine.recording(), note:
             engine.train_step(self._batch)
-        spans = tuple(trace.actions) if engine.pipeline is not None else ()
         phases |= {phase: peak.snapshot for phase, peak in tracker.peaks.items()}
         for phase, memory in before.items():
             if sum(memory.values()) > sum(phases.get(phase, {}).values()):
@@ -234,8 +233,8 @@ class _Stage:
             phases,
             {str(row.purpose): (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()},
             _by_cause(clock.spent),
-            engine.pipeline,
-            spans,
+            self._pipeline,
+            tuple(trace.actions),
             engine.split,
             tuple(_thin(events)),
             engine.checkpoint_nbytes,
@@ -257,9 +256,8 @@ class _Stage:
                 self._last = time.process_time()
                 engine.train_step(self._batch)
                 self._tick()
-            spans = tuple(trace.actions) if engine.pipeline is not None else ()
             spent = _by_cause({cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"})
-            steps.append((sum(spent.values()), spent, self._each(), spans))
+            steps.append((sum(spent.values()), spent, self._each(), tuple(trace.actions)))
         _, spent, each, spans = sorted(steps, key=lambda step: step[0])[len(steps) // 2]
         return replace(tracked, spent=spent, each=each, spans=spans)
 
@@ -287,15 +285,16 @@ class _Stage:
 
     @property
     def _warm_up(self) -> int:
-        """Steps before one that is like all that follow: states are made in the first, versions until all are there."""
-        plan, pipeline = self._plan, self.engine.pipeline
-        settled = SETTLED + 2 * plan.delayed_update  # whose weights come up one step later
-        if pipeline is not None:  # until as many messages are kept as are ever under way; of a loan one comes per step
-            settled = 1 + UNDER_WAY if pipeline.loans else 2
-        if not plan.streams:
-            return settled
-        in_flight = 2 * plan.stages * plan.chunks
-        return max(settled, 2 + -(-in_flight // plan.microbatches))
+        """Steps before one that is like all that follow: states are made in the first."""
+        settled = SETTLED
+        for choice in self._choices:
+            settled = choice.settled(self._pipeline, settled)
+        return settled
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        """The lists of all ranks, which of one stage are alike."""
+        return self.engine.pipeline or self._plan.pipeline(self._mesh.ranks)
 
     def _phase(self) -> str:
         return "backward" if in_backward() else "update" if self._updating else "forward"

@@ -1,5 +1,6 @@
 """What the planner finds: predictions of plans, and refusals of those that cannot be."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -72,12 +73,17 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether the peak leaves the margin free, and the host holds what it must."""
-        return self.peak_bytes <= self.capacity_bytes * (1 - self.margin) and self.fits_host
+        return not self.full
 
     @property
-    def fits_host(self) -> bool:
-        """Whether the host holds what is offloaded and the copies of a checkpoint."""
-        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
+    def full(self) -> list[str]:
+        """The tiers, "host" and "device", that would have to hold more than they can."""
+        host = math.inf if self.host_capacity_bytes is None else self.host_capacity_bytes
+        rooms = {
+            "host": (self.host_bytes, host),
+            "device": (self.peak_bytes, self.capacity_bytes * (1 - self.margin)),
+        }
+        return [tier for tier, (held, room) in rooms.items() if held > room]
 
     @property
     def smallest_capacity_bytes(self) -> int:

@@ -8,11 +8,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from zeroshard.errors import PlanError, ZeroshardError
+from zeroshard.offload import choice as offload
+from zeroshard.parts.offers import Offer, Refused, Site
+from zeroshard.pipeline import choice as pipeline
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.company import company
 from zeroshard.planner.cuts import Layers, layers_of
 from zeroshard.planner.estimate import Estimator
@@ -23,25 +26,25 @@ from zeroshard.planner.really import predict_really
 from zeroshard.planner.rehearse import Task
 from zeroshard.planner.result import Found, Prediction, Refusal
 from zeroshard.planner.states import Sizes, least_bytes, sizes_of
-from zeroshard.planner.words import short
+from zeroshard.planner.ways import way_of
+from zeroshard.planner.words import lacking, short
+from zeroshard.zero import choice as zero
 
-FASTER: tuple[dict[str, Any], ...] = ({"schedule": "interleaved", "chunks": 2}, {"schedule": "zb-h1"})
-LEANER: dict[str, Any] = {"recompute": "chunk"}
-SHARES = (0.25, 0.5, 0.75, 1.0)  # of the parameters whose states are offloaded: the fewest first, as they move
+OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
+LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
 MOST_DEEP = 32  # blocks times microbatches, or stages, that are all rehearsed for the best plan
 MOST_TIMED = 8  # plans that are tried out on this machine, the best by the rates of its profile
-NEAR = 1.05  # times the shortest expected step: plans with stages up to there are all looked at
-FINEST = 4  # microbatches per stage, from which on the bubble is small
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shape:
-    """A plan but for its microbatches, and the rows of one lane."""
+    """A plan but for its microbatches, the rows of one lane, and the offer that it is of."""
 
     plan: Plan
     rows: int
+    offer: Offer
 
 
 def search(
@@ -51,20 +54,21 @@ def search(
     top: int = 5,
     plans: Iterable[tuple[Plan, int]] | None = None,
     say: Say = lambda text: None,
-    offload: bool = False,
+    last_resorts: bool = False,
     first: Callable[[Found], None] = lambda found: None,
 ) -> Found:
     """The plans that fit, the fastest first, and the refused ones with the way out.
 
-    Where none fits, plans with offload are tried: of the optimizer's states, of few parameters first and then of more,
-    then of the parameters too, and then of activations; the first that fits ends it.
+    Where none fits, what techniques offer as a last resort is tried in their order (offload: of the optimizer's states,
+    of few parameters first and then of more, then of the parameters too, and then of activations); the first that fits
+    ends it.
 
     Args:
         base: what all plans have in common (precision, clipping and the like).
         top: how many to keep.
         plans: plans and rows per lane to look at, instead of all there are.
         say: told what is being looked at.
-        offload: whether to try plans with offload even where others fit.
+        last_resorts: whether to try them even where other plans fit.
         first: given the first estimates, before any plan is rehearsed; not called where nothing can be estimated.
     """
     began = time.perf_counter()
@@ -77,8 +81,8 @@ def search(
         for shape in shapes:
             hunt.progress.begin(shape.plan)
             hunt.try_shape(shape)
-        if offload or not hunt.fitting:
-            hunt.try_offload()
+        if last_resorts or not hunt.fitting:
+            hunt.try_last_resorts()
     else:
         for plan, rows in plans:
             hunt.try_plan(plan, rows)
@@ -106,50 +110,28 @@ class _Hunt:
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
-    _guesses: dict[Shape, list[int]] = field(default_factory=dict)
-    _no_chain: bool = False
+    _guesses: dict[Plan, list[int]] = field(default_factory=dict)
+
+    @property
+    def _site(self) -> Site:
+        return Site(self.machines.count, self.machines.per_node, self.task.rows, self._blocks)
 
     def shapes(self) -> Iterator[Shape]:
         """Every way to share out the ranks, those without stages first."""
-        ranks, rows = self.machines.count, self.task.rows
-        for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
-            groups: list[int | None] = [None]
-            if zero and self.machines.nodes > 1 and ranks % self.machines.per_node == 0:
-                groups.append(self.machines.per_node)
-            if rows % ranks:
-                why = f"{rows} rows of a step do not divide among {ranks} ranks."
-                self._refuse(replace(self.base, zero=zero), 0, why, f"Use a multiple of {ranks} rows.")
-                continue
-            for group in groups:
-                yield Shape(replace(self.base, zero=zero, shard_ranks=group, reduce_every="auto"), rows // ranks)
-        for stages in (d for d in _divisors(ranks) if d > 1):
-            yield from self._pipelines(stages)
+        for offer in (offer for offers in OFFERS for offer in offers(self._site)):
+            if isinstance(offer, Refused):
+                self._refuse(replace(self.base, **offer.settings), 0, offer.why, offer.way_out)
+            else:
+                yield self._shape(offer)
 
-    def _pipelines(self, stages: int) -> Iterator[Shape]:
-        replicas = self.machines.count // stages
-        if self.task.rows % replicas or self._no_chain:
-            return
-        try:
-            blocks = self._blocks()
-        except PlanError as error:
-            self._no_chain = True
-            self._refuse(replace(self.base, stages=stages, zero=0, microbatches=stages), 0, str(error), "")
-            return
-        if blocks < stages:
-            why, way_out = f"The model has {blocks} blocks for {stages} stages.", f"Use {blocks} stages or fewer."
-            self._refuse(replace(self.base, stages=stages, zero=0, microbatches=stages), 0, why, way_out)
-            return
-        common = replace(self.base, transport="auto", reduce_every="auto", zero=1 if replicas > 1 else 0)
-        yield Shape(replace(common, stages=stages, microbatches=stages), self.task.rows // replicas)
+    def _shape(self, offer: Offer) -> Shape:
+        return Shape(replace(self.base, **offer.settings), self.task.rows // offer.lanes, offer)
 
-    def try_offload(self) -> None:
-        """Offload more and more, until it fits."""
-        ranks = self.machines.count
-        if self.task.rows % ranks:
-            return
-        for below in _offloads(ranks):
+    def try_last_resorts(self) -> None:
+        """Go further and further, until it fits."""
+        for offer in (offer for offers in LAST_RESORTS for offer in offers(self._site)):
             before = len(self.fitting)
-            self.try_shape(Shape(replace(self.base, reduce_every="auto", **below), self.task.rows // ranks))
+            self.try_shape(self._shape(offer))
             if len(self.fitting) > before:
                 return
 
@@ -160,97 +142,51 @@ class _Hunt:
             estimator = Estimator.of(self.task, self.base, self.machines, self._sizes_of())
         except ZeroshardError:  # of which the search tells, plan by plan
             return []
-        chosen, expected = [], {}
+        chosen: list[Prediction] = []
+        expected: dict[Plan, int] = {}
         for shape in shapes:
-            counts = self._counts(shape)
-            each = (estimator.prediction(self._with(shape, count), shape.rows) for count in counts)
-            fitting = [one for one in each if one.fits]
-            if fitting:
-                order = sorted(fitting, key=lambda one: one.seconds) if shape.plan.pipelined else fitting[:1]
-                chosen.append(order[0])
-                near = [one for one in order if one.seconds <= NEAR * order[0].seconds]
-                self._guesses[shape] = [one.plan.microbatches for one in near]
-            expected[shape.plan] = self._expected(shape, counts)
+            counts = shape.offer.counts
+            each = (estimator.prediction(self._with(shape.plan, count), shape.rows) for count in counts)
+            near = shape.offer.order.near([one for one in each if one.fits])
+            chosen += near[:1]
+            guesses = self._guesses[shape.plan] = [one.plan.microbatches for one in near]
+            expected[shape.plan] = 1
+            if guesses:
+                expected[shape.plan] = shape.offer.order.looks(counts, guesses) + shape.offer.most_faster
         self.progress = Progress(expected)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
-    def _expected(self, shape: Shape, counts: Sequence[int]) -> int:
-        """Looks that a shape will take."""
-        guesses = self._guesses.get(shape)
-        if not guesses:
-            return 1
-        return len(guesses) + len(FASTER) if shape.plan.pipelined else 1 + (guesses[0] != counts[0])
-
     def try_shape(self, shape: Shape) -> None:
-        """Find the microbatches of a shape: the fewest that fit; with stages, those that make it fastest."""
-        counts = self._counts(shape)
-        if not counts:
-            stages = shape.plan.stages
-            why = f"{shape.rows} rows per lane do not make the {stages} microbatches that fill the stages."
-            self._refuse(shape.plan, shape.rows, why, "Use more rows per step, or fewer stages.")
+        """Find the microbatches of a shape, then what is faster; where none fit, what needs less."""
+        offer, plan = shape.offer, shape.plan
+        if not offer.counts:
+            self._refuse(plan, shape.rows, *offer.without_counts)
             return
-        if not shape.plan.pipelined:
-            self._keep(self._fewest(shape, counts))
-            return
-        found = self._fastest(shape, counts)
-        if found is not None and not found.fits and shape.plan.recompute != "chunk":
-            self.try_shape(Shape(replace(shape.plan, **LEANER), shape.rows))
+        guesses = self._guesses.get(plan, [])
+        found = offer.order.find(lambda count: self._look(self._with(plan, count), shape.rows), offer.counts, guesses)
+        leaner = replace(plan, **offer.leaner)
+        if found is not None and not found.fits and leaner != plan:
+            self.try_shape(replace(shape, plan=leaner))
         if not self._keep(found):
             return
         assert found is not None
-        for other in FASTER:
-            m, stages = found.plan.microbatches, found.plan.stages
-            if (other.get("chunks", 1) == 1 or m % stages == 0) and stages * other.get("chunks", 1) <= self._blocks():
-                again = self._look(Shape(replace(shape.plan, **other, microbatches=m), shape.rows), m)
-                if again is not None and again.fits:
-                    self.fitting.append(again)
+        m = found.plan.microbatches
+        for other in offer.faster(m, self._site):
+            again = self._look(replace(plan, **other, microbatches=m), shape.rows)
+            if again is not None and again.fits:
+                self.fitting.append(again)
 
     def _keep(self, found: Prediction | None) -> bool:
         """Keep a plan that fits, and refuse one that does not."""
         if found is not None and not found.fits:
-            self._refuse_size(found)
+            self._refuse(found.plan, found.batch, *lacking(found))
         elif found is not None:
             self.fitting.append(found)
         return found is not None and found.fits
 
-    def _fastest(self, shape: Shape, counts: Sequence[int]) -> Prediction | None:
-        """The fastest of those that are expected to be; else of finer ones, or the finest, which does not fit."""
-        near = self._guesses.get(shape, [])
-        found = [one for count in near if (one := self._look(shape, count)) is not None]
-        fitting = [one for one in found if one.fits]
-        if fitting:
-            return min(fitting, key=lambda one: one.seconds)
-        if near and not found:  # refused for something else than its size
-            return None
-        last: Prediction | None = None
-        for count in [m for m in counts if m > max(near, default=0)] if near else counts[-1:]:
-            last = self._look(shape, count)
-            if last is None or last.fits:
-                return last
-        return last or found[-1]
-
-    def _fewest(self, shape: Shape, counts: Sequence[int]) -> Prediction | None:
-        """The fewest microbatches that fit, by bisection from those expected: memory falls with their number.
-
-        None fits where the finest that was looked at is returned, and does not.
-        """
-        guesses = self._guesses.get(shape, [])
-        at, low, high = counts.index(guesses[0]) if guesses else len(counts) - 1, 0, len(counts)
-        best: Prediction | None = None
-        while low < high:
-            last = self._look(shape, counts[at])
-            if last is None:
-                return best
-            if last.fits or best is None or not best.fits:
-                best = last
-            low, high = (low, at) if last.fits else (at + 1, high)
-            at = high - 1 if guesses else (low + high) // 2
-            guesses = []
-        return best
-
     def try_plan(self, plan: Plan, rows: int) -> None:
         """Look at one given plan."""
-        self._keep(self._look(Shape(plan, rows), plan.microbatches))
+        self._keep(self._look(plan, rows))
 
     def timed(self, prediction: Prediction) -> Prediction:
         """The prediction with a time that was measured on few blocks, where this machine can hold them."""
@@ -265,7 +201,7 @@ class _Hunt:
         """The prediction again, from a rehearsal of every stage, and of every block where they are not too many."""
         plan = prediction.plan
         depth = sum(stack.depth for stack in self.task.look.stacks)
-        if (plan.stages if plan.pipelined else depth * plan.microbatches) > MOST_DEEP:
+        if way_of(plan).whole(plan, depth) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
         found = predict(self.task, plan, self.machines, prediction.batch, deep=True)
@@ -273,36 +209,26 @@ class _Hunt:
             return found
         return replace(found, causes=prediction.causes, time_mode=prediction.time_mode)
 
-    def _counts(self, shape: Shape) -> list[int]:
-        """Numbers of microbatches that divide the rows of a lane, ascending, so that memory falls along them."""
-        counts = _divisors(shape.rows)
-        plan = shape.plan
-        if not plan.pipelined:
-            return counts
-        counts = [m for m in counts if m >= plan.stages and (plan.chunks == 1 or m % plan.stages == 0)]
-        return [m for m in counts if m <= FINEST * plan.stages] or counts[:1]
+    def _with(self, plan: Plan, count: int) -> Plan:
+        return replace(plan, microbatches=count)
 
-    def _with(self, shape: Shape, count: int) -> Plan:
-        return replace(shape.plan, microbatches=count)
-
-    def _look(self, shape: Shape, count: int) -> Prediction | None:
+    def _look(self, plan: Plan, rows: int) -> Prediction | None:
         """Rehearse a plan, unless its states alone are too much or the engine refuses it."""
-        plan = self._with(shape, count)
-        key = (plan, shape.rows)
+        key = (plan, rows)
         if key in self._seen:
             return self._seen[key]
         self.looked_at += 1
         try:
-            if self._too_large(plan, shape.rows):
+            if self._too_large(plan, rows):
                 return None
-            if plan.pipelined and not plan.split:
-                layers = self._layers_of(max(1, shape.rows // count))
-                plan = replace(plan, split=layers.split(plan.stages * plan.chunks))
-            words = f"{short(plan, self.machines.count)}, {shape.rows} rows per lane"
+            each = max(1, rows // plan.microbatches)
+            for choice in choices_of(plan):
+                plan = replace(plan, **choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
+            words = f"{short(plan, self.machines.count)}, {rows} rows per lane"
             self.say(f"{self.progress.look(plan)}{words}")
-            self._seen[key] = predict(self.task, plan, self.machines, shape.rows)
+            self._seen[key] = predict(self.task, plan, self.machines, rows)
         except ZeroshardError as error:
-            self._refuse(plan, shape.rows, str(error), "")
+            self._refuse(plan, rows, str(error), "")
             return None
         return self._seen[key]
 
@@ -315,8 +241,7 @@ class _Hunt:
         """Refuse what needs more for its states than a device has."""
         room = self.machines.device.capacity_bytes
         needed = least_bytes(self._sizes_of(), plan, self.machines.count)
-        last = plan.offloads and plan.offload_share == 1  # of its kind, and rehearsed for the smallest budget
-        if needed <= room or last:
+        if needed <= room or any(choice.exhausted for choice in choices_of(plan)):
             return False
         why = f"Its model states alone take {format_size(needed)} on every rank, and a device has {format_size(room)}."
         self._refuse(plan, rows, why, self._way_out(plan, needed))
@@ -324,34 +249,12 @@ class _Hunt:
 
     def _way_out(self, plan: Plan, needed: int) -> str:
         """The smallest single change with which the states would fit."""
-        assert self._sizes is not None
         room, ranks = self.machines.device.capacity_bytes, self.machines.count
-        if plan.offloads:
-            return "A larger offload_share would leave less."
-        for zero in (z for z in (1, 2, 3) if z > plan.zero and ranks > 1 and not plan.pipelined):
-            if least_bytes(self._sizes, replace(plan, zero=zero), ranks) <= room:
-                return f"zero={zero} would bring the states down to fit."
-        for times in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
-            if least_bytes(self._sizes, replace(self.base, zero=3), ranks * times) <= room:
-                return f"zero=3 on {ranks * times} devices would hold them."
+        for remedy in (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(ranks)):
+            changed = replace(self.base if remedy.anew else plan, **remedy.settings)
+            if remedy.certain or least_bytes(self._sizes_of(), changed, remedy.ranks) <= room:
+                return remedy.sentence
         return f"Devices with {format_size(needed)} or more would hold them."
-
-    def _refuse_size(self, found: Prediction) -> None:
-        if not found.fits_host:
-            held, room = format_size(found.host_bytes), format_size(found.host_capacity_bytes or 0)
-            what = "A checkpoint on its way to the disk needs"
-            if found.plan.offloads:
-                what = "What is offloaded, and a checkpoint on its way to the disk, need"
-            why = f"{what} {held} of each node's host memory, which is {room}."
-            self._refuse(found.plan, found.batch, why, f"Nodes with {held} of host memory would hold it.")
-            return
-        need = found.smallest_capacity_bytes
-        held, room = format_size(found.peak_bytes), format_size(found.capacity_bytes)
-        why = f"The fullest rank needs {held} of {room} at the peak."
-        way_out = f"A device with {format_size(need)} for tensors would hold it."
-        if found.plan.offloads:
-            way_out = f"The smallest budget that works for it is device_memory={need}."
-        self._refuse(found.plan, found.batch, why, way_out)
 
     def _refuse(self, plan: Plan, rows: int, why: str, way_out: str) -> None:
         self.refused.append(Refusal(plan, rows, why, way_out))
@@ -374,15 +277,3 @@ class _Hunt:
         if isinstance(self._layers, str):
             raise PlanError(self._layers)
         return self._layers
-
-
-def _offloads(ranks: int) -> Iterator[dict[str, Any]]:
-    """What plans with offload set, those that move least first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
-    for zero in (2, 3) if ranks > 1 else (2,):
-        yield from ({"zero": zero, "offload": "optimizer", "offload_share": share} for share in SHARES)
-    yield {"zero": 3, "offload": "optimizer,parameters"}
-    yield {"zero": 3, "offload": "optimizer,parameters,activations"}
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]

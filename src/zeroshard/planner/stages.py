@@ -2,39 +2,56 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 from zeroshard.comm import Purpose
 from zeroshard.plan import Plan
 from zeroshard.planner.hardware import Machines
-from zeroshard.planner.needs import Needs, memory_numbers, needs_from, numbers_of
-from zeroshard.planner.rehearse import ALIKE, Rehearsed, Task, messages_of, rehearse
+from zeroshard.planner.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
+from zeroshard.planner.rehearse import Rehearsed, Task, messages_of, rehearse
 from zeroshard.planner.result import Span
 from zeroshard.planner.shallow import Stack, deepen, shallow
+from zeroshard.planner.values import refuse_too_large
 from zeroshard.schedule import Layout, Pipeline
-from zeroshard.schedule.peaks import peaks
+from zeroshard.schedule.few import few_microbatches, in_flight
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
 from zeroshard.schedule.spans import TIMES
 
 FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
-MOST_FILLED = 8  # stages up to which a rehearsal fills the pipeline
+STEADY = 4  # steps of a stream in which its steady state shows; where each flushes, the first is enough
 MOST_SPANS = 20_000  # of a pipeline's timeline
 PER_MICROBATCH = (str(Purpose.SEND_ACTIVATIONS), str(Purpose.SEND_GRADIENTS))
 
 
-def needs_of_stages(
-    task: Task, plan: Plan, machines: Machines, rows: int, stages: Sequence[int], stacks: Sequence[Stack] = ()
-) -> list[Needs]:
-    """The first replica of each of some stages.
+class Staged:
+    """How plans with stages are rehearsed: one replica of each; a `planner.ways.Way`."""
 
-    Args:
-        rows: of one lane in one step.
-        stacks: the repeated blocks of the model, of which few are rehearsed; all are where there are none.
-    """
-    depths = _depths(plan, stacks)
-    return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in stages]
+    work = 4.0  # two stages, each with more microbatches
+
+    def whole(self, plan: Plan, blocks: int) -> int:
+        """All stages."""
+        return plan.stages
+
+    def needs(
+        self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+    ) -> list[Needs]:
+        """The first and the last stage, with few of their blocks; or all of them."""
+        chosen = sorted(set(range(plan.stages)) if stacks is None else {0, plan.stages - 1})
+        depths = _depths(plan, stacks or ())
+        return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in chosen]
+
+    def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+        """All stages, whole, from steps really taken."""
+        first = plan.pipeline(machines.count).layout.first_ranks
+        refuse_too_large(task, plan, machines, rows)
+        return [needs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
+
+    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+        """All stages, simulated with what they cost, and who does what when."""
+        causes, spans = _times(needs, plan, machines)
+        rest = f"{len(needs)} of {plan.stages} stages were rehearsed, the first and the last."
+        return Times(causes, spans, (rest,) * (len(needs) < plan.stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +64,12 @@ class _Job:
     rows: int
     stage: int
     depths: tuple[str, tuple[int, ...]] | None
+
+    @property
+    def lane(self) -> Pipeline:
+        """One rank of each stage."""
+        plan, layout = self.plan, Layout.equal(self.plan.stages, self.plan.chunks)
+        return Pipeline(plan.schedule, layout, plan.microbatches, reduce_each=plan.reduces_each_microbatch)
 
     def rehearse(self, microbatches: int, blocks: Sequence[int] = ()) -> Rehearsed:
         """The stage with so many microbatches, and with so many blocks in each chunk."""
@@ -102,12 +125,13 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
     Of many microbatches only some are rehearsed, with two numbers of them: memory grows with those that are in flight
     at once, which the schedule's own lists say.
     """
-    plan, m = job.plan, job.plan.microbatches
-    less, more = _some_microbatches(plan)
-    if plan.streams or m <= less + more:
+    m, lane = job.plan.microbatches, job.lane
+    few = few_microbatches(lane)
+    if few is None:
         one = job.rehearse(m, blocks)
         return numbers_of(one, 0), one, True
-    some, further, all_of_them = (_in_flight(plan, job.stage, k) for k in (less, more, m))
+    less, more = few
+    some, further, all_of_them = (in_flight(lane, job.stage, k) for k in (less, more, m))
     growth = (all_of_them - further) / (further - some) if further > some else 0
     b = job.rehearse(more, blocks)
     a = job.rehearse(less, blocks) if growth else b
@@ -117,35 +141,16 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
     return {**numbers_of(b, 0), **memory, **wire}, b, False
 
 
-def _some_microbatches(plan: Plan) -> tuple[int, int]:
-    """Two numbers of microbatches to rehearse; where stages are few, the larger one fills them."""
-    d = plan.stages
-    if plan.schedule in ("gpipe", "naive"):
-        return 2 * d, 3 * d
-    if plan.chunks > 1:
-        return d, 2 * d
-    return (d, d + 1) if d <= MOST_FILLED else (ALIKE, ALIKE + 1)
-
-
-def _in_flight(plan: Plan, stage: int, microbatches: int) -> Fraction:
-    """Microbatches whose activations a stage keeps at once, at most."""
-    layout = Layout.equal(plan.stages, plan.chunks)
-    pipeline = Pipeline(plan.schedule, layout, microbatches, reduce_each=plan.reduces_each_microbatch)
-    return peaks([pipeline.step(stage)], plan.chunks)[0].in_flight
-
-
-def pipeline_times(
+def _times(
     needs: Sequence[Needs], plan: Plan, machines: Machines
 ) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
     """Seconds of one step by cause, and who does what when."""
-    pipeline = needs[0].last.pipeline
-    assert pipeline is not None
-    pipeline = replace(pipeline, microbatches=plan.microbatches)
+    pipeline = replace(needs[0].last.pipeline, microbatches=plan.microbatches)
     one_lane = replace(pipeline, layout=type(pipeline.layout).equal(plan.stages, plan.chunks), loans=())
     even = not pipeline.layout.uneven
     lists_of = one_lane if even else pipeline  # lanes of an even layout do not meet but at reductions
     costs = _costs(needs, lists_of, machines)
-    simulation = simulate(lists_of.stretch(4 if plan.streams else 1), lists_of.layout, costs)
+    simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
     spent = [_spent(one, plan, costs, lists_of) for one in needs]
     causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"])
     wire = max(each["wire"] for each in spent)
@@ -158,22 +163,14 @@ def pipeline_times(
 
 def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: Pipeline) -> dict[str, float]:
     """What a stage spends in one step, by cause; "overhead" is what lies beside its actions."""
-    assert one.last.pipeline is not None
     stage = one.last.pipeline.layout.stage_of(one.rank)
     spent = {cause: one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire")}
     overhead = max(0.0, spent["compute"] + spent["optimizer"] - one.actions)
     chunks = pipeline.layout.chunks_of(stage)
-    passes = sum(costs.forward[c] + _backward(costs, c, pipeline) for c in chunks)
+    passes = sum(costs.forward[c] + costs.whole_backward(c, pipeline.splits_backward) for c in chunks)
     updates = sum(costs.update[c] for c in chunks) * (plan.microbatches // plan.microbatches_per_update)
     compute = plan.microbatches * passes + updates - spent["optimizer"] + overhead
     return {**spent, "compute": compute, "overhead": overhead}
-
-
-def _backward(costs: Costs, chunk: int, pipeline: Pipeline) -> float:
-    """Seconds of a chunk's backward, in one part or in two."""
-    if pipeline.name == "zb-h1":
-        return costs.input_gradient[chunk] + costs.weight_gradient[chunk]
-    return costs.backward[chunk]
 
 
 def _step_seconds(simulation: Simulation, plan: Plan) -> float:

@@ -1,15 +1,14 @@
 """Model states by the formulas alone, to leave out plans before a rehearsal. Predictions never come from here."""
 
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import ceil
+from dataclasses import dataclass
 
 from zeroshard.optim import check_elementwise
+from zeroshard.parts.choice import States
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.private import fakes
 from zeroshard.planner.rehearse import Task, quiet
 from zeroshard.units import find_units
-from zeroshard.zero.formulas import BytesPerParameter, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +46,14 @@ def sizes_of(task: Task) -> Sizes:
 
 def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
     """What the states take at least on every rank; under stage 3 with the largest unit gathered."""
-    width = 4 if plan.precision == "fp32" else 2
-    each = BytesPerParameter(width, width, 0 if width == 4 else 4, sizes.state_bytes)
-    # The stage with most holds at least an equal part.
-    sizes = replace(sizes, trainable=sizes.trainable // plan.stages, frozen=sizes.frozen // plan.stages)
-    slices = plan.shard_ranks or ranks // plan.stages
-    if "optimizer" in plan.offloads:
-        return _least_with_offload(sizes, plan, slices, each)
-    states = state_bytes(sizes.trainable, slices, plan.zero, each).total
-    states += state_bytes(sizes.frozen, slices, plan.zero, each, frozen=True).total
-    gathered = max(sizes.units) * width if plan.zero == 3 and ranks > 1 else 0
-    return ceil(states) + gathered
+    states = states_of(sizes, plan, ranks)
+    answers = (choice.least_bytes(states, ranks) for choice in reversed(choices_of(plan)))
+    return next(nbytes for nbytes in answers if nbytes is not None)
 
 
-def _least_with_offload(sizes: Sizes, plan: Plan, slices: int, each: BytesPerParameter) -> int:
-    """The weights, whole or sliced, or of one unit if they come and go; and the states of units that stay."""
-    below, largest = "parameters" in plan.offloads, max(sizes.units)
-    weights = 0 if below else sizes.trainable + sizes.frozen
-    gathered = largest if plan.zero == 3 and (slices > 1 or below) else 0
-    stay = max(Fraction(0), (1 - Fraction(plan.offload_share)) * sizes.trainable - largest)
-    states = stay * (each.gradient + each.master_weight + each.optimizer_state) / slices
-    return (
-        ceil(Fraction(weights, slices if plan.zero == 3 else 1) * each.parameter + states) + gathered * each.parameter
-    )
+def states_of(sizes: Sizes, plan: Plan, ranks: int) -> States:
+    """One rank's part of the model, in the plan's dtypes."""
+    states = States(sizes.trainable, sizes.frozen, max(sizes.units), sizes.state_bytes)
+    for choice in choices_of(plan):
+        states = choice.share(states, ranks)
+    return states

@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from zeroshard.ledger import Category
+from zeroshard.parts.choice import LeftOut
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.result import Prediction, Refusal
 
 MODES = {
@@ -13,8 +15,6 @@ MODES = {
     "shallow-real": "the engine itself ran a step on real tensors with few layers, and the other layers were added",
     "estimate": "model states by the formulas, and the rest by a rehearsal of one rank alone",
 }
-OFFLOADED = ("optimizer", "parameters", "activations")  # in the order in which it is tried
-NO_WAITING = "Memory over the step leaves out the time in which the rank waits for other stages."
 TIME_MODES = {
     "roofline": "each operation and collective by the rates of the device and its links",
     "shallow-real": "few layers were really run on this machine, and the other layers were added",
@@ -28,40 +28,17 @@ def short(plan: Plan, ranks: int | None = None) -> str:
     Args:
         ranks: with it, the replicas of a pipeline can be told where the plan leaves them open.
     """
-    words = [f"zero {plan.zero}", plan.precision]
-    if plan.pipelined:
-        words.insert(0, f"{plan.stages} stages {plan.schedule}{_replicas(plan, ranks)}")
-    if plan.microbatches > 1:
-        words.append(f"{plan.microbatches} microbatches")
-    if plan.chunks > 1:
-        words.append(f"{plan.chunks} chunks per stage")
-    if plan.shard_ranks is not None:
-        words.append(f"slices over {plan.shard_ranks} ranks")
-    if plan.recompute != "auto":
-        words.append("recompute" if plan.recomputes else "no recompute")
-    if plan.reduce_dtype is not None:
-        words.append(f"gradients sent in {plan.reduce_dtype}")
-    if plan.reduce_every != "auto":
-        words.append(f"reduced every {plan.reduce_every}")
-    if plan.offload:
-        share = "" if plan.offload_share == 1 else f" {plan.offload_share:.0%}"
-        words.append("offload " + " + ".join(part for part in OFFLOADED if part in plan.offloads) + share)
-    return ", ".join(words)
-
-
-def _replicas(plan: Plan, ranks: int | None) -> str:
-    replicas = plan.replicas
-    if replicas is None and ranks is not None and ranks % plan.stages == 0:
-        replicas = (ranks // plan.stages,) * plan.stages
-    if replicas is None or set(replicas) == {1}:
-        return ""
-    return f" x {replicas[0]}" if len(set(replicas)) == 1 else f" x {'-'.join(map(str, replicas))}"
+    words = [choice.words(ranks) for choice in choices_of(plan)]
+    parts = ((one.name for one in words), (one.sizes for one in words), (one.settings for one in words))
+    return ", ".join(text for part in parts for texts in part for text in texts)
 
 
 def describe(prediction: Prediction) -> list[str]:
     """A prediction in sentences: the plan, its memory, its time, what it sends, how that was found, what to know."""
     p = prediction
-    each = "lane" if p.plan.pipelined else "rank"
+    each = "rank"
+    for choice in choices_of(p.plan):
+        each = choice.lane(each)
     free = 1 - p.peak_bytes / p.capacity_bytes
     room = f"{free:.0%} free" if p.fits else f"too much: {p.margin:.0%} must stay free"
     sentences = [
@@ -76,16 +53,35 @@ def describe(prediction: Prediction) -> list[str]:
     sent = {purpose: nbytes for purpose, nbytes in p.wire_bytes.items() if nbytes}
     if sent:
         sentences.append(f"Wire: {format_size(sum(sent.values()))} per step on this rank: {_parts(sent.items())}.")
-    if p.host_bytes:
-        kept = f", of each rank: {_parts(p.host.items())}" if any(p.host.values()) else ""
-        sentences.append(f"Host: {format_size(p.host_bytes)} on one node{kept}.")
-    if p.disk_bytes:
-        sentences.append(f"Disk: {format_size(p.disk_bytes)} of each rank.")
+    kept = _parts(p.host.items())
+    on_node = f"on one node, of each rank: {kept}" if kept else "on one node"
+    for tier, nbytes, whose in (("Host", p.host_bytes, on_node), ("Disk", p.disk_bytes, "of each rank")):
+        if nbytes:
+            sentences.append(f"{tier}: {format_size(nbytes)} {whose}.")
     sentences += [
         f"Memory was found so ({p.mode}): {MODES[p.mode]}.",
         f"Time was found so ({p.time_mode}): {TIME_MODES[p.time_mode]}.",
     ]
     return sentences + list(p.notes)
+
+
+def lacking(prediction: Prediction) -> tuple[str, str]:
+    """Which memory is too small for a plan that does not fit, and the way out, a sentence each."""
+    p, need = prediction, prediction.smallest_capacity_bytes
+    there = "A checkpoint on its way to the disk needs"
+    larger = f"A device with {format_size(need)} for tensors would hold it."
+    for choice in choices_of(p.plan):
+        there, larger = choice.on_host(there), choice.budget(need, larger)
+    held, room = format_size(p.host_bytes), format_size(p.host_capacity_bytes or 0)
+    host = f"{there} {held} of each node's host memory, which is {room}."
+    more_host = f"Nodes with {held} of host memory would hold it."
+    device = f"The fullest rank needs {format_size(p.peak_bytes)} of {format_size(p.capacity_bytes)} at the peak."
+    return {"host": (host, more_host), "device": (device, larger)}[p.full[0]]
+
+
+def left_out(prediction: Prediction) -> list[LeftOut]:
+    """Times that its memory over the step does not show."""
+    return [left for choice in choices_of(prediction.plan) for left in choice.left_out()]
 
 
 def _parts(parts: Iterable[tuple[str, int]]) -> str:

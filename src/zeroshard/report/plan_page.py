@@ -9,7 +9,7 @@ from markupsafe import Markup
 from zeroshard.errors import ReportError
 from zeroshard.ledger import Event
 from zeroshard.planner.result import Prediction
-from zeroshard.planner.words import MODES, NO_WAITING, TIME_MODES, categories, seconds, shares, short
+from zeroshard.planner.words import MODES, TIME_MODES, categories, left_out, seconds, shares, short
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.page import compose
 from zeroshard.report.run_folder import MemoryEvent, MemoryStep
@@ -58,7 +58,7 @@ def plan_page(p: Prediction, title: str, notes: tuple[str, ...] = ()) -> str:
     return compose(
         title=title,
         versions=short(p.plan, p.ranks),
-        notes=(*p.notes, *((NO_WAITING,) if p.plan.pipelined and events else ()), *notes),
+        notes=(*p.notes, *(left.sentence for left in left_out(p) if events), *notes),
         facts=_facts(p),
         course=(),
         loss=None,

@@ -47,14 +47,16 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
             found = predict(task, plan, machines, config.batch)
         except ZeroshardError:
             continue  # refused by the engine
+        if "host" in found.full:
+            continue  # a budget of the device is no way out
         needed = _counted_bytes(found, mesh.device)
         smallest = ceil(needed / (1 - found.margin))
-        if smallest <= budget and found.fits_host:
+        if smallest <= budget:
             return (
                 f"It fits with: {changed(config.plan, plan)} (a rehearsal took {format_size(needed)} of "
                 f"{format_size(budget)} at the peak, activations included)."
             )
-        if found.fits_host and (not least or smallest < least):
+        if not least or smallest < least:
             closest, least = plan, smallest
     if not least:
         return "No other plan was found that could fit; raise the budget, or use a smaller model."

@@ -1,0 +1,125 @@
+"""What the planner asks of offload, and what it offers to a search in which nothing else fits."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any, TypeVar
+
+from zeroshard.offload.policy import Policy
+from zeroshard.parts.choice import Choice, Remedy, States, Words
+from zeroshard.parts.offers import Offer, Site, divisors
+from zeroshard.schedule import Pipeline
+
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of the parameters whose states are offloaded: the fewest first, as they move
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Offloading(Choice):
+    """What a plan keeps below the device.
+
+    Attributes:
+        policy: what it is.
+        sliced: whether parameters are sliced, and gathered for each use.
+    """
+
+    policy: Policy = Policy()
+    sliced: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        """What is below, in the order in which it is tried."""
+        p = self.policy
+        below = {"optimizer": p.optimizer, "parameters": p.parameters, "activations": p.activations}
+        return [part for part, kept in below.items() if kept]
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """How many things are below, and the share of them."""
+        return (len(self.parts), self.policy.share)
+
+    @property
+    def resort(self) -> str:
+        """Its name, where something is below."""
+        return "offload" if self.parts else ""
+
+    @property
+    def exhausted(self) -> bool:
+        """All states are below: it is the last of its kind, and rehearsed for the smallest budget."""
+        return bool(self.parts) and self.policy.share == 1
+
+    @property
+    def alike(self) -> bool:
+        """With a share of the states, a further block may be below or not."""
+        return not (self.policy.optimizer and self.policy.share < 1)
+
+    @property
+    def beside_devices(self) -> bool:
+        """It is counted exactly, and so is what is left for it."""
+        return bool(self.parts)
+
+    def words(self, ranks: int | None) -> Words:
+        """What is below, and its share."""
+        if not self.parts:
+            return Words()
+        share = "" if self.policy.share == 1 else f" {self.policy.share:.0%}"
+        return Words(settings=("offload " + " + ".join(self.parts) + share,))
+
+    def least_bytes(self, states: States, ranks: int) -> int | None:
+        """The weights, whole or sliced, or of one unit if they come and go; and the states of units that stay."""
+        if not self.policy.optimizer:
+            return None
+        below = self.policy.parameters
+        weights = 0 if below else states.trainable + states.frozen
+        gathered = states.largest if self.sliced and (states.slices > 1 or below) else 0
+        stay = max(Fraction(0), (1 - Fraction(self.policy.share)) * states.trainable - states.largest)
+        kept = stay * (states.gradient + states.master_weight + states.optimizer_state) / states.slices
+        whole = Fraction(weights, states.slices if self.sliced else 1) * states.parameter
+        return ceil(whole + kept) + gathered * states.parameter
+
+    def remedies(self, ranks: int) -> Iterator[Remedy]:
+        """A larger share."""
+        if self.parts:
+            yield Remedy("A larger offload_share would leave less.", {}, ranks, certain=True)
+
+    def on_host(self, usual: str) -> str:
+        """What is below, beside checkpoints."""
+        return "What is offloaded, and a checkpoint on its way to the disk, need" if self.parts else usual
+
+    def budget(self, nbytes: int, usual: str) -> str:
+        """Below a device there is room for what a smaller budget leaves out."""
+        return f"The smallest budget that works for it is device_memory={nbytes}." if self.parts else usual
+
+    def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
+        """Updates are late from the first step on that must be like all others."""
+        return {"delayed_warmup": min(self.policy.warmup, settled)}
+
+    def settled(self, pipeline: Pipeline, usual: int) -> int:
+        """Weights of a late update come up one step later."""
+        return usual + 2 * self.policy.delayed
+
+    def notes(self, host_rate: str) -> tuple[str, ...]:
+        """Its seconds are modelled."""
+        modelled = "Seconds of copies between tiers and of host updates are modelled on a virtual clock"
+        return (f"{modelled}; {host_rate}.",) if self.parts else ()
+
+    def updater(self, on_device: Made, on_host: Made) -> Made:
+        """The one of two optimizers that stands where the states are."""
+        return on_host if self.policy.optimizer else on_device
+
+
+def offers(site: Site) -> Iterator[Offer]:
+    """What moves least first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
+    if site.rows % site.ranks:
+        return
+    counts = divisors(site.rows // site.ranks)
+    for settings in _settings(site.ranks):
+        yield Offer({"reduce_every": "auto", **settings}, site.ranks, counts)
+
+
+def _settings(ranks: int) -> Iterator[dict[str, Any]]:
+    for zero in (2, 3) if ranks > 1 else (2,):
+        yield from ({"zero": zero, "offload": "optimizer", "offload_share": share} for share in SHARES)
+    yield {"zero": 3, "offload": "optimizer,parameters"}
+    yield {"zero": 3, "offload": "optimizer,parameters,activations"}

@@ -1,0 +1,173 @@
+"""Choices: what the planner asks of each technique of a plan, whichever it is.
+
+A technique answers in `choice.py` of its folder; what it leaves unanswered is as if it were not there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard.schedule import Pipeline
+
+Split = Callable[[int], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A technique in the few words that tell a plan.
+
+    Attributes:
+        name: which of its kinds it is.
+        sizes: of its parts.
+        settings: those that are not as usual.
+    """
+
+    name: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The model states of one rank, before they are sliced or moved anywhere.
+
+    Attributes:
+        trainable: parameters that are trained.
+        frozen: those that are not.
+        largest: parameters of the largest unit.
+        optimizer_state: bytes of the optimizer's states per trained parameter, in fp32.
+        parameter: bytes of one parameter.
+        gradient: bytes of one parameter's gradient.
+        master_weight: bytes of its master weight, 0 without.
+        slices: into which a buffer is cut.
+    """
+
+    trainable: int
+    frozen: int
+    largest: int
+    optimizer_state: int
+    parameter: int = 4
+    gradient: int = 4
+    master_weight: int = 0
+    slices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change with which the states of a plan that is too large may fit.
+
+    Attributes:
+        sentence: that tells it.
+        settings: fields of the plan that change.
+        ranks: on so many.
+        anew: of the plan that all have in common, and not of the one that is too large.
+        certain: whether it helps in any case.
+    """
+
+    sentence: str
+    settings: Mapping[str, Any]
+    ranks: int
+    anew: bool = False
+    certain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A time of a rank that its rehearsed step does not have: in a few words, and in a sentence."""
+
+    words: str
+    sentence: str
+
+
+class Choice:
+    """What a plan chooses of one technique; these answers are those of one that is not in use."""
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """How far it goes, to compare plans by."""
+        return ()
+
+    @property
+    def resort(self) -> str:
+        """Its name, if it is for plans that fit in no other way."""
+        return ""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it can leave no less on the device than it does."""
+        return False
+
+    @property
+    def alike(self) -> bool:
+        """Whether every further block of a model costs as much as the last."""
+        return True
+
+    @property
+    def beside_devices(self) -> bool:
+        """Whether host memory has to hold what lies on devices too, where both are one."""
+        return False
+
+    def words(self, ranks: int | None) -> Words:
+        """The technique in a few words.
+
+        Args:
+            ranks: of the whole job; None where that is not known.
+        """
+        return Words()
+
+    def share(self, states: States, ranks: int) -> States:
+        """The states of one rank at least, of those of the whole model."""
+        return states
+
+    def least_bytes(self, states: States, ranks: int) -> int | None:
+        """What one rank's states take on its device at least; None where the technique does not decide it."""
+        return None
+
+    def remedies(self, ranks: int) -> Iterator[Remedy]:
+        """Changes of the technique with which states could fit, the smallest first."""
+        yield from ()
+
+    def lane(self, usual: str) -> str:
+        """In a word, what takes rows of its own, where otherwise it is the `usual`."""
+        return usual
+
+    def on_host(self, usual: str) -> str:
+        """What lies in host memory, where otherwise it is the `usual`: a sentence that goes on with its size."""
+        return usual
+
+    def budget(self, nbytes: int, usual: str) -> str:
+        """The way out for a plan that needs so many bytes of a device, where otherwise it is the `usual`."""
+        return usual
+
+    def filled(self, split: Split) -> Mapping[str, Any]:
+        """Fields that the plan leaves open.
+
+        Args:
+            split: gives the first layers of so many chunks but for the first.
+        """
+        return {}
+
+    def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
+        """Fields that change for a rehearsal.
+
+        Args:
+            settled: steps after which one must be like all that follow.
+            meaningless: whether tensors have values, which mean nothing.
+        """
+        return {}
+
+    def settled(self, pipeline: Pipeline, usual: int) -> int:
+        """Steps before one that is like all that follow, where otherwise it is `usual`."""
+        return usual
+
+    def notes(self, host_rate: str) -> tuple[str, ...]:
+        """What a reader of a prediction must know, a sentence each.
+
+        Args:
+            host_rate: what host memory carries, in words.
+        """
+        return ()
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Times that the memory of a rehearsed step does not show."""
+        return ()

@@ -1,0 +1,143 @@
+"""Offers: the kinds of plans that a technique has for a number of machines, for a search to try out."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+NEAR = 1.05  # times the shortest expected step: plans up to there are all looked at
+
+
+class Looked(Protocol):
+    """What a search finds when it looks at a plan."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it."""
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+
+
+Seen = TypeVar("Seen", bound=Looked)
+Look = Callable[[int], Seen | None]  # at so many microbatches; None where the engine refuses them
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What is to be trained, and on what.
+
+    Attributes:
+        ranks: all of them.
+        per_node: of one node.
+        rows: of one step, all ranks together.
+        blocks: counts those of the model.
+    """
+
+    ranks: int
+    per_node: int
+    rows: int
+    blocks: Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Plans that cannot be on this site: their settings, and why, with the way out."""
+
+    settings: Mapping[str, Any]
+    why: str
+    way_out: str = ""
+
+
+class Fewest:
+    """Of plans that are the faster the fewer microbatches they have: the fewest that fit."""
+
+    def near(self, fitting: Sequence[Seen]) -> Sequence[Seen]:
+        """Of first estimates that fit, by their microbatches, the one that is expected to be found."""
+        return fitting[:1]
+
+    def looks(self, counts: Sequence[int], guesses: Sequence[int]) -> int:
+        """How often a plan will be looked at."""
+        return 1 + (guesses[0] != counts[0])
+
+    def find(self, look: Look[Seen], counts: Sequence[int], guesses: Sequence[int]) -> Seen | None:
+        """By bisection from those expected, as memory falls with their number.
+
+        None fits where the finest that was looked at is returned, and does not.
+        """
+        at, low, high = counts.index(guesses[0]) if guesses else len(counts) - 1, 0, len(counts)
+        best: Seen | None = None
+        while low < high:
+            last = look(counts[at])
+            if last is None:
+                return best
+            if last.fits or best is None or not best.fits:
+                best = last
+            low, high = (low, at) if last.fits else (at + 1, high)
+            at = high - 1 if guesses else (low + high) // 2
+            guesses = []
+        return best
+
+
+class Fastest:
+    """Of plans that more microbatches make faster and smaller ones slower: the fastest."""
+
+    def near(self, fitting: Sequence[Seen]) -> Sequence[Seen]:
+        """Of first estimates that fit, those that are expected to be about as fast as the fastest."""
+        order = sorted(fitting, key=lambda one: one.seconds)
+        return [one for one in order if one.seconds <= NEAR * order[0].seconds]
+
+    def looks(self, counts: Sequence[int], guesses: Sequence[int]) -> int:
+        """How often a plan will be looked at."""
+        return len(guesses)
+
+    def find(self, look: Look[Seen], counts: Sequence[int], guesses: Sequence[int]) -> Seen | None:
+        """The fastest of those that are expected to be; else of finer ones, or the finest, which does not fit."""
+        found = [one for count in guesses if (one := look(count)) is not None]
+        fitting = [one for one in found if one.fits]
+        if fitting:
+            return min(fitting, key=lambda one: one.seconds)
+        if guesses and not found:  # refused for something else than its size
+            return None
+        last: Seen | None = None
+        for count in [m for m in counts if m > max(guesses, default=0)] if guesses else counts[-1:]:
+            last = look(count)
+            if last is None or last.fits:
+                return last
+        return last or found[-1]
+
+
+class Faster(Protocol):
+    """Settings with which a plan that fits may be faster."""
+
+    def __call__(self, microbatches: int, site: Site) -> Iterable[Mapping[str, Any]]:
+        """Those for a plan with so many microbatches."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One kind of plans.
+
+    Attributes:
+        settings: fields of the plan.
+        lanes: among which rows are shared out.
+        counts: numbers of microbatches that can be, ascending.
+        order: which of them is looked for.
+        without_counts: why none can be, and the way out.
+        leaner: further settings for plans that do not fit.
+        faster: further settings for plans that do, and how many there are at most.
+    """
+
+    settings: Mapping[str, Any]
+    lanes: int
+    counts: Sequence[int]
+    order: Fewest | Fastest = field(default_factory=Fewest)
+    without_counts: tuple[str, str] = ("", "")
+    leaner: Mapping[str, Any] = field(default_factory=dict)
+    faster: Faster = lambda microbatches, site: ()
+    most_faster: int = 0
+
+
+def divisors(number: int) -> list[int]:
+    """The whole numbers that divide it, ascending."""
+    return [k for k in range(1, number + 1) if number % k == 0]

@@ -1,0 +1,139 @@
+"""What the planner asks of pipelines, and those that are offered to a search."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from zeroshard.errors import PlanError
+from zeroshard.parts.choice import Choice, LeftOut, Split, States, Words
+from zeroshard.parts.offers import Fastest, Offer, Refused, Site, divisors
+from zeroshard.pipeline.messages import UNDER_WAY
+from zeroshard.schedule import Pipeline
+
+FASTER: tuple[dict[str, Any], ...] = ({"schedule": "interleaved", "chunks": 2}, {"schedule": "zb-h1"})
+LEANER: dict[str, Any] = {"recompute": "chunk"}
+FINEST = 4  # microbatches per stage, from which on the bubble is small
+WAITING = LeftOut(
+    "its waiting for other stages",
+    "Memory over the step leaves out the time in which the rank waits for other stages.",
+)
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Stages(Choice):
+    """The stages of a plan.
+
+    Attributes:
+        stages: how many; 1 for a model that is not cut.
+        schedule: the name of their order.
+        chunks: of each stage.
+        microbatches: of one step.
+        replicas: ranks of each stage; None for equally many.
+        split: layers with which the chunks after the first begin; () where that is open.
+        recompute: what a backward computes again: "auto", "chunk" or "off".
+        recomputes: whether it is the chunk.
+    """
+
+    stages: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatches: int = 1
+    replicas: tuple[int, ...] | None = None
+    split: tuple[str, ...] = ()
+    recompute: str = "auto"
+    recomputes: bool = False
+
+    def words(self, ranks: int | None) -> Words:
+        """The stages and their order, what they go through, and what is computed again."""
+        cut = (f"{self.stages} stages {self.schedule}{self._replicas(ranks)}",) if self.stages > 1 else ()
+        sizes = {"microbatches": self.microbatches, "chunks per stage": self.chunks}
+        again = () if self.recompute == "auto" else ("recompute" if self.recomputes else "no recompute",)
+        return Words(cut, tuple(f"{number} {name}" for name, number in sizes.items() if number > 1), again)
+
+    def _replicas(self, ranks: int | None) -> str:
+        replicas = self.replicas
+        if replicas is None and ranks is not None and ranks % self.stages == 0:
+            replicas = (ranks // self.stages,) * self.stages
+        if replicas is None or set(replicas) == {1}:
+            return ""
+        return f" x {replicas[0]}" if len(set(replicas)) == 1 else f" x {'-'.join(map(str, replicas))}"
+
+    def share(self, states: States, ranks: int) -> States:
+        """The stage with most holds at least an equal part."""
+        return replace(states, trainable=states.trainable // self.stages, frozen=states.frozen // self.stages)
+
+    def filled(self, split: Split) -> Mapping[str, Any]:
+        """Where the model is cut."""
+        return {} if self.stages == 1 or self.split else {"split": split(self.stages * self.chunks)}
+
+    def settled(self, pipeline: Pipeline, usual: int) -> int:
+        """Until as many messages are kept as are ever under way, and all versions of a stream are there.
+
+        Of a loan one message comes per step.
+        """
+        if self.stages == 1:
+            return usual
+        usual = 1 + UNDER_WAY if pipeline.loans else 2
+        in_flight = 2 * self.stages * self.chunks
+        return max(usual, 2 + -(-in_flight // self.microbatches)) if pipeline.streams else usual
+
+    def lane(self, usual: str) -> str:
+        """All stages take the same rows."""
+        return "lane" if self.stages > 1 else usual
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """A stage is rehearsed alone."""
+        return (WAITING,) if self.stages > 1 else ()
+
+    def example(self, make: Callable[[], Made]) -> Made | None:
+        """What a model is cut on, of those that `make` makes."""
+        return make() if self.stages > 1 else None
+
+    def fewest(self, most: int) -> int:
+        """Microbatches of a rehearsal with at most so many, where stages can do with so few."""
+        return self.microbatches if self.stages > 1 else min(most, self.microbatches)
+
+
+def offers(site: Site) -> Iterator[Offer | Refused]:
+    """Every number of stages that divides the ranks."""
+    for stages in divisors(site.ranks)[1:]:
+        replicas, settings = site.ranks // stages, {"stages": stages, "zero": 0, "microbatches": stages}
+        if site.rows % replicas:
+            continue
+        try:
+            blocks = site.blocks()
+        except PlanError as error:  # the model is no chain
+            yield Refused(settings, str(error))
+            return
+        if blocks < stages:
+            why, way_out = f"The model has {blocks} blocks for {stages} stages.", f"Use {blocks} stages or fewer."
+            yield Refused(settings, why, way_out)
+            continue
+        common = {"transport": "auto", "reduce_every": "auto", "zero": 1 if replicas > 1 else 0}
+        rows = site.rows // replicas
+        why = f"{rows} rows per lane do not make the {stages} microbatches that fill the stages."
+        yield Offer(
+            settings=settings | common,
+            lanes=replicas,
+            counts=_counts(rows, stages),
+            order=Fastest(),
+            without_counts=(why, "Use more rows per step, or fewer stages."),
+            leaner=LEANER,
+            faster=partial(_faster, stages),
+            most_faster=len(FASTER),
+        )
+
+
+def _counts(rows: int, stages: int) -> list[int]:
+    """Microbatches that fill the stages, up to those from which on more make little faster."""
+    counts = [m for m in divisors(rows) if m >= stages]
+    return [m for m in counts if m <= FINEST * stages] or counts[:1]
+
+
+def _faster(stages: int, microbatches: int, site: Site) -> Iterator[Mapping[str, Any]]:
+    for other in FASTER:
+        chunks = other.get("chunks", 1)
+        if (chunks == 1 or microbatches % stages == 0) and stages * chunks <= site.blocks():
+            yield other

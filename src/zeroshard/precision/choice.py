@@ -1,0 +1,36 @@
+"""What the planner asks of mixed precision."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zeroshard.parts.choice import Choice, States, Words
+
+
+@dataclass(frozen=True)
+class Computing(Choice):
+    """The dtype of a plan.
+
+    Attributes:
+        precision: "fp32", "bf16" or "fp16".
+        scales_loss: whether a loss scale is in use.
+    """
+
+    precision: str = "fp32"
+    scales_loss: bool = False
+
+    def words(self, ranks: int | None) -> Words:
+        """The dtype."""
+        return Words((self.precision,))
+
+    def share(self, states: States, ranks: int) -> States:
+        """16-bit parameters and gradients have master weights of 4 bytes (1710.03740, section 3.1)."""
+        if self.precision == "fp32":
+            return states
+        return replace(states, parameter=2, gradient=2, master_weight=4)
+
+    def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
+        """Gradients of meaningless values may overflow: no step is left out for it, and the scale stays."""
+        if not meaningless:
+            return {}
+        return {"nonfinite": "ignore", "loss_scale": 1.0 if self.scales_loss else "auto"}

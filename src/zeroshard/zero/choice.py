@@ -1,0 +1,94 @@
+"""What the planner asks of ZeRO, and the stages that it offers to a search."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from zeroshard.parts.choice import Choice, Remedy, States, Words
+from zeroshard.parts.offers import Offer, Refused, Site, divisors
+from zeroshard.zero.formulas import BytesPerParameter, state_bytes
+
+TIMES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # as many devices, tried for states that do not fit
+
+
+@dataclass(frozen=True)
+class Slicing(Choice):
+    """The stage of a plan.
+
+    Attributes:
+        zero: the stage.
+        groups: into which the ranks fall, each of which slices among itself.
+        shard_ranks: ranks of such a group that slice among themselves; None for all of it.
+        reduce_dtype: of gradients on the wire; None for their own.
+        reduce_every: when they are reduced: "auto", "microbatch" or "step".
+        reduces_each: whether that is after every microbatch.
+    """
+
+    zero: Literal[0, 1, 2, 3] = 0
+    groups: int = 1
+    shard_ranks: int | None = None
+    reduce_dtype: str | None = None
+    reduce_every: str = "auto"
+    reduces_each: bool = False
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """The stage."""
+        return (self.zero,)
+
+    def slices(self, ranks: int) -> int:
+        """Ranks that slice among themselves."""
+        return self.shard_ranks or ranks // self.groups
+
+    def words(self, ranks: int | None) -> Words:
+        """The stage, its groups, and how gradients are reduced."""
+        sizes = () if self.shard_ranks is None else (f"slices over {self.shard_ranks} ranks",)
+        sent = () if self.reduce_dtype is None else (f"gradients sent in {self.reduce_dtype}",)
+        when = () if self.reduce_every == "auto" else (f"reduced every {self.reduce_every}",)
+        return Words((f"zero {self.zero}",), sizes, (*sent, *when))
+
+    def share(self, states: States, ranks: int) -> States:
+        """How many slices there are."""
+        return replace(states, slices=self.slices(ranks))
+
+    def least_bytes(self, states: States, ranks: int) -> int:
+        """The formula; under stage 3 with the largest unit gathered."""
+        each = BytesPerParameter(states.parameter, states.gradient, states.master_weight, states.optimizer_state)
+        found = state_bytes(states.trainable, states.slices, self.zero, each).total
+        found += state_bytes(states.frozen, states.slices, self.zero, each, frozen=True).total
+        gathered = states.largest * states.parameter if self.zero == 3 and ranks > 1 else 0
+        return ceil(found) + gathered
+
+    def remedies(self, ranks: int) -> Iterator[Remedy]:
+        """A higher stage, and stage 3 on more devices."""
+        for zero in (1, 2, 3):
+            if zero > self.zero and ranks > 1 and self.groups == 1:
+                yield Remedy(f"zero={zero} would bring the states down to fit.", {"zero": zero}, ranks)
+        for more in (ranks * times for times in TIMES):
+            yield Remedy(f"zero=3 on {more} devices would hold them.", {"zero": 3}, more, anew=True)
+
+    def updated_by(self, ranks: int) -> int:
+        """Ranks that share the update of the same parameters."""
+        return ranks if self.zero else 1
+
+    def passes(self, microbatches: int) -> tuple[int, int]:
+        """How often a step reduces all gradients, and gathers all parameters (section 7)."""
+        reductions = microbatches if self.zero >= 2 and self.reduces_each else 1
+        return reductions, 2 * microbatches if self.zero == 3 else 1
+
+
+def offers(site: Site) -> Iterator[Offer | Refused]:
+    """Every stage; where there are several nodes, also with slices that stay within each."""
+    nodes, ranks = -(-site.ranks // site.per_node), site.ranks
+    for zero in (0, 1, 2, 3) if ranks > 1 else (0,):
+        groups: list[int | None] = [None]
+        if zero and nodes > 1 and ranks % site.per_node == 0:
+            groups.append(site.per_node)
+        if site.rows % ranks:
+            why = f"{site.rows} rows of a step do not divide among {ranks} ranks."
+            yield Refused({"zero": zero}, why, f"Use a multiple of {ranks} rows.")
+            continue
+        for group in groups:
+            settings = {"zero": zero, "shard_ranks": group, "reduce_every": "auto"}
+            yield Offer(settings, ranks, divisors(site.rows // ranks))
