@@ -261,14 +261,7 @@ def _layout(options: SimulateOptions, chunks: int) -> Layout:
         raise ConfigError(
             f"replicas is {options.replicas!r}; give one number for all stages, or one for each, such as 2,1."
         ) from error
-    if len(replicas) == 1:
-        return Layout.equal(STAGES if options.stages is None else options.stages, chunks, replicas[0])
-    if options.stages not in (None, len(replicas)):
-        raise ConfigError(
-            f"replicas={options.replicas} is for {len(replicas)} stages and stages is {options.stages}; leave out one "
-            f"of the two, or give one number per stage."
-        )
-    return Layout(replicas, chunks)
+    return Layout.described(replicas, options.stages, chunks, STAGES)
 
 
 def _costs(options: SimulateOptions, layout: Layout) -> tuple[Costs, tuple[int, ...]]:

@@ -3,8 +3,8 @@
 An error stops training, a warning makes it slow, small or confined to one machine, and the rest is as it should be.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeroshard.pipeline.cluster import format_size
@@ -135,13 +135,13 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
     if size is None or free is None:
         found, needed = "there is no /dev/shm", "one, for ranks of a machine to share memory; they send instead"
         yield Finding("shared memory", "warning", found, needed, "Mount a tmpfs there.")
-    elif free < SHARED_MEMORY:
-        found = f"/dev/shm has {format_size(size)}, {format_size(free)} free"
+    else:
         needed = f"{format_size(SHARED_MEMORY)} or more, for ranks of a machine to share memory; they send instead"
         way = "In a container --shm-size 8g; else mount -o remount,size=8G /dev/shm."
-        yield Finding("shared memory", "warning", found, needed, way)
-    else:
-        yield Finding("shared memory", "ok", f"/dev/shm has {format_size(size)}, {format_size(free)} free")
+        short = Finding(
+            "shared memory", "ok", f"/dev/shm has {format_size(size)}, {format_size(free)} free", needed, way
+        )
+        yield _graded(short, free, {"warning": SHARED_MEMORY})
 
 
 def _limits(facts: Facts) -> Iterator[Finding]:
@@ -193,12 +193,15 @@ def _tools(facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding("compiler", "ok", facts.compiler)
     found = f"{format_size(facts.disk_free)} free in {facts.disk}"
-    if facts.disk_free < DISK_WARNING:
-        level: Level = "error" if facts.disk_free < DISK_ERROR else "warning"
-        needed = f"{format_size(DISK_WARNING)} or more, for runs and checkpoints"
-        yield Finding("disk", level, found, needed, "Free some, or keep runs in another folder.")
-    else:
-        yield Finding("disk", "ok", found)
+    needed = f"{format_size(DISK_WARNING)} or more, for runs and checkpoints"
+    short = Finding("disk", "ok", found, needed, "Free some, or keep runs in another folder.")
+    yield _graded(short, facts.disk_free, {"error": DISK_ERROR, "warning": DISK_WARNING})
+
+
+def _graded(short: Finding, free: int, least: Mapping[Level, int]) -> Finding:
+    """A finding by how many bytes are free: of the first level that needs more, or one without a way out."""
+    level = next((level for level, needed in least.items() if free < needed), None)
+    return Finding(short.subject, "ok", short.found) if level is None else replace(short, level=level)
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (

@@ -101,7 +101,7 @@ def gather_facts(environment: Mapping[str, str], disk: Path) -> Facts:
         environment: the process's variables.
         disk: a folder that exists, in which runs would be kept.
     """
-    memory, shared = psutil.virtual_memory(), _shared_memory()
+    memory, (shared, shared_free) = psutil.virtual_memory(), _shared_memory()
     hostname = socket.gethostname()
     major, minor = platform.python_version_tuple()[:2]
     return Facts(
@@ -119,8 +119,8 @@ def gather_facts(environment: Mapping[str, str], disk: Path) -> Facts:
         available_memory=memory.available,
         memory_limit=memory_limit(),
         swap_used=psutil.swap_memory().used,
-        shared_memory=shared and shared[0],
-        shared_memory_free=shared and shared[1],
+        shared_memory=shared,
+        shared_memory_free=shared_free,
         open_files=_limit(resource.RLIMIT_NOFILE),
         processes=_limit(resource.RLIMIT_NPROC),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
@@ -187,11 +187,12 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _shared_memory() -> tuple[int, int] | None:
+def _shared_memory() -> tuple[int, int] | tuple[None, None]:
+    """Bytes of /dev/shm, and free ones."""
     try:
         facts = os.statvfs(ROOT / "dev/shm")
     except OSError:
-        return None
+        return None, None
     return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
 
 

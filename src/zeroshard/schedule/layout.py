@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from zeroshard.errors import PlanError
+from zeroshard.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,25 @@ class Layout:
     def equal(cls, stages: int, chunks: int = 1, replicas: int = 1) -> "Layout":
         """Equally many replicas of every stage."""
         return cls((replicas,) * stages, chunks)
+
+    @classmethod
+    def described(cls, replicas: tuple[int, ...], stages: int | None, chunks: int, usual: int) -> "Layout":
+        """The layout that numbers of replicas mean: one for all stages, or one for each.
+
+        Args:
+            stages: how many; None for as many as there are numbers, or `usual` where there is one.
+
+        Raises:
+            ConfigError: numbers for another number of stages.
+        """
+        if len(replicas) == 1:
+            return cls.equal(usual if stages is None else stages, chunks, replicas[0])
+        if stages not in (None, len(replicas)):
+            raise ConfigError(
+                f"replicas={','.join(map(str, replicas))} is for {len(replicas)} stages and stages is {stages}; leave "
+                f"out one of the two, or give one number per stage."
+            )
+        return cls(replicas, chunks)
 
     @property
     def stages(self) -> int:
