@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from zeroshard.errors import PlanError
-from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, Pipeline
+from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, PipelineSchedule
 from zeroshard.schedule.orders import check
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Plan:
         """Reductions of the gradients per update."""
         return self.microbatches_per_update if self.reduces_each_microbatch else 1
 
-    def pipeline(self, ranks: int, loans: tuple[Loan, ...] = ()) -> Pipeline:
+    def pipeline(self, ranks: int, loans: tuple[Loan, ...] = ()) -> PipelineSchedule:
         """The schedule over `ranks` ranks.
 
         Raises:
@@ -234,7 +234,7 @@ class Plan:
         layout = Layout(replicas, self.chunks)
         gathers = self.zero == 3 and (max(replicas) > 1 or "parameters" in self.offloads)
         each = self.reduces_each_microbatch
-        return Pipeline(self.schedule, layout, self.microbatches, self.vertical_sync, each, loans, gathers)
+        return PipelineSchedule(self.schedule, layout, self.microbatches, self.vertical_sync, each, loans, gathers)
 
     @property
     def offloads(self) -> frozenset[str]:

@@ -24,7 +24,7 @@ from zeroshard.report.wording import format_bytes
 from zeroshard.schedule.layout import Layout
 from zeroshard.schedule.orders import SCHEDULES, STREAMING
 from zeroshard.schedule.peaks import Peak, peaks
-from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Simulation, Timeline, simulate
 from zeroshard.train.toml_config import parse
 
@@ -96,7 +96,7 @@ class Outcome:
         first_layers: of each chunk, where a profile was cut.
     """
 
-    pipeline: Pipeline
+    pipeline: PipelineSchedule
     steps: int
     costs: Costs
     first_layers: tuple[int, ...]
@@ -244,7 +244,7 @@ def _simulated(options: SimulateOptions, name: str) -> Outcome:
         chunks = max(2, chunks) if name == "interleaved" else 1
     layout = _layout(options, chunks)
     sync = options.vertical_sync and name == "pipedream"
-    pipeline = Pipeline(name, layout, options.microbatches, vertical_sync=sync)
+    pipeline = PipelineSchedule(name, layout, options.microbatches, vertical_sync=sync)
     costs, first_layers = _costs(options, layout)
     usual = STEPS_BESIDE_OTHERS if options.all else STEPS
     steps = pipeline.unlike(usual if options.steps is None else options.steps)

@@ -13,7 +13,7 @@ from zeroshard.parts.offers import Fastest, Fewest, Offer, Refused, Site, diviso
 from zeroshard.pipeline import choice as pipeline
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.schedule import Layout, Pipeline
+from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.few import few_microbatches, in_flight
 from zeroshard.zero import choice as zero
 
@@ -25,7 +25,7 @@ def site(ranks: int, per_node: int, rows: int, blocks: int = 6) -> Site:
 
 
 def test_what_a_plan_does_not_use_answers_as_if_it_were_not_there() -> None:
-    usual, lists = Choice(), Pipeline("naive", Layout((2,)), 1)
+    usual, lists = Choice(), PipelineSchedule("naive", Layout((2,)), 1)
     for choice in choices_of(Plan(zero=0)):
         assert choice.settled(lists, 1) == 1 and choice.lane("rank") == "rank"
         assert choice.on_host("usual") == choice.budget(1, "usual") == "usual"
@@ -122,9 +122,9 @@ def test_where_none_that_was_near_fits_finer_ones_are_looked_at() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "naive"])
 def test_few_microbatches_tell_how_many_are_in_flight(name: str) -> None:
-    lists = Pipeline(name, Layout.equal(4), 64)
+    lists = PipelineSchedule(name, Layout.equal(4), 64)
     few = few_microbatches(lists)
     assert few is not None
     low, high, most = (in_flight(lists, 0, m) for m in (*few, 64))
     assert most == high + (high - low) / (few[1] - few[0]) * (64 - few[1])
-    assert few_microbatches(Pipeline(name, Layout.equal(4), few[0])) is None
+    assert few_microbatches(PipelineSchedule(name, Layout.equal(4), few[0])) is None

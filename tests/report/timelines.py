@@ -2,12 +2,12 @@
 
 from zeroshard.schedule.actions import Schedule
 from zeroshard.schedule.layout import Layout
-from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Timeline, simulate
 
 
 def lists(name: str, d: int = 4, m: int = 8, v: int = 1, steps: int = 1) -> list[Schedule]:
-    return Pipeline(name, Layout.equal(d, v), m).stretch(steps)
+    return PipelineSchedule(name, Layout.equal(d, v), m).stretch(steps)
 
 
 def timeline(name: str, d: int = 4, m: int = 8, v: int = 1, steps: int = 1) -> Timeline:

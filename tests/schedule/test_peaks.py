@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.schedule import Action, Kind, Layout, Loan, Pipeline
+from zeroshard.schedule import Action, Kind, Layout, Loan, PipelineSchedule
 from zeroshard.schedule.actions import BACKWARDS, RECEIVES
 from zeroshard.schedule.peaks import Peak, peaks
 
@@ -21,7 +21,7 @@ REPLICAS = [
 ]
 
 
-def found(pipeline: Pipeline, steps: int = 1) -> list[Peak]:
+def found(pipeline: PipelineSchedule, steps: int = 1) -> list[Peak]:
     """The peaks of the first lane, one per stage, after a check that all lanes have the same."""
     layout = pipeline.layout
     per_rank = peaks(pipeline.stretch(steps), layout.chunks)
@@ -33,21 +33,21 @@ def found(pipeline: Pipeline, steps: int = 1) -> list[Peak]:
 @settings(derandomize=True, deadline=None)
 @given(STAGES, CHUNKS, MICROBATCHES, LANES)
 def test_naive_keeps_one_microbatch(d: int, v: int, m: int, lanes: int) -> None:
-    for peak in found(Pipeline("naive", Layout.equal(d, v, lanes), m)):
+    for peak in found(PipelineSchedule("naive", Layout.equal(d, v, lanes), m)):
         assert (peak.in_flight, peak.weight_versions) == (1, 1)
 
 
 @settings(derandomize=True, deadline=None)
 @given(STAGES, CHUNKS, MICROBATCHES, LANES)
 def test_gpipe_keeps_all(d: int, v: int, m: int, lanes: int) -> None:
-    for peak in found(Pipeline("gpipe", Layout.equal(d, v, lanes), m)):
+    for peak in found(PipelineSchedule("gpipe", Layout.equal(d, v, lanes), m)):
         assert (peak.in_flight, peak.weight_versions) == (m, 1)
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.sampled_from(("1f1b", "pipedream-flush")), STAGES, MICROBATCHES, LANES)
 def test_1f1b_keeps_as_many_as_there_are_stages_from_here_on(name: str, d: int, m: int, lanes: int) -> None:
-    for s, peak in enumerate(found(Pipeline(name, Layout.equal(d, 1, lanes), m))):
+    for s, peak in enumerate(found(PipelineSchedule(name, Layout.equal(d, 1, lanes), m))):
         assert (peak.in_flight, peak.weight_versions) == (min(m, d - s), 1)
 
 
@@ -56,7 +56,7 @@ def test_1f1b_keeps_as_many_as_there_are_stages_from_here_on(name: str, d: int, 
 def test_interleaved(d: int, v: int, rounds: int, lanes: int) -> None:
     """(2(d - 1 - s) + (v - 1)d + 1)/v, and never more than all."""
     m = d * rounds
-    for s, peak in enumerate(found(Pipeline("interleaved", Layout.equal(d, v, lanes), m))):
+    for s, peak in enumerate(found(PipelineSchedule("interleaved", Layout.equal(d, v, lanes), m))):
         assert peak.in_flight == min(m, Fraction(2 * (d - 1 - s) + (v - 1) * d + 1, v))
         assert peak.weight_versions == 1
 
@@ -64,14 +64,14 @@ def test_interleaved(d: int, v: int, rounds: int, lanes: int) -> None:
 @settings(derandomize=True, deadline=None)
 @given(STAGES, st.integers(0, 18), LANES)
 def test_zero_bubble_keeps_as_many_as_there_are_stages(d: int, more: int, lanes: int) -> None:
-    for peak in found(Pipeline("zb-h1", Layout.equal(d, 1, lanes), d + more)):
+    for peak in found(PipelineSchedule("zb-h1", Layout.equal(d, 1, lanes), d + more)):
         assert (peak.in_flight, peak.weight_versions) == (d, 1)
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_pipedream_keeps_as_many_versions_as_microbatches(replicas: tuple[int, ...]) -> None:
     """⌈N/r⌉ of both, with r the replicas of the stage and N those of it and all later ones."""
-    pipeline = Pipeline("pipedream", Layout(replicas), math.lcm(*replicas) * len(replicas))
+    pipeline = PipelineSchedule("pipedream", Layout(replicas), math.lcm(*replicas) * len(replicas))
     for s, peak in enumerate(found(pipeline, steps=4)):
         most = -(-sum(replicas[s:]) // replicas[s])
         assert (peak.in_flight, peak.weight_versions) == (most, most)
@@ -80,7 +80,7 @@ def test_pipedream_keeps_as_many_versions_as_microbatches(replicas: tuple[int, .
 @settings(derandomize=True, deadline=None)
 @given(STAGES, st.integers(0, 6), LANES)
 def test_vertical_sync_keeps_d_versions_everywhere(d: int, more: int, lanes: int) -> None:
-    pipeline = Pipeline("pipedream", Layout.equal(d, 1, lanes), d + more, vertical_sync=True)
+    pipeline = PipelineSchedule("pipedream", Layout.equal(d, 1, lanes), d + more, vertical_sync=True)
     for s, peak in enumerate(found(pipeline, steps=2)):
         assert (peak.in_flight, peak.weight_versions) == (d - s, d)
 
@@ -88,7 +88,7 @@ def test_vertical_sync_keeps_d_versions_everywhere(d: int, more: int, lanes: int
 @settings(derandomize=True, deadline=None)
 @given(STAGES, st.integers(0, 6), LANES, st.integers(2, 4))
 def test_2bw_keeps_two_versions(d: int, more: int, lanes: int, steps: int) -> None:
-    for s, peak in enumerate(found(Pipeline("2bw", Layout.equal(d, 1, lanes), d + more), steps)):
+    for s, peak in enumerate(found(PipelineSchedule("2bw", Layout.equal(d, 1, lanes), d + more), steps)):
         assert (peak.in_flight, peak.weight_versions) == (d - s, 2)
 
 
@@ -96,7 +96,7 @@ def test_2bw_keeps_two_versions(d: int, more: int, lanes: int, steps: int) -> No
 @given(st.sampled_from(("naive", "1f1b", "zb-h1", "pipedream", "2bw")), STAGES, MICROBATCHES)
 def test_buffers_are_those_that_are_open_together(name: str, d: int, m: int) -> None:
     """By places in the list: a receive is open from where it stands to the compute that takes it in."""
-    pipeline = Pipeline(name, Layout.equal(d), max(m, d), loans=(Loan(0, d - 1),) if d > 1 else ())
+    pipeline = PipelineSchedule(name, Layout.equal(d), max(m, d), loans=(Loan(0, d - 1),) if d > 1 else ())
     lists = pipeline.stretch(2)
     for actions, peak in zip(lists, peaks(lists, 1), strict=True):
         spans = []

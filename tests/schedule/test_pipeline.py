@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import PlanError
-from zeroshard.schedule import Action, Kind, Layout, Loan, Pipeline, Schedule
+from zeroshard.schedule import Action, Kind, Layout, Loan, PipelineSchedule, Schedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.orders import CHUNKED, FLUSHING
 
@@ -26,7 +26,7 @@ def of(schedule: Schedule, *kinds: Kind) -> Schedule:
     return [action for action in schedule if action.kind in kinds]
 
 
-def versions(pipeline: Pipeline, steps: int) -> dict[tuple[Kind, int, int], int]:
+def versions(pipeline: PipelineSchedule, steps: int) -> dict[tuple[Kind, int, int], int]:
     """By kind, stage and the place of the microbatch among the rank's own: the version that is used."""
     found: dict[tuple[Kind, int, int], int] = {}
     for rank, actions in enumerate(pipeline.stretch(steps)):
@@ -40,7 +40,7 @@ def versions(pipeline: Pipeline, steps: int) -> dict[tuple[Kind, int, int], int]
 
 
 def test_the_lists_of_two_stages_in_words() -> None:
-    first, last = Pipeline("gpipe", Layout.equal(2), 2).stretch()
+    first, last = PipelineSchedule("gpipe", Layout.equal(2), 2).stretch()
     assert words(of(first, *set(Kind) - {Kind.RECEIVE_BACKWARD})) == (
         "F0.0@0 SEND_F0.0@0>1 F0.1@0 SEND_F0.1@0>1 B0.0@0 B0.1@0 REDUCE0.1@0 UPDATE0@0"
     )
@@ -57,7 +57,7 @@ def test_a_flush_has_one_version_and_updates_at_the_end(
     name: str, d: int, v: int, m: int, lanes: int, each: bool
 ) -> None:
     layout = Layout.equal(d, v if name in CHUNKED else 1, lanes)
-    pipeline = Pipeline(name, layout, m * d if name == "interleaved" else m, reduce_each=each)
+    pipeline = PipelineSchedule(name, layout, m * d if name == "interleaved" else m, reduce_each=each)
     for rank, actions in enumerate(pipeline.stretch()):
         chunks = list(layout.chunks_of(layout.stage_of(rank)))
         assert {action.version for action in actions} == {0}
@@ -72,7 +72,7 @@ def test_a_flush_has_one_version_and_updates_at_the_end(
 @given(STAGES, st.integers(1, 12), LANES, STEPS)
 def test_pipedream_uses_the_latest_version(d: int, m: int, lanes: int, steps: int) -> None:
     """F(s, k) and B(s, k) use version max(0, k - (d - 1 - s)): PipeDream, SOSP 2019, section 3.3."""
-    found = versions(Pipeline("pipedream", Layout.equal(d, 1, lanes), m), steps)
+    found = versions(PipelineSchedule("pipedream", Layout.equal(d, 1, lanes), m), steps)
     keys = itertools.product((F, B), range(d), range(m * steps))
     assert found == {(kind, s, k): max(0, k - (d - 1 - s)) for kind, s, k in keys}
 
@@ -82,7 +82,7 @@ def test_pipedream_uses_the_latest_version(d: int, m: int, lanes: int, steps: in
 def test_pipedream_with_replicas_uses_the_latest_version(replicas: tuple[int, ...], steps: int) -> None:
     """Stage s, with r replicas of N on it and later stages, is ⌈N/r⌉ - 1 updates behind its newest microbatch."""
     m = math.lcm(*replicas)
-    found = versions(Pipeline("pipedream", Layout(replicas), m), steps)
+    found = versions(PipelineSchedule("pipedream", Layout(replicas), m), steps)
     behind = [-(-sum(replicas[s:]) // r) - 1 for s, r in enumerate(replicas)]
     assert found == {
         (kind, s, k): max(0, k - behind[s])
@@ -95,7 +95,7 @@ def test_pipedream_with_replicas_uses_the_latest_version(replicas: tuple[int, ..
 @settings(derandomize=True, deadline=None)
 @given(STAGES, st.integers(1, 12), LANES, STEPS)
 def test_vertical_sync_uses_one_version_on_all_stages(d: int, m: int, lanes: int, steps: int) -> None:
-    found = versions(Pipeline("pipedream", Layout.equal(d, 1, lanes), m, vertical_sync=True), steps)
+    found = versions(PipelineSchedule("pipedream", Layout.equal(d, 1, lanes), m, vertical_sync=True), steps)
     keys = itertools.product((F, B), range(d), range(m * steps))
     assert found == {(kind, s, k): max(0, k - (d - 1)) for kind, s, k in keys}
 
@@ -105,7 +105,7 @@ def test_vertical_sync_uses_one_version_on_all_stages(d: int, m: int, lanes: int
 def test_2bw_is_one_version_behind(d: int, more: int, lanes: int, steps: int) -> None:
     """Version max(⌊k/m⌋ - 1, 0) on all stages, so that W(t+1) = W(t) - lr·grad f(W(t-1)): 2006.09503, section 3.1."""
     m = d + more
-    pipeline = Pipeline("2bw", Layout.equal(d, 1, lanes), m)
+    pipeline = PipelineSchedule("2bw", Layout.equal(d, 1, lanes), m)
     keys = itertools.product((F, B), range(d), range(m * steps))
     assert versions(pipeline, steps) == {(kind, s, k): max(k // m - 1, 0) for kind, s, k in keys}
     for actions in pipeline.stretch(steps):
@@ -125,8 +125,8 @@ def test_2bw_is_one_version_behind(d: int, more: int, lanes: int, steps: int) ->
 @given(st.sampled_from(("pipedream", "2bw")), STAGES, st.integers(0, 6), STEPS)
 def test_a_stream_goes_on_from_step_to_step(name: str, d: int, more: int, steps: int) -> None:
     """Steps and the rest make one 1F1B over all microbatches, and each step feeds m of them."""
-    pipeline = Pipeline(name, Layout.equal(d), d + more)
-    whole = Pipeline("1f1b", Layout.equal(d), steps * (d + more))
+    pipeline = PipelineSchedule(name, Layout.equal(d), d + more)
+    whole = PipelineSchedule("1f1b", Layout.equal(d), steps * (d + more))
     for rank, actions in enumerate(pipeline.stretch(steps)):
         assert [a._replace(version=0) for a in of(actions, *COMPUTE)] == of(whole.step(rank), *COMPUTE)
         fed = [len(of(pipeline.step(rank, number), F)) for number in range(steps)]
@@ -139,7 +139,7 @@ def test_a_stream_goes_on_from_step_to_step(name: str, d: int, more: int, steps:
 def test_every_boundary_is_crossed_twice_by_every_microbatch(name: str, d: int, v: int, m: int, lanes: int) -> None:
     """2m(d·v - 1) messages in each lane."""
     layout = Layout.equal(d, v if name in CHUNKED else 1, lanes)
-    pipeline = Pipeline(name, layout, m * d if name == "interleaved" else m)
+    pipeline = PipelineSchedule(name, layout, m * d if name == "interleaved" else m)
     kinds = Counter(action.kind for actions in pipeline.stretch() for action in actions)
     crossings = pipeline.microbatches * lanes * (layout.all_chunks - 1) if d > 1 else 0
     for kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
@@ -149,7 +149,7 @@ def test_every_boundary_is_crossed_twice_by_every_microbatch(name: str, d: int, 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_loan_in_a_flush(lanes: int) -> None:
     """The borrower repays before the owner reduces, and gets the new version."""
-    pipeline = Pipeline("1f1b", Layout.equal(2, 1, lanes), 2, loans=(Loan(0, 1),))
+    pipeline = PipelineSchedule("1f1b", Layout.equal(2, 1, lanes), 2, loans=(Loan(0, 1),))
     lists = pipeline.stretch()
     j = 2 * lanes - 1  # the last microbatch of the last lane
     owner, borrower = lists[lanes - 1], lists[-1]
@@ -159,15 +159,15 @@ def test_a_loan_in_a_flush(lanes: int) -> None:
 
 
 def test_loans_within_a_rank_need_no_messages() -> None:
-    pipeline = Pipeline("gpipe", Layout.equal(2, 2), 2)
-    shared = Pipeline("gpipe", Layout.equal(2, 2), 2, loans=(Loan(0, 2),))
+    pipeline = PipelineSchedule("gpipe", Layout.equal(2, 2), 2)
+    shared = PipelineSchedule("gpipe", Layout.equal(2, 2), 2, loans=(Loan(0, 2),))
     assert shared.stretch() == pipeline.stretch()
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])
 def test_evaluation_takes_a_microbatch_forward_through_all_chunks(name: str) -> None:
     layout = Layout.equal(3, 2 if name == "gpipe" else 1, 2)
-    pipeline = Pipeline(name, layout, 4)
+    pipeline = PipelineSchedule(name, layout, 4)
     forwards = [a for rank in range(6) for a in of(pipeline.evaluation(rank, 3), F)]
     assert sorted(a.chunk for a in forwards) == list(range(layout.all_chunks))
     assert {a.microbatch for a in forwards} == {3}
@@ -179,4 +179,4 @@ def test_evaluation_takes_a_microbatch_forward_through_all_chunks(name: str) -> 
 )
 def test_what_does_not_fit_is_refused(name: str, m: int, complaint: str) -> None:
     with pytest.raises(PlanError, match=complaint):
-        Pipeline(name, Layout.equal(4), m)
+        PipelineSchedule(name, Layout.equal(4), m)

@@ -12,7 +12,7 @@ from zeroshard.schedule.actions import COMPUTE, Action, Schedule
 from zeroshard.schedule.layout import Layout
 from zeroshard.schedule.lower import Loan
 from zeroshard.schedule.orders import SCHEDULES, STREAMING
-from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
 
 ONE = Fraction(1)
@@ -21,7 +21,7 @@ BACKWARDS = [ONE, 2 * ONE, Fraction(7, 3)]  # times of a backward, of its forwar
 
 
 def run(name: str, layout: Layout, m: int, costs: Costs, steps: int = 1) -> Simulation:
-    return simulate(Pipeline(name, layout, m).stretch(steps), layout, costs)
+    return simulate(PipelineSchedule(name, layout, m).stretch(steps), layout, costs)
 
 
 def equal(name: str, d: int, m: int, backward: Fraction, v: int = 1, steps: int = 1) -> Simulation:
@@ -204,8 +204,8 @@ def test_loans_that_take_no_time_change_nothing() -> None:
     layout = Layout.equal(3)
     costs = Costs.uniform(layout, ONE, 2 * ONE)
     for name in ("1f1b", "zb-h1", "pipedream", "2bw"):
-        shared = Pipeline(name, layout, 6, loans=(Loan(0, 2),)).stretch(3)
-        plain = Pipeline(name, layout, 6).stretch(3)
+        shared = PipelineSchedule(name, layout, 6, loans=(Loan(0, 2),)).stretch(3)
+        plain = PipelineSchedule(name, layout, 6).stretch(3)
         assert any(action.kind == "LEND" for action in shared[0])
         assert simulate(shared, layout, costs).spans == simulate(plain, layout, costs).spans
 
@@ -236,7 +236,7 @@ def test_what_runs_is_the_list_in_its_order_and_after_what_it_needs(
     costs = Costs(
         tuple(seconds[:chunks]), tuple(seconds[12 : 12 + chunks]), latency_seconds=latency, recompute=recompute
     )
-    stretch = Pipeline(name, layout, groups * d).stretch(2)
+    stretch = PipelineSchedule(name, layout, groups * d).stretch(2)
     simulation = simulate(stretch, layout, costs)
     ends: dict[tuple[str, int, int | None], float] = {}
     for actions, row in zip(stretch, simulation.spans, strict=True):
@@ -261,7 +261,7 @@ def test_what_runs_is_the_list_in_its_order_and_after_what_it_needs(
 
 def test_lists_that_wait_for_each_other_are_named() -> None:
     layout = Layout.equal(2)
-    stretch = Pipeline("1f1b", layout, 2).stretch()
+    stretch = PipelineSchedule("1f1b", layout, 2).stretch()
     stretch[0] = [action for action in stretch[0] if str(action) != "SEND_F0.1@0>1"]
     with pytest.raises(PlanError, match=r"rank 0 before B0\.1@0, rank 1 before F1\.1@0"):
         simulate(stretch, layout, Costs.uniform(layout, 1, 2))

@@ -14,7 +14,7 @@ from zeroshard.schedule import (
     Kind,
     Layout,
     Loan,
-    Pipeline,
+    PipelineSchedule,
     Schedule,
     verify,
     with_gathers,
@@ -41,7 +41,7 @@ def accepted(lists: Lists) -> bool:
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, most: int = 6) -> Pipeline:
+def pipelines(draw: st.DrawFn, most: int = 6) -> PipelineSchedule:
     """Every kind of pipeline that there is, with at most `most` stages."""
     name = draw(st.sampled_from(SCHEDULES))
     d = draw(st.integers(1, most))
@@ -60,7 +60,7 @@ def pipelines(draw: st.DrawFn, most: int = 6) -> Pipeline:
         loans = (Loan(0, layout.all_chunks - 1),)
     sync = name == "pipedream" and draw(st.booleans())
     try:
-        return Pipeline(name, layout, m, sync, draw(st.booleans()), loans)
+        return PipelineSchedule(name, layout, m, sync, draw(st.booleans()), loans)
     except PlanError:
         assume(False)
         raise
@@ -68,7 +68,7 @@ def pipelines(draw: st.DrawFn, most: int = 6) -> Pipeline:
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(pipelines(), st.integers(1, 4), st.booleans())
-def test_every_pipeline_is_accepted(pipeline: Pipeline, steps: int, gathers: bool) -> None:
+def test_every_pipeline_is_accepted(pipeline: PipelineSchedule, steps: int, gathers: bool) -> None:
     event(pipeline.name)
     lists = pipeline.stretch(steps)
     verify([with_gathers(actions) for actions in lists] if gathers else lists)
@@ -77,28 +77,28 @@ def test_every_pipeline_is_accepted(pipeline: Pipeline, steps: int, gathers: boo
 @pytest.mark.parametrize(
     "pipeline, steps",
     [
-        (Pipeline("gpipe", Layout.equal(2, 2), 4), 1),
-        (Pipeline("gpipe", Layout.equal(2, 2), 16), 1),
-        (Pipeline("gpipe", Layout.equal(3, 3), 15), 1),
-        (Pipeline("interleaved", Layout.equal(2, 2), 4), 1),
-        (Pipeline("interleaved", Layout.equal(6, 3), 24), 1),
-        (Pipeline("zb-h1", Layout.equal(2), 3, reduce_each=True, loans=(Loan(0, 1),)), 1),
-        (Pipeline("interleaved", Layout.equal(3, 2), 3, reduce_each=True, loans=(Loan(0, 5),)), 1),
-        (Pipeline("gpipe", Layout.equal(2, 2), 3, reduce_each=True, loans=(Loan(0, 3),)), 1),
-        (Pipeline("pipedream", Layout.equal(2), 1, loans=(Loan(0, 1),)), 2),
-        (Pipeline("pipedream", Layout.equal(3), 3, loans=(Loan(1, 2),)), 2),
-        (Pipeline("2bw", Layout.equal(2), 2, reduce_each=True, loans=(Loan(0, 1),)), 2),
-        (Pipeline("pipedream", Layout((1, 2)), 2), 2),
-        (Pipeline("pipedream", Layout((3, 1)), 6), 1),
-        (Pipeline("pipedream", Layout((4, 7, 6)), 84), 2),
-        (Pipeline("1f1b", Layout((3, 1)), 12, reduce_each=True), 1),
-        (Pipeline("1f1b", Layout((2, 1)), 4, loans=(Loan(0, 1),)), 1),
-        (Pipeline("1f1b", Layout((1, 3)), 6, reduce_each=True, loans=(Loan(0, 1),)), 1),
-        (Pipeline("1f1b", Layout((2, 1, 3)), 6, loans=(Loan(0, 2), Loan(1, 2))), 1),
+        (PipelineSchedule("gpipe", Layout.equal(2, 2), 4), 1),
+        (PipelineSchedule("gpipe", Layout.equal(2, 2), 16), 1),
+        (PipelineSchedule("gpipe", Layout.equal(3, 3), 15), 1),
+        (PipelineSchedule("interleaved", Layout.equal(2, 2), 4), 1),
+        (PipelineSchedule("interleaved", Layout.equal(6, 3), 24), 1),
+        (PipelineSchedule("zb-h1", Layout.equal(2), 3, reduce_each=True, loans=(Loan(0, 1),)), 1),
+        (PipelineSchedule("interleaved", Layout.equal(3, 2), 3, reduce_each=True, loans=(Loan(0, 5),)), 1),
+        (PipelineSchedule("gpipe", Layout.equal(2, 2), 3, reduce_each=True, loans=(Loan(0, 3),)), 1),
+        (PipelineSchedule("pipedream", Layout.equal(2), 1, loans=(Loan(0, 1),)), 2),
+        (PipelineSchedule("pipedream", Layout.equal(3), 3, loans=(Loan(1, 2),)), 2),
+        (PipelineSchedule("2bw", Layout.equal(2), 2, reduce_each=True, loans=(Loan(0, 1),)), 2),
+        (PipelineSchedule("pipedream", Layout((1, 2)), 2), 2),
+        (PipelineSchedule("pipedream", Layout((3, 1)), 6), 1),
+        (PipelineSchedule("pipedream", Layout((4, 7, 6)), 84), 2),
+        (PipelineSchedule("1f1b", Layout((3, 1)), 12, reduce_each=True), 1),
+        (PipelineSchedule("1f1b", Layout((2, 1)), 4, loans=(Loan(0, 1),)), 1),
+        (PipelineSchedule("1f1b", Layout((1, 3)), 6, reduce_each=True, loans=(Loan(0, 1),)), 1),
+        (PipelineSchedule("1f1b", Layout((2, 1, 3)), 6, loans=(Loan(0, 2), Loan(1, 2))), 1),
     ],
     ids=str,
 )
-def test_what_blocks_unless_receives_come_early_enough(pipeline: Pipeline, steps: int) -> None:
+def test_what_blocks_unless_receives_come_early_enough(pipeline: PipelineSchedule, steps: int) -> None:
     verify(pipeline.stretch(steps))
 
 
@@ -114,7 +114,9 @@ def changed(action: Action) -> Iterator[Action]:
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(pipelines(most=4), st.integers(1, 2), st.booleans(), st.data())
-def test_a_changed_action_is_refused(pipeline: Pipeline, steps: int, gathers: bool, data: st.DataObject) -> None:
+def test_a_changed_action_is_refused(
+    pipeline: PipelineSchedule, steps: int, gathers: bool, data: st.DataObject
+) -> None:
     """Of every kind, one that is left out, or of another version, microbatch or peer."""
     lists = pipeline.stretch(steps)
     if gathers:
@@ -154,7 +156,7 @@ def matters(before: Action, after: Action) -> bool:
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(pipelines(most=4), st.integers(1, 2), st.booleans(), st.data())
 def test_neighbours_that_change_places_are_refused(
-    pipeline: Pipeline, steps: int, gathers: bool, data: st.DataObject
+    pipeline: PipelineSchedule, steps: int, gathers: bool, data: st.DataObject
 ) -> None:
     lists = pipeline.stretch(steps)
     if gathers:
@@ -230,8 +232,8 @@ def with_late_receives(actions: Schedule, delay: int) -> Schedule:
 
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(pipelines(most=4), st.integers(1, 3), st.lists(st.integers(0, 4), min_size=4, max_size=4))
-def test_exactly_what_blocks_is_refused(pipeline: Pipeline, steps: int, delays: list[int]) -> None:
-    pipeline = Pipeline(pipeline.name, Layout.equal(pipeline.layout.stages, pipeline.layout.chunks), 12)
+def test_exactly_what_blocks_is_refused(pipeline: PipelineSchedule, steps: int, delays: list[int]) -> None:
+    pipeline = PipelineSchedule(pipeline.name, Layout.equal(pipeline.layout.stages, pipeline.layout.chunks), 12)
     lists = [with_late_receives(a, delay) for a, delay in zip(pipeline.stretch(steps), delays, strict=False)]
     ends = comes_to_its_end(lists)
     event(f"{pipeline.name} {'ends' if ends else 'blocks'}")
@@ -316,7 +318,7 @@ def test_two_ranks_that_do_not_fit(old: str, new: str, complaint: str) -> None:
 
 
 def test_messages_that_overtake_each_other_are_refused() -> None:
-    first, last = Pipeline("gpipe", Layout.equal(2), 2).stretch()
+    first, last = PipelineSchedule("gpipe", Layout.equal(2), 2).stretch()
     posts = [n for n, action in enumerate(last) if action.kind is Kind.RECEIVE_FORWARD]
     last[posts[0]], last[posts[1]] = last[posts[1]], last[posts[0]]
     with pytest.raises(PlanError, match=r"F1.0@0, takes in RECV_F1.0@0<0 before RECV_F1.1@0<0"):
@@ -352,7 +354,7 @@ def test_replicas_reduce_alike() -> None:
 
 
 def test_borrowed_weights_have_the_owners_version() -> None:
-    lists = Pipeline("pipedream", Layout.equal(2), 4, loans=(Loan(0, 1),)).stretch(2)
+    lists = PipelineSchedule("pipedream", Layout.equal(2), 4, loans=(Loan(0, 1),)).stretch(2)
     verify(lists)
     n, borrow = next((n, action) for n, action in enumerate(lists[1]) if action.kind is Kind.BORROW)
     assert borrow.microbatch is not None and borrow.version == 1
@@ -398,14 +400,14 @@ def test_loans_that_are_not_kept(old: str, new: str, complaint: str) -> None:
     ],
 )
 def test_a_stream_that_forgets_a_message_of_a_loan(rank: int, kind: Kind, which: int, complaint: str) -> None:
-    lists = Pipeline("pipedream", Layout.equal(2), 4, loans=(Loan(0, 1),)).stretch(2)
+    lists = PipelineSchedule("pipedream", Layout.equal(2), 4, loans=(Loan(0, 1),)).stretch(2)
     del lists[rank][[n for n, action in enumerate(lists[rank]) if action.kind is kind][which]]
     with pytest.raises(PlanError, match=complaint):
         verify(lists)
 
 
 def test_weights_are_borrowed_in_time() -> None:
-    first, last = Pipeline("pipedream", Layout.equal(2), 4, loans=(Loan(0, 1),)).stretch(2)
+    first, last = PipelineSchedule("pipedream", Layout.equal(2), 4, loans=(Loan(0, 1),)).stretch(2)
     n, borrow = next((n, action) for n, action in enumerate(last) if action.kind is Kind.BORROW)
     forward = next(k for k, a in enumerate(last) if a.kind is Kind.FORWARD and a.microbatch == borrow.microbatch)
     late = [*last[:n], *last[n + 1 : forward + 1], borrow, *last[forward + 1 :]]
@@ -418,7 +420,7 @@ def test_weights_are_borrowed_in_time() -> None:
 
 def test_gradients_go_back_where_the_weights_came_from() -> None:
     loans = Loan(0, 1), Loan(0, 3), Loan(2, 3)
-    first, last = Pipeline("gpipe", Layout.equal(2, 2), 2, loans=loans).stretch()
+    first, last = PipelineSchedule("gpipe", Layout.equal(2, 2), 2, loans=loans).stretch()
     verify([first, last])
     one, *_, other = (n for n, action in enumerate(last) if action.kind is Kind.BORROW)
     crossed = list(last)

@@ -7,7 +7,7 @@ from zeroshard.claims.claim import Claim, Reading, Say
 from zeroshard.pipeline.cluster import Cluster
 from zeroshard.pipeline.partition import partition
 from zeroshard.pipeline.profile import LayerCost
-from zeroshard.schedule import Layout, Pipeline
+from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.orders import STREAMING
 from zeroshard.schedule.peaks import Peak, peaks
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
@@ -21,14 +21,14 @@ FORWARD, BACKWARD = Fraction(1), Fraction(2)
 
 def simulated(name: str, stages: int, microbatches: int, chunks: int = 1, steps: int = 1) -> Simulation:
     """A schedule over equal stages whose backward takes twice as long as the forward, messages none, in fractions."""
-    pipeline = Pipeline(name, Layout.equal(stages, chunks), microbatches)
+    pipeline = PipelineSchedule(name, Layout.equal(stages, chunks), microbatches)
     costs = Costs.uniform(pipeline.layout, FORWARD, BACKWARD)  # type: ignore[arg-type]
     return simulate(pipeline.stretch(steps), pipeline.layout, costs)
 
 
 def peaks_of(name: str, stages: int, microbatches: int, steps: int = 1) -> list[Peak]:
     """What each stage holds at most, by counting in the lists."""
-    pipeline = Pipeline(name, Layout.equal(stages, 1), microbatches)
+    pipeline = PipelineSchedule(name, Layout.equal(stages, 1), microbatches)
     return peaks(pipeline.stretch(steps), 1)
 
 

@@ -45,7 +45,7 @@ from zeroshard.pipeline.steps import PipelineOrder
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
-from zeroshard.schedule import Layout, Pipeline
+from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.units.hooks import Hook
 from zeroshard.version import __version__
 
@@ -377,7 +377,7 @@ class Engine(Readings):
         if isinstance(stage, Stage):
             update = (self._backward, self._update, self._judge)
             return PipelineOrder(stage, parts, *update, cut_of(plan), self.model, self._run)
-        alone = Pipeline("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
+        alone = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
         calls = (self._run, self.backward, self._take_step)
         return OneStage(self.model, self.mesh, self._assembly, alone, self._backward, *calls)
 

@@ -13,7 +13,7 @@ from zeroshard.mesh import Mesh
 from zeroshard.parts.batch import microbatches
 from zeroshard.parts.steps import Backwards, Run
 from zeroshard.precision.call import call
-from zeroshard.schedule import Action, Kind, Pipeline, Schedule, verify
+from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
 from zeroshard.schedule.run import Interpreter
 
 
@@ -36,7 +36,7 @@ class OneStage:
         model: nn.Module,
         mesh: Mesh,
         assembly: Assembly,
-        pipeline: Pipeline,
+        pipeline: PipelineSchedule,
         backwards: Backwards,
         run: Run,
         backward: Callable[[torch.Tensor], None],

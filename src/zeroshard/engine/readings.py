@@ -22,7 +22,7 @@ from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traf
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole
 from zeroshard.plan import Plan
-from zeroshard.schedule import Pipeline
+from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.run import Timed
 
 
@@ -111,7 +111,7 @@ class Readings:
         return self.knows_loss and place.rank == 0
 
     @property
-    def pipeline(self) -> Pipeline | None:
+    def pipeline(self) -> PipelineSchedule | None:
         """The lists of all ranks, where the model is cut into stages."""
         return self._stage.pipeline
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from zeroshard.offload.policy import Policy
 from zeroshard.parts.choice import Choice, Remedy, States, Words
 from zeroshard.parts.offers import Offer, Site, divisors
-from zeroshard.schedule import Pipeline
+from zeroshard.schedule import PipelineSchedule
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the parameters whose states are offloaded: the fewest first, as they move
 Made = TypeVar("Made")
@@ -95,7 +95,7 @@ class Offloading(Choice):
         """Updates are late from the first step on that must be like all others."""
         return {"delayed_warmup": min(self.policy.warmup, settled)}
 
-    def settled(self, pipeline: Pipeline, usual: int) -> int:
+    def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
         """Weights of a late update come up one step later."""
         return usual + 2 * self.policy.delayed
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.schedule import Pipeline
+from zeroshard.schedule import PipelineSchedule
 
 Split = Callable[[int], tuple[str, ...]]
 
@@ -156,7 +156,7 @@ class Choice:
         """
         return {}
 
-    def settled(self, pipeline: Pipeline, usual: int) -> int:
+    def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
         """Steps before one that is like all that follow, where otherwise it is `usual`."""
         return usual
 

@@ -9,7 +9,7 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.choice import Choice, LeftOut, Split, States, Words
 from zeroshard.parts.offers import Fastest, Offer, Refused, Site, divisors
 from zeroshard.pipeline.messages import UNDER_WAY
-from zeroshard.schedule import Pipeline
+from zeroshard.schedule import PipelineSchedule
 
 FASTER: tuple[dict[str, Any], ...] = ({"schedule": "interleaved", "chunks": 2}, {"schedule": "zb-h1"})
 LEANER: dict[str, Any] = {"recompute": "chunk"}
@@ -68,7 +68,7 @@ class Stages(Choice):
         """Where the model is cut."""
         return {} if self.stages == 1 or self.split else {"split": split(self.stages * self.chunks)}
 
-    def settled(self, pipeline: Pipeline, usual: int) -> int:
+    def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
         """Until as many messages are kept as are ever under way, and all versions of a stream are there.
 
         Of a loan one message comes per step.

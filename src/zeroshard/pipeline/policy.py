@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zeroshard.schedule import Loan, Pipeline
+from zeroshard.schedule import Loan, PipelineSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Policy:
         defers: the gradients of weights are computed after those of inputs.
     """
 
-    schedule: Callable[[int, tuple[Loan, ...]], Pipeline]
+    schedule: Callable[[int, tuple[Loan, ...]], PipelineSchedule]
     stages: int = 1
     chunks: int = 1
     split: tuple[str, ...] = ()

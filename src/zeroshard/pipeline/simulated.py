@@ -15,7 +15,7 @@ from zeroshard.errors import PlanError
 from zeroshard.pipeline.cluster import Cluster
 from zeroshard.pipeline.partition import OBJECTIVES, SHAPES, Partition, Shape, Stage, partition
 from zeroshard.pipeline.profile import LayerCost
-from zeroshard.schedule import Layout, Pipeline
+from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.simulate import Costs, simulate
 
 SIMULATED = "simulated"
@@ -106,7 +106,7 @@ def _simulated(layers: Sequence[LayerCost], stages: Sequence[Stage], bound: floa
     microbatches = around * -(-2 * max(len(stages), layout.ranks // layout.replicas[0]) // around)
     if STEPS * microbatches * len(stages) > MOST_COMPUTES:
         return bound
-    steady = simulate(Pipeline("pipedream", layout, microbatches).stretch(STEPS), layout, costs).steady
+    steady = simulate(PipelineSchedule("pipedream", layout, microbatches).stretch(STEPS), layout, costs).steady
     if steady is None:
         return bound
     return steady.microbatch_seconds / (1 if layout.uneven else layout.replicas[0])

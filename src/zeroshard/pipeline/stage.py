@@ -29,7 +29,7 @@ from zeroshard.pipeline.deferred import Deferral
 from zeroshard.pipeline.measure import measure
 from zeroshard.pipeline.policy import Policy
 from zeroshard.pipeline.whole import DtypeOf, Whole
-from zeroshard.schedule import Loan, Pipeline, verify
+from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
 from zeroshard.units import Unit
 
@@ -55,7 +55,7 @@ class Stage:
 
     world: Comm
     mesh: Mesh
-    pipeline: Pipeline
+    pipeline: PipelineSchedule
     chain: Chain
     firsts: list[int]
     units: list[Unit] = field(default_factory=list)

@@ -12,7 +12,7 @@ from zeroshard.mesh import Mesh
 from zeroshard.parts.planned import Planned
 from zeroshard.pipeline.chain import Layer
 from zeroshard.pipeline.policy import Policy
-from zeroshard.schedule import Pipeline
+from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
 
 DtypeOf = Callable[[nn.Parameter], torch.dtype]
@@ -26,7 +26,7 @@ class Whole:
     facts: ClassVar[list[Any]] = [1, 1, None]
     layers: tuple[Layer, ...] = ()
     split: tuple[str, ...] = ()
-    pipeline: Pipeline | None = None
+    pipeline: PipelineSchedule | None = None
 
     def __init__(self, model: nn.Module, policy: Policy, mesh: Mesh) -> None:
         self._model, self._policy, self.mesh, self.world = model, policy, mesh, Comm(mesh)

@@ -31,7 +31,7 @@ from zeroshard.planner.shallow import Look, look_at
 from zeroshard.planner.tracker import Tracker
 from zeroshard.planner.workspaces import beside_results
 from zeroshard.platform.rehearsed import Clock, Rehearsal
-from zeroshard.schedule import Pipeline
+from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.few import ALIKE
 from zeroshard.units.tensors import tensors_in
 
@@ -117,7 +117,7 @@ class Rehearsed:
     phases: Mapping[str, Mapping[str, int]]
     wire: Mapping[str, tuple[int, int, int]]
     spent: Mapping[str, float]
-    pipeline: Pipeline
+    pipeline: PipelineSchedule
     spans: tuple[Span, ...]
     split: tuple[str, ...]
     events: tuple[Event, ...]
@@ -292,7 +292,7 @@ class _Stage:
         return settled
 
     @property
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self) -> PipelineSchedule:
         """The lists of all ranks, which of one stage are alike."""
         return self.engine.pipeline or self._plan.pipeline(self._mesh.ranks)
 

@@ -13,7 +13,7 @@ from zeroshard.planner.rehearse import Rehearsed, Task, messages_of, rehearse
 from zeroshard.planner.result import Span
 from zeroshard.planner.shallow import Stack, deepen, shallow
 from zeroshard.planner.values import refuse_too_large
-from zeroshard.schedule import Layout, Pipeline
+from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.few import few_microbatches, in_flight
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
 from zeroshard.schedule.spans import TIMES
@@ -66,10 +66,10 @@ class _Job:
     depths: tuple[str, tuple[int, ...]] | None
 
     @property
-    def lane(self) -> Pipeline:
+    def lane(self) -> PipelineSchedule:
         """One rank of each stage."""
         plan, layout = self.plan, Layout.equal(self.plan.stages, self.plan.chunks)
-        return Pipeline(plan.schedule, layout, plan.microbatches, reduce_each=plan.reduces_each_microbatch)
+        return PipelineSchedule(plan.schedule, layout, plan.microbatches, reduce_each=plan.reduces_each_microbatch)
 
     def rehearse(self, microbatches: int, blocks: Sequence[int] = ()) -> Rehearsed:
         """The stage with so many microbatches, and with so many blocks in each chunk."""
@@ -161,7 +161,7 @@ def _times(
     return causes, spans if sum(map(len, spans)) <= MOST_SPANS else ()
 
 
-def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: Pipeline) -> dict[str, float]:
+def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
     """What a stage spends in one step, by cause; "overhead" is what lies beside its actions."""
     stage = one.last.pipeline.layout.stage_of(one.rank)
     spent = {cause: one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire")}
@@ -178,7 +178,7 @@ def _step_seconds(simulation: Simulation, plan: Plan) -> float:
     return simulation.makespan if steady is None else steady.microbatch_seconds * plan.microbatches
 
 
-def _costs(needs: Sequence[Needs], pipeline: Pipeline, machines: Machines) -> Costs:
+def _costs(needs: Sequence[Needs], pipeline: PipelineSchedule, machines: Machines) -> Costs:
     """What each chunk costs, by the stages that were rehearsed; the others are like those before."""
     layout = pipeline.layout
     known = {key: seconds for one in needs for key, seconds in one.costs.items()}

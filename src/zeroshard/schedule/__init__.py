@@ -9,7 +9,7 @@ from zeroshard.schedule.actions import Action, Kind, Schedule
 from zeroshard.schedule.layout import Layout
 from zeroshard.schedule.lower import Loan, with_gathers, with_reductions, with_update
 from zeroshard.schedule.orders import SCHEDULES, STREAMING
-from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.verify import verify
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Kind",
     "Layout",
     "Loan",
-    "Pipeline",
+    "PipelineSchedule",
     "Schedule",
     "verify",
     "with_gathers",

@@ -1,4 +1,4 @@
-"""Pipeline: the lists of all ranks under one schedule, as pure functions of its description."""
+"""The lists of all ranks under one schedule, as pure functions of its description."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from zeroshard.schedule.orders import FLUSHING, STREAMING, check, one_f_one_b_pa
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineSchedule:
     """A schedule over a layout.
 
     A schedule that flushes has the same list for every step. One that streams (PipeDream, 2BW) goes on from step to

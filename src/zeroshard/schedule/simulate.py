@@ -190,7 +190,7 @@ class Simulation:
 
 
 def simulate(lists: Sequence[Schedule], layout: Layout, costs: Costs) -> Simulation:
-    """Run the lists of all ranks (`Pipeline.stretch`) on a clock.
+    """Run the lists of all ranks (`PipelineSchedule.stretch`) on a clock.
 
     A compute starts when its rank is free and its input has arrived. Sending costs the rank nothing; the messages of
     one channel (source, destination, kind) leave one after another. A reduction waits for all replicas of its chunk,
@@ -213,7 +213,7 @@ def simulate(lists: Sequence[Schedule], layout: Layout, costs: Costs) -> Simulat
     if stuck:
         raise PlanError(
             f"The lists wait for each other for ever: {', '.join(f'rank {r} before {a}' for r, a in stuck[:4])}; no "
-            f"list sends what they wait for. Use the lists of `Pipeline`, or check yours with `verify`."
+            f"list sends what they wait for. Use the lists of `PipelineSchedule`, or check yours with `verify`."
         )
     makespan = max(run.clock, default=0)
     return Simulation(run.spans, makespan, _steady(lists, run.spans, layout))

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from zeroshard.schedule.actions import Action, Kind
-from zeroshard.schedule.pipeline import Pipeline
+from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs
 
 Span = tuple[Action, float, float]
@@ -19,7 +19,7 @@ TIMES = {
 }
 
 
-def costs_of(spans: Sequence[Sequence[Span]], pipeline: Pipeline) -> Costs:
+def costs_of(spans: Sequence[Sequence[Span]], pipeline: PipelineSchedule) -> Costs:
     """What each chunk cost: the median time of each kind of action. Messages cost nothing."""
     seconds = medians(spans)
     given: dict[str, Any] = {}
