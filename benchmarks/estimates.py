@@ -49,14 +49,17 @@ def runs(quick: bool) -> list[Any]:
         for family in families
         for kind, again in (("fp32", False), ("bf16", True))
     ]
-    staged = {"zero": 1, "stages": 2, "microbatches": 4, "balance": "parameters"}
+    staged = {"zero": 1, "pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.balance": "parameters"}
     others = [
         Run(plan={"zero": 1, "microbatches": 2}, optimizer="sgd"),
         Run(precision="bf16", plan={"zero": 3, "microbatches": 2, "clip_norm": 1.0}),
         Run(shape=WIDE, precision="bf16", plan={"zero": 2}),
         Run(shape=WIDE, plan={"zero": 3}),
         Run(ranks=1, precision="bf16", plan={"zero": 0}),
-        *(Run(plan={**staged, "schedule": name}) for name in ("gpipe", "1f1b", "zb-h1", "pipedream", "2bw")),
+        *(
+            Run(plan={**staged, "pipeline_parallel.schedule": name})
+            for name in ("gpipe", "1f1b", "zb-h1", "pipedream", "2bw")
+        ),
     ]
     peers = [
         Run(engine=engine, ranks=ranks, precision=kind)

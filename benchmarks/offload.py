@@ -74,15 +74,15 @@ ENGINES = {
     "deepspeed": Engine("deepspeed", CPU),
     "deepspeed-memory": Engine("deepspeed", {}),
     "offload": Engine("zeroshard", GLOO | OFFLOAD),
-    "after-norm": Engine("zeroshard", GLOO | OFFLOAD | {"speculate": False}),
+    "after-norm": Engine("zeroshard", GLOO | OFFLOAD | {"offload.speculate": False}),
     "memory": Engine("zeroshard", GLOO),
     "memory-fused": Engine("zeroshard", GLOO, fused=True),
     "offload-shared": Engine("zeroshard", SHARED | OFFLOAD),
-    "after-norm-shared": Engine("zeroshard", SHARED | OFFLOAD | {"speculate": False}),
+    "after-norm-shared": Engine("zeroshard", SHARED | OFFLOAD | {"offload.speculate": False}),
     "memory-shared": Engine("zeroshard", SHARED),
     "deepspeed-1": Engine("deepspeed", CPU, ranks=1),
     "offload-1": Engine("zeroshard", OFFLOAD, ranks=1),
-    "after-norm-1": Engine("zeroshard", OFFLOAD | {"speculate": False}, ranks=1),
+    "after-norm-1": Engine("zeroshard", OFFLOAD | {"offload.speculate": False}, ranks=1),
     "memory-1": Engine("zeroshard", {}, ranks=1),
 }
 SAME = [(f"{name}{way}", f"memory{way}") for way in ("", "-shared", "-1") for name in ("offload", "after-norm")]
@@ -96,7 +96,7 @@ def make_ours(engine: Engine, trial: Trial) -> Made:
 
     import zeroshard as zs
 
-    plan = zs.Plan(zero=2, precision="bf16", **engine.settings)
+    plan = zs.Plan.from_dict({"zero": 2, "precision": "bf16", **engine.settings})
     adam = partial(torch.optim.AdamW, **ADAM, **({"fused": True} if engine.fused else {}))
     made = zs.Engine(trial.model, adam, plan, mesh=zs.init_mesh(device="cpu"))
     return made, lambda: made.train_step(trial.batch).loss

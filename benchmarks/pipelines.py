@@ -65,7 +65,10 @@ def _ours(model: Any, make: Any, mesh: Any, batch: Any, schedule: str, arguments
 
     split = tuple(f"blocks.{n * arguments.layers // mesh.ranks}" for n in range(1, mesh.ranks))
     plan = zs.Plan(
-        stages=mesh.ranks, schedule=schedule, microbatches=arguments.microbatches, split=split, recompute="off", zero=0
+        pipeline_parallel=zs.Pipeline(mesh.ranks, schedule=schedule, split=split),
+        microbatches=arguments.microbatches,
+        recompute="off",
+        zero=0,
     )
     example = tuple(part[: arguments.rows] for part in batch)
     engine = zs.Engine(model, make, plan, mesh=mesh, example=example)
@@ -164,7 +167,7 @@ def launch(engine_name: str, schedule: str, arguments: argparse.Namespace) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"rounds": 5, "steps": 12, "stages": 2, "microbatches": 8}
+    defaults = {"rounds": 5, "steps": 12, "pipeline_parallel": 2, "microbatches": 8}
     defaults |= {"rows": 1, "tokens": 256, "width": 256, "layers": 8}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -182,7 +185,7 @@ def main() -> None:
     for schedule in SCHEDULES:
         losses = {round_[engine, schedule]["loss"] for round_ in rounds for engine in ("ours", "torch")}
         assert max(losses) - min(losses) < 1e-4 * max(losses), losses
-        medians: dict[str, Any] = {"schedule": schedule}
+        medians: dict[str, Any] = {"pipeline_parallel.schedule": schedule}
         for engine in ("ours", "torch"):
             for key in rounds[0][engine, schedule]:
                 medians[f"{engine}_{key}"] = statistics.median(round_[engine, schedule][key] for round_ in rounds)

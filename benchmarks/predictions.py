@@ -32,7 +32,7 @@ MODELS = {  # vocabulary, context, width, heads, layers
     "deep": (256, 128, 128, 2, 12),
     "tall": (8192, 64, 128, 2, 4),
 }
-CUT = {"stages": 2, "microbatches": 8, "balance": "parameters"}
+CUT = {"pipeline_parallel": 2, "microbatches": 8, "pipeline_parallel.balance": "parameters"}
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("wide", {"zero": 0, "transport": "network"}),
     ("wide", {"zero": 1, "transport": "network"}),
@@ -45,19 +45,19 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("wide", {"zero": 2, "transport": "network", "microbatches": 4, "reduce_every": "step"}),
     ("wide", {"zero": 0, "transport": "network", "microbatches": 8}),
     ("wide", {"zero": 3, "transport": "network", "microbatches": 2, "clip_norm": 1.0}),
-    ("wide", {**CUT, "zero": 0, "schedule": "1f1b"}),
-    ("wide", {**CUT, "zero": 0, "schedule": "gpipe"}),
-    ("wide", {**CUT, "zero": 0, "schedule": "gpipe", "recompute": "off"}),
-    ("wide", {**CUT, "zero": 0, "schedule": "interleaved", "chunks": 2}),
-    ("wide", {**CUT, "zero": 0, "schedule": "zb-h1"}),
+    ("wide", {**CUT, "zero": 0, "pipeline_parallel.schedule": "1f1b"}),
+    ("wide", {**CUT, "zero": 0, "pipeline_parallel.schedule": "gpipe"}),
+    ("wide", {**CUT, "zero": 0, "pipeline_parallel.schedule": "gpipe", "recompute": "off"}),
+    ("wide", {**CUT, "zero": 0, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2}),
+    ("wide", {**CUT, "zero": 0, "pipeline_parallel.schedule": "zb-h1"}),
     ("deep", {"zero": 1, "transport": "network"}),
     ("deep", {"zero": 3, "transport": "network"}),
     ("deep", {"zero": 2, "transport": "shared", "microbatches": 2}),
-    ("deep", {**CUT, "zero": 0, "schedule": "1f1b"}),
+    ("deep", {**CUT, "zero": 0, "pipeline_parallel.schedule": "1f1b"}),
     ("tall", {"zero": 0, "transport": "network"}),
     ("tall", {"zero": 3, "transport": "network"}),
     ("tall", {"zero": 2, "transport": "shared"}),
-    ("tall", {**CUT, "zero": 0, "schedule": "1f1b"}),
+    ("tall", {**CUT, "zero": 0, "pipeline_parallel.schedule": "1f1b"}),
 ]
 ROWS = 8  # of one lane
 
@@ -106,7 +106,7 @@ def rank_of_times(plans: list[tuple[str, dict[str, Any]]], steps: int) -> None:
     torch.set_num_threads(1)
     mesh, found = init_mesh(device="cpu"), []
     for model, given in plans:
-        engine, batch = engine_of(task_of(MODELS[model], ROWS), Plan(**given), mesh, ROWS)
+        engine, batch = engine_of(task_of(MODELS[model], ROWS), Plan.from_dict(given), mesh, ROWS)
         cpus, walls = [], []
         for number in range(steps + 3):
             cpu, wall = cpu_seconds(), time.perf_counter()
@@ -136,7 +136,7 @@ def times(arguments: argparse.Namespace) -> dict[str, Any]:
     profile = measure(Effort(), gather_facts(os.environ, Path(".")), threads=1)
     for number in range(arguments.rounds):
         for place, (model, given) in enumerate(PLANS):
-            plan = Plan(**given)
+            plan = Plan.from_dict(given)
             transport: Any = "shared" if given.get("transport") == "shared" else "network"
             machines = profile.machines(RANKS, transport, "cpu")
             with company(RANKS - 1):
@@ -155,7 +155,7 @@ def times(arguments: argparse.Namespace) -> dict[str, Any]:
                      "error": ours / real - 1})  # fmt: skip
     errors = [abs(row["error"]) for row in rows]
     summary = {"median": statistics.median(errors), "worst": max(errors), "plans": len(rows)}
-    same = [row for row in rows if row["model"] == "wide" and row["plan"].get("stages", 1) == 1]
+    same = [row for row in rows if row["model"] == "wide" and row["plan"].get("pipeline_parallel", 1) == 1]
     chosen = min(same, key=lambda row: row["foretold_s"])
     best = min(same, key=lambda row: row["cpu_s"])
     summary |= {"chosen": chosen["cpu_s"] / best["cpu_s"], "among": len(same), "tau": _tau(same)}
@@ -179,8 +179,14 @@ def drawn(seed: int) -> tuple[tuple[int, int, int, int, int], dict[str, Any], st
     rows = rng.choice((4, 8, 12))
     if rng.random() < 0.4:
         schedule = rng.choice(("1f1b", "gpipe", "zb-h1", "interleaved", "pipedream", "2bw"))
-        plan = {"stages": 2, "microbatches": 4, "schedule": schedule, "zero": 0, "balance": "parameters"}
-        plan |= {"chunks": 2} if schedule == "interleaved" else {}
+        plan = {
+            "pipeline_parallel": 2,
+            "microbatches": 4,
+            "pipeline_parallel.schedule": schedule,
+            "zero": 0,
+            "pipeline_parallel.balance": "parameters",
+        }
+        plan |= {"pipeline_parallel.virtual_stages": 2} if schedule == "interleaved" else {}
         rows = rng.choice((4, 8, 12))
     else:
         plan |= {"zero": rng.randint(0, 3), "microbatches": rng.choice((1, 2, 4))}
@@ -203,7 +209,7 @@ def rank_of_fits(seeds: list[int]) -> None:
     mesh, found = init_mesh(device="cpu"), []
     for seed in seeds:
         shape, given, optimizer, rows, _ = drawn(seed)
-        plan = Plan(**given)
+        plan = Plan.from_dict(given)
         tracker = Tracker()
         with tracker, tracker.resizing():
             engine, batch = engine_of(task_of(shape, rows, optimizer), plan, mesh, rows)
@@ -230,7 +236,7 @@ def fits(arguments: argparse.Namespace) -> dict[str, Any]:
             shape, given, optimizer, count, factor = drawn(seed)
             real = [rank["found"][place] for rank in ranks]
             task = task_of(shape, count, optimizer)
-            ours = [rehearse(task, Plan(**given), rank, RANKS, count).peak_bytes for rank in range(RANKS)]
+            ours = [rehearse(task, Plan.from_dict(given), rank, RANKS, count).peak_bytes for rank in range(RANKS)]
             limit = factor * max(real)
             row = {"seed": seed, "plan": given, "real": real, "foretold": ours, "limit": limit}
             rows.append(row | {"fits": max(real) <= limit, "said": max(ours) <= limit * (1 - MARGIN)})

@@ -8,24 +8,24 @@ from typing import Any
 import zeroshard as zs
 from zeroshard.errors import PlanError
 
-PIPELINE = {"stages": 2, "microbatches": 4}
+PIPELINE = {"pipeline_parallel": 2, "microbatches": 4}
 PARTS: dict[str, dict[str, Any]] = {
-    "groups": {"shard_ranks": 2},
+    "groups": {"shard_group": 2},
     "shared": {"transport": "shared"},
     "overlap": {"overlap_gather": True},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "each": {"reduce_every": "microbatch", "microbatches": 4},
-    "1f1b": {**PIPELINE, "schedule": "1f1b"},
-    "interleaved": {**PIPELINE, "schedule": "interleaved", "chunks": 2},
-    "zb-h1": {**PIPELINE, "schedule": "zb-h1"},
-    "uneven": {**PIPELINE, "replicas": (2, 1)},
-    "pipedream": {**PIPELINE, "schedule": "pipedream"},
-    "2bw": {**PIPELINE, "schedule": "2bw"},
+    "1f1b": {**PIPELINE, "pipeline_parallel.schedule": "1f1b"},
+    "interleaved": {**PIPELINE, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
+    "zb-h1": {**PIPELINE, "pipeline_parallel.schedule": "zb-h1"},
+    "uneven": {**PIPELINE, "pipeline_parallel.replicas": (2, 1)},
+    "pipedream": {**PIPELINE, "pipeline_parallel.schedule": "pipedream"},
+    "2bw": {**PIPELINE, "pipeline_parallel.schedule": "2bw"},
     "states": {"offload": "optimizer"},
     "streamed": {"offload": "optimizer,parameters"},
     "activations": {"offload": "activations"},
-    "late": {"offload": "optimizer", "delayed_update": True},
+    "late": {"offload": "optimizer", "offload.delayed_update": True},
 }
 HEAD = """# What combines
 
@@ -59,7 +59,7 @@ def refusals(*names: str) -> dict[int, str] | None:
         return None
     for zero in said:
         try:
-            zs.Plan(zero=zero, **fields)  # type: ignore[arg-type]
+            zs.Plan.from_dict({"zero": zero, **fields})  # type: ignore[arg-type]
         except PlanError as error:
             said[zero] = str(error)
     return said

@@ -32,7 +32,7 @@ def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :4].sum(1, keepdim=True).sin()
 
 
-plan = zs.Plan(stages=2, schedule="1f1b", microbatches=8, clip_norm=1.0)
+plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, schedule="1f1b"), microbatches=8, clip_norm=1.0)
 engine = zs.Engine(Net(), partial(torch.optim.AdamW, lr=1e-3), plan, example=batch(8, seed=0))  # one microbatch
 for step in range(80):
     result = engine.train_step(batch(64, seed=1 + engine.lanes * step + engine.lane))  # one batch for both stages

@@ -46,9 +46,9 @@ def prediction(plan: Plan | None = None, **given: Any) -> Prediction:
 
 def piped(**given: Any) -> Prediction:
     """Two stages of 1F1B with 4 microbatches, and what each rank does when."""
-    plan = Plan(zero=1, stages=2, microbatches=4, precision="bf16")
+    plan = Plan(zero=1, pipeline_parallel=2, microbatches=4, precision="bf16")
     layout = Layout.equal(2)
-    spans = simulate(plan.pipeline(2).stretch(1), layout, Costs.uniform(layout, 0.02, 0.04)).spans
+    spans = simulate(plan.pipeline_schedule(2).stretch(1), layout, Costs.uniform(layout, 0.02, 0.04)).spans
     causes = {"compute": 0.24, "optimizer": 0.0, "wire": 0.0, "host link": 0.0, "bubble": 0.06}
     rest: dict[str, Any] = {"ranks": 2, "spans": tuple(tuple(row) for row in spans), "causes": causes}
     return prediction(plan, **rest | given)

@@ -18,7 +18,7 @@ from zeroshard.mesh import Mesh
 from zeroshard.run_command import resuming
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.folder import RunFolder
-from zeroshard.train.toml_config import parse
+from zeroshard.train.options import parse
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0

@@ -28,7 +28,8 @@ from zeroshard.run_command import RunOptions
 from zeroshard.simulate_command import SimulateOptions
 from zeroshard.simulate_command import run as run_simulate
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.toml_config import load_toml, parse
+from zeroshard.train.options import parse
+from zeroshard.train.toml_config import load_toml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -278,7 +278,7 @@ ENGINE_LINES, ENGINE_CONDITIONS = 2800, 70
 ATTRIBUTES, METHODS = 16, 12
 TECHNIQUES = (  # words of techniques, and of the attributes that hold their objects
     r"offload|host\b|disk|stage|pipeline|version|stash|tied|stream|shared|zero|precision|rehears|expert|context_|below"
-    r"|late\b|saver|gatherer|lower\b|splits|scaler|scales_loss|sliced|copied|loan|borrow|lend|shard_ranks|recompute"
+    r"|late\b|saver|gatherer|lower\b|splits|scaler|scales_loss|sliced|copied|loan|borrow|lend|shard_group|recompute"
 )
 RECORDS = {  # options of a command or a file, and what is written down: as many fields as there are facts
     *("plan.Plan", "plan_command.PlanOptions", "simulate_command.SimulateOptions", "train.config.TrainConfig"),

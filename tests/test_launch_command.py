@@ -16,7 +16,7 @@ from zeroshard.cli import main
 from zeroshard.launch_command import CLUSTERS
 from zeroshard.run_command import RunOptions
 from zeroshard.supervise import find_place
-from zeroshard.train.toml_config import parse
+from zeroshard.train.options import parse
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = Path(__file__).with_name("clusters")

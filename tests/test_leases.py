@@ -52,7 +52,7 @@ def make_engines(mesh: zs.Mesh, stages: int, explicit: bool) -> Any:
         engine = zs.Engine(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            zs.Plan(stages=stages, microbatches=stages, zero=0, timeout=20.0),
+            zs.Plan(pipeline_parallel=stages, microbatches=stages, zero=0, timeout=20.0),
             mesh=mesh if explicit else None,
             example=torch.ones(2, 4),
             loss=lambda output, batch: output.sum(),

@@ -215,7 +215,9 @@ def test_the_arena_keeps_to_the_budget() -> None:
         arena.take(26, torch.float32, "gradients")
 
 
-@pytest.mark.parametrize("tier, way", [("device", "ZeRO stage"), ("host", "offload_disk"), ("disk", "offload_share")])
+@pytest.mark.parametrize(
+    "tier, way", [("device", "ZeRO stage"), ("host", "offload.disk"), ("disk", "offload.fraction")]
+)
 def test_each_tier_has_its_way_out(tier: str, way: str) -> None:
     with pytest.raises(BudgetExceeded, match=f"bytes of buffers on the {tier}, .* Raise the budget, .*{way}"):
         Ledger({tier: 10}).take(Category.BUFFERS, 11, "a ring", tier=tier)

@@ -61,7 +61,7 @@ BEST = (
 )
 REFUSED = (
     *(refusal(Plan(zero=zero), needs) for zero, needs in ((0, "80.12 GiB"), (1, "70.00 GiB"))),
-    Refusal(Plan(stages=4), 4, "12 rows [of a step] do not divide among 5 lanes.", "Use 15."),
+    Refusal(Plan(pipeline_parallel=4), 4, "12 rows [of a step] do not divide among 5 lanes.", "Use 15."),
 )
 ON_A100 = ("--gpu", "A100-80", "--gpus", "8")
 
@@ -133,7 +133,7 @@ def test_json_holds_everything(read: Callable[..., str]) -> None:
     content: dict[str, Any] = json.loads(read("--json", "--explain", "2", "--out", "best.toml"))
     assert [plan["peak_bytes"] for plan in content["plans"]] == [15 * GIB] * 3
     assert content["plans"][0]["plan"]["zero"] == 3
-    assert Plan(**content["plans"][1]["plan"]) == BEST[1].plan
+    assert Plan.from_dict(content["plans"][1]["plan"]) == BEST[1].plan
     assert [refused["why"] for refused in content["refused"]] == [refused.why for refused in REFUSED]
     assert (content["looked_at"], content["rows"], content["sequence"]) == (42, 32, 256)
     assert all(Path(file).exists() for file in content["files"]) and len(content["files"]) == 5
@@ -221,7 +221,7 @@ def test_a_plan_of_an_own_model_is_found_by_rehearsal(mine: str, capsys: pytest.
     assert found["fits"] and found["memory"]["parameters"] >= 4 * parameters
     assert found["memory"]["optimizer states"] >= 8 * parameters
     assert found["capacity_bytes"] == 79 * GIB
-    assert Plan(**tomllib.loads(Path("own.toml").read_text())) == Plan(**found["plan"])
+    assert Plan.from_dict(tomllib.loads(Path("own.toml").read_text())) == Plan.from_dict(found["plan"])
 
 
 def test_an_own_language_model_needs_no_batches(mine: str) -> None:

@@ -23,7 +23,7 @@ from zeroshard.rendezvous import connect, naming, wait_for_all
 
 
 def engine_on(mesh: zs.Mesh | None, **settings: object) -> zs.Engine:
-    return zs.Engine(nn.Linear(2, 2), lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan(**settings), mesh=mesh)  # type: ignore[arg-type]
+    return zs.Engine(nn.Linear(2, 2), lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan.from_dict(settings), mesh=mesh)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def comes_late(mesh: zs.Mesh) -> tuple[str, int]:
     told = ""
     if mesh.rank == 0:
         try:
-            engine_on(replace(mesh, timeout=1.0), shard_ranks=1)
+            engine_on(replace(mesh, timeout=1.0), shard_group=1)
         except CommError as error:
             told = str(error)
     Comm(mesh).agree(b"", "now")
-    return told, engine_on(mesh, shard_ranks=1).lanes
+    return told, engine_on(mesh, shard_group=1).lanes
 
 
 def test_a_rank_that_comes_late_to_an_engine(pool: Pool) -> None:

@@ -176,6 +176,6 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(port: int) -> None:
 
 
 def test_older_weights_are_not_shared() -> None:
-    zs.Plan(transport="shared", stages=2)
+    zs.Plan(transport="shared", pipeline_parallel=2)
     with pytest.raises(PlanError, match="transport='shared' and schedule='pipedream' do not combine"):
-        zs.Plan(transport="shared", stages=2, schedule="pipedream")
+        zs.Plan(transport="shared", pipeline_parallel=zs.Pipeline(2, schedule="pipedream"))

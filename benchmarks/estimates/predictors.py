@@ -124,7 +124,7 @@ def megatron(run: Run) -> list[int]:
     plan = run.plan
     if run.precision != "bf16" or run.model not in ("gpt", "gpt2") or run.optimizer != "adamw":
         raise NotApplicable("the formulas are for 16-bit GPTs under Adam")
-    if run.engine != "zeroshard" or (plan["zero"] > 1 and run.ranks > 1) or plan.get("stages", 1) > 1:
+    if run.engine != "zeroshard" or (plan["zero"] > 1 and run.ranks > 1) or plan.get("pipeline_parallel", 1) > 1:
         raise NotApplicable("there is no formula for these slices")
     vocabulary, width, _, layers = run.shape
     each = 6 + 12 / run.ranks if plan["zero"] == 1 else 18

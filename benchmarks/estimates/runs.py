@@ -81,7 +81,7 @@ class Run:
         """The plan."""
         import zeroshard as zs
 
-        return zs.Plan(precision=self.precision, transport="network", **self.plan)  # type: ignore[arg-type]
+        return zs.Plan.from_dict({"precision": self.precision, "transport": "network", **self.plan})  # type: ignore[arg-type]
 
 
 def _transformers(family: str, shape: tuple[int, int, int, int]) -> Any:

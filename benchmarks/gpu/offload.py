@@ -31,7 +31,7 @@ VOCABULARY, CONTEXT = 50304, 2048
 ENGINES = {
     "memory": {"zero": 2},
     "optimizer": {"zero": 2, "offload": "optimizer"},
-    "after-norm": {"zero": 2, "offload": "optimizer", "speculate": False},
+    "after-norm": {"zero": 2, "offload": "optimizer", "offload.speculate": False},
     "share": {"zero": 2, "offload": "optimizer"},  # and as small a share as lets the rest fit on the device
     "parameters": {"zero": 3, "offload": "optimizer,parameters"},
     "deepspeed": {},
@@ -125,9 +125,11 @@ def make_step(engine_name: str, model: Any, batch: Any, device: str) -> tuple[An
     import zeroshard as zs
 
     if engine_name == "share":
-        settings["offload_share"] = share_that_fits(sum(p.numel() for p in model.parameters()), device)
+        settings["offload.fraction"] = share_that_fits(sum(p.numel() for p in model.parameters()), device)
     adam = partial(torch.optim.AdamW, lr=1e-5)
-    engine = zs.Engine(model, adam, zs.Plan(precision="bf16", **settings), mesh=zs.init_mesh(device=device))
+    engine = zs.Engine(
+        model, adam, zs.Plan.from_dict({"precision": "bf16", **settings}), mesh=zs.init_mesh(device=device)
+    )
     return engine, lambda: engine.train_step(batch).loss, settings
 
 

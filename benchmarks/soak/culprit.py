@@ -56,7 +56,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     stages = 2 if fault == "shape" else 1
-    plan = zs.Plan(zero=0 if stages == 2 else 3, stages=stages, transport="network", balance="parameters")
+    plan = zs.Plan(
+        zero=0 if stages == 2 else 3, pipeline_parallel=zs.Pipeline(stages, balance="parameters"), transport="network"
+    )
     layers = [layer for _ in range(4) for layer in (nn.LayerNorm(4), nn.Linear(4, 4))]
     model, example = nn.Sequential(*layers), (torch.randn(2, 3, 4),) if stages == 2 else None
     loss = lambda output, batch: output.square().mean()  # noqa: E731

@@ -83,7 +83,9 @@ def engine_of(name: str) -> zs.Engine:
     """A new engine."""
     make, plan = OPTIMIZERS[name]
     torch.manual_seed(3)
-    return zs.Engine(Net(), lambda ps: make([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=zs.Mesh())
+    return zs.Engine(
+        Net(), lambda ps: make([p for p in ps if p.requires_grad]), zs.Plan.from_dict(plan), mesh=zs.Mesh()
+    )
 
 
 class Desk:

@@ -134,7 +134,7 @@ def bad_numbers(folder: Path, quick: bool) -> Counts:
     assert all(line["loss"] == line["loss"] for line in lines[12:])
     counts["roll_backs"] = 1
     place, every = folder / "scale", 7
-    options = (*steps, "--precision", "fp16", "--loss-scale-window", "5", "--loss-scale-initial", "1024")
+    options = (*steps, "--precision", "fp16", "--loss-scale.window", "5", "--loss-scale.initial", "1024")
     with Job(place, train(place, *options, fault=("infinite", "1", str(every)))) as job:
         assert job.wait() == 0 and not job.reports
     lines = [line for line in metrics(place) if "loss" in line]

@@ -32,7 +32,7 @@ def killed_ranks(folder: Path, quick: bool, kills: int | None = None) -> Counts:
         return {"plans": len(names), **_plans(folder / "plans", names, rounds)}
     names = ["zero3", "2bw"] if quick else list(plans_job.ALL)
     counts = _plans(folder / "plans", names, 1 if quick else 5)
-    pipeline = ("--stages", "2", "--microbatches", "2", "--balance", "parameters")
+    pipeline = ("--pipeline-parallel", "2", "--microbatches", "2", "--pipeline-parallel.balance", "parameters")
     for number, options in enumerate([()] if quick else [(), ("--zero", "3"), pipeline]):
         found = _main_job(folder / f"main-{number}", options, 3 if quick else 12, number)
         counts = {name: counts[name] + found[name] for name in counts}

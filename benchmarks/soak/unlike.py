@@ -7,7 +7,6 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.errors import CommError
+from zeroshard.parts.settings import flat
 
 BASE: dict[str, Any] = {"zero": 1, "transport": "network"}
 PLANS: dict[str, dict[str, Any]] = {  # by the field that the error must name: what rank 1 sets
@@ -27,32 +27,41 @@ PLANS: dict[str, dict[str, Any]] = {  # by the field that the error must name: w
     "reduce_dtype": {"reduce_dtype": "bf16"},
     "reduce_every": {"reduce_every": "step", "microbatches": 2},
     "loss_scale": {"loss_scale": 256.0},
-    "loss_scale_initial": {"loss_scale_initial": 8.0},
-    "loss_scale_growth": {"loss_scale_growth": 4.0},
-    "loss_scale_backoff": {"loss_scale_backoff": 0.25},
-    "loss_scale_window": {"loss_scale_window": 10},
-    "loss_scale_hysteresis": {"loss_scale_hysteresis": 2},
-    "loss_scale_floor": {"loss_scale_floor": 2.0},
+    "loss_scale.initial": {"loss_scale.initial": 8.0},
+    "loss_scale.growth": {"loss_scale.growth": 4.0},
+    "loss_scale.backoff": {"loss_scale.backoff": 0.25},
+    "loss_scale.window": {"loss_scale.window": 10},
+    "loss_scale.hysteresis": {"loss_scale.hysteresis": 2},
+    "loss_scale.floor": {"loss_scale.floor": 2.0},
     "microbatches": {"microbatches": 2},
-    "stages": {"stages": 2, "zero": 0},
-    "schedule": {"stages": 2, "schedule": "gpipe"},
-    "chunks": {"stages": 2, "chunks": 2, "schedule": "interleaved", "microbatches": 2},
-    "replicas": {"stages": 2, "replicas": (1, 1)},
-    "split": {"stages": 2, "split": ("2",)},
-    "balance": {"balance": "parameters"},
-    "recompute": {"stages": 2, "recompute": "chunk"},
-    "vertical_sync": {"stages": 2, "schedule": "pipedream", "vertical_sync": True},
+    "pipeline_parallel": {"pipeline_parallel": 2, "zero": 0},
+    "pipeline_parallel.schedule": {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe"},
+    "pipeline_parallel.virtual_stages": {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.virtual_stages": 2,
+        "pipeline_parallel.schedule": "interleaved",
+        "microbatches": 2,
+    },
+    "pipeline_parallel.replicas": {"pipeline_parallel": 2, "pipeline_parallel.replicas": (1, 1)},
+    "pipeline_parallel.split": {"pipeline_parallel": 2, "pipeline_parallel.split": ("2",)},
+    "pipeline_parallel.balance": {"pipeline_parallel.balance": "parameters"},
+    "recompute": {"pipeline_parallel": 2, "recompute": "chunk"},
+    "pipeline_parallel.vertical_sync": {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.schedule": "pipedream",
+        "pipeline_parallel.vertical_sync": True,
+    },
     "clip_norm": {"clip_norm": 1.0},
     "nonfinite": {"nonfinite": "skip"},
     "units": {"units": ()},
     "seed": {"seed": 1},
-    "shard_ranks": {"shard_ranks": 1},
+    "shard_group": {"shard_group": 1},
     "offload": {"offload": "optimizer"},
-    "offload_share": {"offload": "optimizer", "offload_share": 0.5},
-    "offload_moments": {"offload": "optimizer", "offload_moments": "bf16"},
-    "delayed_update": {"offload": "optimizer", "delayed_update": True},
-    "delayed_warmup": {"delayed_warmup": 3},
-    "speculate": {"speculate": False},
+    "offload.fraction": {"offload": "optimizer", "offload.fraction": 0.5},
+    "offload.moments": {"offload": "optimizer", "offload.moments": "bf16"},
+    "offload.delayed_update": {"offload": "optimizer", "offload.delayed_update": True},
+    "offload.delayed_warmup": {"offload.delayed_warmup": 3},
+    "offload.speculate": {"offload.speculate": False},
     "timeout": {"timeout": 31.0},
 }
 OPTIONS: dict[str, Any] = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.3, "amsgrad": True,
@@ -99,9 +108,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def differences() -> list[tuple[str, dict[str, Any], str]]:
     """Names, what rank 1 has instead, and what the error must say."""
-    plain = {field.name for field in fields(zs.Plan)} - {"device_memory", "offload_disk", "offload_disk_parameters"}
+    firsts = ("pipeline_parallel.stages", "offload.parts", "loss_scale.value")  # given by the name of the group
+    settings = {name.partition(".")[0] if name in firsts else name for name, _ in flat(zs.Plan().as_dict())}
+    plain = settings - {"device_memory", "offload.disk", "offload.disk_parameters"}
     assert plain == PLANS.keys(), plain ^ PLANS.keys()  # a new field of the plan must come here too
-    found = [(f"plan.{name}", {"plan": settings}, f"plan.{name} is") for name, settings in PLANS.items()]
+    said = {name.partition(".")[0]: name for name in firsts}
+    found = [(f"plan.{name}", {"plan": plan}, f"plan.{said.get(name, name)} is") for name, plan in PLANS.items()]
     found += [(f"model {name}", {"model": make}, words) for name, (make, words) in MODELS.items()]
     found += [(f"option {key}", {"options": {key: value}}, f"group 0: {key} is") for key, value in OPTIONS.items()]
     return [*found, ("optimizer", {"optimizer": torch.optim.Adam}, "the optimizer is torch.optim.adam.Adam")]
@@ -110,7 +122,7 @@ def differences() -> list[tuple[str, dict[str, Any], str]]:
 def error_of(mesh: zs.Mesh, other: dict[str, Any]) -> str:
     """What an engine with something else says; empty if it says nothing."""
     make = partial(other.get("optimizer", torch.optim.AdamW), **{"lr": 1e-3, **other.get("options", {})})
-    plan = zs.Plan(**{**BASE, **other.get("plan", {})})
+    plan = zs.Plan.from_dict({**BASE, **other.get("plan", {})})
     try:
         zs.Engine(other.get("model", net)(), make, plan, mesh=mesh, example=torch.ones(2, 8))
     except CommError as error:

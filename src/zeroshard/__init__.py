@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import ZeroshardError
+from zeroshard.plan import Plan
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
@@ -11,7 +12,9 @@ if TYPE_CHECKING:
     from zeroshard.data_parallel import AsynchronousTrainer
     from zeroshard.engine import Engine, StepResult
     from zeroshard.mesh import Mesh, init_mesh
-    from zeroshard.plan import Plan
+    from zeroshard.offload.policy import Offload
+    from zeroshard.pipeline.policy import Pipeline
+    from zeroshard.precision.policy import LossScale
     from zeroshard.survive import Checkpoints, Guard
 else:
     # what needs torch is loaded when it is first used, so that commands without it start at once (PEP 562)
@@ -23,7 +26,9 @@ else:
         "StepResult": "engine",
         "Mesh": "mesh",
         "init_mesh": "mesh",
-        "Plan": "plan",
+        "LossScale": "precision.policy",
+        "Offload": "offload.policy",
+        "Pipeline": "pipeline.policy",
         "Checkpoints": "survive",
         "Guard": "survive",
     }
@@ -43,13 +48,23 @@ else:
         return sorted({*globals(), *__all__})
 
 
+def _search(*job: object) -> Plan:
+    found: Plan = import_module("zeroshard.planner.auto").plan_for(*job)
+    return found
+
+
+Plan.search = _search
+
 __all__ = [
     "AsynchronousTrainer",
     "Checkpoints",
     "DeepSpeedWeights",
     "Engine",
     "Guard",
+    "LossScale",
     "Mesh",
+    "Offload",
+    "Pipeline",
     "Plan",
     "StepResult",
     "ZeroshardError",

@@ -20,6 +20,7 @@ from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError
 from zeroshard.pipeline.cluster import format_size
+from zeroshard.plan import upgraded
 
 USAGE = """usage: zeroshard checkpoint ls [PATH]        checkpoints of a folder, a run, or all runs (default: runs)
        zeroshard checkpoint verify PATH    read every byte and compare it with its digest
@@ -108,7 +109,7 @@ def run_checkpoint(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: none of the four. CheckpointError: no checkpoint there, or one that cannot be compared.
     """
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     if argv[:1] in (["-h"], ["--help"]):
         print(USAGE)
@@ -147,8 +148,9 @@ def in_short(plan: Any) -> str:
     if not isinstance(plan, dict):
         return ""
     words = [f"zero {plan.get('zero')}", str(plan.get("precision"))]
-    if plan.get("stages", 1) != 1:
-        words.append(f"{plan['stages']} stages {plan.get('schedule')}")
+    pipeline = upgraded(plan).get("pipeline_parallel", {})
+    if pipeline.get("stages", 1) != 1:
+        words.append(f"{pipeline['stages']} stages {pipeline.get('schedule')}")
     return ", ".join(words)
 
 

@@ -129,7 +129,7 @@ def _train_options(argv: list[str]) -> "tuple[TrainConfig, Callable[[TrainConfig
     """What to train, and what trains it on a rank; this loads torch."""
     from zeroshard.launch import run_rank
     from zeroshard.train.config import TrainConfig
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":  # every rank reads the same words; one of them speaks
@@ -164,7 +164,7 @@ def _simulate(argv: list[str]) -> None:
 
 def _report(argv: list[str]) -> None:
     from zeroshard.report import write_report
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     print(write_report(parse(ReportOptions, argv, "zeroshard report").run))
 

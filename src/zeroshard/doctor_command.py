@@ -58,7 +58,7 @@ def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effo
         ConfigError: options that cannot be.
         DataError: the profile cannot be written.
     """
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     options = parse(DoctorOptions, argv, "zeroshard doctor")
     if not options.disk.is_dir():

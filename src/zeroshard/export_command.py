@@ -61,7 +61,7 @@ def run_export(argv: Sequence[str]) -> None:
         ConfigError: an option that cannot be, or a folder that exists. CheckpointError: no checkpoint there, or the
             folder cannot be written. DamagedError: it is not what was written.
     """
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     options = parse(ExportOptions, argv, "zeroshard export")
     try:

@@ -148,7 +148,8 @@ def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
 
 def _print_summary(summary: dict[str, Any], console: Console) -> None:
     plan = summary["plan"]
-    stages = f"{plan['stages']} stages ({plan['schedule']}), " if plan["stages"] > 1 else ""
+    pipeline = plan["pipeline_parallel"]
+    stages = f"{pipeline['stages']} stages ({pipeline['schedule']}), " if pipeline["stages"] > 1 else ""
     console.print(
         f"\n[bold]{escape(summary['title'])}[/]: {summary['parameters']:,} parameters, zero {plan['zero']}, {stages}"
         f"{summary['world_size']} ranks, "

@@ -211,7 +211,7 @@ def run_launch(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: no such cluster, an option or a command that cannot be, or a file that exists.
     """
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     own, words = split(argv)
     if own[:1] in (["-h"], ["--help"]):

@@ -31,9 +31,9 @@ MODEL_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS
 WAYS_OUT = {  # of a tier that is too small
     "device": "keep fewer bytes there (offload, recomputation, smaller microbatches), use more ranks, or a higher ZeRO "
     "stage",
-    "host": "keep fewer bytes there (a smaller offload_share, offload_moments of fewer bytes, offload_disk), "
+    "host": "keep fewer bytes there (a smaller offload.fraction, offload.moments of fewer bytes, offload.disk), "
     "or use more ranks on more machines",
-    "disk": "keep fewer bytes there (a smaller offload_share, offload_moments of fewer bytes), or use more ranks",
+    "disk": "keep fewer bytes there (a smaller offload.fraction, offload.moments of fewer bytes), or use more ranks",
 }
 
 

@@ -87,7 +87,7 @@ def run_partition(argv: Sequence[str]) -> None:
         DataError: no profile.
         PlanError: nothing fits.
     """
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     options = parse(PartitionOptions, argv, "zeroshard partition")
     profile, cluster = Profile.load(options.profile), options.described_cluster()
@@ -106,7 +106,8 @@ def train_options(layers: Sequence[LayerCost], chosen: Partition) -> list[str]:
         return ranks
     firsts = [layers[stage.first].name for stage in chosen.stages[1:]]
     replicas = [str(number) for number in chosen.replicas]
-    return [*ranks, "--stages", str(len(chosen.stages)), "--split", *firsts, "--replicas", *replicas]
+    stages = ["--pipeline-parallel", str(len(chosen.stages)), "--pipeline-parallel.split", *firsts]
+    return [*ranks, *stages, "--pipeline-parallel.replicas", *replicas]
 
 
 def _split(layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions, shape: Shape = "any") -> Partition:

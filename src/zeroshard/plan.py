@@ -2,36 +2,63 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from zeroshard.errors import PlanError
-from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, PipelineSchedule
-from zeroshard.schedule.orders import check
+from zeroshard.offload.policy import Offload
+from zeroshard.parts.settings import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_whole,
+    flat,
+    group_from,
+    names_of,
+    short_form,
+    shown,
+)
+from zeroshard.pipeline.policy import Pipeline
+from zeroshard.precision.policy import LossScale
+from zeroshard.schedule import Loan, PipelineSchedule
 
 if TYPE_CHECKING:
     from torch import nn
 
 UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
-OFFLOADED = frozenset({"optimizer", "parameters", "activations"})
-POSITIVE = (
-    *(f"loss_scale_{part}" for part in ("initial", "growth", "backoff", "window", "hysteresis", "floor")),
-    *("microbatches", "stages", "chunks", "shard_ranks", "timeout", "clip_norm", "loss_scale"),
+SEARCHED = (  # by `Plan.auto`, which keeps all other settings
+    *("zero", "shard_group", "microbatches", "pipeline_parallel", "recompute", "offload", "overlap_gather"),
 )
-WHOLE = ("microbatches", "stages", "chunks", "shard_ranks", "loss_scale_window", "loss_scale_hysteresis", "seed")
-MOST_CHUNKS = 2**16
-SEARCHED = (  # what `Plan.auto` chooses; it keeps everything else
-    *("zero", "shard_ranks", "microbatches", "stages", "schedule", "chunks", "replicas", "split", "recompute"),
-    *("vertical_sync", "offload", "offload_share", "overlap_gather"),
-)
-ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
+GROUPS: dict[str, Any] = {"loss_scale": LossScale, "pipeline_parallel": Pipeline, "offload": Offload}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "precision": ("fp32", "bf16", "fp16"),
+    "transport": ("auto", "shared", "network"),
+    "reduce_dtype": (None, "fp32", "bf16", "fp16"),
+    "reduce_every": ("auto", "microbatch", "step"),
+    "nonfinite": ("raise", "skip", "ignore"),
+    "recompute": ("auto", "chunk", "off"),
+}
+RENAMED = {  # settings of stored plans, by their names before groups
+    "shard_ranks": "shard_group",
+    **{name: f"pipeline_parallel.{name}" for name in ("stages", "schedule", "replicas", "split", "balance")},
+    "vertical_sync": "pipeline_parallel.vertical_sync",
+    "chunks": "pipeline_parallel.virtual_stages",
+    "offload_share": "offload.fraction",
+    **{f"offload_{name}": f"offload.{name}" for name in ("disk", "disk_parameters", "moments")},
+    **{name: f"offload.{name}" for name in ("delayed_update", "delayed_warmup", "speculate")},
+    **{
+        f"loss_scale_{name}": f"loss_scale.{name}"
+        for name in ("initial", "growth", "backoff", "window", "hysteresis", "floor")
+    },
+}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """How to train: what each rank keeps, in which precision, and what a step is.
 
@@ -39,9 +66,15 @@ class Plan:
         PlanError: a value out of range, or two settings that do not combine, with the way out.
     """
 
+    ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {  # options of the command line as other programs call them
+        "pipeline_parallel": ("--pp",),
+        "microbatches": ("--gradient-accumulation-steps",),
+        "clip_norm": ("--max-grad-norm",),
+    }
+    search: ClassVar[Callable[..., "Plan"]]  # the planner's, set by `zeroshard`: it runs the engine, and stands above
     zero: Literal[0, 1, 2, 3] = 2
     """ZeRO stage: 0 keeps everything on every rank, 1 slices optimizer states, 2 gradients too, 3 parameters too."""
-    shard_ranks: int | None = None
+    shard_group: int | None = None
     """Ranks that slice among themselves, neighbours by number; each such group holds a copy of the others' slices. All
     ranks by default."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -56,38 +89,15 @@ class Plan:
     waits unit by unit, and so does nearly all that reads a parameter before it (the exceptions are in docs/zero.md)."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of gradients on the wire; by default their own, which loses nothing. Sums are always made in fp32."""
-    loss_scale: float | Literal["auto", "dynamic", "off"] = "auto"
-    """A fixed loss scale, "dynamic", or "off"; "auto" is dynamic for fp16 and off otherwise."""
-    loss_scale_initial: float = 65536.0
-    """First value of a dynamic loss scale."""
-    loss_scale_growth: float = 2.0
-    """Factor on the dynamic loss scale after a window of good steps."""
-    loss_scale_backoff: float = 0.5
-    """Factor on the dynamic loss scale after an overflow."""
-    loss_scale_window: int = 2000
-    """Good steps before the dynamic loss scale grows."""
-    loss_scale_hysteresis: int = 1
-    """Overflows that the dynamic loss scale bears before it backs off."""
-    loss_scale_floor: float = 1.0
-    """Lowest dynamic loss scale; an overflow there is an error."""
+    loss_scale: float | Literal["auto", "dynamic", "off"] | LossScale = "auto"
+    """A fixed loss scale, "dynamic", or "off"; "auto" is dynamic for fp16 and off otherwise. `LossScale` says how it
+    moves."""
     microbatches: int = 1
     """Microbatches per step of `train_step`."""
-    stages: int = 1
-    """Pipeline stages: contiguous layers of the model, each stage on as many ranks as there are replicas of it."""
-    schedule: ScheduleName = "1f1b"
-    """Order of forwards and backwards over the stages; "pipedream" and "2bw" never flush and use older weights."""
-    chunks: int = 1
-    """Chunks of the model per stage, dealt round robin ("interleaved", "gpipe", "naive")."""
-    replicas: tuple[int, ...] | None = None
-    """Replicas of each stage; by default the ranks are shared out evenly."""
-    split: tuple[str, ...] = ()
-    """The layer with which every chunk after the first begins; by default the chunks are balanced."""
-    balance: Literal["time", "parameters"] = "time"
-    """What the chunks are balanced by: each layer's measured time, or its number of parameters."""
+    pipeline_parallel: int | Pipeline = 1
+    """Pipeline stages; `Pipeline(stages, schedule=..., ...)` says how they run."""
     recompute: Literal["auto", "chunk", "off"] = "auto"
     """What a backward computes again: its chunk's forward ("chunk"), or nothing; "auto" is "chunk" for "gpipe"."""
-    vertical_sync: bool = False
-    """Under "pipedream", let every stage use the weight version that the first stage had."""
     reduce_every: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients are reduced: after each microbatch, or once a step after adding up locally (less on the wire,
     whole gradients kept meanwhile). "auto": once a step at stage 0 and in pipelines, else after each microbatch, so
@@ -103,45 +113,51 @@ class Plan:
     """Seed of the initial weights of a model on the meta device."""
     device_memory: str | int | None = None
     """Budget for all that the ledger counts on the device, in bytes or like "512MiB"; activations count too."""
-    offload: str = ""
-    """What is kept below the device: "optimizer" (states and updates, ZeRO-Offload), "optimizer,parameters" (units come
-    up for use, two at a time; needs zero=3), and "activations" after either or alone."""
-    offload_share: float = 1.0
-    """Share of the parameters, in whole units, whose optimizer states are kept below; the last units first."""
-    offload_disk: str | None = None
-    """Folder of a disk on which the offloaded optimizer states are kept instead of in host memory."""
-    offload_disk_parameters: bool = False
-    """Keep offloaded parameters in that folder too, in a file that is mapped into memory."""
-    offload_moments: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """How Adam's moments are kept below: exact, or rounded after each update."""
-    delayed_update: bool = False
-    """Let the update of a step run beside the next step, which uses weights that are one update old (ZeRO-Offload,
-    section 5)."""
-    delayed_warmup: int = 40
-    """Steps before the first delayed update."""
-    speculate: bool = True
-    """Let offloaded updates run during the backward, on copies, as if nothing were clipped; wrong ones are undone."""
+    offload: str | Offload = ""
+    """Parts of the training state kept off the device, such as "optimizer" (states and updates in host memory);
+    `Offload(parts, disk=..., ...)` says how."""
     timeout: float = 300.0
     """Seconds that a collective may wait before it is an error."""
 
     def __post_init__(self) -> None:
+        for name, kind in GROUPS.items():
+            group = group_from(kind, name, getattr(self, name))
+            object.__setattr__(self, name, short_form(group))
         self._check_choices()
         self._check_ranges()
-        self._check_pipeline()
-        self._check_offload()
-        self._check_overlap()
-        if self.precision == "fp16" and self.loss_scale == "off" and self.nonfinite == "raise":
-            raise PlanError(
+        for refusal in self._refusals():
+            raise PlanError(refusal)
+
+    def _refusals(self) -> Iterator[str]:
+        """Sentences about two settings that do not combine, each with the way out."""
+        pipeline, scales, every = self.pipeline, self.scales_loss, self.reduce_every
+        yield from pipeline.refusals(self.zero, self.microbatches, self.transport, scales, every, self.recompute)
+        yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
+        yield from self._overlap_refusals() if self.overlap_gather else ()
+        if self.precision == "fp16" and self.loss_scaling.value == "off" and self.nonfinite == "raise":
+            yield (
                 "precision='fp16' with loss_scale='off' loses small gradients silently. Use loss_scale='dynamic', "
                 "precision='bf16', or nonfinite='skip' to say that you mean it."
             )
-        if self.zero == 0 and self.shard_ranks is not None:
-            raise PlanError("shard_ranks is for slices, and zero=0 has none. Set zero to 1, 2 or 3, or leave it out.")
+        if self.zero == 0 and self.shard_group is not None:
+            yield "shard_group is for slices, and zero=0 has none. Set zero to 1, 2 or 3, or leave it out."
         if self.microbatches == 1 and not self.pipelined and self.reduce_every == "step" and self.zero >= 2:
-            raise PlanError(
+            yield (
                 f"reduce_every='step' with microbatches=1 has no effect at zero={self.zero}; set microbatches to 2 or "
-                f"more, "
-                "or leave reduce_every='auto'."
+                f"more, or leave reduce_every='auto'."
+            )
+
+    def _overlap_refusals(self) -> Iterator[str]:
+        others = {
+            f"zero={self.zero}": self.zero not in (1, 2),
+            f"transport={self.transport!r}": self.transport == "shared",
+            f"pipeline_parallel={self.pipeline.stages}": self.pipelined,
+            f"offload={self.offloading.parts!r}": bool(self.offloading.kinds),
+        }
+        for setting in (setting for setting, found in others.items() if found):
+            yield (
+                f"overlap_gather=True and {setting} do not combine: it is for the gather after the update at stages 1 "
+                f"and 2, over the network, of a model in one stage that is updated on the device. Leave it out."
             )
 
     @classmethod
@@ -170,81 +186,102 @@ class Plan:
                 it, else as its GPU is known by name, else with rates that are assumed.
             ranks: how many ranks there will be; by default as many as the launcher started.
             base: what is kept: precision, clipping, seed and the like. Fields that are searched are left at their
-                defaults: zero, shard_ranks, microbatches, stages, schedule, chunks, replicas, split, recompute,
-                vertical_sync, offload, offload_share, overlap_gather.
+                defaults: zero, shard_group, microbatches, pipeline_parallel, recompute, offload, overlap_gather.
             say: told on rank 0 what is being looked at, and in the end what was chosen and why.
 
         Raises:
             PlanError: no plan fits, with the way out; or arguments that contradict each other.
             ModelError, OptimizerError, BatchError: what no plan can train.
         """
-        # The planner stands above plans, because it runs the engine with them.
-        plan_for = import_module("zeroshard.planner.auto").plan_for
-        found: Plan = plan_for(model, batch, optimizer, machines, ranks, base, say)
-        return found
+        return cls.search(model, batch, optimizer, machines, ranks, base, say)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "Plan":
+        """The plan of `as_dict()`; plans stored by earlier versions are upgraded.
+
+        Raises:
+            PlanError: a setting that this version does not know, or whose value it refuses.
+        """
+        settings = upgraded(stored)
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise PlanError(f"The stored plan has a setting {name!r}, and this version knows {', '.join(known)}.")
+        return cls(**settings)
+
+    def with_settings(self, changes: Mapping[str, Any]) -> "Plan":
+        """This plan with some settings changed, those of groups by names such as "offload.disk".
+
+        Raises:
+            PlanError: as the constructor.
+        """
+        return Plan.from_dict({**dict(flat(self.as_dict())), **changes})
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """The stages, all settings spelled out."""
+        group: Pipeline = group_from(Pipeline, "pipeline_parallel", self.pipeline_parallel)
+        return group
+
+    @cached_property
+    def offloading(self) -> Offload:
+        """What is offloaded, all settings spelled out."""
+        group: Offload = group_from(Offload, "offload", self.offload)
+        return group
+
+    @cached_property
+    def loss_scaling(self) -> LossScale:
+        """The loss scale, all settings spelled out."""
+        group: LossScale = group_from(LossScale, "loss_scale", self.loss_scale)
+        return group
 
     @property
     def pipelined(self) -> bool:
         """Whether the model is cut into stages."""
-        return self.stages > 1
+        return self.pipeline.cuts
 
     @property
     def streams(self) -> bool:
         """Whether the pipeline goes on from step to step without a flush."""
-        return self.pipelined and self.schedule in STREAMING
+        return self.pipeline.streams
 
     @property
     def microbatches_per_update(self) -> int:
         """Microbatches whose gradients one update takes in."""
-        return 1 if self.streams and self.schedule == "pipedream" else self.microbatches
+        return 1 if self.pipeline.schedule == "pipedream" else self.microbatches
 
     @property
     def recomputes(self) -> bool:
         """Whether backwards compute their chunk's forward again."""
-        return self.pipelined and self.recompute != "off" and (self.recompute == "chunk" or self.schedule == "gpipe")
+        return self.pipeline.recomputes(self.recompute)
 
     @property
     def reduces_each_microbatch(self) -> bool:
         """Whether `train_step` reduces after every microbatch."""
         if self.reduce_every == "auto":
             return self.zero >= 1 and not self.pipelined
-        return self.reduce_every == "microbatch" and not self.streams
+        return self.reduce_every == "microbatch"
 
     @property
     def reductions(self) -> int:
         """Reductions of the gradients per update."""
         return self.microbatches_per_update if self.reduces_each_microbatch else 1
 
-    def pipeline(self, ranks: int, loans: tuple[Loan, ...] = ()) -> PipelineSchedule:
-        """The schedule over `ranks` ranks.
+    def pipeline_schedule(self, ranks: int, loans: tuple[Loan, ...] = ()) -> PipelineSchedule:
+        """The lists of actions of `ranks` ranks.
 
         Raises:
             PlanError: the ranks do not divide among the stages, or the schedule cannot run.
         """
-        replicas = self.replicas
-        if replicas is None:
-            if ranks % self.stages:
-                raise PlanError(
-                    f"{ranks} ranks do not divide among stages={self.stages}; start a multiple of {self.stages} ranks, "
-                    f"or say with replicas=(...) how many each stage gets."
-                )
-            replicas = (ranks // self.stages,) * self.stages
-        if sum(replicas) != ranks:
-            raise PlanError(f"replicas={replicas} needs {sum(replicas)} ranks and there are {ranks}; start as many.")
-        layout = Layout(replicas, self.chunks)
-        gathers = self.zero == 3 and (max(replicas) > 1 or "parameters" in self.offloads)
-        each = self.reduces_each_microbatch
-        return PipelineSchedule(self.schedule, layout, self.microbatches, self.vertical_sync, each, loans, gathers)
-
-    @property
-    def offloads(self) -> frozenset[str]:
-        """What is kept below the device."""
-        return frozenset(part.strip() for part in self.offload.split(",")) - {""}
+        pipeline, layout = self.pipeline, self.pipeline.layout(ranks)
+        gathers = self.zero == 3 and (max(layout.replicas) > 1 or self.offloading.parameters)
+        each, sync = self.reduces_each_microbatch, pipeline.vertical_sync
+        return PipelineSchedule(pipeline.schedule, layout, self.microbatches, sync, each, loans, gathers)
 
     @property
     def scales_loss(self) -> bool:
         """Whether a loss scale is in use."""
-        return self.precision == "fp16" if self.loss_scale == "auto" else self.loss_scale != "off"
+        return self.loss_scaling.is_on(self.precision)
 
     @property
     def device_budget(self) -> int | None:
@@ -252,182 +289,56 @@ class Plan:
         return None if self.device_memory is None else parse_bytes(self.device_memory)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON and TOML hold them."""
-        return dataclasses.asdict(self)
+        """Plain values, as JSON and TOML hold them; groups as tables, all settings spelled out."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {
+            name: dataclasses.asdict(group_from(kind, name, values[name])) for name, kind in GROUPS.items()
+        }
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     def _check_choices(self) -> None:
-        choices = {
-            "zero": (0, 1, 2, 3),
-            "precision": ("fp32", "bf16", "fp16"),
-            "transport": ("auto", "shared", "network"),
-            "reduce_dtype": (None, "fp32", "bf16", "fp16"),
-            "reduce_every": ("auto", "microbatch", "step"),
-            "nonfinite": ("raise", "skip", "ignore"),
-            "schedule": SCHEDULES,
-            "balance": ("time", "parameters"),
-            "recompute": ("auto", "chunk", "off"),
-            "offload_moments": ("fp32", "bf16", "8bit"),
-        }
-        for name, allowed in choices.items():
+        check_flag("overlap_gather", self.overlap_gather)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
+        for name in ("units", "fp32_modules"):
             value = getattr(self, name)
-            if value not in allowed or isinstance(value, bool):
-                raise PlanError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
-        if isinstance(self.loss_scale, str) and self.loss_scale not in ("auto", "dynamic", "off"):
-            raise PlanError(f"loss_scale is {self.loss_scale!r}; it must be a number, 'auto', 'dynamic' or 'off'.")
-        for name in ("units", "fp32_modules", "split"):
-            value = getattr(self, name)
-            if value is None and name == "units":
-                continue
-            if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
-                raise PlanError(f"{name} is {value!r}; it must be a tuple of names, such as ('Block',).")
-            object.__setattr__(self, name, tuple(value))
-
-    def _check_pipeline(self) -> None:
-        if self.replicas is not None:
-            several = isinstance(self.replicas, (tuple, list))
-            if (
-                not several
-                or not all(isinstance(r, int) and r >= 1 for r in self.replicas)
-                or len(tuple(self.replicas)) != self.stages
-            ):
-                raise PlanError(
-                    f"replicas is {self.replicas!r}; it must be a tuple with a whole number of 1 or more for each of "
-                    f"the {self.stages} stages."
-                )
-            object.__setattr__(self, "replicas", tuple(self.replicas))
-        if not self.pipelined:
-            alone = {"chunks": 1, "replicas": None, "split": (), "vertical_sync": False, "recompute": "auto"}
-            for name, value in alone.items():
-                if getattr(self, name) != value:
-                    raise PlanError(f"{name}={getattr(self, name)!r} is for pipelines; set stages to 2 or more.")
-            if self.schedule in STREAMING:
-                raise PlanError(f"schedule={self.schedule!r} is for pipelines; set stages to 2 or more.")
-            return
-        if self.transport == "shared" and self.streams:
-            raise PlanError(
-                f"transport='shared' and schedule={self.schedule!r} do not combine: each rank keeps older weights of "
-                f"its own. Leave transport='auto', or use schedule='1f1b', which flushes."
-            )
-        check(self.schedule, Layout(self.replicas or (1,) * self.stages, self.chunks), self.microbatches)
-        if self.zero == 3 and self.streams:
-            raise PlanError(
-                f"zero=3 and schedule={self.schedule!r} do not combine: older versions of the weights are kept whole. "
-                f"Use zero=1 or 2, or a schedule that flushes, such as 'gpipe', which gathers a chunk once per pass."
-            )
-        if self.split and len(self.split) != self.stages * self.chunks - 1:
-            raise PlanError(
-                f"split names {len(self.split)} layers and {self.stages * self.chunks} chunks (stages times chunks) "
-                f"need {self.stages * self.chunks - 1}, the first layer of every chunk but the first. Name as many, or "
-                f"leave split out to have the chunks balanced."
-            )
-        if self.vertical_sync and (self.schedule != "pipedream" or len(set(self.replicas or ())) > 1):
-            raise PlanError(
-                "vertical_sync=True is for schedule='pipedream' with equally many replicas of every stage; leave it "
-                "out otherwise."
-            )
-        if self.streams and (self.scales_loss or self.reduce_every == "microbatch"):
-            raise PlanError(
-                f"schedule={self.schedule!r} never waits for all stages, so they cannot decide together to skip a step "
-                f"(loss scaling), nor reduce at other times than updates. Use precision='bf16' and "
-                f"reduce_every='auto', or schedule='1f1b'."
-            )
-
-    def _check_offload(self) -> None:
-        if not isinstance(self.offload, str) or self.offloads - OFFLOADED:
-            raise PlanError(
-                f"offload is {self.offload!r}; it must be some of 'optimizer', 'parameters' and 'activations', like "
-                f"'optimizer,activations'."
-            )
-        for name in ("delayed_update", "speculate", "offload_disk_parameters"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
-        warmup = self.delayed_warmup
-        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
-            raise PlanError(f"delayed_warmup is {warmup!r}; it must be a whole number of 0 or more.")
-        if self.offload_disk is not None and not (isinstance(self.offload_disk, str) and self.offload_disk):
-            raise PlanError(f"offload_disk is {self.offload_disk!r}; it must be the path of a folder, or None.")
-        below = "optimizer" in self.offloads
-        if "parameters" in self.offloads and not (below and self.zero == 3):
-            raise PlanError(
-                f"offload={self.offload!r} with zero={self.zero} does not combine: parameters that come and go are "
-                f"those of stage 3, and their updates run where they are kept. Use zero=3 and "
-                f"offload='optimizer,parameters', on one device too."
-            )
-        if not below:
-            names = ("offload_share", "offload_disk", "offload_disk_parameters", "offload_moments", "delayed_update")
-            for name in names:
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise PlanError(
-                        f"{name}={getattr(self, name)!r} is for offloaded optimizer states; set offload='optimizer'."
-                    )
-            return
-        if self.streams:
-            raise PlanError(
-                f"offload='optimizer' and schedule={self.schedule!r} do not combine: updates below the device end with "
-                f"a step, and this schedule has no step's end. Use schedule='1f1b', or another that flushes."
-            )
-        if self.delayed_update and self.pipelined:
-            raise PlanError(
-                f"delayed_update=True and stages={self.stages} do not combine: stages would go on from weights of "
-                f"unlike ages. Leave delayed_update out: a stage's update runs beside what other stages still compute."
-            )
-        if not isinstance(self.offload_share, (int, float)) or not 0 < self.offload_share <= 1:
-            raise PlanError(f"offload_share is {self.offload_share!r}; it must be a number above 0 and at most 1.")
-        if self.offload_disk_parameters and (self.offload_disk is None or "parameters" not in self.offloads):
-            raise PlanError(
-                "offload_disk_parameters=True needs parameters that are offloaded and a disk for them. Set "
-                "offload='optimizer,parameters', zero=3 and offload_disk."
-            )
-        if "parameters" in self.offloads and self.offload_share != 1:
-            raise PlanError(
-                "offload_share and offload='optimizer,parameters' do not combine: units that come and go are all kept "
-                "below. Leave offload_share out, or offload 'optimizer' alone."
-            )
-
-    def _check_overlap(self) -> None:
-        if not isinstance(self.overlap_gather, bool):
-            raise PlanError(f"overlap_gather is {self.overlap_gather!r}; it must be True or False.")
-        if not self.overlap_gather:
-            return
-        others = {
-            f"zero={self.zero}": self.zero not in (1, 2),
-            f"transport={self.transport!r}": self.transport == "shared",
-            f"stages={self.stages}": self.pipelined,
-            f"offload={self.offload!r}": bool(self.offloads),
-        }
-        for setting in (setting for setting, found in others.items() if found):
-            raise PlanError(
-                f"overlap_gather=True and {setting} do not combine: it is for the gather after the update at stages 1 "
-                f"and 2, over the network, of a model in one stage that is updated on the device. Leave it out."
-            )
+            if value is not None or name != "units":
+                object.__setattr__(self, name, names_of(name, value))
 
     def _check_ranges(self) -> None:
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if (name in ("clip_norm", "shard_ranks") and value is None) or (
-                name == "loss_scale" and isinstance(value, str)
-            ):
-                continue
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-                raise PlanError(f"{name} is {value!r}; it must be a number that is more than 0 and finite.")
-        for name in WHOLE:
-            value = getattr(self, name)
-            if name == "shard_ranks" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise PlanError(f"{name} is {value!r}; it must be a whole number.")
-        if self.stages * self.chunks > MOST_CHUNKS:
-            raise PlanError(f"stages={self.stages} times chunks={self.chunks} is more than {MOST_CHUNKS:,}; use fewer.")
-        if self.loss_scale_growth < 1 or self.loss_scale_backoff > 1:
-            raise PlanError(
-                f"loss_scale_growth is {self.loss_scale_growth} and loss_scale_backoff {self.loss_scale_backoff}; "
-                "growth must be at least 1 and backoff in (0, 1]."
-            )
+        check_whole("microbatches", self.microbatches)
+        check_number("timeout", self.timeout)
+        check_whole("seed", self.seed, least=-(2**63))
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm)
+        if self.shard_group is not None:
+            check_whole("shard_group", self.shard_group)
         if self.device_memory is not None:
             try:
                 parse_bytes(self.device_memory)
             except PlanError as error:
                 raise PlanError(f"device_memory: {error}") from None
+
+
+def upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored plan with all groups as tables, and settings of earlier versions under their names of today."""
+    settings: dict[str, Any] = {}
+    for name, value in stored.items():
+        group, _, inner = RENAMED.get(name, name).partition(".")
+        if group not in GROUPS:
+            settings[group] = value
+        elif isinstance(value, (Mapping, GROUPS[group])):
+            settings.setdefault(group, {}).update(value if isinstance(value, Mapping) else dataclasses.asdict(value))
+        else:
+            settings.setdefault(group, {})[inner or next(iter(GROUPS[group].__dataclass_fields__))] = value
+    return settings
+
+
+def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored plan as it is, or upgraded where an earlier version has stored it."""
+    return upgraded(stored) if RENAMED.keys() & stored.keys() else dict(stored)
 
 
 def parse_bytes(size: str | int) -> int:

@@ -40,8 +40,9 @@ from zeroshard.report.plan_text import (
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.gpt import SIZES
+from zeroshard.train.options import parse
 from zeroshard.train.task import language_task, own_task
-from zeroshard.train.toml_config import NONE, parse
+from zeroshard.train.toml_config import NONE
 from zeroshard.zero.formulas import state_bytes
 
 HERE, MODEL = "this machine", "tiny"
@@ -274,14 +275,24 @@ def _write_plans(options: PlanOptions, found: Found, task: Task) -> list[Path]:
 def plan_toml(prediction: Prediction, task: Task, options: PlanOptions) -> str:
     """The plan as `zeroshard train --config` takes it; of a model of one's own, as `zs.Plan` takes it."""
     usual = (Plan() if options.own else TrainConfig().plan).as_dict()
-    differs = {name: value for name, value in prediction.plan.as_dict().items() if value != usual[name]}
-    plan = {name: NONE if value is None else value for name, value in differs.items()}
+    plan = _differing(prediction.plan.as_dict(), usual)
     about = f"# {short(prediction.plan, prediction.ranks)}; {prediction.batch} rows of one step per rank or replica\n"
     if options.own:
         return about + tomli_w.dumps(plan)
     job: dict[str, Any] = {"model": options.model, "sequence": task.sequence, "batch": prediction.batch}
     job |= {"optimizer": options.optimizer, "ranks": prediction.ranks}
     return about + tomli_w.dumps({**job, "plan": plan})
+
+
+def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not as usual, as TOML values."""
+    table: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            table |= {name: inner} if (inner := _differing(value, usual[name])) else {}
+        elif value != usual[name]:
+            table[name] = NONE if value is None else value
+    return table
 
 
 def _as_json(found: Found, machines: Machines, task: Task, files: Sequence[Path]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def run_profile(argv: Sequence[str], threads: int | None = None) -> None:
         ModelError: no such model, or one that is no chain of layers.
         DataError: no tokenizer, or the file cannot be written.
     """
-    from zeroshard.train.toml_config import parse
+    from zeroshard.train.options import parse
 
     options = parse(ProfileOptions, argv, "zeroshard profile")
     if threads is not None:

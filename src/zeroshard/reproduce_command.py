@@ -15,7 +15,7 @@ from rich.text import Text
 
 from zeroshard.claims import CLAIMS, Claim, Outcome, Reading, Waiting, check
 from zeroshard.errors import ConfigError
-from zeroshard.train.toml_config import parse
+from zeroshard.train.options import parse
 
 LIST = "list"
 FILE_COLUMNS = 100  # where the output is not shown on a terminal

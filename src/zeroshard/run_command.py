@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.errors import ConfigError
-from zeroshard.train.toml_config import parse
+from zeroshard.train.options import parse
 
 WAY_OUT = "write `zeroshard run [OPTIONS] -- train ...` or `zeroshard run [OPTIONS] -- script.py ...`"
 

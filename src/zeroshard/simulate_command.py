@@ -26,7 +26,7 @@ from zeroshard.schedule.orders import SCHEDULES, STREAMING
 from zeroshard.schedule.peaks import Peak, peaks
 from zeroshard.schedule.pipeline import PipelineSchedule
 from zeroshard.schedule.simulate import Costs, Simulation, Timeline, simulate
-from zeroshard.train.toml_config import parse
+from zeroshard.train.options import parse
 
 STAGES, FORWARD_MS, BACKWARD_MS = 4, 1.0, 2.0
 EACH = tuple(name for name in SCHEDULES if name != "pipedream-flush")  # which is 1f1b

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adopt.network import REAL, STEPS, adamw, network, tokens
+from plans import settings_of
 from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -111,8 +112,9 @@ def test_a_full_configuration(tmp_path: Path) -> None:
         found = zs.from_deepspeed(tmp_path / "ds.json", ranks=8)
     assert caught[0].filename == __file__ and len(str(caught[0].message).splitlines()) == 2
     assert found.plan == zs.Plan(
-        zero=3, precision="fp16", loss_scale="dynamic", loss_scale_initial=4096.0, loss_scale_window=1000,
-        loss_scale_hysteresis=4, loss_scale_floor=2, clip_norm=0.5, microbatches=4, reduce_dtype="fp32",
+        zero=3, precision="fp16",
+        loss_scale=zs.LossScale("dynamic", initial=4096.0, window=1000, hysteresis=4, floor=2),
+        clip_norm=0.5, microbatches=4, reduce_dtype="fp32",
         offload="optimizer",
     )  # fmt: skip
     assert found.rows == 12
@@ -135,7 +137,7 @@ def test_a_full_configuration(tmp_path: Path) -> None:
         ({"communication_data_type": "FP32"}, {"reduce_dtype": "fp32"}),
         ({"bfloat16": {"enabled": True}}, {"precision": "bf16", "nonfinite": "skip"}),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {"precision": "bf16", "nonfinite": "ignore"}),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16", "loss_scale": 128.0}),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16", "loss_scale.value": 128.0}),
         ({"gradient_clipping": 0}, {"clip_norm": None}),
         ({"gradient_accumulation_steps": 4}, {"microbatches": 4, "reduce_every": "auto"}),
         ({"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}, {"reduce_every": "step"}),
@@ -143,7 +145,7 @@ def test_a_full_configuration(tmp_path: Path) -> None:
 )
 def test_plans(config: dict[str, Any], plan: dict[str, Any]) -> None:
     found = read({**CLIPPED, **config}).plan
-    assert {name: getattr(found, name) for name in plan} == plan
+    assert settings_of(found, plan) == plan
 
 
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "fast/disk"}
@@ -155,21 +157,21 @@ STATES = "zero_optimization.offload_optimizer"
     [
         ({"stage": 1, "offload_optimizer": CPU}, {"offload": "optimizer"}),
         ({"stage": 2, "cpu_offload": True}, {"offload": "optimizer"}),
-        ({"stage": 2, "cpu_offload": True, "offload_optimizer": NVME}, {"offload_disk": "fast/disk"}),
-        ({"stage": 3, "offload_optimizer": NVME}, {"offload": "optimizer", "offload_disk": "fast/disk"}),
-        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}}, {"offload": "optimizer", "offload_share": 0.3}),
-        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 1}}, {"offload": "optimizer", "offload_share": 1.0}),
-        ({"stage": 3, "offload_optimizer": {**NVME, "ratio": 0}}, {"offload": "", "offload_disk": None}),
+        ({"stage": 2, "cpu_offload": True, "offload_optimizer": NVME}, {"offload.disk": "fast/disk"}),
+        ({"stage": 3, "offload_optimizer": NVME}, {"offload": "optimizer", "offload.disk": "fast/disk"}),
+        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}}, {"offload": "optimizer", "offload.fraction": 0.3}),
+        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 1}}, {"offload": "optimizer", "offload.fraction": 1.0}),
+        ({"stage": 3, "offload_optimizer": {**NVME, "ratio": 0}}, {"offload": "", "offload.disk": None}),
         (
             {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME},
-            {"offload": "optimizer,parameters", "offload_disk": "fast/disk", "offload_disk_parameters": True},
+            {"offload": "optimizer,parameters", "offload.disk": "fast/disk", "offload.disk_parameters": True},
         ),
         ({"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}, {"offload": "optimizer,parameters"}),
         ({"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, {"offload": "optimizer,parameters"}),
         ({"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, {"offload": "optimizer,parameters"}),
         (
             {"stage": 3, "offload_param": CPU, "offload_optimizer": {**NVME, "buffer_count": 4, "fast_init": True}},
-            {"offload": "optimizer,parameters", "offload_disk": "fast/disk"},
+            {"offload": "optimizer,parameters", "offload.disk": "fast/disk"},
         ),
         ({"stage": 2, "offload_optimizer": CPU, "offload_param": CPU}, {"offload": "optimizer"}),
         ({"stage": 2, "offload_param": {"device": "none", "max_in_cpu": 10}}, {"offload": ""}),
@@ -179,7 +181,7 @@ def test_offload_becomes_the_plans(zero: dict[str, Any], plan: dict[str, Any]) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is set aside
         found = zs.from_deepspeed({**CLIPPED, "zero_optimization": zero})
-    assert {name: getattr(found.plan, name) for name in plan} == plan
+    assert settings_of(found.plan, plan) == plan
     noted = {note.key.partition(".")[2] for note in found.notes}
     for section, value in zero.items():  # no key is dropped silently
         inside = {f"{section}.{key}" for key in value} if isinstance(value, dict) else {section}
@@ -200,12 +202,12 @@ def test_offload_becomes_the_plans(zero: dict[str, Any], plan: dict[str, Any]) -
         ),
         (
             {"stage": 3, "offload_param": NVME},
-            {"offload": "optimizer,parameters", "offload_disk": None},
+            {"offload": "optimizer,parameters", "offload.disk": None},
             r"offload_param.device = .*kept in host memory",
         ),
         (
             {"stage": 3, "offload_param": CPU, "offload_optimizer": {**CPU, "ratio": 0.5}},
-            {"offload": "optimizer,parameters", "offload_share": 1.0},
+            {"offload": "optimizer,parameters", "offload.fraction": 1.0},
             rf"{STATES}.ratio = 0.5: not supported: with offload_param",
         ),
         ({"stage": 2, "offload_optimizer": {"device": "auto"}}, {"offload": ""}, rf"{STATES}.device = .*left open"),
@@ -214,7 +216,7 @@ def test_offload_becomes_the_plans(zero: dict[str, Any], plan: dict[str, Any]) -
 def test_what_offload_cannot_be_here_is_pointed_out(zero: dict[str, Any], plan: dict[str, Any], told: str) -> None:
     with pytest.warns(UserWarning, match=told):
         found = zs.from_deepspeed({**CLIPPED, "zero_optimization": zero})
-    assert {name: getattr(found.plan, name) for name in plan} == plan
+    assert settings_of(found.plan, plan) == plan
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_wrong_offload_is_refused(zero: dict[str, Any], told: str) -> None:
 
 
 def test_a_share_out_of_range_is_refused() -> None:
-    with pytest.raises(PlanError, match="offload_share is 2; it must be a number above 0"):
+    with pytest.raises(PlanError, match=r"offload\.fraction is 2; it must be a number above 0"):
         read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}})
 
 
@@ -244,13 +246,13 @@ def test_groups_of_ranks_become_the_plans() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = zs.from_deepspeed({**CLIPPED, "zero_optimization": {"stage": 3, "mics_shard_size": 2}})
-    assert found.plan.shard_ranks == 2
+    assert found.plan.shard_group == 2
     with pytest.warns(UserWarning, match="zero_hpz_partition_size = 4: not supported: states too are sliced inside"):
         assert (
-            zs.from_deepspeed({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}).plan.shard_ranks == 4
+            zs.from_deepspeed({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}).plan.shard_group == 4
         )
     found = read({"zero_optimization": {"stage": 2, "mics_shard_size": -1, "zero_hpz_partition_size": 4}})
-    assert found.plan.shard_ranks is None
+    assert found.plan.shard_group is None
     assert fates(found)["zero_optimization.zero_hpz_partition_size"] == "needs nothing"
 
 

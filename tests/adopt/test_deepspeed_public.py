@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans import settings_of
 from torch import nn
 
 import zeroshard as zs
@@ -14,7 +15,7 @@ CPU = {"device": "cpu", "pin_memory": True}
 LEFT = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
 )
-FP16 = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+FP16 = {"loss_scale": 0, "loss_scale.window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
 EITHER = {"fp16": {"enabled": "auto", **FP16}, "bf16": {"enabled": "auto"}}
 BUCKETS = {
     **{"allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True, "reduce_scatter": True},
@@ -140,7 +141,7 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             },
         },
         {},
-        {"offload_disk": "nvme", "offload_disk_parameters": True, "loss_scale": 1024.0},
+        {"offload.disk": "nvme", "offload.disk_parameters": True, "loss_scale": 1024.0},
     ),
     "autotuning": ({"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}}, {}, {"zero": 3}),
     # elsewhere
@@ -214,7 +215,7 @@ def read(config: dict[str, Any], passed: dict[str, Any]) -> Any:
 def test_configurations_that_are_taken_over(name: str) -> None:
     config, passed, plan = TAKEN[name]
     found = read(config, passed)
-    assert {key: getattr(found.plan, key) for key in plan} == plan
+    assert settings_of(found.plan, plan) == plan
     assert {key for key in config if not isinstance(config[key], dict)} <= {note.key for note in found.notes}
     optimizer = (found.optimizer or torch.optim.SGD)([nn.Parameter(torch.ones(2))])
     if found.scheduler is not None:

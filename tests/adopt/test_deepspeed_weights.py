@@ -157,7 +157,7 @@ BROKEN: dict[str, tuple[int, Callable[[Path], Any], str]] = {
     "a shape": (2, change(MODEL, param_shapes=SHORT), "group 0 has 14 elements by the shapes .* and 30 in the slices"),
     "tensors": (2, rename(MODEL, "mp_rank_01_model_states.pt"), "written under tensor parallelism, and only ZeRO"),
     "experts": (2, rename(MODEL, "layer_0_expert_1_mp_rank_00_model_states.pt"), "under a mixture of experts"),
-    "stages": (2, rename(MODEL, "layer_00-model_00-model_states.pt"), "under pipeline stages"),
+    "pipeline_parallel": (2, rename(MODEL, "layer_00-model_00-model_states.pt"), "under pipeline stages"),
     "autoep": (2, change(MODEL, ds_autoep_layers=[{}]), "under a mixture of experts"),
     "a list": (2, lambda tag: torch.save([], tag / MODEL), "holds a list"),
 }  # fmt: skip

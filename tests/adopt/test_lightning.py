@@ -66,7 +66,7 @@ def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
 
 def test_what_is_refused(found: dict[str, Any]) -> None:
     microbatches, optimizers, manual, value, second = found["errors"]
-    assert microbatches.startswith("PlanError: stages=1 and microbatches=2 are for engine.train_step")
+    assert microbatches.startswith("PlanError: pipeline_parallel=1 and microbatches=2 are for engine.train_step")
     assert optimizers.startswith("OptimizerError: configure_optimizers gave 2 optimizers")
     assert manual.startswith("PlanError: Manual optimization runs backwards inside of training_step")
     assert value.startswith("PlanError: Gradients are in slices and cannot be clipped by value")

@@ -32,7 +32,7 @@ def engine(mesh: zs.Mesh, **plan: Any) -> zs.Engine:
     torch.manual_seed(3)
     adamw = partial(torch.optim.AdamW, lr=1e-2)
     model = Normed()
-    return zs.Engine(model, lambda ps: adamw([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=mesh)
+    return zs.Engine(model, lambda ps: adamw([p for p in ps if p.requires_grad]), zs.Plan.from_dict(plan), mesh=mesh)
 
 
 def save_run(mesh: zs.Mesh, run: str) -> dict[str, torch.Tensor]:

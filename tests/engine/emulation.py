@@ -72,8 +72,18 @@ class Case:
     def plan(self) -> dict[str, Any]:
         schedule = "pipedream" if self.schedule == "vertical" else self.schedule
         split = tuple(f"blocks.{first}" for first in self.firsts[1:])
-        plan = {"stages": self.stages, "schedule": schedule, "microbatches": self.microbatches, "split": split}
-        return {**plan, "vertical_sync": self.schedule == "vertical", "replicas": self.replicas, **self.more}
+        plan = {
+            "pipeline_parallel": self.stages,
+            "pipeline_parallel.schedule": schedule,
+            "microbatches": self.microbatches,
+            "pipeline_parallel.split": split,
+        }
+        return {
+            **plan,
+            "pipeline_parallel.vertical_sync": self.schedule == "vertical",
+            "pipeline_parallel.replicas": self.replicas,
+            **self.more,
+        }
 
     @property
     def every(self) -> int:

@@ -31,11 +31,11 @@ FOLDER = Path(__file__).parent / "golden"
 STEPS, ROWS = 4, 24
 MANY = 64  # times as many rows where activations are offloaded, since small ones stay
 NETWORK = {"transport": "network"}
-STATES = {"offload": "optimizer", "speculate": False}
+STATES = {"offload": "optimizer", "offload.speculate": False}
 STREAMED = {"offload": "optimizer,parameters", "zero": 3, **NETWORK}
-TWO = {"stages": 2, "microbatches": 4, "balance": "parameters"}
-LATE = {"delayed_update": True, "delayed_warmup": 1}
-FP16 = {"precision": "fp16", "loss_scale_initial": 2.0**20}  # which overflows first
+TWO = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.balance": "parameters"}
+LATE = {"offload.delayed_update": True, "offload.delayed_warmup": 1}
+FP16 = {"precision": "fp16", "loss_scale.initial": 2.0**20}  # which overflows first
 
 Case = tuple[int, str, str, dict[str, Any]]  # ranks, model, optimizer, plan
 CASES: dict[str, Case] = {
@@ -44,14 +44,14 @@ CASES: dict[str, Case] = {
     "1-bf16": (1, "Plain", "adamw", {"zero": 2, "precision": "bf16", "microbatches": 2}),
     "1-states": (1, "Plain", "adamw", {"zero": 2, **STATES, "microbatches": 2}),
     "1-states-guessed": (1, "Plain", "adamw", {"zero": 2, "offload": "optimizer", "clip_norm": 0.5}),
-    "1-states-half": (1, "Deep", "adamw", {"zero": 2, **STATES, "offload_share": 0.5}),
-    "1-states-8bit": (1, "Plain", "adamw", {"zero": 2, **STATES, "offload_moments": "8bit"}),
-    "1-states-disk": (1, "Plain", "adamw", {"zero": 1, **STATES, "offload_disk": "DISK", "microbatches": 2}),
+    "1-states-half": (1, "Deep", "adamw", {"zero": 2, **STATES, "offload.fraction": 0.5}),
+    "1-states-8bit": (1, "Plain", "adamw", {"zero": 2, **STATES, "offload.moments": "8bit"}),
+    "1-states-disk": (1, "Plain", "adamw", {"zero": 1, **STATES, "offload.disk": "DISK", "microbatches": 2}),
     "1-states-sgd": (1, "Frozen", "sgd", {"zero": 2, **STATES}),
     "1-streamed": (1, "Tied", "adamw", {**STREAMED, "clip_norm": 0.5}),
     "1-streamed-disk": (
         *(1, "Plain", "adamw"),
-        {**STREAMED, "offload_disk": "DISK", "offload_disk_parameters": True},
+        {**STREAMED, "offload.disk": "DISK", "offload.disk_parameters": True},
     ),
     "1-activations": (1, "Plain", "adamw", {"zero": 0, "offload": "activations", "microbatches": 2}),
     "1-everything-bf16": (
@@ -84,28 +84,59 @@ CASES: dict[str, Case] = {
     "2-activations": (2, "Five", "adamw", {"zero": 3, **NETWORK, "offload": "activations"}),
     "3-zero2": (3, "Plain", "adamw", {"zero": 2, **NETWORK, "microbatches": 2}),
     "3-zero3": (3, "Tiny", "sgd", {"zero": 3, **NETWORK}),
-    "4-groups": (4, "Plain", "adamw", {"zero": 3, "shard_ranks": 2, **NETWORK, "clip_norm": 0.5}),
-    "4-groups-bf16": (4, "Frozen", "sgd", {"zero": 1, "shard_ranks": 2, **NETWORK, "precision": "bf16"}),
-    "2-naive": (2, "Five", "adamw", {**TWO, "zero": 0, "schedule": "naive"}),
-    "2-gpipe": (2, "Dropped", "adamw", {**TWO, "zero": 0, "schedule": "gpipe"}),
+    "4-groups": (4, "Plain", "adamw", {"zero": 3, "shard_group": 2, **NETWORK, "clip_norm": 0.5}),
+    "4-groups-bf16": (4, "Frozen", "sgd", {"zero": 1, "shard_group": 2, **NETWORK, "precision": "bf16"}),
+    "2-naive": (2, "Five", "adamw", {**TWO, "zero": 0, "pipeline_parallel.schedule": "naive"}),
+    "2-gpipe": (2, "Dropped", "adamw", {**TWO, "zero": 0, "pipeline_parallel.schedule": "gpipe"}),
     "2-1f1b": (2, "TiedFive", "adamw", {**TWO, "zero": 0, "clip_norm": 0.5}),
     "2-1f1b-bf16": (2, "TiedFive", "adamw", {**TWO, "zero": 0, "precision": "bf16"}),
     "2-1f1b-fp16": (2, "Five", "sgd", {**TWO, "zero": 0, **FP16}),
     "2-1f1b-activations": (2, "Five", "adamw", {**TWO, "zero": 0, "offload": "activations"}),
-    "2-interleaved": (2, "Deep", "sgd", {**TWO, "zero": 0, "schedule": "interleaved", "chunks": 3}),
-    "2-zb-h1": (2, "Five", "adamw", {**TWO, "zero": 0, "schedule": "zb-h1", "clip_norm": 0.5}),
-    "2-pipedream": (2, "TiedFive", "sgd", {**TWO, "zero": 0, "schedule": "pipedream"}),
+    "2-interleaved": (
+        2,
+        "Deep",
+        "sgd",
+        {**TWO, "zero": 0, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 3},
+    ),
+    "2-zb-h1": (2, "Five", "adamw", {**TWO, "zero": 0, "pipeline_parallel.schedule": "zb-h1", "clip_norm": 0.5}),
+    "2-pipedream": (2, "TiedFive", "sgd", {**TWO, "zero": 0, "pipeline_parallel.schedule": "pipedream"}),
     "2-pipedream-synchronised": (
         *(2, "Five", "sgd"),
-        {**TWO, "zero": 0, "schedule": "pipedream", "vertical_sync": True},
+        {**TWO, "zero": 0, "pipeline_parallel.schedule": "pipedream", "pipeline_parallel.vertical_sync": True},
     ),
-    "2-2bw": (2, "Five", "adamw", {**TWO, "zero": 0, "schedule": "2bw", "precision": "bf16"}),
-    "3-uneven": (3, "Deep", "sgd", {**TWO, "zero": 0, "replicas": (2, 1), "clip_norm": 0.5}),
+    "2-2bw": (2, "Five", "adamw", {**TWO, "zero": 0, "pipeline_parallel.schedule": "2bw", "precision": "bf16"}),
+    "3-uneven": (3, "Deep", "sgd", {**TWO, "zero": 0, "pipeline_parallel.replicas": (2, 1), "clip_norm": 0.5}),
     "4-1f1b-zero1": (4, "TiedFive", "adamw", {**TWO, "zero": 1, "clip_norm": 0.5}),
-    "4-gpipe-zero3": (4, "DeepTied", "adamw", {**TWO, **NETWORK, "zero": 3, "schedule": "gpipe", "chunks": 2}),
-    "4-zb-h1-zero2": (4, "Five", "adamw", {**TWO, "zero": 2, "schedule": "zb-h1", "precision": "bf16"}),
-    "4-pipedream-zero1": (4, "Deep", "sgd", {**TWO, "zero": 1, "schedule": "pipedream", "stages": 2}),
-    "4-interleaved": (4, "DeepTied", "adamw", {**TWO, "zero": 0, "stages": 4, "schedule": "interleaved", "chunks": 2}),
+    "4-gpipe-zero3": (
+        4,
+        "DeepTied",
+        "adamw",
+        {**TWO, **NETWORK, "zero": 3, "pipeline_parallel.schedule": "gpipe", "pipeline_parallel.virtual_stages": 2},
+    ),
+    "4-zb-h1-zero2": (
+        4,
+        "Five",
+        "adamw",
+        {**TWO, "zero": 2, "pipeline_parallel.schedule": "zb-h1", "precision": "bf16"},
+    ),
+    "4-pipedream-zero1": (
+        4,
+        "Deep",
+        "sgd",
+        {**TWO, "zero": 1, "pipeline_parallel.schedule": "pipedream", "pipeline_parallel": 2},
+    ),
+    "4-interleaved": (
+        4,
+        "DeepTied",
+        "adamw",
+        {
+            **TWO,
+            "zero": 0,
+            "pipeline_parallel": 4,
+            "pipeline_parallel.schedule": "interleaved",
+            "pipeline_parallel.virtual_stages": 2,
+        },
+    ),
 }
 
 
@@ -122,7 +153,7 @@ def record(mesh: zs.Mesh, name: str, folder: str) -> dict[str, Any]:
     """
     _, model, optimizer, options = CASES[name]
     disk = {key: f"{folder}/disk" if value == "DISK" else value for key, value in options.items()}
-    plan = zs.Plan(**disk)
+    plan = zs.Plan.from_dict(disk)
     # A thread's copies end when they end: what is lent in the meantime would not be the same each time.
     with patch.object(real, "executor_of", lambda *_: Eager()), punctual():
         engine = _engine(mesh, model, optimizer, plan, seed=mesh.rank)
@@ -152,7 +183,7 @@ def _engine(mesh: zs.Mesh, model: str, optimizer: str, plan: zs.Plan, seed: int)
 
 def _train(engine: zs.Engine, steps: range) -> dict[str, Any]:
     losses, norms = [], []
-    rows = ROWS * (MANY if "activations" in engine.plan.offload else 1)
+    rows = ROWS * (MANY if engine.plan.offloading.activations else 1)
     for step in steps:
         result = engine.train_step((batch(step, engine.lane, engine.lanes, rows), step))
         losses.append(None if result.loss is None else result.loss.item())

@@ -21,13 +21,6 @@ EXECUTORS: dict[str, Callable[[torch.device, float], Executor]] = {
     "worker": Worker,
 }
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-IN_MEMORY = {
-    "offload": "",
-    "offload_share": 1.0,
-    "offload_disk": None,
-    "offload_disk_parameters": False,
-    "offload_moments": "fp32",
-}
 
 
 @contextmanager
@@ -42,7 +35,7 @@ def executing(name: str) -> Iterator[None]:
 
 def in_memory(plan: zs.Plan) -> zs.Plan:
     """The plan without offload."""
-    return replace(plan, **IN_MEMORY)
+    return replace(plan, offload="")
 
 
 def take_steps(

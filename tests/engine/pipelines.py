@@ -22,8 +22,8 @@ def data(step: int, lane: int, lanes: int, rows: int) -> Tensor:
 def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], steps: int, rows: int, optimizer: str = "adamw") -> Any:
     """Losses [steps] and final weights of `steps` steps on global batches of `rows` rows."""
     model = build(name, seed=mesh.rank)  # other ranks start elsewhere, so rank 0's weights must win
-    plan = {"balance": "parameters", **plan}
-    engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan(**plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
+    plan = {"pipeline_parallel.balance": "parameters", **plan}
+    engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan.from_dict(plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
     losses = []
     for step in range(steps):
         result = engine.train_step((data(step, engine.lane, engine.lanes, rows), step))
@@ -39,7 +39,7 @@ def follow(mesh: zs.Mesh, name: str, plan: dict[str, Any], script: str, rows: in
         script: a letter for each event: s a step, f a flush, e an evaluation of the next step's batch.
     """
     model = build(name, seed=mesh.rank)
-    engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan(**plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
+    engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan.from_dict(plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
     spans = engine._order.interpreter.spans = []
     seen: dict[str, Any] = {"lane": engine.lane, "layers": engine.layers}
     seen |= {"losses": [], "norms": [], "skipped": [], "evaluations": []}
@@ -84,10 +84,10 @@ def train_gpt(mesh: zs.Mesh, plan: dict[str, Any], updates: int, rows: int, rate
     """
     torch.manual_seed(1)
     model = GPT(GPTConfig(vocabulary=256, context=32, width=32, heads=2, layers=4))
-    plan = {"split": ("blocks.2",), "stages": 2, **plan}
+    plan = {"pipeline_parallel.split": ("blocks.2",), "pipeline_parallel": 2, **plan}
     train, validation = (Batches(part, 32, seed=0) for part in text())
     example = (train.rows([0])[:, :-1],) * 2
-    engine = zs.Engine(model, partial(torch.optim.AdamW, lr=rate), zs.Plan(**plan), mesh=mesh, example=example)
+    engine = zs.Engine(model, partial(torch.optim.AdamW, lr=rate), zs.Plan.from_dict(plan), mesh=mesh, example=example)
     each = engine.plan.microbatches // engine.plan.microbatches_per_update
     for step in range(updates // each):
         done = step * each / updates

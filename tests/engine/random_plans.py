@@ -18,8 +18,15 @@ from engine import models
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
+from zeroshard.parts.settings import flat
 from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING
 
+USUAL = {field.name: field.default for field in fields(zs.Plan)}
+USUAL |= {
+    name: value
+    for name, value in flat(zs.Plan().as_dict())
+    if name not in {"pipeline_parallel.stages", "offload.parts", "loss_scale.value"}  # drawn by their groups' names
+}
 DISK = "DISK"  # stands for a folder of the run's own
 ALONE = ("Plain", "Tied", "Frozen", "Sometimes", "Twice", "Nested", "TwoDtypes", "Checkpointed",
          "CheckpointedReentrant", "CheckpointedInside", "Tiny", "Spiked", "Five")  # fmt: skip
@@ -40,18 +47,18 @@ BETWEEN = ("evaluate", "gathered", "write", "state_dict", "flush", "check_replic
 WRONG: dict[str, tuple[Any, ...]] = {
     "zero": (4, -1),
     "microbatches": (0, 1.5),
-    "schedule": ("fifo",),
+    "pipeline_parallel.schedule": ("fifo",),
     "clip_norm": (-1.0, 0),
     "offload": ("disk", 7),
-    "offload_share": (0.0, 2),
+    "offload.fraction": (0.0, 2),
     "timeout": (0,),
     "units": ("Block",),
     "loss_scale": ("much",),
-    "loss_scale_growth": (0.5,),
+    "loss_scale.growth": (0.5,),
     "device_memory": ("lots",),
-    "replicas": ((0, 1),),
-    "chunks": (2**20,),
-    "delayed_warmup": (-1,),
+    "pipeline_parallel.replicas": ((0, 1),),
+    "pipeline_parallel.virtual_stages": (2**20,),
+    "offload.delayed_warmup": (-1,),
 }
 
 
@@ -120,7 +127,7 @@ class _Draw:
         """With some chance, one of the values; else the default. What the field is then."""
         if self.random.random() < chance:
             self.settings[name] = self.random.choice(values)
-        return self.settings.get(name, zs.Plan.__dataclass_fields__[name].default)
+        return self.settings.get(name, USUAL[name])
 
 
 def draw(seed: int) -> Case:
@@ -128,19 +135,19 @@ def draw(seed: int) -> Case:
     rng = random.Random(seed)
     theme = rng.choice(("flat", "flat", "flat", "offload", "offload", "pipeline", "pipeline", "pipeline", "wild"))
     plan = _plan(rng, theme, rng.choice((1, 2, 2, 3, 4)))
-    stages = plan.get("stages", 1)
+    stages = plan.get("pipeline_parallel", 1)
     ranks = rng.choice((1, 2, 2, 2, 3, 4))
     if stages > 1 and rng.random() < 0.95:
         fitting = [n for n in (1, 2, 3, 4) if n % stages == 0]
-        replicas = plan.get("replicas")
+        replicas = plan.get("pipeline_parallel.replicas")
         ranks = min(4, sum(replicas)) if replicas else rng.choice(fitting or [4])
     other = _plan(rng, rng.choice((theme, "flat", "offload", "pipeline")), ranks)
-    many = stages * plan.get("chunks", 1) > 5 and rng.random() < 0.9
+    many = stages * plan.get("pipeline_parallel.virtual_stages", 1) > 5 and rng.random() < 0.9
     model = rng.choice(DEEP if many else CUT if stages > 1 else ALONE)
-    adams = "offload_moments" in plan or "delayed_update" in plan or "offload_disk" in plan
+    adams = "offload.moments" in plan or "offload.delayed_update" in plan or "offload.disk" in plan
     optimizer = rng.choice(ADAMS if adams else tuple(OPTIMIZERS)) if rng.random() < 0.98 else "adafactor"
     groups, meta, scheduled = rng.random() < 0.25, rng.random() < 0.15, rng.random() < 0.25
-    if plan.get("schedule") in STREAMING:
+    if plan.get("pipeline_parallel.schedule") in STREAMING:
         if rng.random() < 0.6:  # what the papers' equations can be compared with
             model, optimizer = rng.choice((*CUT[:5], *DEEP)), rng.choice(tuple(models.OPTIMIZERS))
             groups = meta = scheduled = False
@@ -152,7 +159,7 @@ def draw(seed: int) -> Case:
         plan[name] = rng.choice(WRONG[name])
     wanted = [settings.get("microbatches", 1) for settings in (plan, other)]
     rows = 12 * math.lcm(*(m for m in wanted if isinstance(m, int) and m > 0))
-    if stages > 1 and (other.get("stages", 1) > 1 or not other) and rng.random() < 0.3:
+    if stages > 1 and (other.get("pipeline_parallel", 1) > 1 or not other) and rng.random() < 0.3:
         rows = rng.choice((24, 36))  # which pipelines cut into microbatches of unlike sizes
     each = rows // ranks if stages == 1 else 1
     fits = plan.get("zero", 2) in (1, 2) and stages == 1 and "offload" not in plan
@@ -193,19 +200,19 @@ def _plan(rng: random.Random, theme: str, ranks: int) -> dict[str, Any]:
     pipelined, offloaded = (rng.random() < chance for chance in chances[theme])
     zeros = (1, 2, 3) if offloaded else (0, 1, 2, 3)
     d.maybe("zero", 0.75, *zeros) if rng.random() < 0.93 else d.maybe("zero", 1, 0, 1, 2, 3)
-    d.maybe("shard_ranks", 0.02 if pipelined or offloaded else 0.2, 1, 2, 2, ranks)
+    d.maybe("shard_group", 0.02 if pipelined or offloaded else 0.2, 1, 2, 2, ranks)
     precision = d.maybe("precision", 0.4, "bf16", "fp16", "fp32")
     d.maybe("fp32_modules", 0.15, ("LayerNorm",), ("head",), ("Block", "embed"))
     d.maybe("transport", 0.4, "network", "network", "auto", "shared")
     d.maybe("reduce_dtype", 0.15, "bf16", "fp16", "fp32")
     d.maybe("loss_scale", 0.15, "dynamic", "off", 128.0, 1000)
     if precision == "fp16" or rng.random() < 0.05:
-        d.maybe("loss_scale_initial", 0.7, 256.0, 1024.0, 4096.0)
-        d.maybe("loss_scale_growth", 0.3, 1.0, 4.0)
-        d.maybe("loss_scale_backoff", 0.3, 0.25, 1.0)
-        d.maybe("loss_scale_window", 0.4, 1, 2)
-        d.maybe("loss_scale_hysteresis", 0.3, 1, 2)
-        d.maybe("loss_scale_floor", 0.2, 0.5, 16.0)
+        d.maybe("loss_scale.initial", 0.7, 256.0, 1024.0, 4096.0)
+        d.maybe("loss_scale.growth", 0.3, 1.0, 4.0)
+        d.maybe("loss_scale.backoff", 0.3, 0.25, 1.0)
+        d.maybe("loss_scale.window", 0.4, 1, 2)
+        d.maybe("loss_scale.hysteresis", 0.3, 1, 2)
+        d.maybe("loss_scale.floor", 0.2, 0.5, 16.0)
     d.maybe("microbatches", 0.9 if pipelined else 0.5, *((2, 3, 4, 4, 6) if pipelined else (1, 2, 3, 4)))
     d.maybe("reduce_every", 0.25, "microbatch", "step")
     d.maybe("clip_norm", 0.3, 0.05, 0.5, 1000.0)
@@ -221,23 +228,23 @@ def _plan(rng: random.Random, theme: str, ranks: int) -> dict[str, Any]:
 
 def _draw_pipeline(d: _Draw, on: bool, ranks: int) -> None:
     rng, odd = d.random, 0.008
-    stages = d.maybe("stages", 1.0, *((2, 2, 3, 4) if rng.random() < 0.4 else (max(2, ranks),))) if on else 1
-    schedule = d.maybe("schedule", 0.85 if on else odd, *SCHEDULES)
-    d.maybe("chunks", 0.6 if on and schedule in CHUNKED else 0.03 if on else odd, 2, 3)
+    stages = d.maybe("pipeline_parallel", 1.0, *((2, 2, 3, 4) if rng.random() < 0.4 else (max(2, ranks),))) if on else 1
+    schedule = d.maybe("pipeline_parallel.schedule", 0.85 if on else odd, *SCHEDULES)
+    d.maybe("pipeline_parallel.virtual_stages", 0.6 if on and schedule in CHUNKED else 0.03 if on else odd, 2, 3)
     if on and schedule in ("interleaved", "2bw") and rng.random() < 0.85:
         d.settings["microbatches"] = stages * rng.choice((1, 2))
     fitting = [r for r in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 2, 1), (1, 1, 1), (2, 1, 1), (1, 1, 1, 1), (3, 1))
                if len(r) == stages or rng.random() < 0.02]  # fmt: skip
-    d.maybe("replicas", (0.25 if on else odd) if fitting else 0, *fitting)
-    cuts = stages * d.settings.get("chunks", 1) - 1
+    d.maybe("pipeline_parallel.replicas", (0.25 if on else odd) if fitting else 0, *fitting)
+    cuts = stages * d.settings.get("pipeline_parallel.virtual_stages", 1) - 1
     if 0 < cuts <= 5:
         splits = [tuple(f"blocks.{n}" for n in sorted(rng.sample(range(5), min(cuts, 5)))) for _ in range(2)]
-        d.maybe("split", 0.35, *splits, ("blocks.1",))
+        d.maybe("pipeline_parallel.split", 0.35, *splits, ("blocks.1",))
     elif rng.random() < odd:
-        d.settings["split"] = ("blocks.1",)
-    d.maybe("balance", 0.6 if on else 0.1, "parameters", "parameters", "time")
+        d.settings["pipeline_parallel.split"] = ("blocks.1",)
+    d.maybe("pipeline_parallel.balance", 0.6 if on else 0.1, "parameters", "parameters", "time")
     d.maybe("recompute", 0.4 if on else odd, "chunk", "off")
-    d.maybe("vertical_sync", 0.4 if on and schedule == "pipedream" else 0.02 if on else odd, True)
+    d.maybe("pipeline_parallel.vertical_sync", 0.4 if on and schedule == "pipedream" else 0.02 if on else odd, True)
 
 
 def _draw_offload(d: _Draw, on: bool) -> None:
@@ -248,13 +255,13 @@ def _draw_offload(d: _Draw, on: bool) -> None:
     below, streamed = "optimizer" in offload, "parameters" in offload
     if streamed and rng.random() < 0.9:
         d.settings["zero"] = 3
-    d.maybe("offload_share", (0.03 if streamed else 0.3) if below else odd, 0.5, 0.3, 1.0)
-    disk = d.maybe("offload_disk", 0.3 if below else odd, DISK)
-    d.maybe("offload_disk_parameters", (0.5 if streamed and disk else 0.02) if below else odd, True)
-    d.maybe("offload_moments", 0.3 if below else odd, "bf16", "8bit", "fp32")
-    d.maybe("delayed_update", 0.35 if below else odd, True)
-    d.maybe("delayed_warmup", 0.6 if below else odd, 0, 1, 2)
-    d.maybe("speculate", 0.25 if below else odd, False)
+    d.maybe("offload.fraction", (0.03 if streamed else 0.3) if below else odd, 0.5, 0.3, 1.0)
+    disk = d.maybe("offload.disk", 0.3 if below else odd, DISK)
+    d.maybe("offload.disk_parameters", (0.5 if streamed and disk else 0.02) if below else odd, True)
+    d.maybe("offload.moments", 0.3 if below else odd, "bf16", "8bit", "fp32")
+    d.maybe("offload.delayed_update", 0.35 if below else odd, True)
+    d.maybe("offload.delayed_warmup", 0.6 if below else odd, 0, 1, 2)
+    d.maybe("offload.speculate", 0.25 if below else odd, False)
 
 
 def plan_of(settings: Mapping[str, Any], folder: str) -> zs.Plan:
@@ -263,7 +270,7 @@ def plan_of(settings: Mapping[str, Any], folder: str) -> zs.Plan:
     Raises:
         PlanError: the settings do not combine.
     """
-    return zs.Plan(**{name: folder if value == DISK else value for name, value in settings.items()})
+    return zs.Plan.from_dict({name: folder if value == DISK else value for name, value in settings.items()})
 
 
 @dataclass(frozen=True)
@@ -280,8 +287,8 @@ class Refusal:
     @property
     def complaint(self) -> str | None:
         """What is missing in the message, if anything: the settings, or the way out."""
-        named = {f.name for f in fields(zs.Plan) if re.search(rf"\b{f.name}\b", self.message)}
-        alone = re.match(r"(\w+) is .*; (it )?must be", self.message)  # a value out of range, whatever else there is
+        named = {name for name in USUAL if re.search(rf"\b{name.rpartition('.')[2]}\b", self.message)}
+        alone = re.match(r"([\w.]+) is .*; (it )?must be", self.message)  # a value out of range, whatever else there is
         if not named & set(self.needed) or len(named) < (1 if alone else min(2, len(self.needed))):
             return f"it is about {', '.join(self.needed)} and names {', '.join(sorted(named)) or 'none of them'}"
         return None if has_way_out(self.message) else "it does not say the way out"
@@ -315,4 +322,4 @@ def _message(settings: Mapping[str, Any]) -> str | None:
 
 def drawn_fields() -> set[str]:
     """Every field that is ever drawn; a new one of `Plan` is to be drawn, too."""
-    return {name for seed in range(400) for name in draw(seed).plan} & {f.name for f in fields(zs.Plan)}
+    return {name for seed in range(400) for name in draw(seed).plan} & USUAL.keys()

@@ -43,7 +43,7 @@ def comparable(case: Case) -> bool:
 
 def follows_plainly(plan: zs.Plan) -> bool:
     """Whether all weights of a forward are equally old: nothing is in flight, and no part of the updates is late."""
-    return not plan.streams and not (plan.delayed_update and plan.offload_share < 1)
+    return not plan.streams and not (plan.offloading.delayed_update and plan.offloading.fraction < 1)
 
 
 def perform(mesh: zs.Mesh, cases: Sequence[Case], folder: str) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ class Run:
     def look(self, number: int) -> None:
         """Compare the formulas with what was measured."""
         engine = self.engine
-        if engine.plan.streams and self.fed <= engine.plan.stages:
+        if engine.plan.streams and self.fed <= engine.plan.pipeline.stages:
             return  # versions, states and messages are those of a full pipeline
         for row in engine.memory():
             if row.category == "optimizer states" and engine.skipped == engine.steps:
@@ -154,7 +154,7 @@ class Run:
 
     def exempt(self, purpose: str, number: int) -> bool:
         """Whether the formula of a whole step is not about this step."""
-        plan, late = self.engine.plan, "optimizer" in self.engine.plan.offloads
+        plan, late = self.engine.plan, self.engine.plan.offloading.optimizer
         if self.case.model == "Sometimes" and number % 3 == 2:
             return True  # a block is left out
         if purpose.startswith("send") and self.case.rows // self.engine.lanes % plan.microbatches:
@@ -164,7 +164,8 @@ class Run:
         if purpose not in (*STREAMED, "gather gradients"):
             return self.case.model in SECOND_ROUND
         skipped = any(value for word, value in self.log[-4 * (1 + late) :] if word == "skipped")
-        turns = plan.delayed_update and number >= plan.delayed_warmup  # an update more or less is under way
+        # an update more or less is under way
+        turns = plan.offloading.delayed_update and number >= plan.offloading.delayed_warmup
         return skipped or (late and (self.taken < 2 or turns)) or self.case.model in SECOND_ROUND
 
     def between(self, event: str, number: int) -> None:
@@ -316,7 +317,7 @@ class Plain:
             nn.utils.clip_grad_norm_(parameters, plan.clip_norm)
         if not skip:
             self.optimizer.step()
-        self.pending = plan.delayed_update and not skip and number >= plan.delayed_warmup
+        self.pending = plan.offloading.delayed_update and not skip and number >= plan.offloading.delayed_warmup
         if not self.pending:
             self.seen = self.copy()
         tick(self.scheduler)

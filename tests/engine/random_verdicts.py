@@ -161,7 +161,7 @@ class _Close:
 
     def enter(self, plan: zs.Plan) -> None:
         """Go on under a plan."""
-        self.loose |= plan.precision != "fp32" or plan.offload_moments != "fp32"
+        self.loose |= plan.precision != "fp32" or plan.offloading.moments != "fp32"
         self.loose |= plan.reduce_dtype in ("bf16", "fp16")
 
     def complaint(self, word: str, found: list[Any], wanted: Any, others: list[Any]) -> str | None:
@@ -251,8 +251,8 @@ def _asynchronous(case: Case, answers: list[dict[str, Any]]) -> Asynchronous | N
     script = "".join("s" + "".join(letters.get(event, "f") for event in step.after) for step in case.steps)
     sizes = tuple(b - a for a, b in zip(firsts, [*firsts[1:], blocks], strict=True))
     more = {"precision": plan.precision, "clip_norm": plan.clip_norm, "nonfinite": plan.nonfinite}
-    replicas = plan.replicas or (case.ranks // plan.stages,) * plan.stages
-    schedule = "vertical" if plan.vertical_sync else plan.schedule
+    replicas = plan.pipeline.replicas or (case.ranks // plan.pipeline.stages,) * plan.pipeline.stages
+    schedule = "vertical" if plan.pipeline.vertical_sync else plan.pipeline.schedule
     return Asynchronous(
         schedule, sizes, plan.microbatches, case.model, case.optimizer, replicas, script, case.rows, more
     )

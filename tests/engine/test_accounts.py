@@ -101,7 +101,9 @@ def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: i
     try:
         model = make(name)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        engine = zs.Engine(model, MAKERS[maker](trainable), zs.Plan(**plan, transport="network"), mesh=mesh)
+        engine = zs.Engine(
+            model, MAKERS[maker](trainable), zs.Plan.from_dict({**plan, "transport": "network"}), mesh=mesh
+        )
         peaks = []
         for step in range(steps):
             calls.clear()

@@ -30,7 +30,7 @@ def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: i
     trainable = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(trainable, lr=1e-3) if maker == "adamw" else None
     optimizer = adam or torch.optim.SGD(trainable, lr=1e-3, momentum=0.9)
-    engine = zs.Engine(model, optimizer, zs.Plan(**plan), mesh=mesh)
+    engine = zs.Engine(model, optimizer, zs.Plan.from_dict(plan), mesh=mesh)
     for step in range(steps):
         engine.train_step((batch(step, mesh.rank, mesh.ranks), step))
     engine.flush()
@@ -85,7 +85,7 @@ def test_states_below_follow_the_formulas_to_the_byte(
     size, count = (2 if precision == "bf16" else 4), psi("Plain")
     below = psi_below("Plain", share)
     assert below == count if share == 1.0 else 0.5 <= below / count < 1
-    plan = {"zero": zero, "precision": precision, "offload": "optimizer", "offload_share": share}
+    plan = {"zero": zero, "precision": precision, "offload": "optimizer", "offload.fraction": share}
     for answer in pool.run(measure, ranks, "Plain", plan, "adamw"):
         check_to_the_byte(answer)
         low = Fraction(below, ranks)
@@ -110,9 +110,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "microbatches": ({"microbatches": 2}, "adamw"),
     "microbatches, stage 1": ({"microbatches": 2, "zero": 1}, "adamw"),
     "reduced once": ({"microbatches": 2, "reduce_every": "step"}, "adamw"),
-    "bf16 moments": ({"offload_moments": "bf16"}, "adamw"),
-    "8-bit moments": ({"offload_moments": "8bit"}, "adamw"),
-    "delayed": ({"delayed_update": True, "delayed_warmup": 0}, "adamw"),
+    "bf16 moments": ({"offload.moments": "bf16"}, "adamw"),
+    "8-bit moments": ({"offload.moments": "8bit"}, "adamw"),
+    "delayed": ({"offload.delayed_update": True, "offload.delayed_warmup": 0}, "adamw"),
     "their own optimizer": ({}, "momentum"),
     "activations": ({"offload": "optimizer,activations"}, "adamw"),
 }
@@ -126,13 +126,13 @@ def test_what_changes_the_bytes_below(pool: Pool, case: str, ranks: int) -> None
     for answer in pool.run(measure, ranks, "Plain", full, maker):
         check_to_the_byte(answer)
         host, low = planned(answer, "host"), Fraction(psi("Plain"), ranks)
-        several = "microbatches" in plan or "delayed_update" in plan  # a sum in fp32; or two of 16 bits
+        several = "microbatches" in plan or "offload.delayed_update" in plan  # a sum in fp32; or two of 16 bits
         assert host["gradients"] == (4 if several else 2) * low
         assert host["master weights"] == 4 * low
-        if full.get("offload_moments") == "8bit":  # and two fp32 scales for each 256 of them, or fewer
+        if full.get("offload.moments") == "8bit":  # and two fp32 scales for each 256 of them, or fewer
             assert 2 * low + 8 * low / 256 < host["optimizer states"] < 4 * low
         else:
-            assert host["optimizer states"] == (4 if "offload_moments" in full else STATE[maker]) * low
+            assert host["optimizer states"] == (4 if "offload.moments" in full else STATE[maker]) * low
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -160,7 +160,7 @@ def test_states_of_fp64_beside_those_of_fp32(pool: Pool, offload: str) -> None:
 
 
 def test_states_on_the_disk(pool: Pool, tmp_path: Any) -> None:
-    plan = {"precision": "bf16", "offload": "optimizer", "offload_disk": str(tmp_path)}
+    plan = {"precision": "bf16", "offload": "optimizer", "offload.disk": str(tmp_path)}
     for answer in pool.run(measure, 1, "Plain", plan, "adamw"):
         check_to_the_byte(answer)
         assert planned(answer, "disk")["optimizer states"] == 8 * psi("Plain")
@@ -169,8 +169,8 @@ def test_states_on_the_disk(pool: Pool, tmp_path: Any) -> None:
 
 
 def test_parameters_on_the_disk(pool: Pool, tmp_path: Any) -> None:
-    plan = {"zero": 3, "precision": "bf16", "offload": "optimizer,parameters", "offload_disk": str(tmp_path),
-            "offload_disk_parameters": True}  # fmt: skip
+    plan = {"zero": 3, "precision": "bf16", "offload": "optimizer,parameters", "offload.disk": str(tmp_path),
+            "offload.disk_parameters": True}  # fmt: skip
     for answer in pool.run(measure, 2, "Plain", plan, "adamw"):
         check_to_the_byte(answer)
         assert planned(answer, "disk")["parameters"] == Fraction(2 * psi("Plain"), 2)

@@ -48,9 +48,12 @@ DIFFERENT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "zero": ({"zero": 2}, ("plan.zero is 2, on rank 0 1",)),
     "clip_norm": ({"clip_norm": 1.0}, ("plan.clip_norm is 1.0, on rank 0 null",)),
     "nonfinite": ({"nonfinite": "skip"}, ("plan.nonfinite is \"skip\", on rank 0 \"raise\"",)),
-    "loss_scale": ({"loss_scale": 1024.0}, ("plan.loss_scale is 1024.0",)),
+    "loss_scale": ({"loss_scale": 1024.0}, ("plan.loss_scale.value is 1024.0",)),
     "precision": ({"precision": "bf16"}, ("plan.precision is \"bf16\"",)),
-    "stages": ({"stages": 2, "microbatches": 2, "schedule": "gpipe"}, ("plan.stages is 2", "plan.schedule is")),
+    "pipeline_parallel": (
+        {"pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.schedule": "gpipe"},
+        ("plan.pipeline_parallel.stages is 2", "plan.pipeline_parallel.schedule is"),
+    ),
     "several": ({"zero": 3, "seed": 7, "clip_norm": 2.0, "microbatches": 4, "nonfinite": "skip"}, ("and 1 more",)),
 }  # fmt: skip
 
@@ -62,7 +65,7 @@ def total(output: torch.Tensor, batch: Any) -> torch.Tensor:
 def engine_with(mesh: zs.Mesh, **other: Any) -> zs.Engine:
     model: Callable[[], nn.Module] = other.pop("model", net)
     optimizer = other.pop("optimizer", adam)
-    plan = zs.Plan(**{"zero": 1, **other})
+    plan = zs.Plan.from_dict({"zero": 1, **other})
     return zs.Engine(model(), optimizer, plan, mesh=mesh, example=torch.ones(2, 4), loss=total)
 
 
@@ -111,7 +114,7 @@ def test_settings_that_differ_are_refused_at_the_step(pool: Pool, zero: int) -> 
 
 
 def save_unlike_stages(mesh: zs.Mesh, folder: str) -> tuple[str, str]:
-    engine = engine_with(mesh, zero=0, stages=2, microbatches=2)
+    engine = engine_with(mesh, zero=0, pipeline_parallel=2, microbatches=2)
     engine.train_step(torch.ones(2, 4))
     engine.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + mesh.rank)
     saved = error_of(lambda: engine.save(f"{folder}/unlike", wait=True))
@@ -143,7 +146,7 @@ class Masked(nn.Module):
 def bad_loss(mesh: zs.Mesh, settings: dict[str, Any]) -> Any:
     x, good, bad = torch.ones(2, 4), torch.ones(2), torch.zeros(2)
     model = Masked()
-    engine = zs.Engine(model, adam, zs.Plan(**settings), mesh=mesh, example=(x, good))
+    engine = zs.Engine(model, adam, zs.Plan.from_dict(settings), mesh=mesh, example=(x, good))
     found = []
     for step in range(3):
         before = engine.state_dict()
@@ -173,7 +176,7 @@ def test_a_loss_that_is_not_finite_is_no_step(pool: Pool, zero: int, nonfinite: 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_loss_of_the_last_stage_counts_for_all_stages(pool: Pool, schedule: str) -> None:
-    settings = {"stages": 2, "zero": 0, "microbatches": 2, "schedule": schedule}
+    settings = {"pipeline_parallel": 2, "zero": 0, "microbatches": 2, "pipeline_parallel.schedule": schedule}
     for nonfinite in ("raise", "skip"):
         for found in pool.run(bad_loss, 2, {**settings, "nonfinite": nonfinite}):
             assert found[0] == found[2] == (False, True)

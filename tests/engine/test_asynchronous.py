@@ -133,13 +133,19 @@ def test_the_rules_lead_apart() -> None:
 
 
 # Of the synchronous run: 32 updates, each of 16 rows in 4 microbatches, at the main job's learning rate.
-GPT_BASE = ({"schedule": "1f1b", "microbatches": 4}, 32, 16, 6e-3)
+GPT_BASE = ({"pipeline_parallel.schedule": "1f1b", "microbatches": 4}, 32, 16, 6e-3)
 # As many rows by other schedules: updates, rows in each, learning rate, and the largest ratio of the final losses.
 GPT_RUNS = {
-    "stashing": ({"schedule": "pipedream", "microbatches": 4}, 128, 4, 4e-3, 1.02),
-    "vertical-sync": ({"schedule": "pipedream", "vertical_sync": True, "microbatches": 4}, 128, 4, 2e-3, 1.02),
-    "2bw-half-the-batch": ({"schedule": "2bw", "microbatches": 2}, 64, 8, 6e-3, 1.05),
-    "2bw-same-settings": ({"schedule": "2bw", "microbatches": 4}, 32, 16, 6e-3, 1.10),
+    "stashing": ({"pipeline_parallel.schedule": "pipedream", "microbatches": 4}, 128, 4, 4e-3, 1.02),
+    "vertical-sync": (
+        {"pipeline_parallel.schedule": "pipedream", "pipeline_parallel.vertical_sync": True, "microbatches": 4},
+        128,
+        4,
+        2e-3,
+        1.02,
+    ),
+    "2bw-half-the-batch": ({"pipeline_parallel.schedule": "2bw", "microbatches": 2}, 64, 8, 6e-3, 1.05),
+    "2bw-same-settings": ({"pipeline_parallel.schedule": "2bw", "microbatches": 4}, 32, 16, 6e-3, 1.10),
 }
 
 

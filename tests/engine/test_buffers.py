@@ -90,9 +90,9 @@ def plain(counts: bool, lanes: int = 1, steps: int = STEPS) -> list[dict[str, Te
 
 
 def engine_of(mesh: zs.Mesh, plan: dict[str, Any], counts: bool = True) -> zs.Engine:
-    plan = {"microbatches": MICROBATCHES, "balance": "parameters", **plan}
-    example = rows(0)[:2] if plan.get("stages", 1) > 1 else None
-    return zs.Engine(made(counts), OPTIMIZERS["sgd"], zs.Plan(**plan), mesh=mesh, example=example)
+    plan = {"microbatches": MICROBATCHES, "pipeline_parallel.balance": "parameters", **plan}
+    example = rows(0)[:2] if plan.get("pipeline_parallel", 1) > 1 else None
+    return zs.Engine(made(counts), OPTIMIZERS["sgd"], zs.Plan.from_dict(plan), mesh=mesh, example=example)
 
 
 def trained(mesh: zs.Mesh, plan: dict[str, Any], counts: bool = True, path: str | None = None) -> Any:
@@ -116,11 +116,11 @@ def check(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "gpipe": (2, {"stages": 2, "schedule": "gpipe"}),
-    "gpipe-kept": (2, {"stages": 2, "schedule": "gpipe", "recompute": "off"}),
-    "1f1b-recompute": (3, {"stages": 3, "recompute": "chunk"}),
-    "1f1b": (2, {"stages": 2}),
-    "replicas": (4, {"stages": 2, "schedule": "gpipe", "zero": 1}),
+    "gpipe": (2, {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe"}),
+    "gpipe-kept": (2, {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe", "recompute": "off"}),
+    "1f1b-recompute": (3, {"pipeline_parallel": 3, "recompute": "chunk"}),
+    "1f1b": (2, {"pipeline_parallel": 2}),
+    "replicas": (4, {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe", "zero": 1}),
 }
 
 
@@ -128,7 +128,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_buffers_are_those_of_a_plain_loop(pool: Pool, name: str) -> None:
     """Each microbatch once and in order, recomputed or not; every rank takes out those of its lane."""
     ranks, plan = PLANS[name]
-    lanes = ranks // plan.get("stages", 1)
+    lanes = ranks // plan.get("pipeline_parallel", 1)
     for lane, state, _ in pool.run(trained, ranks, plan):
         check(state, plain(True, lanes)[lane])
     if name == "gpipe":
@@ -137,14 +137,22 @@ def test_buffers_are_those_of_a_plain_loop(pool: Pool, name: str) -> None:
 
 
 def test_several_chunks_on_a_stage(pool: Pool) -> None:
-    plan = {"stages": 2, "chunks": 2, "schedule": "interleaved", "recompute": "chunk"}
+    plan = {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.virtual_stages": 2,
+        "pipeline_parallel.schedule": "interleaved",
+        "recompute": "chunk",
+    }
     for _, state, _ in pool.run(trained, 2, plan, False):
         check(state, plain(False)[0])
 
 
 def test_copies_for_a_recomputation_are_given_back(pool: Pool) -> None:
     """What the ledger holds after a step does not know of recomputation."""
-    plans = ({"stages": 2, "schedule": "gpipe", "recompute": recompute} for recompute in ("chunk", "off"))
+    plans = (
+        {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe", "recompute": recompute}
+        for recompute in ("chunk", "off")
+    )
     one, other = (pool.run(trained, 2, plan) for plan in plans)
     assert [held for *_, held in one] == [held for *_, held in other]
 
@@ -169,7 +177,7 @@ def test_a_checkpoint_has_the_buffers_of_every_stage(pool: Pool, tmp_path: Path,
     ranks, plan = PLANS[target]
     for lane, before, after in pool.run(loaded, ranks, plan, str(tmp_path / "a")):
         check(before, next(state for other, state, _ in saved if other == lane))
-        check(after, plain(True, ranks // plan.get("stages", 1), STEPS + 1)[lane])
+        check(after, plain(True, ranks // plan.get("pipeline_parallel", 1), STEPS + 1)[lane])
 
 
 class Shared(Counting):
@@ -182,18 +190,22 @@ class Shared(Counting):
 
 def refused(mesh: zs.Mesh, kind: str) -> str:
     torch.manual_seed(0)
-    plan: dict[str, Any] = {"stages": 2, "microbatches": 2, "balance": "parameters"}
-    plan |= {"schedule": "interleaved", "chunks": 2} if kind == "Counting" else {}
+    plan: dict[str, Any] = {"pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.balance": "parameters"}
+    plan |= (
+        {"pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2}
+        if kind == "Counting"
+        else {}
+    )
     model = {"Counting": Counting, "Shared": Shared}[kind]()
     with pytest.raises(ModelError) as caught:
-        zs.Engine(model, OPTIMIZERS["sgd"], zs.Plan(**plan), mesh=mesh, example=rows(0)[:2])
+        zs.Engine(model, OPTIMIZERS["sgd"], zs.Plan.from_dict(plan), mesh=mesh, example=rows(0)[:2])
     return str(caught.value)
 
 
 def test_buffers_that_several_chunks_would_write_are_refused(pool: Pool) -> None:
     for message in pool.run(refused, 2, "Counting"):
         assert "The buffer 'seen' is written outside of the blocks" in message or "'total'" in message
-        assert "use chunks=1" in message
+        assert "use virtual_stages=1" in message
     for message in pool.run(refused, 2, "Shared"):
         assert "is written in blocks.0, blocks.3, which are on several stages" in message
         assert "blocks.0.norm." in message and "split=" in message

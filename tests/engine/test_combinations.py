@@ -18,46 +18,76 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, PlanError
 
 STEPS, ROWS = 4, 16
-TWO = {"stages": 2, "microbatches": 4, "balance": "parameters"}
+TWO = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.balance": "parameters"}
 STATES = {"offload": "optimizer", "transport": "network"}
 STREAMED = {"offload": "optimizer,parameters", "zero": 3, "transport": "network"}
-GROUPS = {"shard_ranks": 2, "transport": "network"}
+GROUPS = {"shard_group": 2, "transport": "network"}
 
 Case = tuple[int, str, dict[str, Any]]  # ranks, model, plan
 OFFLOADED: dict[str, Case] = {
-    "naive": (2, "TiedFive", {**TWO, **STATES, "schedule": "naive", "zero": 1}),
-    "gpipe": (2, "TiedFive", {**TWO, **STATES, "schedule": "gpipe", "zero": 2}),
+    "naive": (2, "TiedFive", {**TWO, **STATES, "pipeline_parallel.schedule": "naive", "zero": 1}),
+    "gpipe": (2, "TiedFive", {**TWO, **STATES, "pipeline_parallel.schedule": "gpipe", "zero": 2}),
     "1f1b, tied, clipped": (2, "TiedFive", {**TWO, **STATES, "zero": 1, "clip_norm": 0.5}),
     "1f1b, replicas": (4, "TiedFive", {**TWO, **STATES, "zero": 2, "clip_norm": 0.5}),
-    "zb-h1, replicas": (4, "Deep", {**TWO, **STATES, "schedule": "zb-h1", "zero": 1, "offload_share": 0.5}),
-    "interleaved": (2, "DeepTied", {**TWO, **STATES, "schedule": "interleaved", "chunks": 2, "zero": 2}),
+    "zb-h1, replicas": (
+        4,
+        "Deep",
+        {**TWO, **STATES, "pipeline_parallel.schedule": "zb-h1", "zero": 1, "offload.fraction": 0.5},
+    ),
+    "interleaved": (
+        2,
+        "DeepTied",
+        {
+            **TWO,
+            **STATES,
+            "pipeline_parallel.schedule": "interleaved",
+            "pipeline_parallel.virtual_stages": 2,
+            "zero": 2,
+        },
+    ),
     "bf16": (2, "TiedFive", {**TWO, **STATES, "zero": 2, "precision": "bf16"}),
-    "fp16": (2, "TiedFive", {**TWO, **STATES, "zero": 2, "precision": "fp16", "loss_scale_initial": 2.0**20}),
-    "uneven, tied": (3, "DeepTied", {**TWO, **STATES, "replicas": (2, 1), "zero": 1}),
+    "fp16": (2, "TiedFive", {**TWO, **STATES, "zero": 2, "precision": "fp16", "loss_scale.initial": 2.0**20}),
+    "uneven, tied": (3, "DeepTied", {**TWO, **STATES, "pipeline_parallel.replicas": (2, 1), "zero": 1}),
     "groups": (4, "Plain", {**STATES, **GROUPS, "zero": 2, "clip_norm": 0.5}),
     "groups, several reductions": (4, "Tied", {**STATES, **GROUPS, "zero": 1, "microbatches": 2}),
     "groups, stage 3": (4, "Plain", {**STATES, **GROUPS, "zero": 3, "microbatches": 2}),
     "groups, streamed": (4, "Tied", {**STREAMED, **GROUPS, "clip_norm": 0.5}),
 }
 SLICED_STAGES: dict[str, Case] = {
-    "breadth first": (4, "DeepTied", {**TWO, "zero": 3, "schedule": "gpipe", "chunks": 2, "clip_norm": 0.5}),
-    "gpipe, recomputed": (4, "TiedFive", {**TWO, "zero": 3, "schedule": "gpipe"}),
+    "breadth first": (
+        4,
+        "DeepTied",
+        {
+            **TWO,
+            "zero": 3,
+            "pipeline_parallel.schedule": "gpipe",
+            "pipeline_parallel.virtual_stages": 2,
+            "clip_norm": 0.5,
+        },
+    ),
+    "gpipe, recomputed": (4, "TiedFive", {**TWO, "zero": 3, "pipeline_parallel.schedule": "gpipe"}),
     "1f1b": (4, "TiedFive", {**TWO, "zero": 3, "clip_norm": 0.5}),
     "interleaved, bf16": (
         4,
         "DeepTied",
-        {**TWO, "zero": 3, "schedule": "interleaved", "chunks": 2, "precision": "bf16"},
+        {
+            **TWO,
+            "zero": 3,
+            "pipeline_parallel.schedule": "interleaved",
+            "pipeline_parallel.virtual_stages": 2,
+            "precision": "bf16",
+        },
     ),
-    "zb-h1": (4, "Deep", {**TWO, "zero": 3, "schedule": "zb-h1"}),
-    "uneven": (3, "Deep", {**TWO, "zero": 3, "replicas": (2, 1)}),
-    "uneven, tied": (3, "DeepTied", {**TWO, "zero": 3, "replicas": (1, 2)}),
+    "zb-h1": (4, "Deep", {**TWO, "zero": 3, "pipeline_parallel.schedule": "zb-h1"}),
+    "uneven": (3, "Deep", {**TWO, "zero": 3, "pipeline_parallel.replicas": (2, 1)}),
+    "uneven, tied": (3, "DeepTied", {**TWO, "zero": 3, "pipeline_parallel.replicas": (1, 2)}),
     "activations": (4, "TiedFive", {**TWO, "zero": 3, "offload": "activations"}),
-    "streamed": (2, "TiedFive", {**TWO, **STREAMED, "schedule": "gpipe"}),
+    "streamed": (2, "TiedFive", {**TWO, **STREAMED, "pipeline_parallel.schedule": "gpipe"}),
     "streamed, replicas": (4, "TiedFive", {**TWO, **STREAMED, "clip_norm": 0.5}),
 }
 STAGES_OF_GROUPS: dict[str, Case] = {
     "1f1b": (8, "TiedFive", {**TWO, **GROUPS, "zero": 1, "clip_norm": 0.5}),
-    "zb-h1": (8, "Deep", {**TWO, **GROUPS, "zero": 2, "schedule": "zb-h1"}),
+    "zb-h1": (8, "Deep", {**TWO, **GROUPS, "zero": 2, "pipeline_parallel.schedule": "zb-h1"}),
     "offloaded": (8, "TiedFive", {**TWO, **GROUPS, **STATES, "zero": 2, "clip_norm": 0.5}),
 }
 
@@ -123,7 +153,7 @@ def close(run: list[Any], model: str, clip: float | None) -> None:
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks, model, options = OFFLOADED[name]
-    plan = zs.Plan(**options)
+    plan = zs.Plan.from_dict(options)
     executor = list(EXECUTORS)[list(OFFLOADED).index(name) % len(EXECUTORS)]
     found = pool.run(train, ranks, model, plan, executor, str(tmp_path / "a"))
     wanted = pool.run(train, ranks, model, in_memory(plan), "eager")
@@ -133,7 +163,7 @@ def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -
         assert same(mine[2], theirs[2])
     if plan.precision == "fp32":
         close(found, model, plan.clip_norm)
-    for others, other in ((1, zs.Plan(zero=0)), (2, zs.Plan(**STREAMED))):
+    for others, other in ((1, zs.Plan(zero=0)), (2, zs.Plan.from_dict(STREAMED))):
         for weights in pool.run(load, others, model, other, str(tmp_path / "a")):
             assert all(
                 weights[key].equal(value) for key, value in found[0][2].items() if value.dtype == weights[key].dtype
@@ -144,7 +174,7 @@ def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -
 def test_sliced_parameters_in_stages_change_no_bit(pool: Pool, tmp_path: Path, name: str) -> None:
     """Over the network, as whole parameters do; and over shared memory, where ranks of a stage have one copy."""
     ranks, model, options = SLICED_STAGES[name]
-    plan = zs.Plan(**{"transport": "network", **options})
+    plan = zs.Plan.from_dict({"transport": "network", **options})
     found = pool.run(train, ranks, model, plan, "latest", str(tmp_path / "a"))
     whole = replace(in_memory(plan), zero=2)
     ways = [whole, replace(whole, transport="auto")]
@@ -154,7 +184,7 @@ def test_sliced_parameters_in_stages_change_no_bit(pool: Pool, tmp_path: Path, n
             assert same(mine[2], theirs[2])
     if plan.precision == "fp32":
         close(found, model, plan.clip_norm)
-    for others, other in ((1, zs.Plan(zero=0)), (2, zs.Plan(**STREAMED))):
+    for others, other in ((1, zs.Plan(zero=0)), (2, zs.Plan.from_dict(STREAMED))):
         for weights in pool.run(load, others, model, other, str(tmp_path / "a")):
             pairs = [(weights[key], value) for key, value in found[0][2].items()]
             assert all(here.equal(value) for here, value in pairs if value.dtype == here.dtype)
@@ -172,7 +202,15 @@ def gathers(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[str], bool, float]:
 
 
 def test_a_breadth_first_schedule_gathers_a_chunk_once_per_pass(pool: Pool) -> None:
-    plan = zs.Plan(**TWO, zero=3, schedule="gpipe", chunks=2, transport="network")
+    plan = zs.Plan.from_dict(
+        {
+            **TWO,
+            "zero": 3,
+            "pipeline_parallel.schedule": "gpipe",
+            "pipeline_parallel.virtual_stages": 2,
+            "transport": "network",
+        }
+    )
     wanted = pool.run(gathers, 4, replace(plan, zero=2))
     for rank, (listed, here, loss) in enumerate(pool.run(gathers, 4, plan)):
         own = [rank // 2, rank // 2 + 2]
@@ -181,14 +219,16 @@ def test_a_breadth_first_schedule_gathers_a_chunk_once_per_pass(pool: Pool) -> N
 
 
 def test_1f1b_gathers_for_each_microbatch(pool: Pool) -> None:
-    for rank, (listed, here, _) in enumerate(pool.run(gathers, 4, zs.Plan(**TWO, zero=3, transport="network"))):
+    for rank, (listed, here, _) in enumerate(
+        pool.run(gathers, 4, zs.Plan.from_dict({**TWO, "zero": 3, "transport": "network"}))
+    ):
         assert len(listed) == 2 * (6 if rank < 2 else 8) and not here
 
 
 @pytest.mark.parametrize("name", STAGES_OF_GROUPS)
 def test_groups_of_ranks_in_stages(cube: Pool, pool: Pool, tmp_path: Path, name: str) -> None:
     ranks, model, options = STAGES_OF_GROUPS[name]
-    plan = zs.Plan(**options)
+    plan = zs.Plan.from_dict(options)
     found = cube.run(train, ranks, model, plan, "latest", str(tmp_path / "a"))
     close(found, model, plan.clip_norm)
     for _, _, weights in found[1:]:
@@ -208,15 +248,15 @@ def stream(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[float], dict[str, Tensor]
 
 
 def test_groups_of_ranks_in_stages_that_never_flush(cube: Pool) -> None:
-    one = zs.Plan(**TWO, zero=1, schedule="pipedream", clip_norm=0.5)
-    groups = cube.run(stream, 8, replace(one, shard_ranks=2))
+    one = zs.Plan.from_dict({**TWO, "zero": 1, "pipeline_parallel.schedule": "pipedream", "clip_norm": 0.5})
+    groups = cube.run(stream, 8, replace(one, shard_group=2))
     for (losses, weights), (wanted_losses, wanted) in zip(groups, cube.run(stream, 8, one), strict=True):
         assert losses == pytest.approx(wanted_losses, rel=1e-5)
         assert all((weights[name] - wanted[name]).abs().max() < 1e-5 for name in wanted)
 
 
 def test_an_evaluation_gathers_on_replicas_that_have_no_part_in_it(pool: Pool) -> None:
-    plan = zs.Plan(**TWO, zero=3, replicas=(2, 1), transport="network")
+    plan = zs.Plan.from_dict({**TWO, "zero": 3, "pipeline_parallel.replicas": (2, 1), "transport": "network"})
     wanted = pool.run(gathers, 3, replace(plan, zero=2))
     for rank, (_, here, loss) in enumerate(pool.run(gathers, 3, plan)):
         assert here == (rank == 2) and loss == wanted[rank][2]
@@ -235,7 +275,15 @@ def least(mesh: zs.Mesh, plan: zs.Plan) -> tuple[int, list[int], int]:
 
 
 def test_the_least_that_sliced_stages_need_has_a_whole_chunk(pool: Pool) -> None:
-    plan = zs.Plan(**TWO, zero=3, schedule="gpipe", chunks=2, transport="network")
+    plan = zs.Plan.from_dict(
+        {
+            **TWO,
+            "zero": 3,
+            "pipeline_parallel.schedule": "gpipe",
+            "pipeline_parallel.virtual_stages": 2,
+            "transport": "network",
+        }
+    )
     for found, chunks, slices in pool.run(least, 4, plan):
         assert len(chunks) == 2 and found == slices + max(chunks)
 
@@ -255,14 +303,16 @@ def in_shared_memory(mesh: zs.Mesh, plan: zs.Plan) -> tuple[bool, list[bool]]:
 
 
 def test_messages_take_no_shared_memory(pool: Pool) -> None:
-    for gradients, messages in pool.run(in_shared_memory, 4, zs.Plan(**TWO, zero=2, transport="shared")):
+    for gradients, messages in pool.run(
+        in_shared_memory, 4, zs.Plan.from_dict({**TWO, "zero": 2, "transport": "shared"})
+    ):
         assert gradients and messages and not any(messages)
 
 
 def test_groups_that_do_not_divide_a_stage_are_refused(pool: Pool) -> None:
-    for error in pool.run(refused, 4, zs.Plan(**TWO, zero=1, shard_ranks=3)):
+    for error in pool.run(refused, 4, zs.Plan.from_dict({**TWO, "zero": 1, "shard_group": 3})):
         assert error == (
-            "2 ranks of a stage do not divide into groups of shard_ranks=3; start a multiple of 3 ranks of a stage."
+            "2 ranks of a stage do not divide into groups of shard_group=3; start a multiple of 3 ranks of a stage."
         )
 
 
@@ -275,19 +325,19 @@ def refused(mesh: zs.Mesh, plan: zs.Plan) -> str:
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"schedule": "2bw"}, "schedule='2bw' do not combine"),
-        ({"delayed_update": True}, "delayed_update=True and stages=2 do not combine"),
+        ({"pipeline_parallel.schedule": "2bw"}, "schedule='2bw' do not combine"),
+        ({"offload.delayed_update": True}, "delayed_update=True and pipeline_parallel=2 do not combine"),
     ],
 )
 def test_what_has_no_end_of_a_step_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        zs.Plan(**TWO, zero=1, offload="optimizer", **options)
+        zs.Plan.from_dict({**TWO, "zero": 1, "offload": "optimizer", **options})
 
 
 @pytest.mark.parametrize("options", [{"zero": 3}, {"transport": "shared"}])
 def test_older_versions_of_weights_are_whole_and_a_ranks_own(options: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match="schedule='pipedream' do not combine"):
-        zs.Plan(**TWO, schedule="pipedream", **options)
+        zs.Plan.from_dict({**TWO, "pipeline_parallel.schedule": "pipedream", **options})
 
 
 def reshaped(mesh: zs.Mesh, model: str, plan: zs.Plan) -> tuple[list[float], dict[str, Tensor]]:
@@ -305,8 +355,8 @@ def reshaped(mesh: zs.Mesh, model: str, plan: zs.Plan) -> tuple[list[float], dic
     [
         (2, 2, {"zero": 3, "transport": "network", "microbatches": 2}),
         (2, 1, {**TWO}),
-        (2, 1, {**TWO, "schedule": "zb-h1", "recompute": "chunk"}),
-        (2, 1, {**TWO, **STREAMED, "schedule": "gpipe"}),
+        (2, 1, {**TWO, "pipeline_parallel.schedule": "zb-h1", "recompute": "chunk"}),
+        (2, 1, {**TWO, **STREAMED, "pipeline_parallel.schedule": "gpipe"}),
         (1, 1, {"offload": "optimizer,activations", "microbatches": 4}),
     ],
     ids=["stage 3", "1f1b", "zb-h1", "streamed gpipe", "activations"],
@@ -314,7 +364,7 @@ def reshaped(mesh: zs.Mesh, model: str, plan: zs.Plan) -> tuple[list[float], dic
 def test_batches_may_change_their_shapes_from_step_to_step(
     pool: Pool, ranks: int, like: int, options: dict[str, Any]
 ) -> None:
-    plan = zs.Plan(**options)
+    plan = zs.Plan.from_dict(options)
     wanted = pool.run(reshaped, like, "Five", zs.Plan(zero=0, microbatches=plan.microbatches))
     for rank, (losses, weights) in enumerate(pool.run(reshaped, ranks, "Five", plan)):
         theirs, expected = wanted[rank % like]

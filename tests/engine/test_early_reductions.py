@@ -134,12 +134,17 @@ def engine_of(mesh: zs.Mesh, name: str, plan: dict[str, Any]) -> zs.Engine:
     """With two stages, if the plan does not say otherwise; of five blocks, three on the first."""
     torch.manual_seed(0)
     model = {**MODELS, **LONGER, **OWN}[name]()
-    plan = {"stages": 2, "microbatches": 4, **({} if "chunks" in plan else {"split": ("blocks.3",)}), **plan}
+    plan = {
+        "pipeline_parallel": 2,
+        "microbatches": 4,
+        **({} if "pipeline_parallel.virtual_stages" in plan else {"pipeline_parallel.split": ("blocks.3",)}),
+        **plan,
+    }
     make = OPTIMIZERS["adamw"]
     return zs.Engine(
         model,
         lambda ps: make([p for p in ps if p.requires_grad]),
-        zs.Plan(**{"balance": "parameters", **plan}),
+        zs.Plan.from_dict({"pipeline_parallel.balance": "parameters", **plan}),
         mesh=mesh,
         example=(data(0, 0, 1, 2), 0),
     )
@@ -212,15 +217,15 @@ WHOLE = {  # of each stage, the units in the order in which their gradients are 
 PLANS: dict[str, dict[str, Any]] = {
     **{f"zero{zero}": {"zero": zero, **NETWORK} for zero in range(4)},
     **{f"zero{zero}-shared": {"zero": zero, "transport": "shared"} for zero in (0, 1, 3)},
-    "gpipe-recomputed": {"schedule": "gpipe", "zero": 1, **NETWORK},
+    "gpipe-recomputed": {"pipeline_parallel.schedule": "gpipe", "zero": 1, **NETWORK},
     "1f1b-recomputed": {"recompute": "chunk", "zero": 0, **NETWORK},
-    "naive": {"schedule": "naive", "zero": 0, **NETWORK},
+    "naive": {"pipeline_parallel.schedule": "naive", "zero": 0, **NETWORK},
     "bf16": {"precision": "bf16", "zero": 1, **NETWORK},
     "bf16-once": {"precision": "bf16", "microbatches": 1, "zero": 0, **NETWORK},
     "bf16-two-dtypes": {"precision": "bf16", "fp32_modules": ("LayerNorm",), "zero": 1, **NETWORK},
-    "fp16": {"precision": "fp16", "zero": 1, "loss_scale_initial": 2.0**20, **NETWORK},
+    "fp16": {"precision": "fp16", "zero": 1, "loss_scale.initial": 2.0**20, **NETWORK},
     "wire-bf16": {"reduce_dtype": "bf16", "zero": 1, **NETWORK},
-    "offload": {"offload": "optimizer", "speculate": False, "zero": 2, **NETWORK},
+    "offload": {"offload": "optimizer", "offload.speculate": False, "zero": 2, **NETWORK},
 }
 
 
@@ -240,12 +245,12 @@ def test_all_but_the_first_unit_start_inside_of_the_last_backward(pool: Pool, na
 
 
 def test_one_replica_that_offloads_starts_inside_and_others_listen_to_nothing(pool: Pool) -> None:
-    for events in both(pool, 2, "Five", {"zero": 2, "offload": "optimizer", "speculate": False}):
+    for events in both(pool, 2, "Five", {"zero": 2, "offload": "optimizer", "offload.speculate": False}):
         assert all(len(starts(step)[0][-1]) >= 2 for step in events)
     assert pool.run(listened, 2, {}) == [0, 0]
     assert pool.run(listened, 4, {"zero": 0}) == [9, 9, 6, 6]  # three of stage 0 and two of stage 1, in three steps
-    assert pool.run(listened, 4, {"zero": 0, "schedule": "zb-h1"}) == [0] * 4
-    assert pool.run(listened, 4, {"zero": 0, "schedule": "pipedream"}) == [0] * 4
+    assert pool.run(listened, 4, {"zero": 0, "pipeline_parallel.schedule": "zb-h1"}) == [0] * 4
+    assert pool.run(listened, 4, {"zero": 0, "pipeline_parallel.schedule": "pipedream"}) == [0] * 4
 
 
 def listened(mesh: zs.Mesh, plan: dict[str, Any]) -> int:
@@ -262,9 +267,16 @@ def listened(mesh: zs.Mesh, plan: dict[str, Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize("plan", [{"schedule": "interleaved"}, {"schedule": "gpipe", "zero": 3}, {"schedule": "naive"}])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pipeline_parallel.schedule": "interleaved"},
+        {"pipeline_parallel.schedule": "gpipe", "zero": 3},
+        {"pipeline_parallel.schedule": "naive"},
+    ],
+)
 def test_each_of_several_chunks_has_its_own_last_backward(pool: Pool, plan: dict[str, Any]) -> None:
-    plan = {"chunks": 3, "zero": 1, **plan, **NETWORK}
+    plan = {"pipeline_parallel.virtual_stages": 3, "zero": 1, **plan, **NETWORK}
     for events in both(pool, 4, "Deep", plan):
         for step in events:
             inside, outside = starts(step)
@@ -275,7 +287,9 @@ def test_each_of_several_chunks_has_its_own_last_backward(pool: Pool, plan: dict
             assert sum(map(len, full)) == len([event for event in step if event not in "[]"]) - 3
 
 
-@pytest.mark.parametrize("plan", [{"zero": 1}, {"zero": 3, "schedule": "gpipe"}, {"zero": 0, "transport": "shared"}])
+@pytest.mark.parametrize(
+    "plan", [{"zero": 1}, {"zero": 3, "pipeline_parallel.schedule": "gpipe"}, {"zero": 0, "transport": "shared"}]
+)
 def test_a_unit_that_lends_waits_for_the_repayment(pool: Pool, plan: dict[str, Any]) -> None:
     for rank, events in enumerate(both(pool, 4, "TiedFive", {**NETWORK, **plan})):
         for step in events:
@@ -294,7 +308,12 @@ def test_units_after_one_that_lends_wait_for_it(pool: Pool) -> None:
 
 
 def test_chunks_of_a_stage_that_share_a_weight(pool: Pool) -> None:
-    for events in both(pool, 4, "Shared", {"schedule": "interleaved", "chunks": 3, "zero": 1, **NETWORK}):
+    for events in both(
+        pool,
+        4,
+        "Shared",
+        {"pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 3, "zero": 1, **NETWORK},
+    ):
         assert all(len(starts(step)[1]) == 3 for step in events)
 
 
@@ -326,7 +345,9 @@ def test_weights_that_are_used_ahead_of_their_layer_are_complete_later(pool: Poo
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2)], ids=str)
 def test_uneven_replicas(pool: Pool, replicas: tuple[int, int]) -> None:
-    for rank, events in enumerate(both(pool, 3, "TiedFive", {"replicas": replicas, "zero": 1, **NETWORK})):
+    for rank, events in enumerate(
+        both(pool, 3, "TiedFive", {"pipeline_parallel.replicas": replicas, "zero": 1, **NETWORK})
+    ):
         stage = 0 if rank < replicas[0] else 1
         units = [["blocks.2", "blocks.1", "blocks.0"], ["blocks.4"]][stage]
         assert all(starts(step)[0][-1] == (units if replicas[stage] > 1 else []) for step in events)

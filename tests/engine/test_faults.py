@@ -150,7 +150,11 @@ def test_four_ranks_that_differ(pool: Pool, zero: int) -> None:
 def poisoned(mesh: zs.Mesh, zero: int, precision: str, nonfinite: str, ranks_hit: tuple[int, ...], value: float) -> Any:
     """One good step, one in which one element of one gradient is `value` on some ranks, two good ones."""
     plan = zs.Plan(
-        zero=zero, transport=transport_of(zero), precision=precision, nonfinite=nonfinite, loss_scale_initial=8.0
+        zero=zero,
+        transport=transport_of(zero),
+        precision=precision,
+        nonfinite=nonfinite,
+        loss_scale=zs.LossScale(initial=8.0),
     )  # type: ignore[arg-type]
     model = branches(torch.float32)
     engine = zs.Engine(model, MAKERS["adamw"], plan, mesh=mesh)

@@ -42,6 +42,6 @@ def test_the_smallest_budget_where_nothing_fits() -> None:
     smallest = re.search(r"device_memory=(\d+)", str(refused.value))
     assert smallest is not None
     plan = {"zero": 3, "offload": "optimizer,parameters", "units": ("Linear",)}
-    engine(zs.Plan(**plan, device_memory=int(smallest[1])))
+    engine(zs.Plan.from_dict({**plan, "device_memory": int(smallest[1])}))
     with pytest.raises(BudgetExceeded, match="No plan that differs in zero and offload"):
-        engine(zs.Plan(**plan, device_memory=int(smallest[1]) - 1))
+        engine(zs.Plan.from_dict({**plan, "device_memory": int(smallest[1]) - 1}))

@@ -45,7 +45,7 @@ def masters(engine: zs.Engine) -> dict[str, torch.Tensor]:
 
 def load(mesh: zs.Mesh, plan: dict[str, Any], path: str) -> Any:
     """The state dict and this rank's masters after loading."""
-    engine = zs.Engine(gpt2(1 + mesh.rank), partial(torch.optim.AdamW, lr=1e-2), zs.Plan(**plan), mesh=mesh)
+    engine = zs.Engine(gpt2(1 + mesh.rank), partial(torch.optim.AdamW, lr=1e-2), zs.Plan.from_dict(plan), mesh=mesh)
     engine.load_weights(path)
     return engine.state_dict(), masters(engine)
 
@@ -160,7 +160,7 @@ def test_a_rank_reads_its_slice(pool: Pool, zero: int, tmp_path: Path) -> None:
 
 def load_cut(mesh: zs.Mesh, path: str) -> Any:
     """The state dict of a model in two stages after loading."""
-    plan = zs.Plan(stages=2, microbatches=2, balance="parameters")
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, balance="parameters"), microbatches=2)
     example = (batch(0, 0, 1, 2), 0)
     engine = zs.Engine(build("TiedFive", seed=mesh.rank), torch.optim.AdamW, plan, mesh=mesh, example=example)
     engine.load_weights(path)

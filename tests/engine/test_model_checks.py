@@ -136,7 +136,7 @@ def test_moves_to_where_the_model_is_do_nothing() -> None:
 def loads(mesh: zs.Mesh, settings: dict[str, Any]) -> tuple[list[str], bool, bool]:
     """What is said of loads outside and inside `gathered()`, and whether the latter stays after a step."""
     model = net()
-    engine = zs.Engine(model, sgd, zs.Plan(**settings), mesh=mesh)
+    engine = zs.Engine(model, sgd, zs.Plan.from_dict(settings), mesh=mesh)
     wanted = {name: torch.full_like(value, 0.5) for name, value in engine.state_dict().items()}
     own = {name.removeprefix("1."): value for name, value in wanted.items() if name.startswith("1.")}
     said = []
@@ -204,7 +204,7 @@ def staged(mesh: zs.Mesh) -> str:
     engine = zs.Engine(
         model,
         sgd,
-        zs.Plan(stages=2, microbatches=2),
+        zs.Plan(pipeline_parallel=2, microbatches=2),
         mesh=mesh,
         example=torch.ones(2, 4),
         loss=lambda out, _: out.sum(),

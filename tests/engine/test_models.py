@@ -109,7 +109,7 @@ def graphs_per_step(mesh: zs.Mesh, plan: str) -> list[int]:
     model: Any = build(ZOO["chain"])
     for block in model.blocks:
         block.compile(backend=keep)
-    engine = zs.Engine(model, OPTIMIZER, zs.Plan(**PLANS[plan]), mesh=mesh)
+    engine = zs.Engine(model, OPTIMIZER, zs.Plan.from_dict(PLANS[plan]), mesh=mesh)
     counts = []
     for step in range(4):
         engine.train_step(batch(ZOO["chain"], step, mesh.rank, mesh.ranks))
@@ -200,7 +200,7 @@ def train_averaged(mesh: zs.Mesh, plan: str) -> list[dict[str, Tensor]]:
     case = ZOO["chain"]
     model = build(case, seed=mesh.rank)
     before = average(model)
-    engine = zs.Engine(model, OPTIMIZER, zs.Plan(**PLANS[plan]), mesh=mesh)
+    engine = zs.Engine(model, OPTIMIZER, zs.Plan.from_dict(PLANS[plan]), mesh=mesh)
     with engine.gathered():
         after = average(model)
     by_hand: dict[str, Tensor] = {}
@@ -431,7 +431,7 @@ CLAMPED = functools.partial(zoo.Chain, Clamping)
 def writes_in_its_forward(mesh: zs.Mesh, plan: str) -> Any:
     """What the engine says of weights that are written in the forward."""
     with pytest.raises(PlanError) as refused:
-        zs.Engine(Renormalising(), OPTIMIZER, zs.Plan(**PLANS[plan]), mesh=mesh)
+        zs.Engine(Renormalising(), OPTIMIZER, zs.Plan.from_dict(PLANS[plan]), mesh=mesh)
     case = Case(CLAMPED, zoo.numbers())
     try:
         return str(refused.value), train(mesh, case, **PLANS[plan])

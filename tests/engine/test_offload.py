@@ -25,16 +25,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 0": {"offload": "optimizer", "zero": 0},
     "stage 1": {"offload": "optimizer", "zero": 1},
     "stage 3": {"offload": "optimizer", "zero": 3},
-    "half": {"offload": "optimizer", "offload_share": 0.5},
+    "half": {"offload": "optimizer", "offload.fraction": 0.5},
     "streamed": {"offload": "optimizer,parameters", "zero": 3},
     "all": {"offload": "optimizer,parameters,activations", "zero": 3},
     "activations": {"offload": "activations"},
-    "disk": {"offload": "optimizer,parameters", "zero": 3, "offload_disk": "DISK", "offload_disk_parameters": True},
+    "disk": {"offload": "optimizer,parameters", "zero": 3, "offload.disk": "DISK", "offload.disk_parameters": True},
 }
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16", "loss_scale_initial": 2.0**20, "loss_scale_window": 3},
+    "fp16": {"precision": "fp16", "loss_scale.initial": 2.0**20, "loss_scale.window": 3},
     "clipped": {"clip_norm": 0.5, "precision": "bf16"},
     "four": {"microbatches": 4, "precision": "bf16", "clip_norm": 0.5},
     "local": {"microbatches": 2, "reduce_every": "step"},
@@ -48,7 +48,7 @@ def test_offloaded_equals_in_memory(way: str, executor: str, tmp_path: Path, mon
     for name, kind in KINDS.items():
         if name == "local" and WAYS[way].get("zero") in (0, 1):
             continue
-        plan = zs.Plan(**{**WAYS[way], **kind})
+        plan = zs.Plan.from_dict({**WAYS[way], **kind})
         with executing(executor):
             found = run(plan)
         assert_same(found, run(in_memory(plan)))
@@ -60,7 +60,7 @@ def test_any_model_offloaded(way: str) -> None:
         for kind in ("fp32", "bf16"):
             if model == "TwoDtypes" and kind == "bf16":
                 continue
-            plan = zs.Plan(**{**WAYS[way], **KINDS[kind]})
+            plan = zs.Plan.from_dict({**WAYS[way], **KINDS[kind]})
             with executing("latest"):
                 found = run(plan, model, steps=4)
             assert_same(found, run(in_memory(plan), model, steps=4))
@@ -81,7 +81,7 @@ def test_any_optimizer_offloaded(kind: str) -> None:
     }[kind]
     for way in ("optimizer", "streamed"):
         for precision in ("fp32", "bf16"):
-            plan = zs.Plan(**{**WAYS[way], "precision": precision, "microbatches": 2})
+            plan = zs.Plan.from_dict({**WAYS[way], "precision": precision, "microbatches": 2})
             with executing("shuffled"):
                 found = run(plan, optimizer=optimizer)
             assert_same(found, run(in_memory(plan), optimizer=optimizer))
@@ -105,10 +105,10 @@ def test_offloaded_equals_in_memory_on_several_ranks(pool: Pool, ranks: int, exe
         kinds = kinds[:1]
     rows = [way for way in ways if way["offload"] != "activations" and way.get("zero") != 0]
     plans = [
-        zs.Plan(**{"transport": transport_of(way.get("zero", 2)), **way, **k})
+        zs.Plan.from_dict({"transport": transport_of(way.get("zero", 2)), **way, **k})
         for way in rows
         for k in kinds
-        if "offload_disk" not in way
+        if "offload.disk" not in way
     ]
     half = len(plans) // 2
     for part in (plans[:half], plans[half:]):
@@ -120,8 +120,8 @@ def test_offloaded_equals_in_memory_on_several_ranks(pool: Pool, ranks: int, exe
 @pytest.mark.parametrize("executor", ["latest", "shuffled", "worker"])
 def test_wrong_guesses_leave_no_trace(executor: str) -> None:
     spikes = (7, -9, 12, -15)  # clipped, skipped, ...
-    for extra in ({"clip_norm": 50.0, "nonfinite": "skip"}, {"precision": "fp16", "loss_scale_initial": 1024.0}):
-        plan = zs.Plan(**{**WAYS["optimizer"], **extra})
+    for extra in ({"clip_norm": 50.0, "nonfinite": "skip"}, {"precision": "fp16", "loss_scale.initial": 1024.0}):
+        plan = zs.Plan.from_dict({**WAYS["optimizer"], **extra})
         with executing(executor):
             guessing = zs.Engine(build("Sometimes", 0), ADAMW, plan)
             found = take_steps(guessing, 18, spikes=spikes), guessing.state_dict()
@@ -130,7 +130,9 @@ def test_wrong_guesses_leave_no_trace(executor: str) -> None:
         assert_same(found, run(in_memory(plan), "Sometimes", 18, spikes=spikes))
         with executing(executor):
             sober = zs.Engine(
-                build("Sometimes", 0), ADAMW, zs.Plan(**{**WAYS["optimizer"], **extra, "speculate": False})
+                build("Sometimes", 0),
+                ADAMW,
+                zs.Plan.from_dict({**WAYS["optimizer"], **extra, "offload.speculate": False}),
             )
             assert_same((take_steps(sober, 18, spikes=spikes), sober.state_dict()), found)
         assert (sober.guesses.taken, sober.guesses.undone) == (0, 0)
@@ -172,8 +174,8 @@ def stale(norms: list[float], warmup: int, clip: float | None, steps: int) -> tu
 @pytest.mark.parametrize("way", ["optimizer", "stage 3", "streamed", "half"])
 def test_a_delayed_update_equals_the_stale_reference(way: str, executor: str, tmp_path: Path) -> None:
     for clip, disk in ((None, None), (0.5, None), (None, str(tmp_path))):
-        extra: dict[str, Any] = {} if way == "half" else {"delayed_update": True, "delayed_warmup": 3}
-        plan = zs.Plan(**WAYS[way], **extra, clip_norm=clip, offload_disk=disk)
+        extra: dict[str, Any] = {} if way == "half" else {"offload.delayed_update": True, "offload.delayed_warmup": 3}
+        plan = zs.Plan.from_dict({**WAYS[way], **extra, "clip_norm": clip, "offload.disk": disk})
         with executing(executor):
             engine = zs.Engine(build("Plain", 0), ADAMW, plan)
             schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
@@ -192,7 +194,7 @@ def test_a_delayed_update_equals_the_stale_reference(way: str, executor: str, tm
 
 
 def test_evaluation_uses_the_latest_weights() -> None:
-    plan = zs.Plan(offload="optimizer", delayed_update=True, delayed_warmup=0)
+    plan = zs.Plan(offload=zs.Offload("optimizer", delayed_update=True, delayed_warmup=0))
     with executing("latest"):
         engine = zs.Engine(build("Plain", 0), ADAMW, plan)
         plain = zs.Engine(build("Plain", 0), ADAMW, zs.Plan())
@@ -207,12 +209,12 @@ def test_evaluation_uses_the_latest_weights() -> None:
 @pytest.mark.parametrize("disk", [False, True])
 def test_checkpoints_in_the_midst_of_a_pending_update(moments: Any, disk: bool, tmp_path: Path) -> None:
     def make(**extra: Any) -> zs.Engine:
-        return zs.Engine(build("Sometimes", 0), ADAMW, zs.Plan(**extra))
+        return zs.Engine(build("Sometimes", 0), ADAMW, zs.Plan.from_dict(extra))
 
-    below: dict[str, Any] = {"offload": "optimizer", "offload_moments": moments, "delayed_update": True,
-                             "delayed_warmup": 1, "precision": "bf16"}  # fmt: skip
+    below: dict[str, Any] = {"offload": "optimizer", "offload.moments": moments, "offload.delayed_update": True,
+                             "offload.delayed_warmup": 1, "precision": "bf16"}  # fmt: skip
     if disk:
-        below["offload_disk"] = str(tmp_path / "states")
+        below["offload.disk"] = str(tmp_path / "states")
     with executing("shuffled"):
         first = make(**below)
         take_steps(first, 5)
@@ -231,7 +233,7 @@ def test_checkpoints_in_the_midst_of_a_pending_update(moments: Any, disk: bool, 
         assert_same((take_steps(third, 5, 5), third.state_dict()), rest)
         saving.wait()
     if moments == "fp32":
-        plain = make(**{**below, "delayed_update": False, "delayed_warmup": 40})
+        plain = make(**{**below, "offload.delayed_update": False, "offload.delayed_warmup": 40})
         plain.load(tmp_path / "a")
         again = make(precision="bf16")
         again.load(tmp_path / "c")
@@ -241,7 +243,7 @@ def test_checkpoints_in_the_midst_of_a_pending_update(moments: Any, disk: bool, 
 def test_moments_in_fewer_bits_learn_nearly_the_same() -> None:
     exact = run(zs.Plan(offload="optimizer"), steps=12)[0]
     for moments in ("bf16", "8bit"):
-        rounded = run(zs.Plan(offload="optimizer", offload_moments=moments), steps=12)[0]
+        rounded = run(zs.Plan(offload=zs.Offload("optimizer", moments=moments)), steps=12)[0]
         assert rounded != exact
         for (found, _), (wanted, _) in zip(rounded, exact, strict=True):
             assert found == pytest.approx(wanted, rel=0.02)
@@ -264,14 +266,14 @@ def test_own_loop_accumulates_and_gathers(tmp_path: Path, monkeypatch: pytest.Mo
 
     for way in ("optimizer", "half", "streamed", "all", "disk"):
         for precision in ("fp32", "bf16"):
-            plan = zs.Plan(**WAYS[way], precision=precision)
+            plan = zs.Plan.from_dict({**WAYS[way], "precision": precision})
             with executing("shuffled"):
                 found = go(plan)
             assert_same(found, go(in_memory(plan)))
 
 
 @pytest.mark.parametrize(
-    "setting", [{"offload_moments": "8bit"}, {"delayed_update": True}, {"offload_disk": "states"}], ids=str
+    "setting", [{"offload.moments": "8bit"}, {"offload.delayed_update": True}, {"offload.disk": "states"}], ids=str
 )
 def test_what_the_host_adam_alone_can_do_is_refused_for_fp64(
     setting: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,7 +282,7 @@ def test_what_the_host_adam_alone_can_do_is_refused_for_fp64(
     (name,) = setting
     message = rf"{name}=.* is for the host's own Adam.*'blocks.1.* is torch.float64. Convert .* or leave"
     with pytest.raises(ModelError, match=message):
-        zs.Engine(build("TwoDtypes", 0), ADAMW, zs.Plan(offload="optimizer", **setting))
+        zs.Engine(build("TwoDtypes", 0), ADAMW, zs.Plan.from_dict({"offload": "optimizer", **setting}))
 
 
 class Deep(torch.nn.Module):
@@ -300,7 +302,7 @@ class Deep(torch.nn.Module):
 
 def test_the_device_holds_what_the_formula_says() -> None:
     def device(depth: int, **extra: Any) -> tuple[zs.Engine, int]:
-        engine = zs.Engine(Deep(depth), ADAMW, zs.Plan(**extra))
+        engine = zs.Engine(Deep(depth), ADAMW, zs.Plan.from_dict(extra))
         tokens = torch.randint(0, 16, (2, 4), generator=torch.Generator().manual_seed(1))
         for _ in range(3):
             engine.train_step(tokens)
@@ -347,7 +349,7 @@ def test_a_model_of_several_times_the_budget_trains(times: int, extra: dict[str,
     expected = reference.state_dict()
     del reference
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        engine, found = train(zs.Plan(precision="bf16", device_memory=budget, **extra))
+        engine, found = train(zs.Plan.from_dict({"precision": "bf16", "device_memory": budget, **extra}))
     assert peak_of(watched) <= budget  # all of torch's allocations, temporaries too
     assert_same((found, engine.state_dict()), (wanted, expected))
     with pytest.raises(BudgetExceeded, match=r"on the device|the weights take"):
@@ -358,9 +360,9 @@ def test_a_budget_covers_activations() -> None:
     tokens = torch.zeros(64, 16, dtype=torch.int64)
     plan = {"offload": "optimizer,parameters", "zero": 3, "device_memory": "1MiB"}
     with pytest.raises(BudgetExceeded, match="of activations on the device"):
-        zs.Engine(fresh(8), ADAMW, zs.Plan(**plan)).train_step(tokens)
+        zs.Engine(fresh(8), ADAMW, zs.Plan.from_dict(plan)).train_step(tokens)
     plan["offload"] = "optimizer,parameters,activations"
-    zs.Engine(fresh(8), ADAMW, zs.Plan(**{**plan, "device_memory": "1.5MiB"})).train_step(tokens)
+    zs.Engine(fresh(8), ADAMW, zs.Plan.from_dict({**plan, "device_memory": "1.5MiB"})).train_step(tokens)
 
 
 def test_a_budget_too_small_for_the_weights_in_use_is_refused_at_once() -> None:
@@ -368,16 +370,16 @@ def test_a_budget_too_small_for_the_weights_in_use_is_refused_at_once() -> None:
     plan: dict[str, Any] = {"offload": "optimizer,parameters,activations", "zero": 3}
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(BudgetExceeded, match=f"two units at a time and the root take {2 * unit + root:,}"):
-        zs.Engine(fresh(4), ADAMW, zs.Plan(device_memory=2 * unit, **plan))
+        zs.Engine(fresh(4), ADAMW, zs.Plan.from_dict({"device_memory": 2 * unit, **plan}))
     enough = 7 * unit + 2 * root  # with the gradients of three units on their way
-    zs.Engine(fresh(4), ADAMW, zs.Plan(device_memory=enough, **plan)).train_step(tokens)
+    zs.Engine(fresh(4), ADAMW, zs.Plan.from_dict({"device_memory": enough, **plan})).train_step(tokens)
 
 
 def test_a_disk_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = {"offload": "optimizer", "offload_disk": str(tmp_path / "states")}
+    disk = {"offload": "optimizer", "offload.disk": str(tmp_path / "states")}
     reference = zs.Engine(build("Plain", 0), ADAMW, zs.Plan())
     wanted = take_steps(reference, 4)
-    engine = zs.Engine(build("Plain", 0), ADAMW, zs.Plan(**disk))
+    engine = zs.Engine(build("Plain", 0), ADAMW, zs.Plan.from_dict(disk))
     assert take_steps(engine, 2) == wanted[:2]
     engine.save(tmp_path / "a", wait=True)
     write = os.pwritev
@@ -392,19 +394,19 @@ def test_a_disk_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OffloadError, match="earlier checkpoints are as they were"):
         take_steps(engine, 2, 2)
     monkeypatch.undo()
-    again = zs.Engine(build("Plain", 0), ADAMW, zs.Plan(**disk))
+    again = zs.Engine(build("Plain", 0), ADAMW, zs.Plan.from_dict(disk))
     again.load(tmp_path / "a")
     assert take_steps(again, 2, 2) == wanted[2:]
     monkeypatch.setattr(os, "posix_fallocate", full)
     calls = iter([2])
     with pytest.raises(OffloadError, match="free"):
-        zs.Engine(build("Plain", 0), ADAMW, zs.Plan(**disk))
+        zs.Engine(build("Plain", 0), ADAMW, zs.Plan.from_dict(disk))
 
 
 def test_what_offload_cannot_do_is_refused() -> None:
     sgd = partial(torch.optim.SGD, lr=0.1)
     with pytest.raises(OptimizerError, match="neither torch"):
-        zs.Engine(build("Plain", 0), sgd, zs.Plan(offload="optimizer", delayed_update=True))
+        zs.Engine(build("Plain", 0), sgd, zs.Plan(offload=zs.Offload("optimizer", delayed_update=True)))
     with pytest.raises(PlanError, match="zero=3"):
         zs.Plan(offload="optimizer,parameters", zero=2)
     with torch.device("meta"):

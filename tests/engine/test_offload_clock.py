@@ -45,7 +45,7 @@ class Clocked:
         monkeypatch.setattr(real, "executor_of", executor)
         self._seconds = seconds
         model = Blocks()
-        self.engine = zs.Engine(model, ADAMW, zs.Plan(**{"offload": "optimizer", **plan}))
+        self.engine = zs.Engine(model, ADAMW, zs.Plan.from_dict({"offload": "optimizer", **plan}))
         late = self.engine._assembly.late
         assert isinstance(late, HostUpdates)
         late.link.now = lambda: self.clock.now
@@ -103,14 +103,18 @@ def test_after_the_norm_updates_hide_behind_the_next_forward(
     monkeypatch: pytest.MonkeyPatch, update: float, exposed: dict[str, float]
 ) -> None:
     seconds = {DOWN: 2, UPDATE: update, UP: 1}
-    assert Clocked(monkeypatch, seconds, speculate=False).steps(3) == exposed
+    assert Clocked(monkeypatch, seconds, **{"offload.speculate": False}).steps(3) == exposed
     assert sum(exposed.values()) < serial(seconds)
 
 
 @pytest.mark.parametrize("update", [3.0, 6.0, 9.0])
 def test_delayed_updates_hide_behind_a_whole_step(monkeypatch: pytest.MonkeyPatch, update: float) -> None:
     """A step takes its compute and the way of one block's gradient and weights, or all updates if these take longer."""
-    run = Clocked(monkeypatch, {DOWN: 2, UPDATE: update, UP: 1}, delayed_update=True, delayed_warmup=1)
+    run = Clocked(
+        monkeypatch,
+        {DOWN: 2, UPDATE: update, UP: 1},
+        **{"offload.delayed_update": True, "offload.delayed_warmup": 1},
+    )
     run.steps(4)
     began = run.clock.now
     exposed = run.steps(1)

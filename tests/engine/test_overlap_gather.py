@@ -58,7 +58,7 @@ class Net(nn.Module):
 def make(mesh: zs.Mesh, **options: Any) -> zs.Engine:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"zero": 2, "transport": "network", **options}
-    return zs.Engine(Net(), lambda ps: torch.optim.AdamW(ps, lr=1e-2), zs.Plan(**settings), mesh=mesh)
+    return zs.Engine(Net(), lambda ps: torch.optim.AdamW(ps, lr=1e-2), zs.Plan.from_dict(settings), mesh=mesh)
 
 
 def twins(mesh: zs.Mesh, **options: Any) -> tuple[zs.Engine, zs.Engine]:
@@ -501,12 +501,17 @@ def test_one_rank_has_nothing_to_wait_for(pool: Pool) -> None:
     assert pool.run(nothing_to_wait_for, 1) == [(True, [])]
 
 
-@pytest.mark.parametrize("other", [{"zero": 0}, {"zero": 3}, {"transport": "shared"}, {"stages": 2, "microbatches": 2},
-                                   {"offload": "optimizer"}, {"offload": "activations"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"zero": 0}, {"zero": 3}, {"transport": "shared"}, {"pipeline_parallel": 2, "microbatches": 2}),
+        *({"offload": "optimizer"}, {"offload": "activations"}),
+    ],
+)
 def test_what_does_not_combine_is_refused(other: dict[str, Any]) -> None:
     name = next(iter(other))
     with pytest.raises(PlanError, match=rf"overlap_gather=True and {name}=.* do not combine"):
-        zs.Plan(overlap_gather=True, **other)
+        zs.Plan.from_dict({"overlap_gather": True, **other})
 
 
 def test_it_is_a_yes_or_a_no() -> None:

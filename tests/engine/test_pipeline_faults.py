@@ -28,60 +28,107 @@ ROOT = Path(__file__).parents[2]
 
 PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "zero-3": (
-        {"stages": 2, "zero": 3, "schedule": "pipedream"},
+        {"pipeline_parallel": 2, "zero": 3, "pipeline_parallel.schedule": "pipedream"},
         ["zero=3 and schedule='pipedream' do not combine", "Use zero=1 or 2"],
     ),
     "fp16-pipedream": (
-        {"stages": 2, "schedule": "pipedream", "precision": "fp16"},
+        {"pipeline_parallel": 2, "pipeline_parallel.schedule": "pipedream", "precision": "fp16"},
         ["schedule='pipedream'", "cannot decide together", "precision='bf16'", "schedule='1f1b'"],
     ),
     "loss-scale-2bw": (
-        {"stages": 2, "schedule": "2bw", "microbatches": 2, "loss_scale": 8.0},
+        {"pipeline_parallel": 2, "pipeline_parallel.schedule": "2bw", "microbatches": 2, "loss_scale": 8.0},
         ["schedule='2bw'", "loss scaling", "precision='bf16'"],
     ),
     "reduce-pipedream": (
-        {"stages": 2, "schedule": "pipedream", "reduce_every": "microbatch"},
+        {"pipeline_parallel": 2, "pipeline_parallel.schedule": "pipedream", "reduce_every": "microbatch"},
         ["schedule='pipedream'", "reduce_every='auto'"],
     ),
     "chunks-1f1b": (
-        {"stages": 2, "chunks": 2},
-        ["schedule='1f1b' has one chunk per stage and chunks is 2", "schedule='interleaved'", "chunks=1"],
+        {"pipeline_parallel": 2, "pipeline_parallel.virtual_stages": 2},
+        [
+            "schedule='1f1b' has one chunk per stage and virtual_stages is 2",
+            "schedule='interleaved'",
+            "virtual_stages=1",
+        ],
     ),
-    "chunks-pipedream": ({"stages": 2, "chunks": 3, "schedule": "pipedream"}, ["chunks is 3", "chunks=1"]),
+    "chunks-pipedream": (
+        {"pipeline_parallel": 2, "pipeline_parallel.virtual_stages": 3, "pipeline_parallel.schedule": "pipedream"},
+        ["virtual_stages is 3", "virtual_stages=1"],
+    ),
     "interleaved": (
-        {"stages": 3, "chunks": 2, "schedule": "interleaved", "microbatches": 4},
+        {
+            "pipeline_parallel": 3,
+            "pipeline_parallel.virtual_stages": 2,
+            "pipeline_parallel.schedule": "interleaved",
+            "microbatches": 4,
+        },
         ["groups of 3", "4 microbatches do not divide", "a multiple of 3"],
     ),
-    "2bw-microbatches": ({"stages": 3, "schedule": "2bw", "microbatches": 2}, ["from 3 microbatches", "is 2"]),
-    "vertical-1f1b": ({"stages": 2, "vertical_sync": True}, ["vertical_sync=True", "schedule='pipedream'"]),
+    "2bw-microbatches": (
+        {"pipeline_parallel": 3, "pipeline_parallel.schedule": "2bw", "microbatches": 2},
+        ["from 3 microbatches", "is 2"],
+    ),
+    "vertical-1f1b": (
+        {"pipeline_parallel": 2, "pipeline_parallel.vertical_sync": True},
+        ["vertical_sync=True", "schedule='pipedream'"],
+    ),
     "vertical-uneven": (
-        {"stages": 2, "schedule": "pipedream", "vertical_sync": True, "replicas": (2, 1), "microbatches": 2},
+        {
+            "pipeline_parallel": 2,
+            "pipeline_parallel.schedule": "pipedream",
+            "pipeline_parallel.vertical_sync": True,
+            "pipeline_parallel.replicas": (2, 1),
+            "microbatches": 2,
+        },
         ["vertical_sync=True", "equally many replicas", "leave it out"],
     ),
     "uneven-gpipe": (
-        {"stages": 2, "schedule": "gpipe", "replicas": (2, 1), "microbatches": 2},
+        {
+            "pipeline_parallel": 2,
+            "pipeline_parallel.schedule": "gpipe",
+            "pipeline_parallel.replicas": (2, 1),
+            "microbatches": 2,
+        },
         ["schedule='gpipe' needs equally many replicas", "(2, 1)", "1f1b, pipedream-flush, pipedream"],
     ),
     "uneven-microbatches": (
-        {"stages": 2, "replicas": (3, 1), "microbatches": 4},
+        {"pipeline_parallel": 2, "pipeline_parallel.replicas": (3, 1), "microbatches": 4},
         ["4 microbatches do not divide among a stage's 3 replicas", "multiple of every number in replicas=(3, 1)"],
     ),
-    "replicas": ({"stages": 3, "replicas": (2, 1)}, ["replicas is (2, 1)", "each of the 3 stages"]),
+    "pipeline_parallel.replicas": (
+        {"pipeline_parallel": 3, "pipeline_parallel.replicas": (2, 1)},
+        ["replicas is (2, 1)", "each of the 3 stages"],
+    ),
     "split-too-short": (
-        {"stages": 2, "chunks": 2, "schedule": "interleaved", "microbatches": 2, "split": ("blocks.1",)},
+        {
+            "pipeline_parallel": 2,
+            "pipeline_parallel.virtual_stages": 2,
+            "pipeline_parallel.schedule": "interleaved",
+            "microbatches": 2,
+            "pipeline_parallel.split": ("blocks.1",),
+        },
         ["split names 1 layers and 4 chunks", "need 3", "Name as many, or leave split out"],
     ),
     "too-few-for-2bw": (
-        {"stages": 3, "schedule": "2bw", "microbatches": 2},
+        {"pipeline_parallel": 3, "pipeline_parallel.schedule": "2bw", "microbatches": 2},
         ["schedule='2bw'", "microbatches is 2", "Make it 3 or more"],
     ),
-    "no-schedule": ({"stages": 2, "schedule": "gdream"}, ["schedule is 'gdream'", "'pipedream'"]),
-    "one-stage-pipedream": (
-        {"schedule": "pipedream"},
-        ["schedule='pipedream' is for pipelines", "stages to 2 or more"],
+    "no-schedule": (
+        {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gdream"},
+        ["schedule is 'gdream'", "'pipedream'"],
     ),
-    "one-stage-split": ({"split": ("blocks.1",)}, ["split=('blocks.1',) is for pipelines", "stages to 2 or more"]),
-    "one-stage-recompute": ({"recompute": "chunk"}, ["recompute='chunk' is for pipelines", "stages to 2 or more"]),
+    "one-stage-pipedream": (
+        {"pipeline_parallel.schedule": "pipedream"},
+        ["schedule='pipedream' is for pipelines", "pipeline_parallel to 2 or more"],
+    ),
+    "one-stage-split": (
+        {"pipeline_parallel.split": ("blocks.1",)},
+        ["split=('blocks.1',) is for pipelines", "pipeline_parallel to 2 or more"],
+    ),
+    "one-stage-recompute": (
+        {"recompute": "chunk"},
+        ["recompute='chunk' is for pipelines", "pipeline_parallel to 2 or more"],
+    ),
 }
 
 
@@ -89,7 +136,7 @@ PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_plans_that_cannot_be(name: str) -> None:
     plan, words = PLANS[name]
     with pytest.raises(PlanError) as error:
-        zs.Plan(**plan)
+        zs.Plan.from_dict(plan)
     for word in words:
         assert word in str(error.value)
 
@@ -150,70 +197,88 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     **LONGER,
     **{kind.__name__: kind for kind in (Skip, Tap, Idle, Ragged, HalfMeta)},
 }
-TWO = {"stages": 2, "microbatches": 2}
+TWO = {"pipeline_parallel": 2, "microbatches": 2}
 # Ranks, model, plan, error, and words in its message.
 REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
-    "ranks": (3, "Plain", TWO, "PlanError", ["3 ranks do not divide among stages=2", "a multiple of 2", "replicas="]),
-    "replicas": (
+    "ranks": (
+        3,
+        "Plain",
+        TWO,
+        "PlanError",
+        ["3 ranks do not divide among pipeline_parallel=2", "a multiple of 2", "replicas="],
+    ),
+    "pipeline_parallel.replicas": (
         4,
         "Plain",
-        {**TWO, "replicas": (2, 1)},
+        {**TWO, "pipeline_parallel.replicas": (2, 1)},
         "PlanError",
         ["replicas=(2, 1) needs 3 ranks and there are 4", "start as many"],
     ),
-    "stages": (4, "Plain", {**TWO, "stages": 4}, "PlanError", ["stages=4", "4 chunks", "3 blocks", "needs one"]),
-    "chunks": (
+    "pipeline_parallel": (
+        4,
+        "Plain",
+        {**TWO, "pipeline_parallel": 4},
+        "PlanError",
+        ["pipeline_parallel=4", "4 chunks", "3 blocks", "needs one"],
+    ),
+    "pipeline_parallel.virtual_stages": (
         2,
         "Plain",
-        {**TWO, "chunks": 2, "schedule": "interleaved"},
+        {**TWO, "pipeline_parallel.virtual_stages": 2, "pipeline_parallel.schedule": "interleaved"},
         "PlanError",
-        ["stages=2 times chunks=2 makes 4 chunks", "3 blocks", "Make stages times chunks 3 or less"],
+        ["pipeline_parallel=2 times virtual_stages=2 makes 4 chunks", "3 blocks", "Make their product 3 or less"],
     ),
     "split-nothing": (
         2,
         "Plain",
-        {**TWO, "split": ("block.1",)},
+        {**TWO, "pipeline_parallel.split": ("block.1",)},
         "ModelError",
         ["no layer 'block.1'", "its layers are prefix, blocks.0, blocks.1, blocks.2, suffix. Name some"],
     ),
     "split-order": (
         3,
         "Plain",
-        {**TWO, "stages": 3, "split": ("blocks.2", "blocks.1")},
+        {**TWO, "pipeline_parallel": 3, "pipeline_parallel.split": ("blocks.2", "blocks.1")},
         "PlanError",
         ["split=('blocks.2', 'blocks.1')", "order of the layers", "prefix, blocks.0, blocks.1, blocks.2, suffix"],
     ),
     "split-twice": (
         3,
         "Plain",
-        {**TWO, "stages": 3, "split": ("blocks.1", "blocks.1")},
+        {**TWO, "pipeline_parallel": 3, "pipeline_parallel.split": ("blocks.1", "blocks.1")},
         "PlanError",
         ["split=('blocks.1', 'blocks.1')", "order of the layers"],
     ),
-    "skip": (2, "Skip", TWO, "ModelError", ["'suffix' uses something made with 'blocks.0.", "no chain", "stages=1"]),
+    "skip": (
+        2,
+        "Skip",
+        TWO,
+        "ModelError",
+        ["'suffix' uses something made with 'blocks.0.", "no chain", "pipeline_parallel=1"],
+    ),
     "tap": (2, "Tap", TWO, "ModelError", ["made with 'blocks.0.up.weight'", "no chain", "units=(...)"]),
-    "twice": (2, "Twice", TWO, "ModelError", ["'blocks.0' runs twice", "units=(...)", "stages=1"]),
+    "twice": (2, "Twice", TWO, "ModelError", ["'blocks.0' runs twice", "units=(...)", "pipeline_parallel=1"]),
     "checkpointed": (
         2,
         "Checkpointed",
         TWO,
         "ModelError",
-        ["'blocks.0' runs under torch.no_grad or torch.utils.checkpoint", "recompute='chunk'", "stages=1"],
+        ["'blocks.0' runs under torch.no_grad or torch.utils.checkpoint", "recompute='chunk'", "pipeline_parallel=1"],
     ),
     "idle": (2, "Idle", TWO, "ModelError", ["'blocks.1' did not run", "units=(...)"]),
-    "no-blocks": (2, "Tiny", TWO, "ModelError", ["no repeated blocks", "units=(...)", "stages=1"]),
+    "no-blocks": (2, "Tiny", TWO, "ModelError", ["no repeated blocks", "units=(...)", "pipeline_parallel=1"]),
     "half-meta": (2, "HalfMeta", TWO, "ModelError", ["cpu, meta", "wholly on the meta device, or wholly real"]),
     "tied-uneven": (
         3,
         "Tied",
-        {**TWO, "replicas": (2, 1), "schedule": "pipedream"},
+        {**TWO, "pipeline_parallel.replicas": (2, 1), "pipeline_parallel.schedule": "pipedream"},
         "PlanError",
         ["embed.weight is used on several stages", "replicas=(2, 1) and schedule='pipedream'", "schedule='1f1b'"],
     ),
     "tied-uneven-sliced": (
         3,
         "Tied",
-        {**TWO, "replicas": (2, 1), "zero": 3},
+        {**TWO, "pipeline_parallel.replicas": (2, 1), "zero": 3},
         "PlanError",
         ["embed.weight is used on several stages", "replicas=(2, 1) and zero=3", "a multiple of 2 replicas"],
     ),
@@ -223,8 +288,8 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
 def engine_of(mesh: zs.Mesh, name: str, plan: dict[str, Any], **more: Any) -> zs.Engine:
     torch.manual_seed(0)
     example = {"example": (data(0, 0, 1, 2), 0), **more}
-    plan = {"balance": "parameters", **plan}
-    return zs.Engine(ODD[name](), OPTIMIZERS["sgd"], zs.Plan(**plan), mesh=mesh, **example)
+    plan = {"pipeline_parallel.balance": "parameters", **plan}
+    return zs.Engine(ODD[name](), OPTIMIZERS["sgd"], zs.Plan.from_dict(plan), mesh=mesh, **example)
 
 
 def said(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
@@ -311,7 +376,7 @@ UNLIKE: dict[str, tuple[str, dict[str, Any], Deed, Deed, list[str]]] = {
     ),
     "more-rows": (
         "Plain",
-        {"microbatches": 4, "schedule": "pipedream"},
+        {"microbatches": 4, "pipeline_parallel.schedule": "pipedream"},
         lambda engine: engine.train_step(rows_of(1, rows=12)),
         lambda engine: engine.train_step(rows_of(1)),
         ["input of F1.4 [3, 5, 10]", "input of F1.4 [2, 5, 10]"],
@@ -349,7 +414,7 @@ def disagree(mesh: zs.Mesh, name: str) -> tuple[str, str] | None:
     if mesh.rank > 1:
         return None
     model, plan, *deeds, _ = UNLIKE[name]
-    engine = engine_of(both, model, {"stages": 2, **plan})
+    engine = engine_of(both, model, {"pipeline_parallel": 2, **plan})
     engine.train_step(rows_of(0))
     return told(both, deeds[both.rank], engine)
 
@@ -377,7 +442,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], int, int, str, list[str]]] = {
     ),
     "block-left-out": (
         "Sometimes",
-        {"split": ("blocks.2",)},
+        {"pipeline_parallel.split": ("blocks.2",)},
         2,
         0,
         "ModelError",
@@ -385,7 +450,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], int, int, str, list[str]]] = {
     ),
     "not-finite": (
         "Spiked",
-        {"schedule": "pipedream"},
+        {"pipeline_parallel.schedule": "pipedream"},
         1,
         0,
         "NonFiniteError",
@@ -400,7 +465,7 @@ def stumble(mesh: zs.Mesh, name: str) -> tuple[str, str] | None:
     if mesh.rank > 1:
         return None
     model, plan, second, *_ = ALONE[name]
-    engine = engine_of(both, model, {**TWO, "split": ("blocks.1",), **plan})
+    engine = engine_of(both, model, {**TWO, "pipeline_parallel.split": ("blocks.1",), **plan})
     engine.train_step((torch.full((8, 6), 3), 0))
 
     def go_on() -> None:
@@ -430,7 +495,11 @@ def dying(rank: int, port: int, pipe: Any, plan: dict[str, Any], victim: int) ->
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=STAGES, timeout=timedelta(seconds=90))
     mesh = mesh_of(list(range(STAGES)), torch.device("cpu"), 90.0)
-    engine = engine_of(mesh, "Plain", {"stages": STAGES, "microbatches": 4, "split": ("blocks.1", "blocks.2"), **plan})
+    engine = engine_of(
+        mesh,
+        "Plain",
+        {"pipeline_parallel": STAGES, "microbatches": 4, "pipeline_parallel.split": ("blocks.1", "blocks.2"), **plan},
+    )
     engine.train_step(rows_of(0))
     pipe.send("one step")
     calls = 0
@@ -451,7 +520,9 @@ def dying(rank: int, port: int, pipe: Any, plan: dict[str, Any], victim: int) ->
 
 
 @pytest.mark.parametrize(
-    "plan, victim", [({"schedule": "1f1b"}, 0), ({"schedule": "pipedream"}, 2)], ids=["first-1f1b", "last-pipedream"]
+    "plan, victim",
+    [({"pipeline_parallel.schedule": "1f1b"}, 0), ({"pipeline_parallel.schedule": "pipedream"}, 2)],
+    ids=["first-1f1b", "last-pipedream"],
 )
 def test_a_stage_that_dies_ends_the_others(port: int, plan: dict[str, Any], victim: int) -> None:
     """Long before the 90 s that a message may take."""
@@ -485,7 +556,7 @@ from engine.models import Plain
 from engine.pipelines import data
 import zeroshard as zs
 
-plan = zs.Plan(stages=2, microbatches=4, balance="parameters")
+plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, balance="parameters"), microbatches=4)
 engine = zs.Engine(Plain(), torch.optim.AdamW, plan, example=(data(0, 0, 1, 2), 0))
 batch = (data(0, 0, 1, 8), 0)
 engine.train_step(batch)

@@ -16,21 +16,30 @@ ROWS = 8
 PLANS: dict[str, dict[str, Any]] = {
     "one": {},
     "accumulating": {"microbatches": 4},
-    "1f1b": {"stages": 2, "microbatches": 4},
-    "interleaved": {"stages": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 4},
-    "three": {"stages": 3, "schedule": "zb-h1", "microbatches": 4},
-    "replicas": {"stages": 2, "microbatches": 2, "zero": 1},
-    "pipedream": {"stages": 2, "schedule": "pipedream", "microbatches": 4},
-    "2bw": {"stages": 3, "schedule": "2bw", "microbatches": 4},
+    "1f1b": {"pipeline_parallel": 2, "microbatches": 4},
+    "interleaved": {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.schedule": "interleaved",
+        "pipeline_parallel.virtual_stages": 2,
+        "microbatches": 4,
+    },
+    "three": {"pipeline_parallel": 3, "pipeline_parallel.schedule": "zb-h1", "microbatches": 4},
+    "replicas": {"pipeline_parallel": 2, "microbatches": 2, "zero": 1},
+    "pipedream": {"pipeline_parallel": 2, "pipeline_parallel.schedule": "pipedream", "microbatches": 4},
+    "2bw": {"pipeline_parallel": 3, "pipeline_parallel.schedule": "2bw", "microbatches": 4},
 }
 RANKS = {"one": 1, "accumulating": 1, "three": 3, "replicas": 4, "2bw": 3}
 
 
 def make(mesh: zs.Mesh, plan: dict[str, Any], name: str = "TiedFive") -> zs.Engine:
-    pipelined = plan.get("stages", 1) > 1
+    pipelined = plan.get("pipeline_parallel", 1) > 1
     example = (data(0, 0, 1, 2), 0) if pipelined else None
     return zs.Engine(
-        build(name), OPTIMIZERS["adamw"], zs.Plan(balance="parameters", **plan), mesh=mesh, example=example
+        build(name),
+        OPTIMIZERS["adamw"],
+        zs.Plan.from_dict({"pipeline_parallel.balance": "parameters", **plan}),
+        mesh=mesh,
+        example=example,
     )
 
 
@@ -132,7 +141,7 @@ def test_shares_of_the_model_states(pool: Pool) -> None:
 
 def buffers(mesh: zs.Mesh, microbatches: int) -> list[int]:
     """Bytes of scratch after every step."""
-    engine = make(mesh, {"stages": 2, "microbatches": microbatches})
+    engine = make(mesh, {"pipeline_parallel": 2, "microbatches": microbatches})
     seen = []
     for step in range(8):
         steps(engine, step, step + 1)

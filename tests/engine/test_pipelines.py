@@ -48,11 +48,11 @@ def plain(name: str, optimizer: str, rows: tuple[int, ...], clip: float | None =
 def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...], optimizer: str = "sgd") -> Any:
     """Losses, norms and final weights of one step per number of rows; an evaluation now and then."""
     model = build(name, seed=mesh.rank)
-    plan = {"balance": "parameters", **plan}
+    plan = {"pipeline_parallel.balance": "parameters", **plan}
     make = OPTIMIZERS[optimizer]
     example = (data(0, 0, 1, 2), 0)
     engine = zs.Engine(
-        model, lambda ps: make([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=mesh, example=example
+        model, lambda ps: make([p for p in ps if p.requires_grad]), zs.Plan.from_dict(plan), mesh=mesh, example=example
     )
     losses, norms = [], []
     for step, count in enumerate(rows):
@@ -80,7 +80,12 @@ def close(run: list[Any], expected: Any) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_follows_a_plain_loop(pool: Pool, case: tuple[str, int, int, int]) -> None:
     schedule, d, v, m = case
-    plan = {"stages": d, "schedule": schedule, "chunks": v, "microbatches": m}
+    plan = {
+        "pipeline_parallel": d,
+        "pipeline_parallel.schedule": schedule,
+        "pipeline_parallel.virtual_stages": v,
+        "microbatches": m,
+    }
     rows = (m,) * (20 if case in LONG else STEPS)
     close(pool.run(train, d, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
 
@@ -88,22 +93,38 @@ def test_follows_a_plain_loop(pool: Pool, case: tuple[str, int, int, int]) -> No
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
 def test_with_data_parallel_replicas_of_two_stages(pool: Pool, schedule: str, zero: int) -> None:
-    plan = {"stages": 2, "schedule": schedule, "microbatches": 4, "zero": zero, "clip_norm": 0.5}
-    plan |= {"chunks": 2} if schedule == "interleaved" else {}
+    plan = {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.schedule": schedule,
+        "microbatches": 4,
+        "zero": zero,
+        "clip_norm": 0.5,
+    }
+    plan |= {"pipeline_parallel.virtual_stages": 2} if schedule == "interleaved" else {}
     rows = (8,) * STEPS
     close(pool.run(train, 4, "TiedFive", plan, rows, "adamw"), plain("TiedFive", "adamw", rows, 0.5))
 
 
 @pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
 def test_with_data_parallel_replicas_of_more_stages(wide_pool: Pool, schedule: str, v: int) -> None:
-    plan = {"stages": 3, "schedule": schedule, "chunks": v, "microbatches": 3, "zero": 1}
+    plan = {
+        "pipeline_parallel": 3,
+        "pipeline_parallel.schedule": schedule,
+        "pipeline_parallel.virtual_stages": v,
+        "microbatches": 3,
+        "zero": 1,
+    }
     rows = (6,) * STEPS
     close(wide_pool.run(train, 6, "DeepTied", plan, rows), plain("DeepTied", "sgd", rows))
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (1, 2, 1), (1, 3)], ids=str)
 def test_with_uneven_replicas(pool: Pool, replicas: tuple[int, ...]) -> None:
-    plan = {"stages": len(replicas), "replicas": replicas, "microbatches": 4 if 3 not in replicas else 3}
+    plan = {
+        "pipeline_parallel": len(replicas),
+        "pipeline_parallel.replicas": replicas,
+        "microbatches": 4 if 3 not in replicas else 3,
+    }
     plan, rows = {**plan, "clip_norm": 0.5}, (8 if 3 not in replicas else 6,) * STEPS
     for model in ("Deep", "DeepTied"):
         close(pool.run(train, sum(replicas), model, plan, rows), plain(model, "sgd", rows, 0.5))
@@ -111,7 +132,7 @@ def test_with_uneven_replicas(pool: Pool, replicas: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_reducing_every_microbatch(pool: Pool, zero: int) -> None:
-    plan = {"stages": 2, "microbatches": 2, "zero": zero, "reduce_every": "microbatch"}
+    plan = {"pipeline_parallel": 2, "microbatches": 2, "zero": zero, "reduce_every": "microbatch"}
     rows = (8,) * STEPS
     close(pool.run(train, 4, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
@@ -123,13 +144,19 @@ _wholes: dict[str, Any] = {}  # the runs in one stage, by precision
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_the_same_bits_as_one_stage(pool: Pool, schedule: str, precision: str) -> None:
     """One stage adds up the same microbatches in the same order."""
-    plan = {"schedule": schedule, "microbatches": 4, "precision": precision, "recompute": "off", "zero": 0}
+    plan = {
+        "pipeline_parallel.schedule": schedule,
+        "microbatches": 4,
+        "precision": precision,
+        "recompute": "off",
+        "zero": 0,
+    }
     rows = (8,) * 6
     if precision not in _wholes:
-        one = {**plan, "schedule": "1f1b", "recompute": "auto"}
+        one = {**plan, "pipeline_parallel.schedule": "1f1b", "recompute": "auto"}
         _wholes[precision] = pool.run(train, 1, "Five", one, rows, "adamw")[0]
     whole = _wholes[precision]
-    for losses, _, weights in pool.run(train, 2, "Five", {**plan, "stages": 2}, rows, "adamw"):
+    for losses, _, weights in pool.run(train, 2, "Five", {**plan, "pipeline_parallel": 2}, rows, "adamw"):
         assert losses == pytest.approx(whole[0], rel=1e-6)  # the sum of the shares is made in another order
         for key, value in weights.items():
             assert torch.equal(value, whole[2][key]), key
@@ -142,7 +169,16 @@ def test_awkward_models(pool: Pool, name: str) -> None:
     if name == "Dropped":
         runs = [
             pool.run(
-                train, 2, name, {"stages": 2, "schedule": "gpipe", "microbatches": 4, "recompute": recompute}, rows
+                train,
+                2,
+                name,
+                {
+                    "pipeline_parallel": 2,
+                    "pipeline_parallel.schedule": "gpipe",
+                    "microbatches": 4,
+                    "recompute": recompute,
+                },
+                rows,
             )
             for recompute in ("chunk", "off")
         ]
@@ -151,22 +187,22 @@ def test_awkward_models(pool: Pool, name: str) -> None:
             assert all(torch.equal(weights[key], other_weights[key]) for key in weights)
         assert runs[0][0][0] != plain(name, "sgd", rows)[0]  # so there was dropout
         return
-    close(pool.run(train, 2, name, {"stages": 2, "microbatches": 4}, rows), plain(name, "sgd", rows))
+    close(pool.run(train, 2, name, {"pipeline_parallel": 2, "microbatches": 4}, rows), plain(name, "sgd", rows))
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_recomputation_changes_nothing(pool: Pool, schedule: str) -> None:
     """The other way than the schedule's own: only gpipe recomputes unless it is told not to."""
     recompute = "off" if schedule == "gpipe" else "chunk"
-    plan = {"stages": 2, "schedule": schedule, "microbatches": 4, "recompute": recompute}
-    plan |= {"chunks": 2} if schedule == "interleaved" else {}
+    plan = {"pipeline_parallel": 2, "pipeline_parallel.schedule": schedule, "microbatches": 4, "recompute": recompute}
+    plan |= {"pipeline_parallel.virtual_stages": 2} if schedule == "interleaved" else {}
     rows = (8,) * 6
     close(pool.run(train, 2, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
 def test_batches_of_other_sizes_and_microbatches_of_unlike_sizes(pool: Pool, schedule: str) -> None:
-    plan = {"stages": 2, "schedule": schedule, "microbatches": 4}
+    plan = {"pipeline_parallel": 2, "pipeline_parallel.schedule": schedule, "microbatches": 4}
     rows = (8, 8, 7, 8, 5, 4, 9, 8)
     close(pool.run(train, 2, "TiedFive", plan, rows), plain("TiedFive", "sgd", rows))
 
@@ -175,7 +211,11 @@ def evaluate(mesh: zs.Mesh, plan: dict[str, Any]) -> list[Tensor]:
     """What the model returns on every rank, before and after a step."""
     model = build("DeepTied")
     engine = zs.Engine(
-        model, OPTIMIZERS["sgd"], zs.Plan(balance="parameters", **plan), mesh=mesh, example=(data(0, 0, 1, 2), 0)
+        model,
+        OPTIMIZERS["sgd"],
+        zs.Plan.from_dict({"pipeline_parallel.balance": "parameters", **plan}),
+        mesh=mesh,
+        example=(data(0, 0, 1, 2), 0),
     )
     seen = []
     for step in range(2):
@@ -190,7 +230,12 @@ def test_evaluation_gives_every_rank_the_output(pool: Pool, schedule: str) -> No
     model = build("DeepTied")
     with torch.no_grad():
         expected = model(data(9, 0, 1, 6))
-    plan = {"stages": 2, "schedule": schedule, "microbatches": 2, "chunks": 2 if schedule == "interleaved" else 1}
+    plan = {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.schedule": schedule,
+        "microbatches": 2,
+        "pipeline_parallel.virtual_stages": 2 if schedule == "interleaved" else 1,
+    }
     runs = pool.run(evaluate, 2, plan)
     assert torch.equal(runs[0][1], runs[1][1])
     assert all(torch.equal(run[0], expected) and not torch.equal(run[1], expected) for run in runs)
@@ -201,7 +246,7 @@ def sent(mesh: zs.Mesh, evaluates: bool) -> list[tuple[str, int | None, int]]:
     engine = zs.Engine(
         build("Five"),
         OPTIMIZERS["sgd"],
-        zs.Plan(stages=2, balance="parameters"),
+        zs.Plan(pipeline_parallel=zs.Pipeline(2, balance="parameters")),
         mesh=mesh,
         example=(data(0, 0, 1, 2), 0),
     )
@@ -227,7 +272,7 @@ def reduced(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[int | None, int]:
     engine = zs.Engine(
         build("Five"),
         OPTIMIZERS["sgd"],
-        zs.Plan(balance="parameters", **plan),
+        zs.Plan.from_dict({"pipeline_parallel.balance": "parameters", **plan}),
         mesh=mesh,
         example=(data(0, 0, 1, 2), 0),
     )
@@ -240,7 +285,13 @@ def reduced(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[int | None, int]:
 @pytest.mark.parametrize("schedule, every", [("1f1b", "microbatch"), ("1f1b", "auto"), ("pipedream", "auto")])
 def test_uneven_replicas_reduce_their_own_microbatches(pool: Pool, schedule: str, every: str) -> None:
     """A stage of r replicas reduces m/r times where each microbatch, or each update of one, is reduced."""
-    plan = {"stages": 2, "replicas": (2, 1), "microbatches": 4, "schedule": schedule, "reduce_every": every}
+    plan = {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.replicas": (2, 1),
+        "microbatches": 4,
+        "pipeline_parallel.schedule": schedule,
+        "reduce_every": every,
+    }
     answers = pool.run(reduced, 3, plan)
     assert all(planned == measured for planned, measured in answers)
     assert answers[0][1] > 0 and answers[2] == (0, 0)
@@ -252,7 +303,12 @@ def overflow(mesh: zs.Mesh, stage: int) -> list[tuple[bool, float]]:
     engine = zs.Engine(
         model,
         OPTIMIZERS["adamw"],
-        zs.Plan(stages=2, microbatches=2, precision="fp16", balance="parameters", loss_scale_initial=256.0),
+        zs.Plan(
+            pipeline_parallel=zs.Pipeline(2, balance="parameters"),
+            microbatches=2,
+            precision="fp16",
+            loss_scale=zs.LossScale(initial=256.0),
+        ),
         mesh=mesh,
         example=(data(0, 0, 1, 2), 0),
     )
@@ -280,7 +336,7 @@ def not_finite(mesh: zs.Mesh, nonfinite: str) -> Any:
     engine = zs.Engine(
         model,
         OPTIMIZERS["adamw"],
-        zs.Plan(stages=2, microbatches=2, balance="parameters", nonfinite=nonfinite),  # type: ignore[arg-type]
+        zs.Plan(pipeline_parallel=zs.Pipeline(2, balance="parameters"), microbatches=2, nonfinite=nonfinite),  # type: ignore[arg-type]
         mesh=mesh,
         example=(data(0, 0, 1, 2), 0),
     )
@@ -309,7 +365,7 @@ def gpt(mesh: zs.Mesh, stages: int) -> Any:
         model = GPT(GPTConfig(vocabulary=17, context=8, width=8, heads=2, layers=4))
     tokens = torch.randint(17, (4, 9), generator=torch.Generator().manual_seed(1))
     inputs = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    plan = zs.Plan(stages=stages, microbatches=2, zero=0, seed=3)
+    plan = zs.Plan(pipeline_parallel=stages, microbatches=2, zero=0, seed=3)
     example = {key: value[:2] for key, value in inputs.items()} if stages > 1 else None
     engine = zs.Engine(model, OPTIMIZERS["adamw"], plan, mesh=mesh, example=example)
     weights = engine.state_dict()
@@ -342,7 +398,7 @@ def hugging_face(mesh: zs.Mesh, stages: int) -> list[float]:
     tokens = torch.randint(31, (4, 8), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
     example = {key: value[:2] for key, value in batch.items()} if stages > 1 else None
-    plan = zs.Plan(stages=stages, microbatches=2, zero=0, balance="parameters")
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(stages, balance="parameters"), microbatches=2, zero=0)
     engine = zs.Engine(model, OPTIMIZERS["adamw"], plan, mesh=mesh, example=example)
     losses = [engine.train_step(batch).loss.item() for _ in range(3)]
     with torch.no_grad():
@@ -359,7 +415,9 @@ def test_an_unmodified_transformers_model_with_tied_weights(pool: Pool) -> None:
 
 def offloaded(mesh: zs.Mesh, schedule: str, offload: str) -> Any:
     """Losses, weights, and elements of activations that went to the host, where they are large enough to go."""
-    plan = zs.Plan(stages=2, schedule=schedule, microbatches=2, balance="parameters", offload=offload)
+    plan = zs.Plan(
+        pipeline_parallel=zs.Pipeline(2, schedule=schedule, balance="parameters"), microbatches=2, offload=offload
+    )
     engine = zs.Engine(build("Five"), OPTIMIZERS["adamw"], plan, mesh=mesh, example=(data(0, 0, 1, 128), 0))
     losses = [engine.train_step((data(step, engine.lane, engine.lanes, 256), step)).loss for step in range(3)]
     moved = sum(row.measured_elements for row in engine.traffic() if row.purpose == "activations down")
@@ -394,7 +452,7 @@ def recomputing(reentrant: bool) -> torch.nn.Sequential:
 
 
 def split_backwards_that_recompute(mesh: zs.Mesh, reentrant: bool) -> Any:
-    plan = zs.Plan(stages=2, schedule="zb-h1", microbatches=4, balance="parameters")
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, schedule="zb-h1", balance="parameters"), microbatches=4)
     engine = zs.Engine(
         recomputing(reentrant),
         OPTIMIZERS["sgd"],
@@ -449,7 +507,7 @@ def grouped(parameters: Any) -> torch.optim.Optimizer:
 
 def train_in_groups(mesh: zs.Mesh) -> Any:
     torch.manual_seed(3)
-    plan = zs.Plan(stages=2, schedule="1f1b", microbatches=4, balance="parameters")
+    plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, schedule="1f1b", balance="parameters"), microbatches=4)
     engine = zs.Engine(Listed(), grouped, plan, mesh=mesh, loss=lambda y, x: y.square().mean(), example=ROWS[:2])
     for _ in range(2):
         engine.train_step(ROWS)
@@ -474,7 +532,7 @@ def last_stage_without_parameters(mesh: zs.Mesh, folder: str) -> list[tuple[list
     for zero in range(4):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.LogSigmoid())
-        plan = zs.Plan(stages=2, microbatches=2, zero=zero, split=("1",), transport="network")
+        plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, split=("1",)), microbatches=2, zero=zero, transport="network")
         optimizer, loss = OPTIMIZERS["adamw"], lambda output, batch: output.square().mean()
         engine = zs.Engine(model, optimizer, plan, mesh=mesh, example=torch.ones(2, 6), loss=loss)
         rows = [torch.randn(4, 6, generator=torch.Generator().manual_seed(step)) for step in range(4)]

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.random_plans import Case, Refusal, Step, draw, drawn_fields, refusal_of
+from engine.random_plans import USUAL, Case, Refusal, Step, draw, drawn_fields, refusal_of
 from engine.random_runs import perform
 from engine.random_verdicts import judge, refused
 from pool import Pool
-
-import zeroshard as zs
 
 SEEDS = range(60)
 
@@ -31,7 +29,7 @@ def test_a_drawn_plan_is_refused_or_trains_like_the_plain_loop(pool: Pool, seed:
 
 
 def test_every_field_of_a_plan_is_drawn() -> None:
-    assert drawn_fields() == {field.name for field in dataclasses.fields(zs.Plan)}
+    assert drawn_fields() == USUAL.keys()
 
 
 def test_a_seed_gives_one_case_that_can_be_read_back() -> None:
@@ -45,18 +43,24 @@ def test_a_good_part_of_what_is_drawn_can_be_made_and_of_all_kinds() -> None:
     for seed in range(300):
         case = draw(seed)
         if refusal_of(case.plan) is None:
-            kinds["pipelines" if "stages" in case.plan else "offload" if "offload" in case.plan else "one stage"] += 1
+            kinds[
+                "pipelines"
+                if "pipeline_parallel" in case.plan
+                else "offload"
+                if "offload" in case.plan
+                else "one stage"
+            ] += 1
     assert kinds.total() > 100 and len(kinds) == 3 and min(kinds.values()) > 30 and kinds.total() < 270
 
 
 @pytest.mark.parametrize(
     "message, needed, complaint",
     [
-        ("zero=3 and stages do not combine. Use zero=1.", ("zero", "stages"), None),
-        ("zero=3 and stages do not combine.", ("zero", "stages"), "way out"),
-        ("zero=3 does not do. Use zero=1.", ("zero", "stages"), "names zero"),
+        ("zero=3 and pipeline_parallel=2 do not combine. Use zero=1.", ("zero", "pipeline_parallel"), None),
+        ("zero=3 and pipeline_parallel=2 do not combine.", ("zero", "pipeline_parallel"), "way out"),
+        ("zero=3 does not do. Use zero=1.", ("zero", "pipeline_parallel"), "names zero"),
         ("This plan does not do. Use another.", ("zero",), "none of them"),
-        ("seed is 'x'; it must be a whole number.", ("seed", "stages"), None),
+        ("seed is 'x'; it must be a whole number.", ("seed", "pipeline_parallel"), None),
     ],
 )
 def test_a_refusal_needs_both_settings_and_the_way_out(
@@ -67,9 +71,9 @@ def test_a_refusal_needs_both_settings_and_the_way_out(
 
 
 def test_the_fields_of_a_refusal_are_those_that_matter() -> None:
-    settings = {"clip_norm": 1.0, "shard_ranks": 2, "seed": 3, "zero": 0, "precision": "bf16"}
+    settings = {"clip_norm": 1.0, "shard_group": 2, "seed": 3, "zero": 0, "precision": "bf16"}
     refusal = refusal_of(settings)
-    assert refusal is not None and set(refusal.needed) == {"shard_ranks", "zero"}
+    assert refusal is not None and set(refusal.needed) == {"shard_group", "zero"}
     assert refusal_of({"zero": 0}) is None
 
 
@@ -79,11 +83,18 @@ CASES = {
     "a plain loop": PLAIN,
     "the papers' equations": dataclasses.replace(
         PLAIN,
-        plan={"stages": 2, "schedule": "2bw", "microbatches": 4, "balance": "parameters"},
+        plan={
+            "pipeline_parallel": 2,
+            "pipeline_parallel.schedule": "2bw",
+            "microbatches": 4,
+            "pipeline_parallel.balance": "parameters",
+        },
         model="Five",
         rows=48,
     ),
-    "itself": dataclasses.replace(PLAIN, plan={"stages": 2, "balance": "parameters"}, model="Dropped"),
+    "itself": dataclasses.replace(
+        PLAIN, plan={"pipeline_parallel": 2, "pipeline_parallel.balance": "parameters"}, model="Dropped"
+    ),
 }
 
 

@@ -14,16 +14,21 @@ from zeroshard.units import digest
 
 NETWORK = {"transport": "network"}
 HALF = {"precision": "bf16"}
-PIPELINE = {"stages": 2, "microbatches": 2, "balance": "parameters", "transport": "network"}
+PIPELINE = {
+    "pipeline_parallel": 2,
+    "microbatches": 2,
+    "pipeline_parallel.balance": "parameters",
+    "transport": "network",
+}
 UP = "blocks.1.up.weight"
 
 
 def make(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
-    example = (data(0, 0, 1, 2), 0) if plan.get("stages", 1) > 1 else None
+    example = (data(0, 0, 1, 2), 0) if plan.get("pipeline_parallel", 1) > 1 else None
     return zs.Engine(
         build("TiedFive" if example else "Frozen"),
         lambda ps: OPTIMIZERS["adamw"]([p for p in ps if p.requires_grad]),
-        zs.Plan(**plan),
+        zs.Plan.from_dict(plan),
         mesh=mesh,
         example=example,
     )
@@ -87,14 +92,14 @@ CASES: list[tuple[int, dict[str, Any], tuple[str, str], int, str]] = [
     (3, {"zero": 0, **HALF}, (HEAD, "masters"), 2, "master weights of {} on rank 2, where ranks 0, 1 agree"),
     (2, {"zero": 1, **NETWORK}, ("embed.weight", "weights"), 1, "parameter {}, rank 0 against rank 1"),
     (3, {"zero": 2, **NETWORK, **HALF}, (HEAD, "weights"), 1, "parameter {} on rank 1, where ranks 0, 2 agree"),
-    (4, {"zero": 1, "shard_ranks": 2, **NETWORK}, (HEAD, "weights"), 3, "parameter {}, rank 2 against rank 3"),
-    (4, {"zero": 2, "shard_ranks": 2, **HALF}, (HEAD, "weights"), 0, "parameter {}, rank 0 against rank 2"),
-    (4, {"zero": 3, "shard_ranks": 2, **NETWORK}, (HEAD, "weights"), 2, "parameter {}, rank 0 against rank 2"),
-    (4, {"zero": 2, "shard_ranks": 2}, (HEAD, "exp_avg"), 1, "exp_avg of {}, rank 1 against rank 3"),
-    (3, {"zero": 1, "shard_ranks": 1}, (HEAD, "exp_avg"), 1, "exp_avg of {} on rank 1, where ranks 0, 2 agree"),
+    (4, {"zero": 1, "shard_group": 2, **NETWORK}, (HEAD, "weights"), 3, "parameter {}, rank 2 against rank 3"),
+    (4, {"zero": 2, "shard_group": 2, **HALF}, (HEAD, "weights"), 0, "parameter {}, rank 0 against rank 2"),
+    (4, {"zero": 3, "shard_group": 2, **NETWORK}, (HEAD, "weights"), 2, "parameter {}, rank 0 against rank 2"),
+    (4, {"zero": 2, "shard_group": 2}, (HEAD, "exp_avg"), 1, "exp_avg of {}, rank 1 against rank 3"),
+    (3, {"zero": 1, "shard_group": 1}, (HEAD, "exp_avg"), 1, "exp_avg of {} on rank 1, where ranks 0, 2 agree"),
     (4, {"zero": 1, **PIPELINE}, (UP, "weights"), 1, "parameter {}, rank 0 against rank 1"),
     (4, {"zero": 0, **PIPELINE}, ("blocks.4.up.weight", "exp_avg"), 2, "exp_avg of {}, rank 2 against rank 3"),
-    (4, {"zero": 0, **PIPELINE, "schedule": "2bw"}, ("blocks.4.up.weight", "weights"), 3,
+    (4, {"zero": 0, **PIPELINE, "pipeline_parallel.schedule": "2bw"}, ("blocks.4.up.weight", "weights"), 3,
      "parameter {}, rank 2 against rank 3"),
 ]  # fmt: skip
 

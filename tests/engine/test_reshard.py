@@ -24,8 +24,17 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
         for stage in range(4)
         for precision in ("fp32", "bf16")
     },
-    "two stages": (2, {"stages": 2, "microbatches": 2, "zero": 0}),
-    "four chunks": (2, {"stages": 2, "chunks": 2, "schedule": "interleaved", "microbatches": 2, "zero": 1}),
+    "two stages": (2, {"pipeline_parallel": 2, "microbatches": 2, "zero": 0}),
+    "four chunks": (
+        2,
+        {
+            "pipeline_parallel": 2,
+            "pipeline_parallel.virtual_stages": 2,
+            "pipeline_parallel.schedule": "interleaved",
+            "microbatches": 2,
+            "zero": 1,
+        },
+    ),
 }
 NAMES = list(PLANS)
 
@@ -43,7 +52,7 @@ class Mixed(Plain):
 def make(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
     torch.manual_seed(0)
     example = (batch(0, 0, 1, 2), 0) if "stages" in plan else None
-    whole = zs.Plan(balance="parameters", **plan)
+    whole = zs.Plan.from_dict({"pipeline_parallel.balance": "parameters", **plan})
     return zs.Engine(Mixed(), OPTIMIZERS["adamw"], whole, mesh=mesh, example=example)
 
 

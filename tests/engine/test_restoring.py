@@ -20,7 +20,7 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 def make(optimizer: Any = OPTIMIZERS["adamw"], **plan: Any) -> zs.Engine:
-    return zs.Engine(build("Tied"), optimizer, zs.Plan(**{"zero": 0, **plan}), mesh=zs.Mesh())
+    return zs.Engine(build("Tied"), optimizer, zs.Plan.from_dict({"zero": 0, **plan}), mesh=zs.Mesh())
 
 
 def save(folder: Path, engine: zs.Engine) -> Path:

@@ -135,7 +135,7 @@ def make(mesh: zs.Mesh, plan: Mapping[str, Any], data: bool | None, seed: int = 
     policies.TECHNIQUES[:] = [] if data is None else [lambda _: Technique(data)]
     try:
         torch.manual_seed(seed)
-        return zs.Engine(Toy(), lambda p: torch.optim.AdamW(p, lr=0.02), zs.Plan(**plan), mesh=mesh)
+        return zs.Engine(Toy(), lambda p: torch.optim.AdamW(p, lr=0.02), zs.Plan.from_dict(plan), mesh=mesh)
     finally:
         policies.TECHNIQUES[:] = before
 

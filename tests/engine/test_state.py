@@ -18,7 +18,7 @@ import zeroshard as zs
 PLANS: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero": stage} for stage in range(4)},
     "zero1-bf16": {"zero": 1, "precision": "bf16", "clip_norm": 0.5},
-    "zero3-fp16": {"zero": 3, "precision": "fp16", "loss_scale_initial": 2.0**10, "loss_scale_window": 3},
+    "zero3-fp16": {"zero": 3, "precision": "fp16", "loss_scale.initial": 2.0**10, "loss_scale.window": 3},
     "zero2-accumulate": {"zero": 2, "microbatches": 2, "precision": "bf16"},
 }
 
@@ -28,7 +28,7 @@ def make(mesh: zs.Mesh, plan: dict[str, Any], name: str, optimizer: str = "adamw
     return zs.Engine(
         model,
         lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]),
-        zs.Plan(**plan, transport=transport_of(plan.get("zero", 2))),
+        zs.Plan.from_dict({**plan, "transport": transport_of(plan.get("zero", 2))}),
         mesh=mesh,
     )
 

@@ -54,7 +54,16 @@ def tokens(step: int, rows: int = 4) -> dict[str, Tensor]:
 
 
 def engine_of(mesh: zs.Mesh, model: Any, stages: int, **plan: Any) -> zs.Engine:
-    chosen = zs.Plan(microbatches=2, stages=stages, balance="parameters", zero=0, seed=5, **plan)
+    chosen = zs.Plan.from_dict(
+        {
+            "microbatches": 2,
+            "pipeline_parallel": stages,
+            "pipeline_parallel.balance": "parameters",
+            "zero": 0,
+            "seed": 5,
+            **plan,
+        }
+    )
     initialise = model._init_weights if next(model.parameters()).is_meta else None
     example = tokens(0, 2) if stages > 1 else None
     return zs.Engine(model, OPTIMIZERS["sgd"], chosen, mesh=mesh, initialise=initialise, example=example)
@@ -124,7 +133,7 @@ def resident(mesh: zs.Mesh, schedule: str, precision: str) -> Any:
     model = model_of("qwen2", "cpu")
     storages = {k: StorageWeakRef(p.untyped_storage()) for k, p in model.named_parameters()}
     held = dict(model.named_parameters())  # as a user's own list of parameters would
-    engine = engine_of(mesh, model, 2, schedule=schedule, precision=precision)
+    engine = engine_of(mesh, model, 2, precision=precision, **{"pipeline_parallel.schedule": schedule})
     lives = {key for key, storage in storages.items() if not storage.expired()}
     large = {k for k, p in held.items() if stored(p)}
     engine.train_step(tokens(0))

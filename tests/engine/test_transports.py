@@ -31,7 +31,7 @@ cached_reference = functools.cache(reference)
 
 def train(mesh: zs.Mesh, case: tuple[str, str, int, float | None], settings: dict[str, Any]) -> Any:
     name, optimizer, microbatches, clip = case
-    plan = zs.Plan(microbatches=microbatches, clip_norm=clip, **settings)
+    plan = zs.Plan.from_dict({"microbatches": microbatches, "clip_norm": clip, **settings})
     model = build(name, seed=mesh.rank)
     engine = zs.Engine(model, lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]), plan, mesh=mesh)
     results = [engine.train_step((batch(step, mesh.rank, mesh.ranks), step)) for step in range(STEPS)]
@@ -89,7 +89,7 @@ def test_groups_follow_a_plain_loop(pool: Pool, zero: int, size: int) -> None:
     losses, expected = cached_reference(case[0], case[1], STEPS, case[3])
     numel = sum(p.numel() for p in build("Sometimes").parameters())
     for transport in ("network", "auto"):
-        answers = pool.run(train, 4, case, {"zero": zero, "shard_ranks": size, "transport": transport})
+        answers = pool.run(train, 4, case, {"zero": zero, "shard_group": size, "transport": transport})
         mean = torch.tensor([[loss for loss, _ in steps] for steps, *_ in answers]).mean(0)
         torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=0)
         for _, weights, memory, wire, _ in answers:
@@ -104,7 +104,7 @@ def test_groups_follow_a_plain_loop(pool: Pool, zero: int, size: int) -> None:
 
 def saved(mesh: zs.Mesh, path: str, first: dict[str, Any], second: dict[str, Any]) -> Any:
     engines = [
-        zs.Engine(build("Tied", seed), OPTIMIZERS["adamw"], zs.Plan(**settings), mesh=mesh)
+        zs.Engine(build("Tied", seed), OPTIMIZERS["adamw"], zs.Plan.from_dict(settings), mesh=mesh)
         for seed, settings in ((0, first), (1, second))
     ]
     engines[0].train_step((batch(0, mesh.rank, mesh.ranks), 0))
@@ -117,9 +117,9 @@ def saved(mesh: zs.Mesh, path: str, first: dict[str, Any], second: dict[str, Any
 @pytest.mark.parametrize(
     "first, second",
     [
-        ({"zero": 3, "shard_ranks": 2}, {"zero": 2}),
-        ({"zero": 1}, {"zero": 2, "shard_ranks": 2, "transport": "network"}),
-        ({"zero": 2, "shard_ranks": 1}, {"zero": 3, "shard_ranks": 2}),
+        ({"zero": 3, "shard_group": 2}, {"zero": 2}),
+        ({"zero": 1}, {"zero": 2, "shard_group": 2, "transport": "network"}),
+        ({"zero": 2, "shard_group": 1}, {"zero": 3, "shard_group": 2}),
     ],
 )
 def test_groups_save_and_load(pool: Pool, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def edited(mesh: zs.Mesh, settings: dict[str, Any], inside: bool) -> Any:
     """Halve the weights between two steps, once on every rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
-    engine = zs.Engine(model, functools.partial(torch.optim.SGD, lr=0.0), zs.Plan(**settings), mesh=mesh)
+    engine = zs.Engine(model, functools.partial(torch.optim.SGD, lr=0.0), zs.Plan.from_dict(settings), mesh=mesh)
     before = engine.state_dict()
     if inside:
         with engine.gathered(), torch.no_grad():
@@ -179,18 +179,20 @@ def test_edits_elsewhere_are_refused_where_they_would_be_lost_or_doubled(pool: P
 
 def uneven(mesh: zs.Mesh) -> str:
     with pytest.raises(PlanError) as caught:
-        zs.Engine(nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), zs.Plan(shard_ranks=2), mesh=mesh)
+        zs.Engine(nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), zs.Plan(shard_group=2), mesh=mesh)
     return str(caught.value)
 
 
 def test_ranks_that_do_not_divide_into_groups(pool: Pool) -> None:
     for words in pool.run(uneven, 3):
-        assert "3 ranks do not divide into groups of shard_ranks=2; start a multiple of 2" in words
+        assert "3 ranks do not divide into groups of shard_group=2; start a multiple of 2" in words
 
 
 def one_step(mesh: zs.Mesh, settings: dict[str, Any]) -> zs.Engine:
     torch.manual_seed(0)
-    engine = zs.Engine(nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), zs.Plan(**settings), mesh=mesh)
+    engine = zs.Engine(
+        nn.Linear(3, 2), functools.partial(torch.optim.SGD, lr=0.1), zs.Plan.from_dict(settings), mesh=mesh
+    )
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.step()
     return engine
@@ -202,9 +204,9 @@ def without_room(mesh: zs.Mesh) -> tuple[bool, str]:
     if mesh.rank == 2:
         shared.room = lambda: 0
     try:
-        shares = one_step(mesh, {"zero": 2, "shard_ranks": 2}).comm.shared is not None
+        shares = one_step(mesh, {"zero": 2, "shard_group": 2}).comm.shared is not None
         with pytest.raises(PlanError) as caught:
-            one_step(mesh, {"zero": 2, "shard_ranks": 2, "transport": "shared"})
+            one_step(mesh, {"zero": 2, "shard_group": 2, "transport": "shared"})
     finally:
         shared.room = room
     return shares, str(caught.value)

@@ -317,7 +317,7 @@ def run_kept(mesh: zs.Mesh, plan: str) -> dict[str, Any]:
     found = {}
     for name, (make, scenario) in KEPT.items():
         model = build(make)
-        engine = zs.Engine(model, maker, zs.Plan(**PLANS[plan]), mesh=mesh)
+        engine = zs.Engine(model, maker, zs.Plan.from_dict(PLANS[plan]), mesh=mesh)
         mine = slice(mesh.rank * ROWS, (mesh.rank + 1) * ROWS)
         result = scenario(engine, model, lambda n, mine=mine: rows(n)[mine])
         found[name] = result, engine.state_dict()
@@ -387,7 +387,7 @@ def run_maybe(mesh: zs.Mesh, settings: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, (make, scenario) in MAYBE.items():
         model = build(make)
-        engine = zs.Engine(model, maker, zs.Plan(**settings), mesh=mesh)
+        engine = zs.Engine(model, maker, zs.Plan.from_dict(settings), mesh=mesh)
         mine = slice(mesh.rank * ROWS, (mesh.rank + 1) * ROWS)
         call = partial(scenario, engine, model, lambda n, mine=mine: rows(n)[mine])
         error = error_of(call)
@@ -557,11 +557,11 @@ def run_refused(mesh: zs.Mesh, plan: str) -> dict[str, str]:
     found = {}
     for name, (make, scenario, _) in REFUSED.items():
         model = build(make)
-        engine = zs.Engine(model, lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan(**PLANS[plan]), mesh=mesh)
+        engine = zs.Engine(model, lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan.from_dict(PLANS[plan]), mesh=mesh)
         found[name] = error_of(lambda: scenario(engine, model, rows))  # noqa: B023
     if PLANS[plan]["zero"] == 3:
         model = build(partial(Net, Gathering))
-        engine = zs.Engine(model, maker, zs.Plan(**PLANS[plan]), mesh=mesh)
+        engine = zs.Engine(model, maker, zs.Plan.from_dict(PLANS[plan]), mesh=mesh)
         found["gathered in a forward"] = error_of(partial(gather_inside, engine, model, rows))
     return found
 
@@ -601,7 +601,7 @@ class Routed(Block):
 
 def run_router(mesh: zs.Mesh, settings: dict[str, Any]) -> Any:
     model = build(partial(Net, Routed))
-    engine = zs.Engine(model, maker, zs.Plan(**settings), mesh=mesh)
+    engine = zs.Engine(model, maker, zs.Plan.from_dict(settings), mesh=mesh)
     mine = slice(mesh.rank * ROWS, (mesh.rank + 1) * ROWS)
     with pytest.warns(UserWarning, match="router.classifier.*fp32_modules"):
         losses = [float(step(engine, rows(0)[mine], rows(1)[mine])) for _ in range(6)]

@@ -401,7 +401,9 @@ def alone(
 def engine_for(mesh: zs.Mesh, case: Case, **plan: Any) -> zs.Engine:
     """An engine over the model; other ranks than 0 start from other weights, so rank 0's must win."""
     model = build(case, seed=mesh.rank)
-    return zs.Engine(model, lambda ps: OPTIMIZER([p for p in ps if p.requires_grad]), zs.Plan(**plan), mesh=mesh)
+    return zs.Engine(
+        model, lambda ps: OPTIMIZER([p for p in ps if p.requires_grad]), zs.Plan.from_dict(plan), mesh=mesh
+    )
 
 
 def train(mesh: zs.Mesh, case: Case, **plan: Any) -> tuple[list[float], dict[str, Any]]:

@@ -52,7 +52,7 @@ def test_the_plan_fits_and_the_model_stays_as_it_was() -> None:
     base = zs.Plan(clip_norm=0.5, device_memory=limit)
     plan = zs.Plan.auto(model, batch(), optimizer=ADAM, machines=HERE, base=base, say=heard.append)
     assert (plan.clip_norm, plan.device_memory, plan.transport) == (0.5, limit, "auto")
-    assert plan.zero == 1 and plan.stages == 1  # of the three that are as fast, the one that needs least
+    assert plan.zero == 1 and plan.pipeline.stages == 1  # of the three that are as fast, the one that needs least
     assert any(line.startswith("Memory: ") for line in heard)
     assert any(line.startswith("Refused: zero 0, fp32") for line in heard)
     assert torch.equal(torch.get_rng_state(), state)

@@ -8,6 +8,7 @@ import pytest
 
 from zeroshard.errors import PlanError
 from zeroshard.offload import choice as offload
+from zeroshard.offload.policy import Offload
 from zeroshard.parts.choice import Choice, States
 from zeroshard.parts.offers import Fastest, Fewest, Offer, Refused, Site, divisors
 from zeroshard.pipeline import choice as pipeline
@@ -34,7 +35,7 @@ def test_what_a_plan_does_not_use_answers_as_if_it_were_not_there() -> None:
 
 
 def test_stages_and_dtypes_change_the_states_of_a_rank() -> None:
-    plan = Plan(zero=1, stages=2, microbatches=2, precision="bf16")
+    plan = Plan(zero=1, pipeline_parallel=2, microbatches=2, precision="bf16")
     states = STATES
     for choice in choices_of(plan):
         states = choice.share(states, 4)
@@ -44,7 +45,7 @@ def test_stages_and_dtypes_change_the_states_of_a_rank() -> None:
 
 
 def test_what_is_offloaded_leaves_the_share_that_stays() -> None:
-    half = choices_of(Plan(zero=2, offload="optimizer", offload_share=0.5)).offloading
+    half = choices_of(Plan(zero=2, offload=Offload("optimizer", fraction=0.5))).offloading
     assert half.least_bytes(STATES, 1) == 1100 * 4 + (500 - 300) * (4 + 0 + 8)
     assert not half.alike and not half.exhausted and half.reach == (1, 0.5)
     streamed = choices_of(Plan(zero=3, offload="optimizer,parameters")).offloading
@@ -54,7 +55,7 @@ def test_what_is_offloaded_leaves_the_share_that_stays() -> None:
 
 def test_several_nodes_are_offered_slices_within_each() -> None:
     found = [offer for offer in zero.offers(site(8, 4, 16)) if isinstance(offer, Offer)]
-    sizes = [(offer.settings["zero"], offer.settings["shard_ranks"]) for offer in found]
+    sizes = [(offer.settings["zero"], offer.settings["shard_group"]) for offer in found]
     assert sizes == [(0, None), *product((1, 2, 3), (None, 4))]
     assert all(offer.lanes == 8 and list(offer.counts) == [1, 2] for offer in found)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import Plan
 from zeroshard.planner import largest as module
 from zeroshard.planner.hardware import Device, Link, Machines
@@ -90,7 +91,12 @@ def test_the_largest_by_a_step_fits_and_the_next_does_not() -> None:
 def test_states_of_stages_are_those_of_the_fullest() -> None:
     """Mixed-precision Adam has 16 bytes per parameter, and the stages share the parameters unevenly."""
     task = gpt(24, 3)
-    fullest = state_bytes_of(task, Plan(zero=0, stages=2, microbatches=2, balance="parameters"), 2, 2)
+    fullest = state_bytes_of(
+        task,
+        Plan(zero=0, pipeline_parallel=Pipeline(2, balance="parameters"), microbatches=2),
+        2,
+        2,
+    )
     whole = 16 * parameters_of(task)
     assert whole / 2 < fullest < whole
 

@@ -27,19 +27,26 @@ from zeroshard.platform import real
 from zeroshard.train.gpt import GPT
 
 ROWS, MIB, GIB = 16, 2**20, 2**30
-PLAIN = {"transport": "network", "speculate": False}  # shadow pages take what is free, so they depend on the machine
+PLAIN = {
+    "transport": "network",
+    "offload.speculate": False,
+}  # shadow pages take what is free, so they depend on the machine
 STATES = {"offload": "optimizer", **PLAIN}
 STREAMED = {"offload": "optimizer,parameters", "zero": 3, **PLAIN}
 ALL = {**STREAMED, "offload": "optimizer,parameters,activations"}
 CASES: list[tuple[int, str, dict[str, Any]]] = [
-    (1, "adamw", {**STATES, "offload_share": 0.5, "microbatches": 2}),
+    (1, "adamw", {**STATES, "offload.fraction": 0.5, "microbatches": 2}),
     (1, "adamw", ALL),
     (2, "adamw", {**STATES, "zero": 2, "clip_norm": 1.0}),
     (2, "adamw", {**STREAMED, "precision": "bf16"}),
     (2, "adamw", {**ALL, "microbatches": 2}),
     (2, "momentum", {**STATES, "zero": 3}),
-    (2, "adamw", {**STATES, "zero": 1, "stages": 2, "microbatches": 2, "split": ("blocks.1",)}),
-    (4, "adamw", {**STATES, "zero": 2, "shard_ranks": 2}),
+    (
+        2,
+        "adamw",
+        {**STATES, "zero": 1, "pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.split": ("blocks.1",)},
+    ),
+    (4, "adamw", {**STATES, "zero": 2, "shard_group": 2}),
 ]
 
 
@@ -76,7 +83,7 @@ def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str) -> dict[str, Any]:
         for signed in (True, False):
             code_map(signed)  # tables that a process makes once
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            wanted = zs.Plan(**plan)
+            wanted = zs.Plan.from_dict(plan)
             example = tokens(ROWS // wanted.microbatches) if wanted.pipelined else None
             engine = zs.Engine(task(optimizer).build(), OPTIMIZERS[optimizer], wanted, mesh=mesh, example=example)
             for _ in range(6 if wanted.pipelined else 2):
@@ -87,7 +94,7 @@ def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str) -> dict[str, Any]:
 
 
 def rehearsed(plan: dict[str, Any], machines: Machines | None = None, rows: int = ROWS) -> Rehearsed:
-    return rehearse(task(rows=rows), zs.Plan(**plan), 0, 1, rows, machines)
+    return rehearse(task(rows=rows), zs.Plan.from_dict(plan), 0, 1, rows, machines)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
@@ -97,7 +104,7 @@ def test_a_share_of_many_blocks_is_predicted_as_it_is_rehearsed(share: float) ->
             return GPT(replace(SHAPE, layers=8))
 
     job = Task(build, tokens, OPTIMIZERS["adamw"], ROWS, SHAPE.context)
-    plan = zs.Plan(**{**STATES, "zero": 2, "precision": "bf16", "offload_share": share})
+    plan = zs.Plan.from_dict({**STATES, "zero": 2, "precision": "bf16", "offload.fraction": share})
     found, whole = predict(job, plan, one(GIB), ROWS), rehearse(job, plan, 0, 1, ROWS, one(GIB))
     assert sum(found.memory.values()) == whole.peak_bytes
     assert sum(found.host.values()) == sum(whole.host.values())
@@ -115,7 +122,7 @@ def test_every_tier_to_the_byte_the_traffic_and_the_peak(pool: Pool, case: tuple
     ranks, optimizer, plan = case
     real = pool.run(run, ranks, plan, optimizer) if ranks > 1 else [run(zs.Mesh(), plan, optimizer)]
     for rank in {0, ranks - 1}:
-        found = rehearse(task(optimizer), zs.Plan(**plan), rank, ranks, ROWS)
+        found = rehearse(task(optimizer), zs.Plan.from_dict(plan), rank, ranks, ROWS)
         assert {**found.states, "activations": 0} == {**real[rank]["tiers"]["device"], "activations": 0}
         assert found.host == real[rank]["tiers"]["host"]
         assert found.host["optimizer states"] > 0
@@ -127,13 +134,13 @@ def test_every_tier_to_the_byte_the_traffic_and_the_peak(pool: Pool, case: tuple
         below = (
             found.host["optimizer states"] if optimizer != "adamw" else 0
         )  # made by torch.optim, as if on the device
-        bar = 0.005 if {"precision", "stages"} & plan.keys() else 0.001
+        bar = 0.005 if {"precision", "pipeline_parallel"} & plan.keys() else 0.001
         assert found.peak_bytes + below == pytest.approx(real[rank]["peak"], rel=bar)
 
 
-@pytest.mark.parametrize("plan", [STATES, {**STREAMED, "offload_disk_parameters": True}], ids=["states", "all"])
+@pytest.mark.parametrize("plan", [STATES, {**STREAMED, "offload.disk_parameters": True}], ids=["states", "all"])
 def test_what_is_on_the_disk_is_counted_and_no_file_is_made(tmp_path: Path, plan: dict[str, Any]) -> None:
-    there = {**plan, "offload_disk": str(tmp_path / "made")}
+    there = {**plan, "offload.disk": str(tmp_path / "made")}
     found = rehearsed(there)
     assert not (tmp_path / "made").exists()
     real = run(zs.Mesh(), there, "adamw")
@@ -153,13 +160,13 @@ def test_a_step_is_as_long_as_what_is_slow_and_what_is_hidden_is_not_spent() -> 
     slow_link = replace(one(GIB), device=replace(one(GIB).device, host_link=1e7))
     assert rehearsed(STATES, slow_link).spent["host link"] == pytest.approx((4 + 4) * elements / 1e7, rel=0.02)
     slow_device = replace(one(GIB, launch_seconds=1e-5), host_bandwidth=5e9)
-    hidden, late = (rehearsed({**STATES, "delayed_update": d}, slow_device).spent for d in (False, True))
+    hidden, late = (rehearsed({**STATES, "offload.delayed_update": d}, slow_device).spent for d in (False, True))
     assert 0 < hidden["host update"] < 28 * elements / 5e9 / 2
     assert "host update" not in late
 
 
 def test_a_note_says_that_such_seconds_are_modelled() -> None:
-    found = predict(quick(), zs.Plan(**STATES), replace(one(GIB), host_bandwidth=None), 1)
+    found = predict(quick(), zs.Plan.from_dict(STATES), replace(one(GIB), host_bandwidth=None), 1)
     assert any("modelled" in note and "assumed" in note for note in found.notes)
     assert {"host link", "host update"} <= found.causes.keys()
     assert "offload optimizer" in short(found.plan)
@@ -168,53 +175,53 @@ def test_a_note_says_that_such_seconds_are_modelled() -> None:
 
 def test_all_ranks_of_a_node_share_its_host() -> None:
     machines = replace(one(GIB, MIB), count=4, per_node=2)
-    found = predict(quick(4), zs.Plan(**STATES), machines, 1)
+    found = predict(quick(4), zs.Plan.from_dict(STATES), machines, 1)
     assert found.host_bytes >= 2 * sum(found.host.values()) > 2 * (4 + 4 + 8) * 5 * 64 * 64 // 4
     assert found.fits
     smaller = replace(machines, host_memory=found.host_bytes - 1)
-    assert predict(quick(4), zs.Plan(**STATES), smaller, 1).full == ["host"]
+    assert predict(quick(4), zs.Plan.from_dict(STATES), smaller, 1).full == ["host"]
 
 
 def test_on_cpus_what_is_offloaded_lies_beside_the_devices_memory() -> None:
-    found = predict(quick(), zs.Plan(**STATES), one(GIB, 20 * MIB, "cpu"), 1)
+    found = predict(quick(), zs.Plan.from_dict(STATES), one(GIB, 20 * MIB, "cpu"), 1)
     assert found.host_capacity_bytes == 20 * MIB - found.peak_bytes
 
 
 def budget(plan: dict[str, Any]) -> int:
     """The smallest capacity for a plan."""
-    return predict(quick(), zs.Plan(**plan), one(GIB), 1).smallest_capacity_bytes
+    return predict(quick(), zs.Plan.from_dict(plan), one(GIB), 1).smallest_capacity_bytes
 
 
 def searched(memory: int, **given: Any) -> Found:
-    return search(quick(), one(memory, given.pop("host", None)), zs.Plan(**PLAIN), **given)
+    return search(quick(), one(memory, given.pop("host", None)), zs.Plan.from_dict(PLAIN), **given)
 
 
 def test_what_fits_without_offload_is_not_offloaded_unless_asked() -> None:
-    assert not any(p.plan.offload for p in searched(GIB).best)
-    assert {p.plan.offload for p in searched(GIB, last_resorts=True).best} == {"", "optimizer"}
+    assert not any(p.plan.offloading.kinds for p in searched(GIB).best)
+    assert {p.plan.offloading.parts for p in searched(GIB, last_resorts=True).best} == {"", "optimizer"}
 
 
 @pytest.mark.parametrize(
-    "plan, share", [({**STATES, "offload_share": 0.25}, 0.25), (STATES, 1.0), (STREAMED, 1.0), (ALL, 1.0)]
+    "plan, share", [({**STATES, "offload.fraction": 0.25}, 0.25), (STATES, 1.0), (STREAMED, 1.0), (ALL, 1.0)]
 )
 def test_what_moves_least_is_found_first(plan: dict[str, Any], share: float) -> None:
     found = searched(budget(plan))
-    assert [(p.plan.offload, p.plan.offload_share) for p in found.best] == [(plan["offload"], share)]
-    tried = {(r.plan.offload, r.plan.offload_share) for r in found.refused}
+    assert [(p.plan.offload, p.plan.offloading.fraction) for p in found.best] == [(plan["offload"], share)]
+    tried = {(r.plan.offload, r.plan.offloading.fraction) for r in found.refused}
     assert ("", 1.0) in tried and (plan["offload"], share) not in tried
 
 
 def test_a_device_too_small_for_any_is_refused_with_the_smallest_budget_that_works() -> None:
     least = budget(ALL)
     with pytest.raises(PlanError) as refused:
-        best_plans(quick(), one(least - 1), zs.Plan(**PLAIN), lambda text: None)
+        best_plans(quick(), one(least - 1), zs.Plan.from_dict(PLAIN), lambda text: None)
     assert "with and without offload" in str(refused.value)
     assert "offload optimizer + parameters + activations" in str(refused.value)
     assert f"device_memory={least}" in str(refused.value)
-    assert best_plans(quick(), one(GIB), zs.Plan(device_memory=least, **PLAIN), lambda text: None).best
+    assert best_plans(quick(), one(GIB), zs.Plan.from_dict({"device_memory": least, **PLAIN}), lambda text: None).best
 
 
 def test_a_host_too_small_is_refused_with_what_it_must_hold() -> None:
     found = searched(budget(STATES), host=MIB // 4)
     assert not found.best
-    assert any("host memory" in refusal.why for refusal in found.refused if refusal.plan.offload)
+    assert any("host memory" in refusal.why for refusal in found.refused if refusal.plan.offloading.kinds)

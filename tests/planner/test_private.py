@@ -19,14 +19,14 @@ PAIR = Machines.of("A100-80", 2)
 
 @pytest.mark.parametrize(
     "plan",
-    [{"zero": 3, "precision": "bf16"}, {"zero": 0, "stages": 2, "microbatches": 2, "recompute": "chunk"}],
+    [{"zero": 3, "precision": "bf16"}, {"zero": 0, "pipeline_parallel": 2, "microbatches": 2, "recompute": "chunk"}],
     ids=str,
 )
 def test_a_rehearsal_is_the_same_with_remembered_results(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    remembered = [rehearse(task(), zs.Plan(**plan), 0, 2, 6, PAIR) for _ in range(2)]
+    remembered = [rehearse(task(), zs.Plan.from_dict(plan), 0, 2, 6, PAIR) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(private, "_remembers", lambda func: False)
-        asked = rehearse(task(), zs.Plan(**plan), 0, 2, 6, PAIR)
+        asked = rehearse(task(), zs.Plan.from_dict(plan), 0, 2, 6, PAIR)
     for one in remembered:
         assert replace(one, pipeline=None) == replace(asked, pipeline=None)
 

@@ -11,7 +11,7 @@ import zeroshard as zs
 from zeroshard.planner.rehearse import rehearse
 
 NETWORK = {"transport": "network"}
-CUT = {"stages": 2, "microbatches": 2, "split": ("blocks.2",)}
+CUT = {"pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.split": ("blocks.2",)}
 CASES: list[tuple[int, str, dict[str, Any]]] = [
     (1, "adamw", {"zero": 0, "microbatches": 2}),
     (2, "fused", {"zero": 0, **NETWORK}),
@@ -19,36 +19,36 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (3, "adagrad", {"zero": 2, **NETWORK}),
     (2, "adamw", {"zero": 2, "overlap_gather": True, **NETWORK}),
     (2, "momentum", {"zero": 3, "microbatches": 2, **NETWORK}),
-    (4, "adamw", {"zero": 3, "shard_ranks": 2, **NETWORK}),
+    (4, "adamw", {"zero": 3, "shard_group": 2, **NETWORK}),
     (2, "adamw", {"zero": 2, "precision": "bf16", "microbatches": 2, **NETWORK}),
     (2, "fused", {"zero": 3, "precision": "bf16", "reduce_dtype": "fp32", **NETWORK}),
-    (2, "adamw", {"zero": 0, "schedule": "1f1b", **CUT}),
-    (4, "momentum", {"zero": 1, "schedule": "zb-h1", **CUT, **NETWORK}),
-    (4, "adamw", {"zero": 2, "schedule": "1f1b", "precision": "bf16", **CUT}),
-    (2, "adamw", {"zero": 0, "schedule": "gpipe", **CUT}),
-    (2, "sgd", {"zero": 0, "schedule": "pipedream", **CUT}),
-    (2, "adamw", {"zero": 0, "schedule": "2bw", **CUT}),
-    (4, "adamw", {"zero": 2, "shard_ranks": 1, "clip_norm": 1.0, **CUT}),
+    (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "1f1b", **CUT}),
+    (4, "momentum", {"zero": 1, "pipeline_parallel.schedule": "zb-h1", **CUT, **NETWORK}),
+    (4, "adamw", {"zero": 2, "pipeline_parallel.schedule": "1f1b", "precision": "bf16", **CUT}),
+    (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "gpipe", **CUT}),
+    (2, "sgd", {"zero": 0, "pipeline_parallel.schedule": "pipedream", **CUT}),
+    (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "2bw", **CUT}),
+    (4, "adamw", {"zero": 2, "shard_group": 1, "clip_norm": 1.0, **CUT}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
 
 
 def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
     ranks, optimizer, plan = case
-    rest = [plan.get("schedule", ""), plan.get("precision", "")]
+    rest = [plan.get("pipeline_parallel.schedule", ""), plan.get("precision", "")]
     return "-".join(filter(None, [f"{ranks}x", f"zero{plan['zero']}", optimizer, *rest]))
 
 
 def shares(ranks: int, plan: dict[str, Any]) -> bool:
     """Whether ranks share memory, of which torch's profiler sees nothing."""
-    group = plan.get("shard_ranks") or ranks // plan.get("stages", 1)
+    group = plan.get("shard_group") or ranks // plan.get("pipeline_parallel", 1)
     return group > 1 and plan.get("transport") != "network"
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
 def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int, str, dict[str, Any]]) -> None:
     ranks, optimizer, plan = case
-    wanted = zs.Plan(**plan)
+    wanted = zs.Plan.from_dict(plan)
     steps = 8 if wanted.streams else 6 if wanted.pipelined else 3
     real = pool.run(run, ranks, plan, optimizer, 8, steps) if ranks > 1 else [run(zs.Mesh(), plan, optimizer, 8)]
     for rank in {0, ranks // 2, ranks - 1}:

@@ -57,9 +57,11 @@ def test_first_estimates_come_before_any_plan_is_rehearsed_and_are_near(asked: l
     ((first, before),) = shown
     assert before == 0 and asked
     assert {p.mode for p in first.best} == {p.time_mode for p in first.best} == {"estimate"}
-    assert {(p.plan.zero, p.plan.stages) for p in first.best} == {(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)}
+    assert {(p.plan.zero, p.plan.pipeline.stages) for p in first.best} == {(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)}
     for one in first.best:
-        last = next(p for p in found.best if (p.plan.zero, p.plan.stages) == (one.plan.zero, one.plan.stages))
+        last = next(
+            p for p in found.best if (p.plan.zero, p.plan.pipeline.stages) == (one.plan.zero, one.plan.pipeline.stages)
+        )
         assert one.peak_bytes == pytest.approx(last.peak_bytes, rel=0.3)
         assert one.seconds == pytest.approx(last.seconds, rel=0.5)
 
@@ -68,7 +70,7 @@ def test_plans_whose_states_alone_do_not_fit_are_never_rehearsed(asked: list[Pla
     room = 13 * PSI  # of 16 bytes per parameter; stage 1 leaves 12 on two ranks, stages 2 and 3 less
     small = replace(MACHINES, device=replace(MACHINES.device, memory_bytes=room))
     found = search(job(2), small)
-    assert all(plan.zero or plan.stages > 1 for plan in asked)
+    assert all(plan.zero or plan.pipeline.stages > 1 for plan in asked)
     assert any(refusal.plan.zero == 0 and "states alone" in refusal.why for refusal in found.refused)
 
 
@@ -85,7 +87,7 @@ def test_it_says_how_many_plans_are_left_and_about_how_long() -> None:
 def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     """Four seconds per plan, and four times as many with stages."""
     clock = iter([0.0, 4.0, 8.0, 24.0])
-    alone, staged = Plan(zero=0), Plan(zero=0, stages=2, microbatches=2)
+    alone, staged = Plan(zero=0), Plan(zero=0, pipeline_parallel=2, microbatches=2)
     progress = Progress({alone: 2, staged: 2}, lambda: next(clock))
     progress.begin(alone)
     assert progress.look(alone) == "0/4 plans: "

@@ -46,14 +46,20 @@ def six_blocks() -> nn.Module:
     [
         {"zero": 3, "precision": "bf16"},
         {"zero": 1, "microbatches": 6, "reduce_every": "step"},
-        {"stages": 2, "zero": 0, "schedule": "1f1b", "microbatches": 6, "balance": "parameters"},
+        {
+            "pipeline_parallel": 2,
+            "zero": 0,
+            "pipeline_parallel.schedule": "1f1b",
+            "microbatches": 6,
+            "pipeline_parallel.balance": "parameters",
+        },
     ],
     ids=str,
 )
 def test_few_blocks_and_microbatches_tell_all(plan: dict[str, Any]) -> None:
     job = task(build=six_blocks, rows=12)
-    rows = 6 if "stages" not in plan else 12
-    few, whole = (predict(job, zs.Plan(**plan), PAIR, rows, deep=deep) for deep in (False, True))
+    rows = 6 if "pipeline_parallel" not in plan else 12
+    few, whole = (predict(job, zs.Plan.from_dict(plan), PAIR, rows, deep=deep) for deep in (False, True))
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
     assert few.wire_bytes == whole.wire_bytes
     assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
@@ -66,8 +72,8 @@ def test_a_chain_of_equal_blocks_is_cut_by_few_of_them() -> None:
     assert layers.costs[-1].forward_seconds > layers.costs[1].forward_seconds  # the head is in it
     assert layers.split(1) == ()
     split = layers.split(2)
-    found = zs.Plan(stages=2, zero=0, microbatches=2, split=split)
-    assert predict(task(build=six_blocks, rows=4), found, PAIR, 4).plan.split == split
+    found = zs.Plan(pipeline_parallel=zs.Pipeline(2, split=split), zero=0, microbatches=2)
+    assert predict(task(build=six_blocks, rows=4), found, PAIR, 4).plan.pipeline.split == split
 
 
 def test_depths_are_extrapolated_stack_by_stack() -> None:
@@ -149,26 +155,50 @@ def blocks_run(plan: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Block, "forward", counted)
-        predict(task(build=build, rows=4), zs.Plan(**plan), PAIR, 4)
+        predict(task(build=build, rows=4), zs.Plan.from_dict(plan), PAIR, 4)
     return calls
 
 
 def test_a_stage_of_many_blocks_is_rehearsed_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [{"stages": 2, "zero": 0, "microbatches": 2, "split": (f"blocks.{depth // 2}",)} for depth in (8, 16)]
+    plans = [
+        {"pipeline_parallel": 2, "zero": 0, "microbatches": 2, "pipeline_parallel.split": (f"blocks.{depth // 2}",)}
+        for depth in (8, 16)
+    ]
     assert blocks_run(plans[0], 8, monkeypatch) == blocks_run(plans[1], 16, monkeypatch)
 
 
 @pytest.mark.parametrize(
     "layers, plan",
     [  # just so many blocks and microbatches that not all are rehearsed; of gpipe, all microbatches are
-        (9, {"schedule": "1f1b", "microbatches": 6, "split": ("blocks.4",)}),
-        (9, {"schedule": "gpipe", "microbatches": 2, "split": ("blocks.4",), "precision": "bf16"}),
-        (9, {"schedule": "zb-h1", "microbatches": 6, "split": ("blocks.4",)}),
+        (9, {"pipeline_parallel.schedule": "1f1b", "microbatches": 6, "pipeline_parallel.split": ("blocks.4",)}),
+        (
+            9,
+            {
+                "pipeline_parallel.schedule": "gpipe",
+                "microbatches": 2,
+                "pipeline_parallel.split": ("blocks.4",),
+                "precision": "bf16",
+            },
+        ),
+        (9, {"pipeline_parallel.schedule": "zb-h1", "microbatches": 6, "pipeline_parallel.split": ("blocks.4",)}),
         (
             12,
-            {"schedule": "interleaved", "microbatches": 8, "chunks": 2, "split": ("blocks.4", "blocks.7", "blocks.8")},
+            {
+                "pipeline_parallel.schedule": "interleaved",
+                "microbatches": 8,
+                "pipeline_parallel.virtual_stages": 2,
+                "pipeline_parallel.split": ("blocks.4", "blocks.7", "blocks.8"),
+            },
         ),
-        (9, {"schedule": "1f1b", "microbatches": 6, "split": ("blocks.4",), "recompute": "chunk"}),
+        (
+            9,
+            {
+                "pipeline_parallel.schedule": "1f1b",
+                "microbatches": 6,
+                "pipeline_parallel.split": ("blocks.4",),
+                "recompute": "chunk",
+            },
+        ),
     ],
     ids=str,
 )
@@ -178,7 +208,7 @@ def test_few_blocks_of_a_stage_tell_all(layers: int, plan: dict[str, Any]) -> No
             return GPT(replace(SHAPE, layers=layers))
 
     rows = plan["microbatches"]
-    job, whole = task(build=build, rows=rows), zs.Plan(stages=2, zero=0, **plan)
+    job, whole = task(build=build, rows=rows), zs.Plan.from_dict({"pipeline_parallel": 2, "zero": 0, **plan})
     few, all_of_them = (predict(job, whole, PAIR, rows, deep=deep) for deep in (False, True))
     assert few.plan == all_of_them.plan
     assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=5e-3)

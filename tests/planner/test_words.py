@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from predictions import GIB, later, piped, prediction, refusal
 
+from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import Plan
 from zeroshard.planner.result import Refusal
 from zeroshard.planner.words import alike, categories, describe, seconds, shares, short
@@ -14,17 +15,27 @@ from zeroshard.planner.words import alike, categories, describe, seconds, shares
     "plan, ranks, words",
     [
         (Plan(zero=3, precision="bf16", microbatches=2), 8, "zero 3, bf16, 2 microbatches"),
-        (Plan(zero=2, shard_ranks=4), 8, "zero 2, fp32, slices over 4 ranks"),
-        (Plan(zero=1, stages=4, microbatches=8), 8, "4 stages 1f1b x 2, zero 1, fp32, 8 microbatches"),
-        (Plan(zero=1, stages=4, microbatches=8), 4, "4 stages 1f1b, zero 1, fp32, 8 microbatches"),
-        (Plan(zero=1, stages=4), None, "4 stages 1f1b, zero 1, fp32"),
+        (Plan(zero=2, shard_group=4), 8, "zero 2, fp32, slices over 4 ranks"),
+        (Plan(zero=1, pipeline_parallel=4, microbatches=8), 8, "4 stages 1f1b x 2, zero 1, fp32, 8 microbatches"),
+        (Plan(zero=1, pipeline_parallel=4, microbatches=8), 4, "4 stages 1f1b, zero 1, fp32, 8 microbatches"),
+        (Plan(zero=1, pipeline_parallel=4), None, "4 stages 1f1b, zero 1, fp32"),
         (
-            Plan(zero=0, stages=2, replicas=(2, 1), microbatches=2, recompute="chunk"),
+            Plan(
+                zero=0,
+                pipeline_parallel=Pipeline(2, replicas=(2, 1)),
+                microbatches=2,
+                recompute="chunk",
+            ),
             3,
             "2 stages 1f1b x 2-1, zero 0, fp32, 2 microbatches, recompute",
         ),
         (
-            Plan(zero=0, stages=2, chunks=2, schedule="interleaved", microbatches=2, recompute="off"),
+            Plan(
+                zero=0,
+                pipeline_parallel=Pipeline(2, virtual_stages=2, schedule="interleaved"),
+                microbatches=2,
+                recompute="off",
+            ),
             2,
             "2 stages interleaved, zero 0, fp32, 2 microbatches, 2 chunks per stage, no recompute",
         ),

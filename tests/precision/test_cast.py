@@ -6,7 +6,7 @@ from engine.models import Plain
 from torch import Tensor, nn
 
 from zeroshard.errors import PlanError
-from zeroshard.precision import Precision, keep_in_fp32
+from zeroshard.precision.cast import Precision, keep_in_fp32
 
 BF16 = Precision.named("bf16")
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import NonFiniteError
-from zeroshard.precision import LossScaler
+from zeroshard.precision.loss_scale import LossScaler
 
 
 def follow(scaler: LossScaler, steps: str) -> list[float]:

@@ -73,7 +73,7 @@ def by_hand(
 
 
 def by_engine(mesh: zs.Mesh, plan: dict[str, Any]) -> Any:
-    engine = zs.Engine(net(), adamw, zs.Plan(**plan), mesh=mesh)
+    engine = zs.Engine(net(), adamw, zs.Plan.from_dict(plan), mesh=mesh)
     losses, norms = [], []
     for step in range(STEPS):
         loss = engine(rows(step, mesh.rank))
@@ -90,7 +90,7 @@ def test_sixteen_bit_training_is_the_recipe_by_hand(pool: Pool, precision: str, 
     dtype, scale = DTYPES[precision], 1024.0 if precision == "fp16" else 1.0
     for clip in (None, 0.05):
         losses, norms, weights = by_hand(dtype, scale, clip)
-        plan = {"zero": zero, "precision": precision, "clip_norm": clip, "loss_scale_initial": scale}
+        plan = {"zero": zero, "precision": precision, "clip_norm": clip, "loss_scale.initial": scale}
         for rank, (got_losses, got_norms, got) in enumerate(pool.run(by_engine, 2, plan)):
             torch.testing.assert_close(got_losses, [step[rank] for step in losses], rtol=1e-5, atol=0)
             torch.testing.assert_close(got_norms, norms, rtol=1e-5, atol=0)
@@ -145,7 +145,7 @@ def test_small_gradients_need_the_loss_scale(pool: Pool, zero: int) -> None:
 def scaled_run(mesh: zs.Mesh, zero: int, overflows: str, plan: dict[str, Any]) -> Any:
     """`overflows` has a "1" for every step in which rank 1, alone, gets an infinite gradient."""
     model = net()
-    engine = zs.Engine(model, adamw, zs.Plan(zero=zero, precision="fp16", **plan), mesh=mesh)
+    engine = zs.Engine(model, adamw, zs.Plan.from_dict({"zero": zero, "precision": "fp16", **plan}), mesh=mesh)
     now = [False]
     model.head.weight.register_hook(lambda g: g * float("inf") if now[0] else g)
     scales, moved, error = [], [], None
@@ -168,7 +168,7 @@ def scaled_run(mesh: zs.Mesh, zero: int, overflows: str, plan: dict[str, Any]) -
 @pytest.mark.parametrize("zero", STAGES)
 def test_dynamic_scale_follows_its_rules_on_all_ranks(pool: Pool, zero: int) -> None:
     """Window 2, hysteresis 2, floor 256, written out by hand: (scale of the step, scale after it)."""
-    plan = {"loss_scale_initial": 1024.0, "loss_scale_window": 2, "loss_scale_hysteresis": 2, "loss_scale_floor": 256.0}
+    plan = {"loss_scale.initial": 1024.0, "loss_scale.window": 2, "loss_scale.hysteresis": 2, "loss_scale.floor": 256.0}
     overflows = "00111010111100"
     by_hand = [1024, 1024, 2048, 2048, 1024, 1024, 1024, 512, 512, 512, 256, 256]
     # good; good, grew; 1st; 2nd, backs off; 1st; good; 2nd, backs off; good; 1st; 2nd, to the floor; 1st; 2nd: error

@@ -46,22 +46,25 @@ ROWS, TOKENS, WORDS, WIDTH = 8, 4, 11, 8
 START = 0.3  # seconds after the beginning in which a kill at the start comes
 SOON = 0.02  # seconds after a step or a save in which a kill there comes; longer than a step
 ALL_BELOW = "optimizer,parameters,activations"
-PIPELINE = {"stages": 2, "microbatches": 4, "balance": "parameters"}
+PIPELINE = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.balance": "parameters"}
 PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"zero": 0},
     "zero1": {"zero": 1},
     "zero2": {"zero": 2, "clip_norm": 1.0},
     "zero3": {"zero": 3, "transport": "network"},
     "bf16": {"zero": 2, "precision": "bf16"},
-    **{name: {**PIPELINE, "schedule": name} for name in ("naive", "gpipe", "1f1b", "zb-h1", "pipedream", "2bw")},
-    "interleaved": {**PIPELINE, "schedule": "interleaved", "chunks": 2},
+    **{
+        name: {**PIPELINE, "pipeline_parallel.schedule": name}
+        for name in ("naive", "gpipe", "1f1b", "zb-h1", "pipedream", "2bw")
+    },
+    "interleaved": {**PIPELINE, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
 }
 
 
 AXES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "offload": ("", "optimizer", "optimizer,parameters", "activations", "optimizer,activations", ALL_BELOW),
-    "schedule": (None, *SCHEDULES),  # None for one stage
+    "pipeline_parallel.schedule": (None, *SCHEDULES),  # None for one stage
     "transport": ("auto", "shared", "network"),
     "precision": ("fp32", "bf16", "fp16"),
 }
@@ -70,10 +73,10 @@ LEAST = 24  # plans in a cover
 
 def options_of(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of the plan that has one value of each axis."""
-    schedule = values["schedule"]
+    schedule = values["pipeline_parallel.schedule"]
     if schedule is None:
-        return {name: value for name, value in values.items() if name != "schedule"}
-    return {**values, **PIPELINE, "chunks": 2 if schedule == "interleaved" else 1}
+        return {name: value for name, value in values.items() if name != "pipeline_parallel.schedule"}
+    return {**values, **PIPELINE, "pipeline_parallel.virtual_stages": 2 if schedule == "interleaved" else 1}
 
 
 def allowed() -> list[dict[str, Any]]:
@@ -82,7 +85,7 @@ def allowed() -> list[dict[str, Any]]:
     for chosen in itertools.product(*AXES.values()):
         values = dict(zip(AXES, chosen, strict=True))
         with contextlib.suppress(PlanError):
-            zs.Plan(**options_of(values))
+            zs.Plan.from_dict(options_of(values))
             found.append(values)
     return found
 
@@ -206,7 +209,7 @@ def check_all(folder: Path) -> None:
 def train(mesh: zs.Mesh, folder: Path, name: str, killer: Killer | None) -> None:
     """Train under one plan, from wherever it was cut off."""
     torch.manual_seed(0)
-    plan = zs.Plan(**ALL[name])
+    plan = zs.Plan.from_dict(ALL[name])
     adamw = partial(torch.optim.AdamW, lr=1e-2)
     engine = zs.Engine(Model(), adamw, plan, mesh=mesh, example=batch(0, 0, 4) if plan.pipelined else None)
     torch.manual_seed(1 + mesh.rank)  # dropout differs between ranks

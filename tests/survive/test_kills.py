@@ -38,7 +38,7 @@ def test_the_cover_has_every_pair_that_a_plan_may_have() -> None:
     chosen = [values for values in every if options_of(values) in COVER.values()]
     assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, every))
     assert LEAST <= len(COVER) < len(every) / 3 and len(set(map(str, COVER.values()))) == len(COVER)
-    assert {Plan(**options).precision for options in COVER.values()} == {"fp32", "bf16", "fp16"}
+    assert {Plan.from_dict(options).precision for options in COVER.values()} == {"fp32", "bf16", "fp16"}
 
 
 def test_killed_three_times_under_every_plan(pool: Pool, tmp_path: Path) -> None:

@@ -112,7 +112,12 @@ class TestRoom:
         memory.check_room(8500, "states")
         with pytest.raises(BudgetExceeded) as error:
             memory.check_room(8501, "states")
-        for part in ("states: needs 8,501 bytes", "/sys/fs/cgroup/job leaves 8,500.", "offload_share", "offload_disk"):
+        for part in (
+            "states: needs 8,501 bytes",
+            "/sys/fs/cgroup/job leaves 8,500.",
+            "offload.fraction",
+            "offload.disk",
+        ):
             assert part in str(error.value)
         with pytest.raises(BudgetExceeded, match="leaves 8,500"):
             memory.slab(2 * PAGE + 1, torch.uint8, STATES, "m")

@@ -7,8 +7,8 @@ from zeroshard.mesh import init_mesh
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.gpt import SIZES, GPTConfig
+from zeroshard.train.options import parse
 from zeroshard.train.run import run
-from zeroshard.train.toml_config import parse
 
 SIZES["mini"] = GPTConfig(vocabulary=256, context=16, width=16, heads=2, layers=1)
 config = parse(TrainConfig, sys.argv[1:], "zeroshard train")

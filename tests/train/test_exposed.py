@@ -10,9 +10,9 @@ from zeroshard.counts import LANES
 from zeroshard.mesh import Mesh
 from zeroshard.report import write_report
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.options import parse
 from zeroshard.train.progress import in_words
 from zeroshard.train.run import run as run_job
-from zeroshard.train.toml_config import parse
 
 SHORT = ["--sequence", "32", "--batch", "2", "--validation-rows", "4", "--sample-tokens", "0", "--no-checkpoint"]
 

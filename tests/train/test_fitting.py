@@ -8,8 +8,8 @@ import pytest
 from zeroshard.errors import BudgetExceeded
 from zeroshard.mesh import Mesh
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.options import parse
 from zeroshard.train.run import run
-from zeroshard.train.toml_config import parse
 
 SHORT = ["--sequence", "32", "--batch", "2", "--steps", "2", "--validation-rows", "2", "--sample-tokens", "0"]
 

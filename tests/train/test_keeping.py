@@ -18,6 +18,7 @@ from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, DataError, NonFiniteError, Stopped
 from zeroshard.lock import Owner
 from zeroshard.mesh import Mesh
+from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import Plan
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.folder import LOCK
@@ -244,7 +245,10 @@ def test_what_cannot_be_gone_on_from(config: TrainConfig, tmp_path: Path) -> Non
         ({"spike": 0.5, "rollbacks": 1}, "spike is 0.5; it must be more than 1"),
         ({"rollbacks": 1, "checkpoint": False}, "needs checkpoints to go back to"),
         ({"rollbacks": 1, "patience": 2}, "set nonfinite='skip'"),
-        ({"rollbacks": 1, "plan": Plan(stages=2, schedule="2bw", microbatches=2)}, "do not combine"),
+        (
+            {"rollbacks": 1, "plan": Plan(pipeline_parallel=Pipeline(2, schedule="2bw"), microbatches=2)},
+            "do not combine",
+        ),
         ({"keep": 0}, "keep is 0; it must be 1 or more"),
     ):
         with pytest.raises(ConfigError, match=message):

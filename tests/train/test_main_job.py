@@ -17,8 +17,8 @@ from zeroshard.errors import ModelError, ZeroshardError
 from zeroshard.launch import WRONG_INPUT, present
 from zeroshard.mesh import Mesh
 from zeroshard.train.config import TrainConfig
+from zeroshard.train.options import parse
 from zeroshard.train.run import run as run_job
-from zeroshard.train.toml_config import parse
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--sequence", "32", "--batch", "2", "--validation-rows", "4", "--sample-tokens", "8", "--warmup-steps", "2"]
@@ -152,8 +152,21 @@ WRONG = [
     (["--config", "nothing.toml"], "nothing.toml", 2),
     (["--device-memory", "1MiB"], "device_memory is 1,048,576 bytes, and the weights take", 1),
     (["--learning-rate", "1e30", "--optimizer", "sgd", "--warmup-steps", "0", "--clip-norm", "None"], "not finite", 1),
-    (["--trace"], "set stages to 2 or more", 2),
-    (["--stages", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "1"], "multiple of 2", 2),
+    (["--trace"], "set pipeline_parallel to 2 or more", 2),
+    (
+        [
+            "--pp",
+            "2",
+            "--pipeline-parallel.schedule",
+            "interleaved",
+            "--pipeline-parallel.virtual-stages",
+            "2",
+            "--microbatches",
+            "1",
+        ],
+        "multiple of 2",
+        2,
+    ),
 ]
 
 
@@ -259,7 +272,19 @@ def test_plan_prints_the_paper_s_row(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_run_in_stages_leaves_its_timeline(pool: Pool, text: Path, tmp_path: Path) -> None:
     """Two stages and ZeRO 1 over two replicas of each; measured beside simulated."""
-    words = ["--stages", "2", "--schedule", "1f1b", "--microbatches", "2", "--zero", "1", "--steps", "9", "--trace"]
+    words = [
+        "--pp",
+        "2",
+        "--pipeline-parallel.schedule",
+        "1f1b",
+        "--microbatches",
+        "2",
+        "--zero",
+        "1",
+        "--steps",
+        "9",
+        "--trace",
+    ]
     output, run = job_of(pool, 4, text, tmp_path / "runs", *words)
     content = json.loads((run / "timeline.json").read_text())
     measured, simulated = content["timelines"]
@@ -283,7 +308,17 @@ def test_a_run_in_stages_leaves_its_timeline(pool: Pool, text: Path, tmp_path: P
 def test_a_run_that_never_flushes_reports_from_the_last_stage(
     pool: Pool, text: Path, tmp_path: Path, schedule: str
 ) -> None:
-    words = ["--stages", "2", "--schedule", schedule, "--microbatches", "2", "--steps", "9", "--trace"]
+    words = [
+        "--pp",
+        "2",
+        "--pipeline-parallel.schedule",
+        schedule,
+        "--microbatches",
+        "2",
+        "--steps",
+        "9",
+        "--trace",
+    ]
     output, run = job_of(pool, 2, text, tmp_path / "runs", *words)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["rank"] == 1 and "(rank 1)" in output
@@ -295,6 +330,17 @@ def test_a_run_that_never_flushes_reports_from_the_last_stage(
 
 
 def test_what_both_ranks_find_wrong_is_said_once(text: Path, tmp_path: Path) -> None:
-    words = ["--stages", "2", "--chunks", "3", "--schedule", "interleaved", "--batch", "4", "--microbatches", "2"]
+    words = [
+        "--pp",
+        "2",
+        "--pipeline-parallel.virtual-stages",
+        "3",
+        "--pipeline-parallel.schedule",
+        "interleaved",
+        "--batch",
+        "4",
+        "--microbatches",
+        "2",
+    ]
     output = zeroshard("train", "--data", str(text), *SHORT, *words, cwd=tmp_path, code=2)
     assert output.count("5 blocks") == 1 and "torch" not in output and "Traceback" not in output

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.mesh import Mesh
+from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.result import Found
 from zeroshard.platform.rehearsed import Rehearsal
@@ -23,9 +24,10 @@ from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.forecast import Comparison, Forecast, Measured
 from zeroshard.train.gpt import SIZES, GPTConfig
+from zeroshard.train.options import parse
 from zeroshard.train.planning import plan_ahead
 from zeroshard.train.run import run
-from zeroshard.train.toml_config import dump_toml, load_toml, parse
+from zeroshard.train.toml_config import dump_toml, load_toml
 
 JOB = Path(__file__).parent / "auto_job.py"
 SHORT = "--model mini --sequence 16 --batch 1 --steps 20 --validation-rows 2 --sample-tokens 0 --warmup-steps 2"
@@ -89,7 +91,7 @@ def test_two_ranks_get_the_plan_of_rank_zero(words: list[str], tmp_path: Path) -
     folder = Path(json.loads(run_job(JOB, *words, "--plan", "auto", "--no-checkpoint").splitlines()[-1]))
     plan = load_toml(folder / "config.toml", TrainConfig).plan
     kept = content(folder, "prediction.json")
-    assert replace(Plan(**kept["predicted"]["plan"]), transport="auto") == plan
+    assert replace(Plan.from_dict(kept["predicted"]["plan"]), transport="auto") == plan
     assert content(folder, "summary.json")["plan"]["zero"] == plan.zero
     check_compared(folder, kept["predicted"]["rank"])
 
@@ -97,7 +99,7 @@ def test_two_ranks_get_the_plan_of_rank_zero(words: list[str], tmp_path: Path) -
 def test_stages_leave_the_rows_of_a_step_as_they_are(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = Plan(zero=1, stages=2, microbatches=4, clip_norm=1.0, split=("blocks.1",))
+    plan = Plan(zero=1, pipeline_parallel=Pipeline(2, split=("blocks.1",)), microbatches=4, clip_norm=1.0)
     found = Found((prediction(plan, ranks=4, batch=6),), (), 1, 0.1)
     tasks = []
     monkeypatch.setattr(planning, "best_plans", lambda task, *rest: tasks.append(task) or found)

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import ConfigError
-from zeroshard.train.toml_config import dump_toml, load_toml, parse
+from zeroshard.train.options import parse
+from zeroshard.train.toml_config import dump_toml, load_toml
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from zeroshard.adopt.deepspeed_keys import KEPT, RULES, Fate
 from zeroshard.adopt.deepspeed_notes import FromDeepSpeed, Note
 from zeroshard.adopt.deepspeed_schedule import DeepSpeedSchedule
 from zeroshard.errors import ConfigError
-from zeroshard.plan import Plan
+from zeroshard.plan import GROUPS, Plan
 
 AUTO = "auto"  # transformers writes its own arguments in the place of this word
 OWN_OPTIONS = ("fp32_optimizer_states", "set_grad_none")  # of DeepSpeed's kernels, with nothing to do here
@@ -118,7 +119,7 @@ class _Reading:
         if self._errors:
             problems = "".join(f"\n  {error}" for error in self._errors)
             raise ConfigError(f"The DeepSpeed configuration cannot be taken over as it is:{problems}")
-        return FromDeepSpeed(Plan(**self._plan), optimizer, scheduler, rows, tuple(self._notes))
+        return FromDeepSpeed(Plan.from_dict(self._plan), optimizer, scheduler, rows, tuple(self._notes))
 
     def _take(self, section: str, key: str, default: Any = None) -> Any:
         """Remove a key and give its value, or the default where it is missing or left to transformers."""
@@ -165,7 +166,7 @@ class _Reading:
     def _keep(self, key: str, value: Any, **plan: Any) -> None:
         self._plan.update(plan)
         default = "" if key in self._given else ", by DeepSpeed's default"
-        self._note(key, value, "kept", f"Plan({', '.join(f'{k}={v!r}' for k, v in plan.items())}){default}")
+        self._note(key, value, "kept", f"Plan({', '.join(starmap(_written, plan.items()))}){default}")
 
     def _zero(self) -> None:
         if isinstance(self._sections[""].get("zero_optimization"), bool):  # DeepSpeed's first format
@@ -176,12 +177,12 @@ class _Reading:
         for key in ("mics_shard_size", "zero_hpz_partition_size"):
             size = self._number(section, key, 1)
             if size > 1 and stage == 3:
-                self._keep(f"{section}.{key}", size, shard_ranks=size)
+                self._keep(f"{section}.{key}", size, shard_group=size)
             elif f"{section}.{key}" in self._given:
                 self._note(f"{section}.{key}", size, "needs nothing", "it is off, as in DeepSpeed below stage 3")
-        if "zero_optimization.zero_hpz_partition_size" in self._given and "shard_ranks" in self._plan:
+        if "zero_optimization.zero_hpz_partition_size" in self._given and "shard_group" in self._plan:
             text = "states too are sliced inside the group alone, which takes more memory than hpZ, and less traffic"
-            self._note("zero_optimization.zero_hpz_partition_size", self._plan["shard_ranks"], "not supported", text)
+            self._note("zero_optimization.zero_hpz_partition_size", self._plan["shard_group"], "not supported", text)
         self._offload(stage)
 
     def _offload(self, stage: Any) -> None:
@@ -206,7 +207,7 @@ class _Reading:
             text = "the optimizer's states and its update go below with them; DeepSpeed would leave those on the device"
             self._note("zero_optimization.offload_param.device", parameters, "not supported", text)
         if parameters == "nvme" and states == "nvme":
-            self._keep("zero_optimization.offload_param.device", parameters, offload_disk_parameters=True)
+            self._keep("zero_optimization.offload_param.device", parameters, **{"offload.disk_parameters": True})
         elif parameters == "nvme":
             text = "they are kept in host memory, since the optimizer's states are not on a disk either"
             self._note("zero_optimization.offload_param.device", parameters, "not supported", text)
@@ -221,7 +222,7 @@ class _Reading:
         if device == "nvme" and path is None:
             self._errors.append(f"{section}.nvme_path is missing, and device 'nvme' needs it: the folder of a disk.")
         elif device == "nvme":
-            self._keep(f"{section}.nvme_path", path, offload_disk=str(path))
+            self._keep(f"{section}.nvme_path", path, **{"offload.disk": str(path)})
         elif path is not None:
             self._note(f"{section}.nvme_path", path, "needs nothing", "no states are on a disk")
         if f"{section}.ratio" not in self._given:
@@ -234,7 +235,7 @@ class _Reading:
             text = "with offload_param the states of all units are below; leave offload_param out to keep some above"
             self._note(f"{section}.ratio", ratio, "not supported", text)
         else:
-            self._keep(f"{section}.ratio", ratio, offload_share=ratio)
+            self._keep(f"{section}.ratio", ratio, **{"offload.fraction": ratio})
 
     def _below(self, name: str) -> str | None:
         """The device that a section of offload names, "cpu" or "nvme"; None if it is off or not there."""
@@ -295,17 +296,17 @@ class _Reading:
         fixed = self._number("fp16", "loss_scale", 0)
         self._keep("fp16.loss_scale", fixed, loss_scale=float(fixed) or "dynamic")
         power = self._number("fp16", "initial_scale_power", 16)
-        self._keep("fp16.initial_scale_power", power, loss_scale_initial=2.0**power)
+        self._keep("fp16.initial_scale_power", power, **{"loss_scale.initial": 2.0**power})
         for key, field, default in (
-            ("loss_scale_window", "loss_scale_window", 1000),
-            ("hysteresis", "loss_scale_hysteresis", 2),
-            ("min_loss_scale", "loss_scale_floor", 1),
+            ("loss_scale_window", "loss_scale.window", 1000),
+            ("hysteresis", "loss_scale.hysteresis", 2),
+            ("min_loss_scale", "loss_scale.floor", 1),
         ):
             value = self._number("fp16", key, default)
             self._keep(f"fp16.{key}", value, **{field: value})
-        if self._plan["loss_scale_hysteresis"] > 1:
+        if self._plan["loss_scale.hysteresis"] > 1:
             text = "it starts again whenever the loss scale moves, and there only when the scale grows"
-            self._note("fp16.hysteresis", self._plan["loss_scale_hysteresis"], "kept", text)
+            self._note("fp16.hysteresis", self._plan["loss_scale.hysteresis"], "kept", text)
 
     def _clipping(self) -> None:
         if "gradient_clipping" not in self._sections[""]:
@@ -461,3 +462,9 @@ def _near(key: str, known: Mapping[str, str]) -> list[str]:
 def _suggestion(key: str, known: Mapping[str, str]) -> str:
     close = _near(key, known)
     return f"; did you mean {known[close[0]]}?" if close else "; remove it"
+
+
+def _written(name: str, value: Any) -> str:
+    """A setting of a plan as its constructor takes it."""
+    group, _, inner = name.partition(".")
+    return f"{group}={GROUPS[group].__name__}({inner}={value!r})" if inner else f"{name}={value!r}"

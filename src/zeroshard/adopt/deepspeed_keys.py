@@ -71,7 +71,7 @@ TOP: dict[str, Rule] = {
     **_all(UNSUPPORTED, "generate inside engine.gathered()", "hybrid_engine"),
     **_all(UNSUPPORTED, "gradients of nn.Embedding(sparse=True) are refused; use sparse=False", "sparse_gradients"),
     **_all(UNSUPPORTED, "give drop_last to your DataLoader", "dataloader_drop_last"),
-    **_all(UNSUPPORTED, "cut the model with Plan(stages=...); PipelineModule is not needed", "pipeline"),
+    **_all(UNSUPPORTED, "cut the model with Plan(pipeline_parallel=...); PipelineModule is not needed", "pipeline"),
     "gradient_allreduce_op": Rule(
         DIFFERENT, "gradients are the mean over ranks; multiply the loss by the ranks, then remove the key", ("mean",)
     ),
@@ -134,7 +134,7 @@ OFFLOAD_OPTIMIZER: dict[str, Rule] = {
     **_all(NEEDLESS, "each slice is read, updated and written in its turn",
            "buffer_count", "pipeline_read", "pipeline_write", "pipeline"),
     **_all(NEEDLESS, "the first weights are written where they stay", "fast_init"),
-    **_all(NEEDLESS, "updates run beside the backward where Plan(speculate=True) lets them, and are undone exactly",
+    **_all(NEEDLESS, "updates run beside the backward where Offload(speculate=True) lets them, and are undone exactly",
            "super_offload"),
     **_all(NEEDLESS, "updates have as many threads as torch.set_num_threads says", "cpuadam_cores_perc"),
 }  # fmt: skip

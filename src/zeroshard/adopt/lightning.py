@@ -54,7 +54,8 @@ class ZeroshardStrategy(DDPStrategy):
         self.plan = plan or Plan()
         if self.plan.pipelined or self.plan.microbatches > 1:
             raise PlanError(
-                f"stages={self.plan.stages} and microbatches={self.plan.microbatches} are for engine.train_step, and "
+                f"pipeline_parallel={self.plan.pipeline.stages} and microbatches={self.plan.microbatches} are for "
+                f"engine.train_step, and "
                 f"here lightning owns the loop. Leave both at 1, and give accumulate_grad_batches to the Trainer."
             )
         self.engine: Engine | None = None

@@ -16,10 +16,11 @@ from torch import nn
 from zeroshard.comm import Comm
 from zeroshard.errors import CommError
 from zeroshard.mesh import wait_for_ranks
+from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
 from zeroshard.version import __version__
 
-OWN = {"device_memory", "offload_disk"}  # fields of a plan in which ranks on different machines may differ
+OWN = {"device_memory", "offload.disk"}  # settings of a plan in which ranks on different machines may differ
 SHOWN = 4  # differences of one rank in an error
 MOST = 3  # ranks in an error
 
@@ -95,7 +96,7 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> It
     """Names and values of everything that must be the same on all ranks."""
     yield "the version of zeroshard", __version__
     yield "the version of torch", str(torch.__version__)
-    for name, value in plan.as_dict().items():
+    for name, value in flat(plan.as_dict()):
         if name not in OWN:
             yield f"plan.{name}", json.dumps(value, default=str)
     names = {}

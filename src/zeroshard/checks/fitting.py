@@ -7,11 +7,18 @@ from math import ceil
 from typing import Literal
 
 from zeroshard.errors import PlanError
+from zeroshard.offload.policy import KINDS
+from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
 from zeroshard.zero.formulas import BytesPerParameter, state_bytes
 
+OPTIONS = {  # in which plans differ here, as the command line calls them
+    "zero": "--zero",
+    "offload.parts": "--offload",
+    "offload.fraction": "--offload.fraction",
+    "microbatches": "--microbatches",
+}
 ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-PARTS = ("optimizer", "parameters", "activations")  # of offload, in the order in which they help
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +47,11 @@ class Fitting:
         parameters = states.parameters
         parameters += state_bytes(self.frozen, self.ranks, plan.zero, self.each, frozen=True).parameters
         gathered = 0
-        if plan.zero == 3 and (self.ranks > 1 or "parameters" in plan.offloads):
+        if plan.zero == 3 and (self.ranks > 1 or plan.offloading.parameters):
             gathered = sum(sorted(self.units[:-1])[-2:]) + self.units[-1]  # two units beside the root
-        if "parameters" in plan.offloads:
+        if plan.offloading.parameters:
             parameters = Fraction(0)
-        stay = 1 - Fraction(plan.offload_share) if "optimizer" in plan.offloads else Fraction(1)
+        stay = Fraction(plan.offloading.staying)
         gradients = states.gradients * (stay if plan.zero >= 2 else 1)
         return ceil(parameters + gradients + stay * (states.master_weights + states.optimizer_states)) + gathered
 
@@ -73,16 +80,15 @@ class Fitting:
 
 def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
     """Plans that keep less on each device, those that cost least first: higher stages, and then more offload."""
-    kept = [part for part in PARTS if part in plan.offloads]
+    kept = [part for part in KINDS if part in plan.offloading.kinds]
     ways = [(zero, kept) for zero in range(plan.zero + 1, 4) if ranks > 1]
     ways += [(zero, [*kept, "optimizer"]) for zero in range(max(2, plan.zero), 4 if ranks > 1 else 3)]
-    ways += [(3, [*kept, "optimizer", "parameters"]), (3, list(PARTS))]
+    ways += [(3, [*kept, "optimizer", "parameters"]), (3, list(KINDS))]
     seen = {plan}
     for zero, parts in ways if not plan.pipelined else ():
-        share = 1.0 if "optimizer" in parts else plan.offload_share
+        below = ",".join(part for part in KINDS if part in parts)
         try:
-            below = ",".join(part for part in PARTS if part in parts)
-            other = replace(plan, zero=ZERO[zero], offload=below, offload_share=share)
+            other = replace(plan, zero=ZERO[zero], offload=replace(plan.offloading, parts=below, fraction=1.0))
         except PlanError:  # what it does not combine with
             continue
         if other not in seen:
@@ -92,6 +98,5 @@ def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
 
 def changed(plan: Plan, other: Plan) -> str:
     """What differs between two plans, as options of the command line."""
-    names = [name for name in ("zero", "offload", "offload_share", "microbatches")
-             if getattr(plan, name) != getattr(other, name)]  # fmt: skip
-    return " ".join(f"--{name.replace('_', '-')} {getattr(other, name)}" for name in names)
+    before, after = dict(flat(plan.as_dict())), dict(flat(other.as_dict()))
+    return " ".join(f"{option} {after[name]}" for name, option in OPTIONS.items() if after[name] != before[name])

@@ -25,7 +25,7 @@ class Axes:
     """The axes of one engine; making it is a collective call.
 
     Args:
-        shard_ranks: ranks that slice among themselves; all that work on different data by default.
+        shard_group: ranks that slice among themselves; all that work on different data by default.
 
     Attributes:
         world: all ranks that train.
@@ -37,8 +37,8 @@ class Axes:
         PlanError: the ranks do not divide as they should.
     """
 
-    def __init__(self, stage: Stage | Whole, shard_ranks: int | None, techniques: Sequence[Technique] = ()) -> None:
-        self._stage, self._shard_ranks, self._techniques = stage, shard_ranks, techniques
+    def __init__(self, stage: Stage | Whole, shard_group: int | None, techniques: Sequence[Technique] = ()) -> None:
+        self._stage, self._shard_ranks, self._techniques = stage, shard_group, techniques
         self.world = stage.world
         self.alike = self.world if stage.mesh is stage.world.mesh else Comm(stage.mesh)
         self._known: dict[str, Axis] = {}
@@ -169,7 +169,7 @@ class Axes:
         size, lanes = self._shard_ranks, len(members) // _product(self._new(len(members)))
         if size and lanes % size:
             raise PlanError(
-                f"{lanes} ranks{self._stage.called} do not divide into groups of shard_ranks={size}; start a "
+                f"{lanes} ranks{self._stage.called} do not divide into groups of shard_group={size}; start a "
                 f"multiple of {size} ranks{self._stage.called}."
             )
 

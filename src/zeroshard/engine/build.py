@@ -13,7 +13,6 @@ from zeroshard.checks.fitting import Fitting
 from zeroshard.checks.refused import check_machine
 from zeroshard.comm import Comm
 from zeroshard.engine.axes import Axes
-from zeroshard.engine.policies import offload_of
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.initialise import Initialiser, Materialiser
 from zeroshard.ledger import Arena, Category, Ledger
@@ -36,7 +35,7 @@ from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole as WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
-from zeroshard.precision import DTYPES, Precision, keep_in_fp32
+from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.zero import Accumulation, ByChunk, ByPass, Gatherer, Gradients, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
@@ -122,8 +121,6 @@ class Builder:
         going = self._offload(units, torch_optimizer)
         self._check_budget(units, kept, groups, layout)
         self._check_machine(units, groups, going, layout)
-        if self._lower is not None:
-            self._lower.check_room(units, going, self._precision.compute, layout.bytes_per_element)
         self._share_memory(units)
         if self._lower is not None:
             gathers = self._slices_parameters
@@ -177,8 +174,8 @@ class Builder:
 
     def _offload(self, units: list[Unit], optimizer: torch.optim.Optimizer) -> set[int]:
         """Find the tiers below the device, if the plan uses them; the numbers of the units that are updated there."""
-        policy = offload_of(self._plan)
-        if not self._plan.offloads:
+        policy = self._plan.offloading
+        if not self._plan.offloading.kinds:
             return set()
         ranks = self._comm.mesh.ranks
         if policy.optimizer and not self._residency.slice_states and ranks > 1:
@@ -186,8 +183,8 @@ class Builder:
                 f"offload='optimizer' and zero=0 do not combine on {ranks} ranks: each would update all the states on "
                 f"the same hosts. Use zero=1, 2 or 3; or one rank."
             )
-        self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer)
-        return units_below(units, policy.share) if policy.optimizer else set()
+        self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer, self._plan.timeout)
+        return units_below(units, policy.fraction) if policy.optimizer else set()
 
     def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer:
         weights = [[part.weights for part in of_unit] for of_unit in parts]
@@ -196,7 +193,7 @@ class Builder:
         return ByChunk(units, weights) if self._plan.pipelined else ByPass(units, weights, self._comm)
 
     def _saver(self) -> Saver:
-        if self._lower is None or not self._lower.policy.activations:
+        if self._lower is None or not self._plan.offloading.activations:
             return Keep()
         return ActivationStore(self._lower.link, self._lower.host, self._ledger)
 
@@ -225,8 +222,8 @@ class Builder:
             self._ledger.way_out = fitting.way_out
         gathered, at_once = self._stage.gathered_at_once(sizes)
         needed, what = sum(sizes), "the weights"
-        if self._residency.slice_parameters and (ranks > 1 or "parameters" in self._plan.offloads):
-            slices = 0 if "parameters" in self._plan.offloads else sum(sizes) // ranks
+        if self._residency.slice_parameters and (ranks > 1 or self._plan.offloading.parameters):
+            slices = 0 if self._plan.offloading.parameters else sum(sizes) // ranks
             needed, what = slices + gathered, at_once
         if needed > budget:
             way_out = "Set it to more than that, with gradients and activations on top, or use more stages."
@@ -237,7 +234,7 @@ class Builder:
     def _check_machine(
         self, units: list[Unit], groups: dict[nn.Parameter, int], going: set[int], layout: StateLayout
     ) -> None:
-        """Refuse optimizer states that the machine cannot hold; some kernels would end the process in the first step.
+        """Refuse states that the machine cannot hold; some kernels would end the process in the first step.
 
         Raises:
             BudgetExceeded: with the limit that is met.
@@ -246,12 +243,15 @@ class Builder:
         numel = sum(p.numel() for unit in stay for p in unit.parameters.values() if p in groups)
         slices = self._comm.mesh.ranks if self._plan.zero else 1
         check_machine(self._comm.mesh, numel * layout.bytes_per_element // slices, "The optimizer's states")
+        if self._lower is not None:
+            adds = self._plan.microbatches > 1
+            self._lower.check_room(units, going, self._precision.compute, layout.bytes_per_element, adds)
 
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""
         plan, mesh = self._plan, self._comm.mesh
         alone = all(len(members) == 1 for members in self._axes.dense.slices.groups)
-        if plan.transport == "network" or plan.streams or alone or "parameters" in plan.offloads:
+        if plan.transport == "network" or plan.streams or alone or plan.offloading.parameters:
             return
         sizes = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
         by_unit = plan.zero >= 2 and plan.reduces_each_microbatch  # else the gradients of all units are there at once
@@ -353,7 +353,7 @@ class Builder:
     @property
     def _slices_parameters(self) -> bool:
         """Whether units are gathered for use; those that ranks share are there for all."""
-        several = self._comm.mesh.ranks > 1 or "parameters" in self._plan.offloads
+        several = self._comm.mesh.ranks > 1 or self._plan.offloading.parameters
         return self._residency.slice_parameters and several and self._comm.shared is None
 
     def _host_updater(
@@ -379,7 +379,7 @@ class Builder:
         several = accumulation.local or accumulation.reduced
         dtype = _precise(flat, torch.float32) if several else flat.dtype
         lower, rank = self._lower, place.slices.rank
-        return HostSum(lower.link, lower.host, self._arena, flat, dtype, rank, lower.policy.delayed)
+        return HostSum(lower.link, lower.host, self._arena, flat, dtype, rank, lower.policy.delayed_update)
 
     def _gradients(self, flat: Flat, place: Place, accumulation: Accumulation, total: GradientSum | None) -> Gradients:
         """Buffer, sum and reduction of a flat's gradients.

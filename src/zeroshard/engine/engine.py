@@ -102,7 +102,7 @@ class Engine(Readings):
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
         self._stage = make_stage(model, cut_of(self.plan), self.mesh, example, self._run)
         techniques = techniques_of(self.plan)
-        self._axes = Axes(self._stage, self.plan.shard_ranks, techniques)
+        self._axes = Axes(self._stage, self.plan.shard_group, techniques)
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied = tied_names(model)
         self._judge = Judge(self.plan)
@@ -274,7 +274,7 @@ class Engine(Readings):
         if isinstance(self._stage, Stage):
             with self._editing.whole():
                 return whole_state_dict(self.model, self._stage, self._state.buffers)
-        if "parameters" in self.plan.offloads and not self._forward.writes.allowed:
+        if self.plan.offloading.parameters and not self._forward.writes.allowed:
             self._takes_apart = True
             return state_dict_by_unit(self.model, self._assembly.parts, self._gatherer)
         with self._editing.whole():

@@ -23,7 +23,7 @@ from zeroshard.ledger import Category, Ledger
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.late import LateUpdates
 from zeroshard.parts.weights import Weights
-from zeroshard.precision import explain_clash
+from zeroshard.precision.clash import explain_clash
 from zeroshard.units import values_of
 from zeroshard.units.hooks import Hook, listen, outside, place_of
 from zeroshard.units.tensors import tensors_in, with_tensors

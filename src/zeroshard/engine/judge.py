@@ -7,7 +7,7 @@ from typing import Any
 from zeroshard.checkpoint.facts import plain, setting
 from zeroshard.parts.steps import Verdict
 from zeroshard.plan import Plan
-from zeroshard.precision import LossScaler
+from zeroshard.precision.loss_scale import LossScaler
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -26,7 +26,7 @@ class Judge:
         self.clip: tuple[float, float] | None = None
         self.last: Verdict | None = None
         # Stages that do not wait for each other clip alone, and keep the whole norm within the limit.
-        self._shares = plan.stages if plan.streams else 1
+        self._shares = plan.pipeline.stages if plan.streams else 1
 
     @property
     def scale(self) -> float:
@@ -68,13 +68,4 @@ class Judge:
 def _scaler(plan: Plan) -> LossScaler | None:
     if not plan.scales_loss:
         return None
-    if isinstance(plan.loss_scale, (int, float)):
-        return LossScaler(float(plan.loss_scale), dynamic=False)
-    return LossScaler(
-        plan.loss_scale_initial,
-        growth=plan.loss_scale_growth,
-        backoff=plan.loss_scale_backoff,
-        window=plan.loss_scale_window,
-        hysteresis=plan.loss_scale_hysteresis,
-        floor=plan.loss_scale_floor,
-    )
+    return LossScaler.of(plan.loss_scaling)

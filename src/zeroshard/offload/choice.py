@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any, TypeVar
 
-from zeroshard.offload.policy import Policy
+from zeroshard.offload.policy import KINDS, Offload
 from zeroshard.parts.choice import Choice, Remedy, States, Words
 from zeroshard.parts.offers import Offer, Site, divisors
 from zeroshard.schedule import PipelineSchedule
@@ -24,20 +24,18 @@ class Offloading(Choice):
         sliced: whether parameters are sliced, and gathered for each use.
     """
 
-    policy: Policy = Policy()
+    policy: Offload = Offload()
     sliced: bool = False
 
     @property
     def parts(self) -> list[str]:
         """What is below, in the order in which it is tried."""
-        p = self.policy
-        below = {"optimizer": p.optimizer, "parameters": p.parameters, "activations": p.activations}
-        return [part for part, kept in below.items() if kept]
+        return [part for part in KINDS if part in self.policy.kinds]
 
     @property
     def reach(self) -> tuple[float, ...]:
         """How many things are below, and the share of them."""
-        return (len(self.parts), self.policy.share)
+        return (len(self.parts), self.policy.fraction)
 
     @property
     def resort(self) -> str:
@@ -47,12 +45,12 @@ class Offloading(Choice):
     @property
     def exhausted(self) -> bool:
         """All states are below: it is the last of its kind, and rehearsed for the smallest budget."""
-        return bool(self.parts) and self.policy.share == 1
+        return bool(self.parts) and self.policy.fraction == 1
 
     @property
     def alike(self) -> bool:
         """With a share of the states, a further block may be below or not."""
-        return not (self.policy.optimizer and self.policy.share < 1)
+        return not (self.policy.optimizer and self.policy.fraction < 1)
 
     @property
     def beside_devices(self) -> bool:
@@ -63,7 +61,7 @@ class Offloading(Choice):
         """What is below, and its share."""
         if not self.parts:
             return Words()
-        share = "" if self.policy.share == 1 else f" {self.policy.share:.0%}"
+        share = "" if self.policy.fraction == 1 else f" {self.policy.fraction:.0%}"
         return Words(settings=("offload " + " + ".join(self.parts) + share,))
 
     def least_bytes(self, states: States, ranks: int) -> int | None:
@@ -73,7 +71,7 @@ class Offloading(Choice):
         below = self.policy.parameters
         weights = 0 if below else states.trainable + states.frozen
         gathered = states.largest if self.sliced and (states.slices > 1 or below) else 0
-        stay = max(Fraction(0), (1 - Fraction(self.policy.share)) * states.trainable - states.largest)
+        stay = max(Fraction(0), (1 - Fraction(self.policy.fraction)) * states.trainable - states.largest)
         kept = stay * (states.gradient + states.master_weight + states.optimizer_state) / states.slices
         whole = Fraction(weights, states.slices if self.sliced else 1) * states.parameter
         return ceil(whole + kept) + gathered * states.parameter
@@ -81,7 +79,7 @@ class Offloading(Choice):
     def remedies(self, ranks: int) -> Iterator[Remedy]:
         """A larger share."""
         if self.parts:
-            yield Remedy("A larger offload_share would leave less.", {}, ranks, certain=True)
+            yield Remedy("A larger offload.fraction would leave less.", {}, ranks, certain=True)
 
     def on_host(self, usual: str) -> str:
         """What is below, beside checkpoints."""
@@ -93,11 +91,11 @@ class Offloading(Choice):
 
     def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
         """Updates are late from the first step on that must be like all others."""
-        return {"delayed_warmup": min(self.policy.warmup, settled)}
+        return {"offload.delayed_warmup": min(self.policy.delayed_warmup, settled)}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
         """Weights of a late update come up one step later."""
-        return usual + 2 * self.policy.delayed
+        return usual + 2 * self.policy.delayed_update
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
         """Its seconds are modelled."""
@@ -120,6 +118,6 @@ def offers(site: Site) -> Iterator[Offer]:
 
 def _settings(ranks: int) -> Iterator[dict[str, Any]]:
     for zero in (2, 3) if ranks > 1 else (2,):
-        yield from ({"zero": zero, "offload": "optimizer", "offload_share": share} for share in SHARES)
+        yield from ({"zero": zero, "offload": "optimizer", "offload.fraction": share} for share in SHARES)
     yield {"zero": 3, "offload": "optimizer,parameters"}
     yield {"zero": 3, "offload": "optimizer,parameters,activations"}

@@ -13,7 +13,7 @@ from zeroshard.link import Link, Task
 from zeroshard.mesh import Mesh, local_ranks
 from zeroshard.offload.host_adam import stands_for
 from zeroshard.offload.moments import BLOCK
-from zeroshard.offload.policy import Policy
+from zeroshard.offload.policy import Offload
 from zeroshard.offload.slices import Form, HostSlice, Shadows
 from zeroshard.parts.planned import Planned, below
 from zeroshard.parts.weights import Weights
@@ -40,17 +40,19 @@ class LowerTiers:
 
     brings: tuple[Purpose, ...] = (Purpose.PARAMETERS_UP,)
 
-    def __init__(self, policy: Policy, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, policy: Offload, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer, timeout: float
+    ) -> None:
         self.policy, self._device, self.ranks = policy, mesh.device, mesh.ranks
         platform = mesh.platform
         self.host = platform.host(ledger, mesh.device)
-        self.link = Link(platform.executor(mesh.device, policy.timeout), mesh.now)
+        self.link = Link(platform.executor(mesh.device, timeout), mesh.now)
         self.disk: Disk | None = None
         if policy.disk is not None:
-            self.disk = platform.disk(Path(policy.disk), ledger, policy.timeout)
+            self.disk = platform.disk(Path(policy.disk), ledger, timeout)
         reason = stands_for(optimizer)
         self.adam = reason is None
-        wanted = policy.settings
+        wanted = policy.for_adam
         self._needs_adam = f"{wanted[0]} is for the host's own Adam" if wanted else None
         if reason is not None and wanted:
             name = wanted[0].partition("=")[0]
@@ -58,7 +60,7 @@ class LowerTiers:
                 f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {name} out."
             )
         spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
-        self.shadows = Shadows(self.host, spare // SPARED if policy.speculates else 0)
+        self.shadows = Shadows(self.host, spare // SPARED if policy.speculate else 0)
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
         """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""
@@ -79,20 +81,23 @@ class LowerTiers:
         index, tier = weights.flat.index, "disk" if self.policy.disk_parameters else "host"
         return below(index, tier, Category.PARAMETERS, index.slice_numel * weights.flat.dtype.itemsize)
 
-    def check_room(self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int) -> None:
+    def check_room(
+        self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int, adds: bool
+    ) -> None:
         """Refuse what host memory cannot hold, before any of it is taken.
 
         Args:
             going: the numbers of the units that are kept below.
             compute: the dtype of computation; None is each parameter's own.
             states: bytes of optimizer states per element.
+            adds: whether gradients of several microbatches add up.
 
         Raises:
             BudgetExceeded: with what is needed and what there is. ModelError: parameters that the plan's host Adam
                 does not update.
         """
         policy, ranks, nbytes, on_disk = self.policy, self.ranks, 0, 0
-        gradients = 2 if policy.delayed else 1
+        gradients = 2 if policy.delayed_update else 1
         for unit in units:
             for name, parameter in unit.parameters.items() if unit.number in going else ():
                 size = (compute or parameter.dtype).itemsize
@@ -101,7 +106,7 @@ class LowerTiers:
                         f"{self._needs_adam}, which updates parameters of 32 bits or fewer, and '{name}' is "
                         f"{parameter.dtype}. Convert the model by model.float(), or leave that setting out."
                     )
-                each = (max(size, 4) if policy.several else size) * gradients + (
+                each = (max(size, 4) if adds else size) * gradients + (
                     size if policy.parameters and not policy.disk_parameters else 0
                 )
                 kept = 4 + {"fp32": states, "bf16": 4, "8bit": 2}[policy.moments]
@@ -127,7 +132,7 @@ def _warn_if_slow(disk: Disk, nbytes: int) -> None:
         warnings.warn(
             f"The disk at {disk.folder} reads {read / 1e9:.2g} and writes {write / 1e9:.2g} GB/s, so the optimizer's "
             f"states ({nbytes / 2**30:.3g} GiB a rank) will take about {seconds:.0f} s of every step. Take more tokens "
-            f"per step, a faster disk, or keep fewer bytes there (offload_moments, more ranks).",
+            f"per step, a faster disk, or keep fewer bytes there (offload.moments, more ranks).",
             stacklevel=6,
         )
 

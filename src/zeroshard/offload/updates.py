@@ -97,7 +97,7 @@ class Speculations:
     def shadow(self, form: Form) -> Pages | None:
         """Pages for an update before the verdict; None if there should be none."""
         policy = self._lower.policy
-        if not policy.speculates or policy.delayed or sum(self._wrong) > MOST_WRONG:
+        if not policy.speculate or policy.delayed_update or sum(self._wrong) > MOST_WRONG:
             return None
         return self._lower.shadows.take(form)
 
@@ -169,7 +169,7 @@ class HostUpdates(LateUpdates):
         self._commit()
         self._tidy()
         self.speculations.judge(factor)
-        late = self._policy.delayed and step >= self._policy.warmup
+        late = self._policy.delayed_update and step >= self._policy.delayed_warmup
         todo, self._todo = sorted(self._todo, key=lambda item: item[0]), []
         for _, begin in todo:
             update = begin(factor, late)

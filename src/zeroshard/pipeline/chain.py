@@ -311,7 +311,7 @@ def _check_chain(
             if node in passed:
                 raise ModelError(
                     f"{layer.name!r} uses what entered {layers[passed[node] + 1].name!r}, past the layers between, so "
-                    f"the model is no chain; {hint}name other blocks with units=(...), or use stages=1."
+                    f"the model is no chain; {hint}name other blocks with units=(...), or use pipeline_parallel=1."
                 )
             if variable in free:
                 layer.parameters[names[variable]] = variable
@@ -319,7 +319,7 @@ def _check_chain(
                 raise ModelError(
                     f"{layer.name!r} uses something made with {names[variable]!r} that does not come through the "
                     f"layer before it, so the model is no chain; {hint}name other blocks with units=(...), or use "
-                    f"stages=1."
+                    f"pipeline_parallel=1."
                 )
     for parameter in free - {p for layer in layers for p in layer.parameters.values()}:
         layers[0].parameters[names[parameter]] = parameter
@@ -362,7 +362,8 @@ def _blocks(model: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
     found = [unit.module for unit in find_units(model, wanted) if unit.name]
     if not found:
         raise ModelError(
-            "The model has no repeated blocks to cut between; name its blocks with units=(...), or use stages=1."
+            "The model has no repeated blocks to cut between; name its blocks with units=(...), or use "
+            "pipeline_parallel=1."
         )
     return found
 

@@ -11,7 +11,10 @@ from zeroshard.parts.offers import Fastest, Offer, Refused, Site, divisors
 from zeroshard.pipeline.messages import UNDER_WAY
 from zeroshard.schedule import PipelineSchedule
 
-FASTER: tuple[dict[str, Any], ...] = ({"schedule": "interleaved", "chunks": 2}, {"schedule": "zb-h1"})
+FASTER: tuple[dict[str, Any], ...] = (
+    {"pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
+    {"pipeline_parallel.schedule": "zb-h1"},
+)
 LEANER: dict[str, Any] = {"recompute": "chunk"}
 FINEST = 4  # microbatches per stage, from which on the bubble is small
 WAITING = LeftOut(
@@ -66,7 +69,7 @@ class Stages(Choice):
 
     def filled(self, split: Split) -> Mapping[str, Any]:
         """Where the model is cut."""
-        return {} if self.stages == 1 or self.split else {"split": split(self.stages * self.chunks)}
+        return {} if self.stages == 1 or self.split else {"pipeline_parallel.split": split(self.stages * self.chunks)}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
         """Until as many messages are kept as are ever under way, and all versions of a stream are there.
@@ -99,7 +102,7 @@ class Stages(Choice):
 def offers(site: Site) -> Iterator[Offer | Refused]:
     """Every number of stages that divides the ranks."""
     for stages in divisors(site.ranks)[1:]:
-        replicas, settings = site.ranks // stages, {"stages": stages, "zero": 0, "microbatches": stages}
+        replicas, settings = site.ranks // stages, {"pipeline_parallel": stages, "zero": 0, "microbatches": stages}
         if site.rows % replicas:
             continue
         try:
@@ -134,6 +137,6 @@ def _counts(rows: int, stages: int) -> list[int]:
 
 def _faster(stages: int, microbatches: int, site: Site) -> Iterator[Mapping[str, Any]]:
     for other in FASTER:
-        chunks = other.get("chunks", 1)
+        chunks = other.get("pipeline_parallel.virtual_stages", 1)
         if (chunks == 1 or microbatches % stages == 0) and stages * chunks <= site.blocks():
             yield other

@@ -1,31 +1,180 @@
-"""How a model is cut into stages."""
+"""How a plan cuts a model into stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from zeroshard.schedule import Loan, PipelineSchedule
+from zeroshard.errors import PlanError
+from zeroshard.parts.settings import check_choice, check_flag, check_whole, names_of, shown
+from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, PipelineSchedule
+from zeroshard.schedule.orders import check
+
+MOST_CHUNKS = 2**16
+OF_STAGES = ("virtual_stages", "replicas", "split", "vertical_sync")  # settings without effect on a single stage
+ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
+
+
+@dataclass(frozen=True, repr=False)
+class Pipeline:
+    """Pipeline parallelism: the model in stages, on ranks of their own (GPipe, 1811.06965; PipeDream, SOSP 2019).
+
+    Raises:
+        PlanError: a value out of range, or two settings that do not combine.
+    """
+
+    stages: int = 1
+    """Pipeline stages: contiguous layers of the model, each stage on as many ranks as there are replicas of it."""
+    schedule: ScheduleName = "1f1b"
+    """Order of forwards and backwards over the stages; "pipedream" and "2bw" never flush and use older weights."""
+    virtual_stages: int = 1
+    """Chunks of the model per stage, dealt round robin ("interleaved", "gpipe", "naive")."""
+    replicas: tuple[int, ...] | None = None
+    """Replicas of each stage; by default the ranks are shared out evenly."""
+    split: tuple[str, ...] = ()
+    """The layer with which every chunk after the first begins; by default the chunks are balanced."""
+    balance: Literal["time", "parameters"] = "time"
+    """Measure by which the chunks are balanced: each layer's measured time, or its number of parameters."""
+    vertical_sync: bool = False
+    """Under "pipedream", let every stage use the weight version that the first stage had."""
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "virtual_stages"):
+            check_whole("pipeline_parallel" if name == "stages" else f"pipeline_parallel.{name}", getattr(self, name))
+        check_choice("pipeline_parallel.schedule", self.schedule, SCHEDULES)
+        check_choice("pipeline_parallel.balance", self.balance, ("time", "parameters"))
+        check_flag("pipeline_parallel.vertical_sync", self.vertical_sync)
+        object.__setattr__(self, "split", names_of("pipeline_parallel.split", self.split))
+        if self.chunks > MOST_CHUNKS:
+            raise PlanError(
+                f"pipeline_parallel={self.stages} times virtual_stages={self.virtual_stages} is more than "
+                f"{MOST_CHUNKS:,}; use fewer."
+            )
+        self._check_replicas()
+        self._check_stages()
+        if self.split and len(self.split) != self.chunks - 1:
+            raise PlanError(
+                f"split names {len(self.split)} layers and {self.chunks} chunks (stages times virtual_stages) need "
+                f"{self.chunks - 1}, the first layer of every chunk but the first. Name as many, or leave split out to "
+                f"have the chunks balanced."
+            )
+        if self.vertical_sync and (self.schedule != "pipedream" or len(set(self.replicas or ())) > 1):
+            raise PlanError(
+                "vertical_sync=True is for schedule='pipedream' with equally many replicas of every stage; leave it "
+                "out otherwise."
+            )
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole model."""
+        return self.stages * self.virtual_stages
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the model is cut into several stages."""
+        return self.stages > 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether the pipeline goes on from step to step without a flush."""
+        return self.schedule in STREAMING
+
+    def recomputes(self, recompute: str) -> bool:
+        """Whether backwards compute their chunk's forward again, under "auto", "chunk" or "off"."""
+        return self.cuts and recompute != "off" and (recompute == "chunk" or self.schedule == "gpipe")
+
+    def layout(self, ranks: int) -> Layout:
+        """The stages over `ranks` ranks.
+
+        Raises:
+            PlanError: the ranks do not divide among the stages.
+        """
+        replicas = self.replicas
+        if replicas is None:
+            if ranks % self.stages:
+                raise PlanError(
+                    f"{ranks} ranks do not divide among pipeline_parallel={self.stages}; start a multiple of "
+                    f"{self.stages} ranks, or say with replicas=(...) how many each stage gets."
+                )
+            replicas = (ranks // self.stages,) * self.stages
+        if sum(replicas) != ranks:
+            raise PlanError(f"replicas={replicas} needs {sum(replicas)} ranks and there are {ranks}; start as many.")
+        return Layout(replicas, self.virtual_stages)
+
+    def refusals(
+        self, zero: int, microbatches: int, transport: str, scales_loss: bool, reduce_every: str, recompute: str
+    ) -> Iterator[str]:
+        """Sentences about settings of the plan that do not combine with these, each with the way out.
+
+        Raises:
+            PlanError: the schedule cannot run so many microbatches.
+        """
+        if not self.cuts:
+            if recompute != "auto":
+                yield f"recompute={recompute!r} is for pipelines; set pipeline_parallel to 2 or more."
+            return
+        if transport == "shared" and self.streams:
+            yield (
+                f"transport='shared' and schedule={self.schedule!r} do not combine: each rank keeps older weights of "
+                f"its own. Leave transport='auto', or use schedule='1f1b', which flushes."
+            )
+        check(self.schedule, Layout(self.replicas or (1,) * self.stages, self.virtual_stages), microbatches)
+        if zero == 3 and self.streams:
+            yield (
+                f"zero=3 and schedule={self.schedule!r} do not combine: older versions of the weights are kept whole. "
+                f"Use zero=1 or 2, or a schedule that flushes, such as 'gpipe', which gathers a chunk once per pass."
+            )
+        if self.streams and (scales_loss or reduce_every == "microbatch"):
+            yield (
+                f"schedule={self.schedule!r} never waits for all stages, so they cannot decide together to skip a step "
+                f"(loss scaling), nor reduce at other times than updates. Use precision='bf16' and "
+                f"reduce_every='auto', or schedule='1f1b'."
+            )
+
+    def _check_replicas(self) -> None:
+        if self.replicas is None:
+            return
+        several = isinstance(self.replicas, (tuple, list))
+        counts = tuple(self.replicas) if several else ()
+        if len(counts) != self.stages or not all(type(r) is int and r >= 1 for r in counts):
+            raise PlanError(
+                f"replicas is {self.replicas!r}; it must be a tuple with a whole number of 1 or more for each of the "
+                f"{self.stages} stages."
+            )
+        object.__setattr__(self, "replicas", counts)
+
+    def _check_stages(self) -> None:
+        """Refuse settings that have no effect on a single stage."""
+        if self.cuts:
+            return
+        names = [name for name in OF_STAGES if getattr(self, name) != type(self).__dataclass_fields__[name].default]
+        names += ["schedule"] if self.streams else []
+        for name in names:
+            raise PlanError(
+                f"{name}={getattr(self, name)!r} is for pipelines; set pipeline_parallel to 2 or more stages: "
+                f"pipeline_parallel=Pipeline(2, {name}=...)."
+            )
+
+    def __repr__(self) -> str:
+        return shown(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """The choices of one plan.
+class Cut:
+    """The choices of one plan, as stages are made by them.
 
     Attributes:
+        pipeline: the stages.
         schedule: the lists over so many ranks, with these loans.
-        stages: how many; 1 for a model that is not cut.
-        chunks: of each stage.
-        split: the layers with which the chunks after the first begin; chosen by `balance` if there are none.
-        balance: what the chunks are balanced by: "time" or "parameters".
         units: names of the modules that are units.
         recomputes: each backward computes the forward of its chunk again.
-        defers: the gradients of weights are computed after those of inputs.
     """
 
+    pipeline: Pipeline
     schedule: Callable[[int, tuple[Loan, ...]], PipelineSchedule]
-    stages: int = 1
-    chunks: int = 1
-    split: tuple[str, ...] = ()
-    balance: str = "time"
     units: tuple[str, ...] | None = None
     recomputes: bool = False
-    defers: bool = False
+
+    @property
+    def defers(self) -> bool:
+        """Whether the gradients of weights are computed after those of inputs."""
+        return self.pipeline.schedule == "zb-h1"

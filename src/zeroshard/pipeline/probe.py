@@ -66,12 +66,12 @@ class Probe:
             raise ModelError(
                 f"The block {gate.path!r} runs under torch.no_grad or torch.utils.checkpoint, "
                 f"which hide from a stage what its backward needs; switch that off in the model (recompute='chunk' "
-                f"recomputes whole chunks instead), name other blocks with units=(...), or use stages=1."
+                f"recomputes whole chunks instead), name other blocks with units=(...), or use pipeline_parallel=1."
             )
         if gate.module in self.order:
             raise ModelError(
                 f"The block {gate.path!r} runs twice in one forward, so the model is no chain of "
-                f"blocks; name other blocks with units=(...), or use stages=1."
+                f"blocks; name other blocks with units=(...), or use pipeline_parallel=1."
             )
         self.on_phase(self._phase)
         self.order.append(gate.module)

@@ -27,7 +27,7 @@ from zeroshard.pipeline.borrowed import Borrowed
 from zeroshard.pipeline.chain import Chain, Layer
 from zeroshard.pipeline.deferred import Deferral
 from zeroshard.pipeline.measure import measure
-from zeroshard.pipeline.policy import Policy
+from zeroshard.pipeline.policy import Cut, Pipeline
 from zeroshard.pipeline.whole import DtypeOf, Whole
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
@@ -230,7 +230,7 @@ class Stage:
         return bisect_right(self.firsts[:-1], layer) - 1
 
 
-def make_stage(model: nn.Module, policy: Policy, mesh: Mesh, example: Any, run: Run) -> Stage | Whole:
+def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -> Stage | Whole:
     """This rank's part of `model`; a collective call.
 
     Args:
@@ -240,9 +240,9 @@ def make_stage(model: nn.Module, policy: Policy, mesh: Mesh, example: Any, run: 
     Raises:
         ModelError: no chain, or too few blocks. PlanError: the ranks do not fit the stages.
     """
-    if policy.stages == 1:
-        return Whole(model, policy, mesh)
-    pipeline = policy.schedule(mesh.ranks, ())
+    if not cut.pipeline.cuts:
+        return Whole(model, cut, mesh)
+    pipeline = cut.schedule(mesh.ranks, ())
     if example is None:
         raise PlanError("A pipeline is cut on an example: pass Engine(..., example=one microbatch).")
     world = Comm(mesh)
@@ -251,19 +251,19 @@ def make_stage(model: nn.Module, policy: Policy, mesh: Mesh, example: Any, run: 
     if where.type != "meta":
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             world.broadcast(tensor.data, f"initial {name}")
-    deferral = Deferral(model) if policy.defers else None
+    deferral = Deferral(model) if cut.defers else None
     on_device = tree_map(partial(_to, device=mesh.device), example)
     beside = tree_map(partial(_to, device=where), example) if where.type != "meta" else on_device
-    chain = Chain(model, lambda: run(beside), policy.units, mesh.device)
-    firsts = _cut(model, policy, chain, world, lambda: run(on_device))
-    _refuse_shared_buffers(chain, firsts, policy)
+    chain = Chain(model, lambda: run(beside), cut.units, mesh.device)
+    firsts = _cut(model, cut, chain, world, lambda: run(on_device))
+    _refuse_shared_buffers(chain, firsts, cut.pipeline)
     layout = pipeline.layout
     replicas = part_of(mesh, [layout.members(s) for s in range(layout.stages)], "stage")
     stage = Stage(world, replicas, pipeline, chain, firsts, deferral=deferral)
     _share_out(stage)
     if stage.loans:
         _refuse_loans(stage)
-        stage.pipeline = policy.schedule(mesh.ranks, tuple(stage.loans))
+        stage.pipeline = cut.schedule(mesh.ranks, tuple(stage.loans))
     verify(stage.pipeline.stretch(VERIFIED_STEPS))
     return stage
 
@@ -282,14 +282,14 @@ def _whereabouts(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def _cut(model: nn.Module, policy: Policy, chain: Chain, world: Comm, forward: Callable[[], Any]) -> list[int]:
+def _cut(model: nn.Module, cut: Cut, chain: Chain, world: Comm, forward: Callable[[], Any]) -> list[int]:
     """The first layer of every chunk, and one past the last layer; the same on all ranks."""
-    chunks = policy.stages * policy.chunks
+    policy, chunks = cut.pipeline, cut.pipeline.chunks
     if chunks > chain.blocks:
         raise PlanError(
-            f"stages={policy.stages} times chunks={policy.chunks} makes {chunks} chunks and the model has "
-            f"{chain.blocks} blocks, and each chunk needs one. Make stages times chunks {chain.blocks} or less, or "
-            f"name more units."
+            f"pipeline_parallel={policy.stages} times virtual_stages={policy.virtual_stages} makes {chunks} chunks and "
+            f"the model has {chain.blocks} blocks, and each chunk needs one. Make their product {chain.blocks} or "
+            f"less, or name more units."
         )
     if policy.split:
         firsts = [0, *(chain.number(name) for name in policy.split)]
@@ -312,7 +312,7 @@ def _cut(model: nn.Module, policy: Policy, chain: Chain, world: Comm, forward: C
     return [*firsts, len(chain.layers)]
 
 
-def _refuse_shared_buffers(chain: Chain, firsts: list[int], policy: Policy) -> None:
+def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) -> None:
     """Refuse buffers that would not be written as in one process.
 
     Raises:
@@ -320,13 +320,14 @@ def _refuse_shared_buffers(chain: Chain, firsts: list[int], policy: Policy) -> N
     """
     for (module, name), written in chain.written.items():
         path = ".".join(filter(None, (chain.path(module), name)))
-        stages = {(bisect_right(firsts[:-1], layer) - 1) % policy.stages for layer in written}
+        stages = {(bisect_right(firsts[:-1], layer) - 1) % pipeline.stages for layer in written}
         if module in chain.everywhere:
-            if policy.chunks > 1:
+            if pipeline.virtual_stages > 1:
                 raise ModelError(
                     f"The buffer {path!r} is written outside of the blocks, in code that a stage runs for each of its "
-                    f"chunks={policy.chunks}, so it would change {policy.chunks} times per microbatch. Write it in a "
-                    f"block or in a module with parameters, or use chunks=1."
+                    f"virtual_stages={pipeline.virtual_stages} chunks, so it would change {pipeline.virtual_stages} "
+                    f"times per microbatch. Write it in a block or in a module with parameters, or use "
+                    f"virtual_stages=1."
                 )
         elif len(stages) > 1:
             layers = ", ".join(chain.layers[layer].name for layer in sorted(written))

@@ -18,7 +18,7 @@ from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import Backwards, Decides, Run, Updates
 from zeroshard.pipeline.executor import Executor, Microbatch
 from zeroshard.pipeline.messages import Shape
-from zeroshard.pipeline.policy import Policy
+from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.versions import Versions
 from zeroshard.schedule import Kind
@@ -48,7 +48,7 @@ class PipelineOrder:
         backward: Backwards,
         update: Updates,
         judge: Decides,
-        policy: Policy,
+        cut: Cut,
         model: nn.Module,
         run: Run,
     ) -> None:
@@ -58,7 +58,7 @@ class PipelineOrder:
             _stash(stage, parts, backward)
         scale: Callable[[], float] = lambda: judge.scale  # noqa: E731
         decide = self._decide_alone if pipeline.streams else self._decide_together
-        self.executor = Executor(stage, parts, backward, update, run, scale, decide, policy.recomputes)
+        self.executor = Executor(stage, parts, backward, update, run, scale, decide, cut.recomputes)
         self.interpreter = self.executor.interpreter
         self.fed = 0
         self.actions = pipeline.step(stage.rank)

@@ -11,7 +11,7 @@ from zeroshard.ledger import Ledger
 from zeroshard.mesh import Mesh
 from zeroshard.parts.planned import Planned
 from zeroshard.pipeline.chain import Layer
-from zeroshard.pipeline.policy import Policy
+from zeroshard.pipeline.policy import Cut
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
 
@@ -28,14 +28,14 @@ class Whole:
     split: tuple[str, ...] = ()
     pipeline: PipelineSchedule | None = None
 
-    def __init__(self, model: nn.Module, policy: Policy, mesh: Mesh) -> None:
-        self._model, self._policy, self.mesh, self.world = model, policy, mesh, Comm(mesh)
+    def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh) -> None:
+        self._model, self._cut, self.mesh, self.world = model, cut, mesh, Comm(mesh)
         self.skipped_modules: set[nn.Module] = set()
 
     @property
     def units(self) -> list[Unit]:
         """The units of the model."""
-        return find_units(self._model, self._policy.units)
+        return find_units(self._model, self._cut.units)
 
     @property
     def lanes(self) -> int:

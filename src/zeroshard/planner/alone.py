@@ -67,6 +67,6 @@ def on_machines(plan: Plan, machines: Machines) -> Plan:
     """The plan with the transport that the engine would choose there."""
     if plan.transport != "auto" or machines.count == 1:
         return plan
-    group = min(choices_of(plan).slicing.slices(machines.count), machines.count // plan.stages)
+    group = min(choices_of(plan).slicing.slices(machines.count), machines.count // plan.pipeline.stages)
     shares = machines.device.kind == "cpu" and (machines.nodes == 1 or machines.per_node % group == 0)
     return replace(plan, transport="shared" if shares else "network")

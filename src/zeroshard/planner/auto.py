@@ -53,7 +53,7 @@ def plan_for(
         answer = on_rank_zero(mesh, work, "planning", say) if together else work(say)
     for line in answer["lines"] if mesh.rank == 0 else ():
         say(line)
-    return replace(Plan(**answer["plan"]), transport=base.transport)
+    return replace(Plan.from_dict(answer["plan"]), transport=base.transport)
 
 
 def best_plans(task: Task, machines: Machines, base: Plan, say: Say) -> Found:

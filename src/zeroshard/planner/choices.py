@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from zeroshard.engine.policies import offload_of
 from zeroshard.offload.choice import Offloading
 from zeroshard.pipeline.choice import Stages
 from zeroshard.plan import Plan
@@ -23,23 +22,23 @@ def choices_of(plan: Plan) -> Choices:
     """What a plan chooses."""
     return Choices(
         Stages(
-            stages=plan.stages,
-            schedule=plan.schedule,
-            chunks=plan.chunks,
+            stages=plan.pipeline.stages,
+            schedule=plan.pipeline.schedule,
+            chunks=plan.pipeline.virtual_stages,
             microbatches=plan.microbatches,
-            replicas=plan.replicas,
-            split=plan.split,
+            replicas=plan.pipeline.replicas,
+            split=plan.pipeline.split,
             recompute=plan.recompute,
             recomputes=plan.recomputes,
         ),
         Slicing(
             zero=plan.zero,
-            groups=plan.stages,
-            shard_ranks=plan.shard_ranks,
+            groups=plan.pipeline.stages,
+            shard_ranks=plan.shard_group,
             reduce_dtype=plan.reduce_dtype,
             reduce_every=plan.reduce_every,
             reduces_each=plan.reduces_each_microbatch,
         ),
         Computing(plan.precision, plan.scales_loss),
-        Offloading(offload_of(plan), sliced=plan.zero == 3),
+        Offloading(plan.offloading, sliced=plan.zero == 3),
     )

@@ -39,7 +39,7 @@ class Estimator:
             ZeroshardError: whatever the engine refuses.
         """
         alone = replace(machines, count=1, per_node=1)
-        plan = replace(base, zero=0, stages=1, microbatches=1)
+        plan = replace(base, zero=0, pipeline_parallel=1, microbatches=1)
         one, two = (predict(task, plan, alone, rows) for rows in (1, 2))
         return cls(machines, sizes, task.sequence, one, two)
 
@@ -50,9 +50,11 @@ class Estimator:
             rows: of one lane in one step.
         """
         ranks, each = self.machines.count, rows / plan.microbatches
-        lanes = ranks // plan.stages
+        lanes = ranks // plan.pipeline.stages
         beside = {name: 0 for name in self.one.memory if name not in STATES}
-        part = min(1.0, plan.microbatches / plan.stages)  # the first of D stages keeps D microbatches of 1/D each
+        part = min(
+            1.0, plan.microbatches / plan.pipeline.stages
+        )  # the first of D stages keeps D microbatches of 1/D each
         kept = {name: round(part * self._at(name, each)) for name in beside}
         return replace(
             self.one,
@@ -79,7 +81,7 @@ class Estimator:
     def _causes(self, plan: Plan, rows: float, lanes: int) -> Mapping[str, float]:
         """Seconds by cause; the wire is busy beside the computation, and what is left of it counts."""
         low, high = (one.causes["compute"] for one in (self.one, self.two))
-        stages, m = plan.stages, plan.microbatches
+        stages, m = plan.pipeline.stages, plan.microbatches
         compute = m * max(0.0, low + (rows - 1) * (high - low)) / stages
         slicing = choices_of(plan).slicing
         update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(lanes)

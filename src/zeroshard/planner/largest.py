@@ -148,7 +148,7 @@ def largest(
 
 def state_bytes_of(task: Task, plan: Plan, ranks: int, rows: int = 1) -> int:
     """Bytes of model states on the fullest rank after a step, from the ledger of the engine, rehearsed whole."""
-    firsts = plan.pipeline(ranks).layout.first_ranks
+    firsts = plan.pipeline_schedule(ranks).layout.first_ranks
     return max(states_of(rehearse(task, plan, rank, ranks, rows).states) for rank in firsts)
 
 
@@ -224,7 +224,7 @@ class _Climb:
     def _line(self, rung: int) -> tuple[float, float]:
         """What a member without layers would need, and what each layer adds, by two shallow members."""
         if rung not in self._lines:
-            more = self.plan.stages * self.plan.chunks
+            more = self.plan.pipeline.stages * self.plan.pipeline.virtual_stages
             few = more * (FEW_STATES if self.counts == "states" else FEW)
             of = self.family.rungs[rung].of
             self.say(f"{self.family.rungs[rung].name}, {few} and {few + more} layers")

@@ -36,17 +36,17 @@ def put_together(
 ) -> Prediction:
     """The prediction that follows from what was rehearsed: one rank, or one of each of some stages."""
     ranks, choices = machines.count, choices_of(plan)
-    lanes = plan.pipeline(ranks).layout.replicas[0]
+    lanes = plan.pipeline_schedule(ranks).layout.replicas[0]
     times = way_of(plan).times(needs, plan, machines)
     notes = list(times.notes)
     if not all(one.exact for one in needs):
         notes.append("Few blocks and microbatches were rehearsed; every further one adds as much as the last.")
     fullest = max(needs, key=lambda one: sum(one.memory.values()))
-    split = plan.split or fullest.last.split
+    split = plan.pipeline.split or fullest.last.split
     here = min(machines.per_node, ranks)
     notes += [note for choice in choices for note in choice.notes(_host_rate(machines))]
     return Prediction(
-        plan=replace(plan, split=split) if split else plan,
+        plan=plan.with_settings({"pipeline_parallel.split": split}) if split else plan,
         batch=rows,
         ranks=ranks,
         rank=fullest.rank,

@@ -196,7 +196,7 @@ class _Stage:
         self._clock, self._timed, self._last = rehearsal.clock, rehearsal.measured, 0.0
         whole = replace(plan, device_memory=None)
         for choice in self._choices:
-            whole = replace(whole, **choice.rehearsed(SETTLED, rehearsal.values))
+            whole = whole.with_settings(choice.rehearsed(SETTLED, rehearsal.values))
         self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
         self._updating = False
         self._marks: list[Each] = []
@@ -294,7 +294,7 @@ class _Stage:
     @property
     def _pipeline(self) -> PipelineSchedule:
         """The lists of all ranks, which of one stage are alike."""
-        return self.engine.pipeline or self._plan.pipeline(self._mesh.ranks)
+        return self.engine.pipeline or self._plan.pipeline_schedule(self._mesh.ranks)
 
     def _phase(self) -> str:
         return "backward" if in_backward() else "update" if self._updating else "forward"

@@ -106,7 +106,7 @@ class Prediction:
         return max(self.causes, key=lambda cause: self.causes[cause]) if self.causes else "compute"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON holds them; the plan as `Plan(**...)` takes it."""
+        """Plain values, as JSON holds them; the plan as `Plan.from_dict` takes it."""
         return {
             "plan": self.plan.as_dict(),
             "batch": self.batch,

@@ -120,12 +120,12 @@ class _Hunt:
         """Every way to share out the ranks, those without stages first."""
         for offer in (offer for offers in OFFERS for offer in offers(self._site)):
             if isinstance(offer, Refused):
-                self._refuse(replace(self.base, **offer.settings), 0, offer.why, offer.way_out)
+                self._refuse(self.base.with_settings(offer.settings), 0, offer.why, offer.way_out)
             else:
                 yield self._shape(offer)
 
     def _shape(self, offer: Offer) -> Shape:
-        return Shape(replace(self.base, **offer.settings), self.task.rows // offer.lanes, offer)
+        return Shape(self.base.with_settings(offer.settings), self.task.rows // offer.lanes, offer)
 
     def try_last_resorts(self) -> None:
         """Go further and further, until it fits."""
@@ -164,7 +164,7 @@ class _Hunt:
             return
         guesses = self._guesses.get(plan, [])
         found = offer.order.find(lambda count: self._look(self._with(plan, count), shape.rows), offer.counts, guesses)
-        leaner = replace(plan, **offer.leaner)
+        leaner = plan.with_settings(offer.leaner)
         if found is not None and not found.fits and leaner != plan:
             self.try_shape(replace(shape, plan=leaner))
         if not self._keep(found):
@@ -172,7 +172,7 @@ class _Hunt:
         assert found is not None
         m = found.plan.microbatches
         for other in offer.faster(m, self._site):
-            again = self._look(replace(plan, **other, microbatches=m), shape.rows)
+            again = self._look(plan.with_settings({**other, "microbatches": m}), shape.rows)
             if again is not None and again.fits:
                 self.fitting.append(again)
 
@@ -223,7 +223,7 @@ class _Hunt:
                 return None
             each = max(1, rows // plan.microbatches)
             for choice in choices_of(plan):
-                plan = replace(plan, **choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
+                plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
             words = f"{short(plan, self.machines.count)}, {rows} rows per lane"
             self.say(f"{self.progress.look(plan)}{words}")
             self._seen[key] = predict(self.task, plan, self.machines, rows)
@@ -251,7 +251,7 @@ class _Hunt:
         """The smallest single change with which the states would fit."""
         room, ranks = self.machines.device.capacity_bytes, self.machines.count
         for remedy in (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(ranks)):
-            changed = replace(self.base if remedy.anew else plan, **remedy.settings)
+            changed = (self.base if remedy.anew else plan).with_settings(remedy.settings)
             if remedy.certain or least_bytes(self._sizes_of(), changed, remedy.ranks) <= room:
                 return remedy.sentence
         return f"Devices with {format_size(needed)} or more would hold them."

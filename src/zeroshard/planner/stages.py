@@ -31,27 +31,27 @@ class Staged:
 
     def whole(self, plan: Plan, blocks: int) -> int:
         """All stages."""
-        return plan.stages
+        return plan.pipeline.stages
 
     def needs(
         self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
         """The first and the last stage, with few of their blocks; or all of them."""
-        chosen = sorted(set(range(plan.stages)) if stacks is None else {0, plan.stages - 1})
+        chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
         depths = _depths(plan, stacks or ())
         return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in chosen]
 
     def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """All stages, whole, from steps really taken."""
-        first = plan.pipeline(machines.count).layout.first_ranks
+        first = plan.pipeline_schedule(machines.count).layout.first_ranks
         refuse_too_large(task, plan, machines, rows)
         return [needs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
 
     def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
         """All stages, simulated with what they cost, and who does what when."""
         causes, spans = _times(needs, plan, machines)
-        rest = f"{len(needs)} of {plan.stages} stages were rehearsed, the first and the last."
-        return Times(causes, spans, (rest,) * (len(needs) < plan.stages))
+        rest = f"{len(needs)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
+        return Times(causes, spans, (rest,) * (len(needs) < plan.pipeline.stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,10 @@ class _Job:
     @property
     def lane(self) -> PipelineSchedule:
         """One rank of each stage."""
-        plan, layout = self.plan, Layout.equal(self.plan.stages, self.plan.chunks)
-        return PipelineSchedule(plan.schedule, layout, plan.microbatches, reduce_each=plan.reduces_each_microbatch)
+        plan, layout = self.plan, Layout.equal(self.plan.pipeline.stages, self.plan.pipeline.virtual_stages)
+        return PipelineSchedule(
+            plan.pipeline.schedule, layout, plan.microbatches, reduce_each=plan.reduces_each_microbatch
+        )
 
     def rehearse(self, microbatches: int, blocks: Sequence[int] = ()) -> Rehearsed:
         """The stage with so many microbatches, and with so many blocks in each chunk."""
@@ -77,19 +79,19 @@ class _Job:
         if blocks:
             assert self.depths is not None
             path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
-            plan = replace(plan, split=tuple(f"{path}.{start}" for start in starts))
+            plan = plan.with_settings({"pipeline_parallel.split": tuple(f"{path}.{start}" for start in starts)})
             task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
-        rank = plan.pipeline(ranks).layout.first_ranks[self.stage]
+        rank = plan.pipeline_schedule(ranks).layout.first_ranks[self.stage]
         rows = self.rows // self.plan.microbatches * microbatches
         return rehearse(task, plan, rank, ranks, rows, self.machines)
 
 
 def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
     """Blocks of every chunk, where they all are of one list of equal ones; None where all are to be rehearsed."""
-    if len(stacks) != 1 or not plan.split:
+    if len(stacks) != 1 or not plan.pipeline.split:
         return None
     (stack,) = stacks
-    starts = [name.removeprefix(f"{stack.path}." if stack.path else "") for name in plan.split]
+    starts = [name.removeprefix(f"{stack.path}." if stack.path else "") for name in plan.pipeline.split]
     if not all(start.isdecimal() for start in starts):
         return None
     edges = [0, *map(int, starts), stack.depth]
@@ -100,7 +102,7 @@ def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
     """Blocks of each chunk to look at, each with what it tells the growth of: chunks of the stage that are as deep."""
     assert job.depths is not None
     path, depths = job.depths
-    own = Layout.equal(job.plan.stages, job.plan.chunks).chunks_of(job.stage)
+    own = Layout.equal(job.plan.pipeline.stages, job.plan.pipeline.virtual_stages).chunks_of(job.stage)
     deep = {depths[chunk] for chunk in own if depths[chunk] > FEW_OF_STAGE + 1}
     few = [min(n, FEW_OF_STAGE) if n in deep or c not in own else n for c, n in enumerate(depths)]
     yield few, Stack(path, 0)
@@ -146,7 +148,9 @@ def _times(
 ) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
     """Seconds of one step by cause, and who does what when."""
     pipeline = replace(needs[0].last.pipeline, microbatches=plan.microbatches)
-    one_lane = replace(pipeline, layout=type(pipeline.layout).equal(plan.stages, plan.chunks), loans=())
+    one_lane = replace(
+        pipeline, layout=type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages), loans=()
+    )
     even = not pipeline.layout.uneven
     lists_of = one_lane if even else pipeline  # lanes of an even layout do not meet but at reductions
     costs = _costs(needs, lists_of, machines)

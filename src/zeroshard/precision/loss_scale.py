@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from zeroshard.errors import NonFiniteError
+from zeroshard.precision.policy import LossScale
 
 
 @dataclass(slots=True)
@@ -30,6 +31,14 @@ class LossScaler:
     good: int = 0
     left: int = 0
 
+    @classmethod
+    def of(cls, policy: LossScale) -> "LossScaler":
+        """A fixed one, or one that moves."""
+        if isinstance(policy.value, (int, float)):
+            return cls(float(policy.value), dynamic=False)
+        moves = (policy.growth, policy.backoff, policy.window, policy.hysteresis, policy.floor)
+        return cls(policy.initial, True, *moves)
+
     def __post_init__(self) -> None:
         self.left = self.left or self.hysteresis
 
@@ -53,7 +62,7 @@ class LossScaler:
             raise NonFiniteError(
                 f"The gradients overflow with the loss scale at its floor of {self.floor:g}. The loss itself is "
                 f"probably not finite: "
-                "lower the learning rate, use precision='bf16', or lower loss_scale_floor."
+                "lower the learning rate, use precision='bf16', or lower loss_scale.floor."
             )
         self.scale, self.left = max(self.scale * self.backoff, self.floor), self.hysteresis
 

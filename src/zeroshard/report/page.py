@@ -5,10 +5,12 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from zeroshard.plan import upgraded
 from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
@@ -95,7 +97,7 @@ def _facts(run: Run) -> Facts:
         ("Parameters", format_count(summary.parameters)),
         ("Plan", _stage(summary.plan)),
         ("Pipeline", _pipeline(summary.plan)),
-        ("Offloaded", str(summary.plan.get("offload") or DASH).replace(",", ", ")),
+        ("Offloaded", (_settings(summary.plan, "offload").get("parts") or DASH).replace(",", ", ")),
         ("Ranks", format_exact(summary.world_size)),
         ("Validation bits/byte", format_decimal(validation)),
         ("Training bits/byte", format_decimal(summary.train_bits_per_byte)),
@@ -109,13 +111,20 @@ def _versions(summary: Summary) -> str:
     return " · ".join(f"{name} {version}" for name, version in named if version)
 
 
+def _settings(plan: dict[str, object], group: str) -> dict[str, Any]:
+    """A group of settings of a stored plan."""
+    settings: dict[str, Any] = upgraded(plan).get(group, {})
+    return settings
+
+
 def _stage(plan: dict[str, object]) -> str:
     stage = plan.get("zero", plan.get("stage"))
     return DASH if stage is None else f"ZeRO-{stage}"
 
 
 def _pipeline(plan: dict[str, object]) -> str:
-    stages, chunks, schedule = (plan.get(name) for name in ("stages", "chunks", "schedule"))
+    pipeline = _settings(plan, "pipeline_parallel")
+    stages, chunks, schedule = (pipeline.get(name) for name in ("stages", "virtual_stages", "schedule"))
     if not isinstance(stages, int) or stages < 2:
         return DASH
     each = f" × {chunks} chunks" if isinstance(chunks, int) and chunks > 1 else ""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from zeroshard.parts.settings import flat
 from zeroshard.report.exposed_figure import causes_of
 from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow, TrainingPoint
 from zeroshard.report.wording import (
@@ -116,7 +117,7 @@ def prediction_table(forecast: Forecast | None) -> Table | None:
 
 def fields_table(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Field and value of a plan or a corpus as text; byte counts in units, the rest as JSON writes it."""
-    return tuple((name.replace("_", " "), _plain(name, value)) for name, value in fields.items())
+    return tuple((name.replace("_", " ").replace(".", ": "), _plain(name, value)) for name, value in flat(fields))
 
 
 def _memory_row(row: MemoryRow, styles: Mapping[str, str]) -> Row:

@@ -125,7 +125,8 @@ def check(name: str, layout: Layout, m: int) -> None:
         raise PlanError(f"microbatches is {m}; it must be 1 or more.")
     if v > 1 and name not in CHUNKED:
         raise PlanError(
-            f"schedule={name!r} has one chunk per stage and chunks is {v}; use schedule='interleaved', or chunks=1."
+            f"schedule={name!r} has one chunk per stage and virtual_stages is {v}; use schedule='interleaved', or "
+            f"virtual_stages=1."
         )
     if name == "interleaved" and m % d:
         raise PlanError(

@@ -53,10 +53,8 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
 def run_command(command: Sequence[str]) -> None:
     """Run `train ARGS` as the command line does, or `script.py ARGS` as Python does."""
     if command[0] == "train":
-        from zeroshard.cli import main
-
         sys.argv = ["zeroshard", *command]
-        main(command)
+        runpy.run_module("zeroshard", run_name="__main__", alter_sys=True)
         return
     script = Path(command[0])
     sys.argv = [str(script), *command[1:]]

@@ -52,14 +52,14 @@ class Disk:
         if not folder.absolute().parent.exists():
             raise OffloadError(
                 f"The folder {folder} cannot be made, because {folder.absolute().parent} does not exist; correct "
-                f"offload_disk, or make {folder.absolute().parent} first."
+                f"offload.disk, or make {folder.absolute().parent} first."
             )
         try:
             folder.mkdir(exist_ok=True)
             self._file = _nameless(folder)
         except OSError as error:
             raise OffloadError(
-                f"No file can be made in {folder} ({error.strerror}). Name another folder as offload_disk."
+                f"No file can be made in {folder} ({error.strerror}). Name another folder as offload.disk."
             ) from None
         self._direct = _directly(self._file)
         self._end = 0
@@ -92,7 +92,7 @@ class Disk:
                 os.ftruncate(self._file, self._end)
             raise OffloadError(
                 f"{label}: needs {size:,} bytes of the disk at {self.folder}, whose file system has {free:,} free "
-                f"({error.strerror}). Free space there, name another folder as offload_disk, {WAYS_OUT['disk']}."
+                f"({error.strerror}). Free space there, name another folder as offload.disk, {WAYS_OUT['disk']}."
             ) from None
         extent = Extent(self._end, nbytes, label)
         hollow = padding + size - nbytes
@@ -198,7 +198,7 @@ class Disk:
         return OffloadError(
             f"The disk at {self.folder} failed in {operation} {extent.label}, after {done:,} of {extent.nbytes:,} "
             f"bytes: {reason}. What is in memory and earlier checkpoints are as they were; repair it or name another "
-            f"folder as offload_disk, and go on from the last checkpoint."
+            f"folder as offload.disk, and go on from the last checkpoint."
         )
 
 

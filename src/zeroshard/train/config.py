@@ -1,19 +1,24 @@
 """All options of the main job, each on the command line and in a TOML file."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from zeroshard.errors import ConfigError
-from zeroshard.plan import Plan
+from zeroshard.plan import Plan, renamed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Train a language model on text: under torchrun, or with --ranks N on this machine."""
 
+    ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {  # options as other programs call them
+        "ranks": ("--nproc-per-node",),
+        "out": ("--output-dir",),
+    }
     plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
     """How to train."""
     planning: Annotated[Literal["given", "auto"], tyro.conf.arg(name="plan")] = "given"
@@ -104,10 +109,10 @@ class TrainConfig:
         self._check_guard()
         if self.planning == "auto" and self.trace:
             raise ConfigError("trace is for stages, and --plan auto chooses whether there are any; leave one out.")
-        if self.trace and not (self.plan.pipelined or self.plan.offloads):
+        if self.trace and not (self.plan.pipelined or self.plan.offloading.kinds):
             raise ConfigError(
-                "trace draws the stages of a pipeline, or what is offloaded; set stages to 2 or more, or offload, or "
-                "leave trace out."
+                "trace draws the stages of a pipeline, or what is offloaded; set pipeline_parallel to 2 or more, or "
+                "offload, or leave trace out."
             )
         if self.batch % self.plan.microbatches:
             raise ConfigError(
@@ -116,6 +121,12 @@ class TrainConfig:
             )
         if not self.prompt:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")
+
+    @staticmethod
+    def stored(table: Mapping[str, Any]) -> dict[str, Any]:
+        """A file's table, with the plan of a run folder of an earlier version under its names of today."""
+        plan = table.get("plan")
+        return {**table, "plan": renamed(plan)} if isinstance(plan, Mapping) else dict(table)
 
     def _check_guard(self) -> None:
         """What the guard of the loss needs."""
@@ -128,8 +139,8 @@ class TrainConfig:
             return
         if self.plan.streams:
             raise ConfigError(
-                f"rollbacks and schedule={self.plan.schedule!r} do not combine: its stages never know the loss at the "
-                f"same time. Use schedule='1f1b', or leave rollbacks out."
+                f"rollbacks and schedule={self.plan.pipeline.schedule!r} do not combine: its stages never know the "
+                f"loss at the same time. Use schedule='1f1b', or leave rollbacks out."
             )
         if not self.checkpoint:
             raise ConfigError("rollbacks needs checkpoints to go back to; leave --no-checkpoint out.")

@@ -151,7 +151,7 @@ def _same(config: TrainConfig) -> dict[str, Any]:
 def _cut(config: TrainConfig) -> str:
     """What decides where a model is cut, beside the time that its layers take."""
     plan = config.plan
-    return json.dumps([plan.stages, plan.chunks, plan.balance, plan.split])
+    return json.dumps([plan.pipeline.stages, plan.pipeline.virtual_stages, plan.pipeline.balance, plan.pipeline.split])
 
 
 def unfinished(config: TrainConfig) -> Path | None:

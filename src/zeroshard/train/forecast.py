@@ -137,7 +137,9 @@ class Forecast:
     def _tracked(self) -> int:
         """The step whose peak counts: where nothing flushes, what began before it has ended by then."""
         plan = self._engine.plan
-        return TRACKED + (-(-2 * plan.stages * plan.chunks // plan.microbatches) if plan.streams else 0)
+        return TRACKED + (
+            -(-2 * plan.pipeline.stages * plan.pipeline.virtual_stages // plan.microbatches) if plan.streams else 0
+        )
 
     def _track(self, batch: Any) -> None:
         """See every allocation from now on, on top of all tensors that the engine holds."""

@@ -69,7 +69,7 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
     if mesh.rank == 0:
         _tell(answer["lines"])
     if config.planning == "auto":
-        plan = replace(Plan(**answer["plan"]), transport=config.plan.transport)
+        plan = replace(Plan.from_dict(answer["plan"]), transport=config.plan.transport)
         batch = _rows(config, mesh) // lanes_of(plan, mesh.ranks)
         config = replace(config, planning="given", plan=plan, batch=batch)
     found = answer["prediction"]
@@ -87,7 +87,7 @@ def lanes_of(plan: Plan, ranks: int) -> int:
     Raises:
         PlanError: the ranks do not divide among the stages.
     """
-    return plan.pipeline(ranks).layout.replicas[0] if plan.pipelined else ranks
+    return plan.pipeline_schedule(ranks).layout.replicas[0] if plan.pipelined else ranks
 
 
 def _rows(config: TrainConfig, mesh: Mesh) -> int:
@@ -139,4 +139,4 @@ def _prediction(found: Mapping[str, Any]) -> Prediction:
     """What `Prediction.as_dict` made."""
     names = ("batch", "ranks", "rank", "mode", "time_mode", "memory", "capacity_bytes", "margin", "host_bytes")
     values = {name: found[name] for name in (*names, "wire_bytes", "causes", "tokens")}
-    return Prediction(plan=Plan(**found["plan"]), notes=tuple(found["notes"]), **values)
+    return Prediction(plan=Plan.from_dict(found["plan"]), notes=tuple(found["notes"]), **values)

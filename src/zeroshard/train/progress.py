@@ -30,7 +30,7 @@ class Exposed:
 
     def step(self) -> dict[str, Any]:
         """What the metrics of the step just made say of it; nothing where nothing is offloaded."""
-        if not self._engine.plan.offloads:
+        if not self._engine.plan.offloading.kinds:
             return {}
         seconds = {str(cause): seconds for cause, seconds in self._engine.exposed.items()}
         for cause, part in seconds.items():

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,9 @@ class Run:
         )
         self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
         self.folder = RunFolder.create(config, Comm(mesh))
-        plan = replace(config.plan, split=self.folder.split) if self.folder.split else config.plan
+        plan = config.plan
+        if self.folder.split:
+            plan = plan.with_settings({"pipeline_parallel.split": self.folder.split})
         optimizer = make_optimizer(config, self.built.module)
         self.engine = Engine(self.built.module, optimizer, plan, mesh=mesh, example=self._example())
         torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
@@ -181,8 +183,8 @@ class Run:
         if prediction is None:
             return None
         self.folder.write_prediction({"predicted": prediction.as_dict()})
-        if self.engine.split != prediction.plan.split:
-            cuts = [" ".join(split) for split in (self.engine.split, prediction.plan.split)]
+        if self.engine.split != prediction.plan.pipeline.split:
+            cuts = [" ".join(split) for split in (self.engine.split, prediction.plan.pipeline.split)]
             self.progress.note(f"warning: the stages begin at {cuts[0]}, and are predicted for {cuts[1]}")
         forecast = Forecast(prediction, self._outlook.rates, self.engine, steps)
         if not forecast.last:

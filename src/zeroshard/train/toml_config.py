@@ -1,22 +1,21 @@
-"""Every option on the command line and in a TOML file: one frozen dataclass describes both.
+"""Options in a TOML file: one frozen dataclass describes them there and on the command line.
 
-Fields that are dataclasses themselves only group options: their options have flat names on the command line, and
-stand in a file at top level or in a table named after the field. An option may be called like a group
-(`tyro.conf.arg(name=...)`): in a file, a table is the group then, and anything else the option.
+Fields that are dataclasses themselves only group options: their options stand in a file at top level or in a table
+named after the field. An option may be called like a group (`tyro.conf.arg(name=...)`): in a file, a table is the group
+then, and anything else the option. An option that is a plain value or a group of settings may be a table. A class that
+was stored under other names gives `stored`, which upgrades a table.
 """
 
-import argparse
 import dataclasses
 import difflib
 import json
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
-import tyro
 
 from zeroshard.errors import ConfigError
 
@@ -32,25 +31,6 @@ _PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _MISMATCH = object()
 
 
-def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
-    """The options of `argv`, over those of the file that `--config FILE` names, over the defaults of `cls`.
-
-    `--help`, and options that cannot be read or that `cls` refuses with a `ValueError` (as `ConfigError` is), print to
-    the terminal and raise `SystemExit` (codes 0 and 2).
-
-    Raises:
-        ConfigError: see `load_toml`.
-    """
-    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    known, rest = first.parse_known_args(list(argv))
-    default = tyro.MISSING_NONPROP if known.config is None else load_toml(known.config, cls)
-    about = "--config FILE reads options from a TOML file first; the command line overrides them."
-    description = f"{cls.__doc__ or ''}\n\n{about}"
-    flat = (tyro.conf.OmitArgPrefixes,)
-    return tyro.cli(cls, args=rest, prog=prog, default=default, description=description, config=flat)
-
-
 def load_toml(path: Path, cls: type[Config]) -> Config:
     """The options in the file at `path`, over the defaults of `cls`; dashes in names may be underscores.
 
@@ -64,7 +44,7 @@ def load_toml(path: Path, cls: type[Config]) -> Config:
     except ValueError as error:  # what is no TOML or no UTF-8; tomllib's message has the line and the column
         raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
     values: dict[tuple[str, ...], Any] = {}
-    for place, key, value, hint in _given(table, cls, (), path):
+    for place, key, value, hint in _given(getattr(cls, "stored", dict)(table), cls, (), path):
         if place in values:
             raise ConfigError(f"{path} gives the option {key} twice, and it can have only one value; remove one")
         values[place] = _converted(value, hint, key, path)
@@ -156,13 +136,25 @@ def _values(config: Any, place: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
     if config is dataclasses.MISSING:
         return {}
     found: dict[tuple[str, ...], Any] = {}
-    for name in _hints(type(config)):
+    for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
-        found |= _values(value, (*place, name)) if dataclasses.is_dataclass(value) else {(*place, name): value}
+        inside = dataclasses.is_dataclass(hint)
+        found |= _values(value, (*place, name)) if inside else {(*place, name): value}
     return found
 
 
+def group_in(hint: Any) -> Any:
+    """The group of settings that a field may be instead of a plain value, or None."""
+    inside = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    return next((choice for choice in inside if dataclasses.is_dataclass(choice)), None)
+
+
 def _converted(value: Any, hint: Any, key: str, file: Path) -> Any:
+    group = group_in(hint)
+    if group is not None and isinstance(value, dict):
+        settings = {place[-1]: _converted(inner, inside, f"{key}.{name}", file)
+                    for place, name, inner, inside in _given(value, group, (), file)}  # fmt: skip
+        return group(**settings)
     result = _match(value, hint)
     if result is _MISMATCH:
         raise ConfigError(_wrong(key, value, _spell(hint), file))
@@ -214,7 +206,7 @@ def _spell(hint: Any) -> str:
         return f"a list, each item {_spell(inner[0])}"
     if origin is tuple:
         return f"a list of {len(inner)}: " + ", ".join(_spell(choice) for choice in inner)
-    return _PLAIN.get(hint, getattr(hint, "__name__", str(hint)))
+    return _PLAIN.get(hint, "a table" if dataclasses.is_dataclass(hint) else getattr(hint, "__name__", str(hint)))
 
 
 def _table(config: Any, usual: Any = None) -> dict[str, Any]:
@@ -224,7 +216,7 @@ def _table(config: Any, usual: Any = None) -> dict[str, Any]:
         value = getattr(config, field.name)
         default = _default(field) if usual is None else getattr(usual, field.name)
         if dataclasses.is_dataclass(value):
-            table[field.name] = _table(value, None if default is dataclasses.MISSING else default)
+            table[field.name] = _table(value, default if type(default) is type(value) else None)
         elif value is not None:
             table[field.name] = _plain(value)
         elif default is not None:

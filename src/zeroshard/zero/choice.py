@@ -90,5 +90,5 @@ def offers(site: Site) -> Iterator[Offer | Refused]:
             yield Refused({"zero": zero}, why, f"Use a multiple of {ranks} rows.")
             continue
         for group in groups:
-            settings = {"zero": zero, "shard_ranks": group, "reduce_every": "auto"}
+            settings = {"zero": zero, "shard_group": group, "reduce_every": "auto"}
             yield Offer(settings, ranks, divisors(site.rows // ranks))

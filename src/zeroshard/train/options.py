@@ -1,0 +1,115 @@
+"""Options of a command: a frozen dataclass, its fields as options, with a TOML file as their defaults.
+
+Fields that are dataclasses only group options, which have flat names. A field that is a plain value or a group of
+settings (`int | Pipeline`) is an option of its own name, for the group's first setting, and one for each other setting:
+`--pipeline-parallel 4 --pipeline-parallel.schedule gpipe`. A class may give other names of options in `ALIASES`.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+
+from zeroshard.train.toml_config import group_in, load_toml
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Config = TypeVar("Config", bound=DataclassInstance)
+else:
+    Config = TypeVar("Config")
+
+
+def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
+    """The options of `argv`, over those of the file that `--config FILE` names, over the defaults of `cls`.
+
+    `--help`, and options that cannot be read or that `cls` refuses with a `ValueError` (as `ConfigError` is), print to
+    the terminal and raise `SystemExit` (codes 0 and 2).
+
+    Raises:
+        ConfigError: see `load_toml`.
+    """
+    first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    known, rest = first.parse_known_args(list(argv))
+    options = _options_of(cls)
+    default = tyro.MISSING_NONPROP if known.config is None else _spelled_out(load_toml(known.config, cls), options)
+    about = "--config FILE reads options from a TOML file first; the command line overrides them."
+    description = f"{cls.__doc__ or ''}\n\n{about}"
+    found: Any = tyro.cli(options, args=rest, prog=prog, default=default, description=description)
+    try:
+        config: Config = found.chosen()
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    return config
+
+
+class _Options:
+    """Options that were read, before `chosen` makes the class of them that they are for."""
+
+    made: Any
+
+    def __post_init__(self) -> None:
+        """Nothing is checked before all is read."""
+
+    def chosen(self) -> Any:
+        """An instance of the class."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return self.made(**{name: v.chosen() if isinstance(v, _Options) else v for name, v in values.items()})
+
+
+@cache
+def _options_of(cls: Any) -> Any:
+    """`cls` with the names of its options, groups of settings spelled out."""
+    hints, aliases = get_type_hints(cls, include_extras=True), getattr(cls, "ALIASES", {})
+    plain = get_type_hints(cls)
+    space: dict[str, Any] = {"__annotations__": {}, "__doc__": cls.__doc__, "__module__": cls.__module__, "made": cls}
+    for field in (field for field in dataclasses.fields(cls) if field.init):
+        name, group = field.name, group_in(plain[field.name])
+        known = tuple(aliases.get(name, ()))
+        if dataclasses.is_dataclass(plain[name]):
+            hint = _options_of(plain[name])
+            space["__annotations__"][name] = Annotated[hint, tyro.conf.arg(name="")]
+            space[name] = dataclasses.field(default_factory=partial(_default, field, hint))
+        elif group is not None:
+            hint = _settings_of(group, name, known)
+            space["__annotations__"][name] = hint
+            space[name] = dataclasses.field(default_factory=partial(_default, field, hint))
+        elif known:
+            space["__annotations__"][name] = Annotated[hints[name], tyro.conf.arg(aliases=known)]
+    made = type(cls.__name__, (_Options, cls), space)
+    return dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(made)
+
+
+@cache
+def _settings_of(group: Any, name: str, aliases: tuple[str, ...]) -> Any:
+    """A group of which the first setting is an option of the name of the whole."""
+    first = dataclasses.fields(group)[0].name
+    hint = get_type_hints(group, include_extras=True)[first]
+    called = tyro.conf.arg(name=name.replace("_", "-"), prefix_name=False, aliases=aliases or None)
+    space = {"__annotations__": {first: Annotated[hint, called]}, "__doc__": group.__doc__, "made": group}
+    space |= {"__module__": group.__module__, first: dataclasses.fields(group)[0].default}
+    return dataclasses.dataclass(frozen=True, repr=False)(type(group.__name__, (_Options, group), space))
+
+
+def _default(field: "dataclasses.Field[Any]", options: Any) -> Any:
+    """The options that give the default of a field."""
+    usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return _spelled_out(usual, options)
+
+
+def _spelled_out(config: Any, options: Any) -> Any:
+    """The options that give `config`, which may be the short form of a group."""
+    config = config if isinstance(config, options.made) else options.made(config)
+    hints, values = get_type_hints(options), {}
+    for field in (field for field in dataclasses.fields(config) if field.init):
+        value, hint = getattr(config, field.name), hints[field.name]
+        inside = isinstance(hint, type) and issubclass(hint, _Options)
+        values[field.name] = _spelled_out(value, hint) if inside else value
+    return options(**values)
