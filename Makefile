@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 RANKS  ?= 2
 ARGS   ?=
+# Processes that share the test files; a selection by ARGS runs in one.
+WORKERS ?= $(if $(strip $(ARGS)),0,2)
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 DRAW    = $(BIN)/zeroshard simulate --stages 4 --microbatches 8
@@ -16,7 +18,8 @@ train: $(VENV)/.installed
 	$(BIN)/zeroshard train --ranks $(RANKS) $(ARGS)
 
 test: $(VENV)/.tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=30 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder \
+		--durations=30 $(ARGS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -10,11 +10,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
+from order import place_of
 from pool import Pool, free_port
 
 torch.set_num_threads(1)
 _POOL = Pool()
 _WIDE = Pool(6, (6,), apart=False)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, the longest files come first."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=place_of(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
