@@ -3,8 +3,10 @@
 import atexit
 import contextlib
 import io
+import json
 import os
 import runpy
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -52,6 +54,41 @@ def run_job(script: Path, *words: str, ranks: int = 2) -> str:
     for rank, (good, text) in enumerate(answers):
         assert good, f"rank {rank} of {script.name}:\n{text}"
     return "".join(text for _, text in answers)
+
+
+class Forks:
+    """A process that forks the ranks of one job after the other.
+
+    Unlike those of `run_job` they end as an interpreter ends, and may fail.
+
+    Args:
+        folder: where standard errors are written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        start = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("forked.py"))]
+        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self._process = subprocess.Popen(
+            start,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**clean, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, source: str, *words: str, ranks: int, port: int, seconds: int) -> list[tuple[int, str]]:
+        """Exit code and standard error of each rank; one that takes longer than `seconds` is killed by SIGALRM."""
+        job = {"source": source, "words": words, "ranks": ranks, "port": port, "seconds": seconds}
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None and answers is not None
+        print(json.dumps({**job, "folder": str(self._folder)}), file=requests, flush=True)
+        codes = json.loads(answers.readline())
+        return [(code, (self._folder / f"{rank}").read_text()) for rank, code in enumerate(codes)]
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.communicate()
 
 
 def _rank(place: tuple[int, int, int], words: list[str], pipe: Any) -> None:
