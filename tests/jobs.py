@@ -17,6 +17,7 @@ from pool import copies, free_port
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 240.0  # seconds that a job may take
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}  # by which lightning knows that torchrun started the ranks
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -28,8 +29,8 @@ def error_of(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def run_job(script: Path, *words: str, ranks: int = 2) -> str:
-    """What a script with `words` behind its name prints, rank after rank.
+def run_job(script: Path, *words: str, ranks: int = 2, **variables: str) -> str:
+    """What a script with `words` behind its name and `variables` in its environment prints, rank after rank.
 
     Raises:
         AssertionError: with the traceback of a rank, if one failed.
@@ -38,7 +39,7 @@ def run_job(script: Path, *words: str, ranks: int = 2) -> str:
     pipes = [context.Pipe() for _ in range(ranks)]
     with free_port() as port:
         processes = [
-            context.Process(target=_rank, args=((rank, ranks, port), [str(script), *words], pipes[rank][1]))
+            context.Process(target=_rank, args=((rank, ranks, port), [str(script), *words], variables, pipes[rank][1]))
             for rank in range(ranks)
         ]
         try:
@@ -91,10 +92,10 @@ class Forks:
         self._process.communicate()
 
 
-def _rank(place: tuple[int, int, int], words: list[str], pipe: Any) -> None:
+def _rank(place: tuple[int, int, int], words: list[str], variables: dict[str, str], pipe: Any) -> None:
     rank, ranks, port = place
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | variables
     sys.path.insert(0, str(ROOT / "src"))
     sys.argv = words
     output = io.StringIO()

@@ -13,19 +13,8 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def run(name: str) -> str:
-    """The output of an example on two ranks under torchrun."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*start, str(EXAMPLES / name)], env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_own_loop() -> None:
-    output = run("own_loop.py")
+    output = run_job(EXAMPLES / "own_loop.py")
     loss = float(output.split("loss ")[1].split(",")[0])
     assert loss < 0.55  # the variance of the target is 0.5
     assert "planned bytes" in output
@@ -60,7 +49,12 @@ def test_unmodified_hugging_face_gpt2() -> None:
 
 def test_lightning_strategy() -> None:
     pytest.importorskip("lightning")
-    output = run("lightning_strategy.py")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*start, str(EXAMPLES / "lightning_strategy.py")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     assert float(re.findall(r"'loss on other rows': (\S+)}", output)[0]) < 0.1  # the variance of the target is 0.5
     assert "planned bytes" in output
 

@@ -2,15 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import Forks
 from pool import Pool
 
 import zeroshard as zs
@@ -145,8 +145,6 @@ mesh = zs.init_mesh(30.0)
 engine = zs.Engine(torch.nn.Linear(256, 256), partial(torch.optim.SGD, lr=0.1), zs.Plan(transport="shared"), mesh=mesh)
 step = 0
 while True:
-    if step == 3:
-        print("pid", mesh.rank, os.getpid(), flush=True)
     engine.backward(engine(torch.randn(2, 256)).sum())
     if step == 5 and mesh.rank == 1:
         os.kill(os.getpid(), 9)
@@ -155,18 +153,12 @@ while True:
 """
 
 
-def test_a_rank_that_is_killed_is_named_and_leaves_nothing(port: int) -> None:
+def test_a_rank_that_is_killed_is_named_and_leaves_nothing(port: int, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
-    ranks = []
-    for rank in range(2):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    _, words = ranks[0].communicate(timeout=60)
-    ranks[1].communicate(timeout=60)
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert ranks[0].returncode == 1
+    forks = Forks(tmp_path)
+    (code, words), (killed, _) = forks.run(SCRIPT, ranks=2, port=port, seconds=60)
+    forks.stop()
+    assert (code, killed) == (1, -signal.SIGKILL)
     assert "CommError" in words
     assert "rank 1 is gone" in words or "a connection broke" in words
     deadline = time.monotonic() + 60.0  # others on this machine have files there for a while, too

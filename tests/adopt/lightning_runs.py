@@ -1,4 +1,4 @@
-"""Runs of lightning's Trainer on two ranks, for test_lightning.py: started by torchrun, writes what rank 0 saw."""
+"""Runs of lightning's Trainer on two ranks, for test_lightning.py: started as by torchrun, writes what rank 0 saw."""
 
 import os
 import sys

@@ -1,14 +1,12 @@
 """lightning's Trainer above the engine ends where a plain loop ends, in every stage and through a checkpoint."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adopt.regression import assert_follows, plain
+from jobs import TORCHRUN, run_job
 from torch import Tensor
 
 pytest.importorskip("lightning")
@@ -19,11 +17,7 @@ ROOT = Path(__file__).parents[2]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 of one job of two ranks saw."""
     folder = tmp_path_factory.mktemp("lightning")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = str(ROOT / "tests" / "adopt" / "lightning_runs.py")
-    done = subprocess.run([*start, script, str(folder)], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run_job(ROOT / "tests" / "adopt" / "lightning_runs.py", str(folder), **TORCHRUN)
     return torch.load(folder / "found.pt")
 
 

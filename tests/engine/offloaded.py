@@ -1,5 +1,6 @@
 """Runs with and without offload, under executors that choose when copies and host jobs really happen."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,6 +63,10 @@ def run(
     """Losses and norms of a training, and its final weights."""
     engine = zs.Engine(build(model, seed=0), lambda ps: optimizer([p for p in ps if p.requires_grad]), plan, mesh=mesh)
     return take_steps(engine, steps, **how), engine.state_dict()
+
+
+# Of a plan in memory, which executors do not touch: once for all of them, and for all ways of offload equal in memory.
+once = functools.cache(run)
 
 
 def assert_same(found: Any, wanted: Any) -> None:
