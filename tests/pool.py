@@ -21,7 +21,7 @@ from typing import Any
 WORLD = 4
 SIZES = (2, 3, 4)
 TIMEOUT = 20.0  # seconds that a collective may wait inside a test
-PATIENCE = 90.0  # seconds that a whole test function may take
+PATIENCE = 240.0  # seconds that a whole test function may take on a machine that is busy with other things
 STARTING = 240.0  # seconds that the workers may take to start
 # What copies need not import again; torch imports its compiler where the first optimizer is made, in 1.5 s.
 IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroshard", "zeroshard.engine"]

@@ -73,7 +73,7 @@ def test_ctrl_c_saves_and_names_the_command_that_goes_on(tmp_path: Path, monkeyp
     family = interrupt(process)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, out + err
-    assert len(family) >= 3 and not psutil.wait_procs(family, timeout=10)[1]
+    assert len(family) >= 3 and not psutil.wait_procs(family, timeout=PATIENCE)[1]
     (line,) = err.splitlines()
     said, _, command = line.partition("go on with: ")
     assert said.startswith("zeroshard: Stopped on request after step ") and "which is saved" in said

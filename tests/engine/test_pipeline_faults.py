@@ -535,11 +535,11 @@ def test_a_stage_that_dies_ends_the_others(port: int, plan: dict[str, Any], vict
         for process in processes:
             process.start()
         for pipe, _ in pipes:
-            assert pipe.poll(60) and pipe.recv() == "one step"
-        processes[victim].join(30)
+            assert pipe.poll(240) and pipe.recv() == "one step"
+        processes[victim].join(60)
         assert processes[victim].exitcode == 3
         for rank in (rank for rank in range(STAGES) if rank != victim):
-            assert pipes[rank][0].poll(20), f"rank {rank} hangs"
+            assert pipes[rank][0].poll(60), f"rank {rank} hangs"
             kind, message = pipes[rank][0].recv()
             assert kind == "CommError", message
             assert message.startswith(f"Rank {rank} stopped in '")
