@@ -30,7 +30,7 @@ def measure(engine_name: str, schedule: str, arguments: argparse.Namespace) -> N
     import torch
     from torch import nn
 
-    from zeroshard.mesh import init_mesh
+    from zeroshard.comm.mesh import init_mesh
     from zeroshard.train.gpt import GPT, SIZES
 
     torch.set_num_threads(1)

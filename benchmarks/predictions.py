@@ -66,7 +66,7 @@ def task_of(shape: tuple[int, int, int, int, int], rows: int, optimizer: str = "
     """The job of one model."""
     import torch
 
-    from zeroshard.planner.rehearse import Task
+    from zeroshard.planner.predict.rehearse import Task
     from zeroshard.train.gpt import GPT, GPTConfig
 
     config = GPTConfig(*shape)
@@ -100,7 +100,7 @@ def rank_of_times(plans: list[tuple[str, dict[str, Any]]], steps: int) -> None:
     """One rank of a launch: the median CPU and wall seconds of a step under each plan."""
     import torch
 
-    from zeroshard.mesh import init_mesh
+    from zeroshard.comm.mesh import init_mesh
     from zeroshard.plan import Plan
 
     torch.set_num_threads(1)
@@ -123,11 +123,11 @@ def times(arguments: argparse.Namespace) -> dict[str, Any]:
     """Predicted and measured CPU seconds, in turns."""
     import torch
 
+    from zeroshard.doctor.cpu_load import company
+    from zeroshard.doctor.facts import gather_facts
+    from zeroshard.doctor.measure import Effort, measure
     from zeroshard.plan import Plan
-    from zeroshard.planner.company import company
-    from zeroshard.planner.facts import gather_facts
-    from zeroshard.planner.measure import Effort, measure
-    from zeroshard.planner.really import predict_really
+    from zeroshard.planner.predict.timed import predict_really
 
     torch.set_num_threads(1)
     measured: list[list[float]] = [[] for _ in PLANS]
@@ -201,9 +201,9 @@ def rank_of_fits(seeds: list[int]) -> None:
     """One rank of a launch: the peak of all bytes alive under each random plan."""
     import torch
 
-    from zeroshard.mesh import init_mesh
+    from zeroshard.comm.mesh import init_mesh
     from zeroshard.plan import Plan
-    from zeroshard.planner.tracker import Tracker
+    from zeroshard.planner.predict.memory_tracker import Tracker
 
     torch.set_num_threads(1)
     mesh, found = init_mesh(device="cpu"), []
@@ -225,7 +225,7 @@ def rank_of_fits(seeds: list[int]) -> None:
 def fits(arguments: argparse.Namespace) -> dict[str, Any]:
     """Who was right about random plans under random limits."""
     from zeroshard.plan import Plan
-    from zeroshard.planner.rehearse import rehearse
+    from zeroshard.planner.predict.rehearse import rehearse
 
     seeds = list(range(arguments.plans))
     rows = []

@@ -6,7 +6,7 @@ Each fault is a function below benchmarks/soak/ that makes it, and asserts what 
 that of an undisturbed run, no committed checkpoint unreadable, the culprit named, all ranks gone in time. The table of
 what came of it is printed, and kept under benchmarks/results/ as JSON and Markdown.
 
-- F1 kills ranks: three times under each plan of tests/survive/plans_job.py, which have every pair of values of zero,
+- F1 kills ranks: three times under each plan of tests/resilience/plans_job.py, which have every pair of values of zero,
   offload, schedule, transport and precision, in rounds with other moments, and the main job from outside; with
   `--kills 500` so many at least, without the main job. F13 kills the supervisor, F15 a rank that reads a checkpoint,
   F17 counts samples meanwhile, F20 does everything for 2,000 steps.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zeroshard as zs
-from zeroshard.adopt.lightning import ZeroshardStrategy
+from zeroshard.interop.lightning import ZeroshardStrategy
 
 
 class Regression(lightning.LightningModule):

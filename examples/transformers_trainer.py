@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import zeroshard as zs
-from zeroshard.adopt import EngineOptimizer
+from zeroshard.interop import EngineOptimizer
 
 
 class ZeroTrainer(Trainer):

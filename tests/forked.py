@@ -12,7 +12,7 @@ import sys
 
 import torch._dynamo
 
-import zeroshard.data_parallel  # noqa: F401
+import zeroshard.parameter_server  # noqa: F401
 
 
 def next_rank() -> tuple[str, list[str]]:

@@ -5,21 +5,21 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = (
-    "survive/test_kills.py",
+    "resilience/test_kills.py",
     "engine/test_pipelines.py",
     "engine/test_offload.py",
-    "supervise/test_supervisor.py",
+    "supervisor/test_supervisor.py",
     "engine/test_combinations.py",
     "train/test_main_job.py",
-    "planner/test_shallow.py",
+    "planner/predict/test_shallow.py",
     "test_examples.py",
     "engine/test_faults.py",
-    "test_cut_links.py",
+    "comm/test_cut_links.py",
     "engine/test_random_plans.py",
     "engine/test_golden.py",
     "engine/test_parity.py",
-    "planner/test_rehearse.py",
-    "test_cli.py",
+    "planner/predict/test_rehearse.py",
+    "cli/test_main.py",
     "engine/test_pipeline_faults.py",
 )
 

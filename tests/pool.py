@@ -30,7 +30,8 @@ IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "zeroshard"
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
     """Within, a rank that waits says where it is after a fifth of a second; the verdicts on it are the same."""
-    from zeroshard import comm, watch
+    from zeroshard.comm import collectives as comm
+    from zeroshard.comm import hang_detector as watch
 
     kept = watch.PATIENCE
     comm.PATIENCE = watch.PATIENCE = 0.2
@@ -156,7 +157,7 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
     """
     import torch.distributed as dist
 
-    from zeroshard import leases
+    from zeroshard.comm import process_groups as leases
 
     names = dist.distributed_c10d._world.pg_names
     most = max(len(names), 100 + 20 * number)
@@ -178,7 +179,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
     import torch
     import torch.distributed as dist
 
-    from zeroshard.mesh import Mesh, mesh_of
+    from zeroshard.comm.mesh import Mesh, mesh_of
 
     torch.set_num_threads(1)
     torch.manual_seed(1000 + rank)  # tests that need equal random numbers on all ranks must ask for them

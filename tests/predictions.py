@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from zeroshard.ledger import Event
+from zeroshard.memory.ledger import Event
 from zeroshard.plan import Plan
-from zeroshard.planner.result import Prediction, Refusal
+from zeroshard.planner.predict.result import Prediction, Refusal
 from zeroshard.schedule.layout import Layout
 from zeroshard.schedule.simulate import Costs, simulate
 

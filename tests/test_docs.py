@@ -14,19 +14,19 @@ from typing import Any, get_type_hints
 import pytest
 
 import zeroshard as zs
-from zeroshard.checkpoint_command import OPTIONS as CHECKPOINT_OPTIONS
-from zeroshard.cli import ReportOptions
-from zeroshard.doctor_command import DoctorOptions
-from zeroshard.export_command import ExportOptions
-from zeroshard.launch_command import CLUSTERS
-from zeroshard.partition_command import PartitionOptions
+from zeroshard.cli.checkpoint import OPTIONS as CHECKPOINT_OPTIONS
+from zeroshard.cli.doctor import DoctorOptions
+from zeroshard.cli.export import ExportOptions
+from zeroshard.cli.launch import CLUSTERS
+from zeroshard.cli.main import ReportOptions
+from zeroshard.cli.partition import PartitionOptions
+from zeroshard.cli.plan import PlanOptions
+from zeroshard.cli.profile import ProfileOptions
+from zeroshard.cli.reproduce import ReproduceOptions
+from zeroshard.cli.run import RunOptions
+from zeroshard.cli.simulate import SimulateOptions
+from zeroshard.cli.simulate import run as run_simulate
 from zeroshard.pipeline.cluster import Cluster
-from zeroshard.plan_command import PlanOptions
-from zeroshard.profile_command import ProfileOptions
-from zeroshard.reproduce_command import ReproduceOptions
-from zeroshard.run_command import RunOptions
-from zeroshard.simulate_command import SimulateOptions
-from zeroshard.simulate_command import run as run_simulate
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
 from zeroshard.train.toml_config import load_toml

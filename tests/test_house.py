@@ -16,56 +16,35 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
-    **dict.fromkeys(("errors", "ledger", "comm", "counts", "transport", "shared", "watch", "pulse", "lock", "mesh"), 0),
-    **dict.fromkeys(("platform", "rendezvous", "leases", "version", "link", "tiers"), 0),
-    "platform.accelerator": -1,  # below the ground, which stands on it: devices as torch reaches them
-    **dict.fromkeys(("units", "schedule", "initialise", "checkpoint"), 1),  # the backbones; files and boxes
+    "platform.accelerator": -1,  # devices as torch reaches them, on which the ground stands
+    **dict.fromkeys(("errors", "version", "comm", "memory", "platform"), 0),
+    **dict.fromkeys(("units", "schedule", "checkpoint"), 1),  # the backbones; files and boxes
     "parts": 1.3,  # protocols through which techniques reach the engine
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other
-    **dict.fromkeys(("data_parallel", "offload", "activations"), 2),
-    "parameters": 2.5,
+    **dict.fromkeys(("parameter_server", "offload", "activations"), 2),
+    "parameters": 2.5,  # parameters in the user's hands
     "plan": 3,
-    "checks": 3.5,  # what is refused, with the way out
+    "checks": 3.5,  # settings and models that are refused, with the way out
     "engine": 4,
-    "adopt": 4.5,
-    "survive": 4.5,
+    "interop": 4.5,
+    "resilience": 4.5,
+    "doctor": 4.7,
     "planner": 5,
     "": 5.5,  # zeroshard itself, the public names; for the main job and the command line only
     "train": 6,
-    "claims": 6.5,  # published numbers, computed again
-    "partition_command": 7,
-    "plan_command": 7,
-    "profile_command": 7,
-    "doctor_command": 7,
-    "simulate_command": 7,
-    "reproduce_command": 7,
-    **dict.fromkeys(("run_command", "launch_command", "checkpoint_command", "export_command", "supervise"), 7),
-    **dict.fromkeys(("report", "launch", "cli", "__main__"), 7),
-    "clusters": 7,  # templates
+    "reproduce": 6.5,  # published numbers, computed again
+    "supervisor": 6.7,
+    "report": 6.8,
+    "cli": 7,
+    "__main__": 7.5,
 }
-SAME_FLOOR = {  # besides `errors`, which all may import
-    *(("comm", "mesh"), ("comm", "transport"), ("comm", "shared"), ("comm", "watch"), ("transport", "shared")),
-    *(("watch", "mesh"), ("cli", "report"), ("cli", "launch"), ("launch", "report"), ("__main__", "cli")),
-    *(("cli", "partition_command"), ("partition_command", "report")),
-    ("cli", "profile_command"),
-    *(("cli", "plan_command"), ("plan_command", "report")),
-    *(("cli", "doctor_command"), ("doctor_command", "report")),
-    ("cli", "reproduce_command"),
-    ("launch", "supervise"),  # a rank ends with the process that started it
-    *(("cli", "simulate_command"), ("simulate_command", "report")),
-    *(("cli", f"{name}_command") for name in ("run", "launch", "checkpoint", "export")),
-    ("mesh", "platform"),
-    *(("platform", name) for name in ("transport", "shared", "tiers", "ledger")),
-    *(("comm", "counts"), ("link", "counts"), ("platform", "link"), ("tiers", "ledger")),
-    *(("run_command", "supervise"), ("supervise", "cli"), ("mesh", "pulse"), ("comm", "pulse")),
-    *((name, "rendezvous") for name in ("comm", "mesh")),
-    ("plan", "planner"),  # Plan.auto runs the planner, which runs engines
-    *(("mesh", "lock"), ("mesh", "tiers"), ("mesh", "leases"), ("comm", "leases")),
+SAME_FLOOR = {  # besides `errors`, which all may import; no circle of files may come of it
+    *(("comm", "memory"), ("comm", "platform"), ("memory", "comm"), ("platform", "comm"), ("platform", "memory")),
 }
-MAY_READ_ENVIRONMENT = {"mesh", "launch", "cli", "supervise", "__main__"}
+MAY_READ_ENVIRONMENT = {"comm.mesh", "cli", "supervisor", "__main__"}
 EXCEPTIONS: dict[str, str] = {
-    "adopt.inert": "DeepSpeed's checkpoints are pickles; torch.load(weights_only=True) reads them, with inert ones.",
+    "interop.inert_pickle": "DeepSpeed's checkpoints are pickles; torch.load(weights_only=True) reads inert ones.",
 }
 Findings = Iterator[tuple[str, str]]
 
@@ -196,7 +175,7 @@ def unsafe_loading(module: Module) -> Findings:
 
 
 def hidden_inputs(module: Module) -> Findings:
-    if module.part in MAY_READ_ENVIRONMENT:
+    if {module.part, module.name} & MAY_READ_ENVIRONMENT:
         return
     for name in imports(module):
         if name in ("os.environ", "os.getenv", "os.environb"):
@@ -274,6 +253,104 @@ def test_every_floor_is_inhabited_and_every_part_has_a_floor() -> None:
     assert parts - {"__pycache__", "__init__"} <= set(FLOORS)
 
 
+def ahead_of_time(tree: ast.Module) -> set[int]:
+    """The ids of nodes that only type checkers look at."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    return {id(child) for block in blocks for statement in block.body for child in ast.walk(statement)}
+
+
+def arrows() -> dict[str, set[str]]:
+    """Which modules each module imports, anywhere in it, but for what type checkers alone look at."""
+    names = {module.name for module in house()}
+    found: dict[str, set[str]] = {}
+    for module in house():
+        typed = ahead_of_time(module.tree)
+        nodes = [n for n in ast.walk(module.tree) if id(n) not in typed]
+        seen = Module(module.name, module.text, ast.Module([n for n in nodes if isinstance(n, ast.stmt)], []))
+        targets = {name.removeprefix("zeroshard.") for name in imports(seen) if name.startswith("zeroshard.")}
+        whole = {next((t[:end] for end in cut_points(t) if t[:end] in names), "") for t in targets}
+        found[module.name] = whole - {module.name}
+    return found
+
+
+def cut_points(dotted: str) -> list[int]:
+    """Where a dotted name may end, the longest first."""
+    return [len(dotted), *(n for n in range(len(dotted) - 1, 0, -1) if dotted[n] == ".")]
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The modules that reach each other (Tarjan's strongly connected components of more than one)."""
+    reach = {start: reached(graph, start) for start in graph}
+    groups = {frozenset({a, *(b for b in reach[a] if a in reach.get(b, ()))}) for a in graph}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Every module that imports lead to."""
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        for name in graph.get(todo.pop(), ()):
+            if name not in seen:
+                seen.add(name)
+                todo.append(name)
+    return seen
+
+
+def test_no_circle_of_modules() -> None:
+    graph = arrows()
+    assert len(graph) > 200 and sum(map(len, graph.values())) > 800
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [{"a", "b", "c"}]
+
+
+TOP_MODULES = 8
+
+
+def test_few_modules_stand_at_the_top() -> None:
+    top = [path.name for path in SOURCE.iterdir() if path.suffix == ".py"]
+    assert len(top) <= TOP_MODULES, top
+
+
+TERMS = {  # the field's terms, and the part of a path in which each is looked for
+    "tied weights": "tied_weights",
+    "loss scaling": "loss_scaling",
+    "gradient accumulation": "gradient_accumulation",
+    "the hang detector": "hang_detector",
+    "shared memory": "shared_memory",
+    "host Adam": "host_adam",
+    "weight stashing": "weight_stashing",
+    "checkpoint commit": "checkpoint/commit",
+    "the planner's memory tracker": "planner/predict/memory_tracker",
+    "the byte formulas of ZeRO": "zero/byte_formulas",
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_leads_to_one_file(term: str) -> None:
+    paths = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")]
+    assert len([path for path in paths if TERMS[term] in path]) == 1
+
+
+def floors_table() -> str:
+    """The rooms from the top floor down, each with the first sentence of its docstring; CONTRIBUTING.md has it."""
+    rows = ["| Floor | Room | Content |", "|---|---|---|"]
+    docs = {module.name: ast.get_docstring(module.tree) or "" for module in house()}
+    for part, floor in sorted(FLOORS.items(), key=lambda item: (-item[1], item[0])):
+        first = " ".join(docs[part].split("\n\n")[0].split()).replace("|", "/")
+        rows.append(f"| {floor:g} | `{part or 'zeroshard'}` | {first} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_table_of_floors_is_that_of_this_test() -> None:
+    """To make it anew: python -c "import sys; sys.path.insert(0, 'tests'); import test_house as h;
+    print(h.floors_table())"."""
+    assert floors_table() in (SOURCE.parents[1] / "CONTRIBUTING.md").read_text()
+
+
 ENGINE_LINES, ENGINE_CONDITIONS = 2800, 70
 ATTRIBUTES, METHODS = 16, 12
 TECHNIQUES = (  # words of techniques, and of the attributes that hold their objects
@@ -281,13 +358,13 @@ TECHNIQUES = (  # words of techniques, and of the attributes that hold their obj
     r"|late\b|saver|gatherer|lower\b|splits|scaler|scales_loss|sliced|copied|loan|borrow|lend|shard_group|recompute"
 )
 RECORDS = {  # options of a command or a file, and what is written down: as many fields as there are facts
-    *("plan.Plan", "plan_command.PlanOptions", "simulate_command.SimulateOptions", "train.config.TrainConfig"),
-    *("planner.facts.Facts", "planner.profile.Profile", "planner.result.Prediction"),
+    *("plan.Plan", "cli.plan.PlanOptions", "cli.simulate.SimulateOptions", "train.config.TrainConfig"),
+    *("doctor.facts.Facts", "doctor.profile.Profile", "planner.predict.result.Prediction"),
 }
 LARGE = {  # classes above the limits
     "engine.engine.Engine": "what users call",
-    "adopt.lightning.ZeroshardStrategy": "the methods that Lightning calls",
-    "comm.Comm": "every collective, and the verdict on one that does not end",
+    "interop.lightning.ZeroshardStrategy": "the methods that Lightning calls",
+    "comm.collectives.Comm": "every collective, and the verdict on one that does not end",
 }
 
 
@@ -363,7 +440,7 @@ BROKEN = {
     "upward_imports": ("units.flat", "from zeroshard import Plan\nfrom zeroshard.zero import x\n"
                        "import zeroshard.schedule\ndef f():\n    from zeroshard import plan\n"
                        "importlib.import_module('zeroshard.engine')\n__import__('zeroshard.engine.build')", 6),
-    "named_devices": ("link", "import torch.cuda\nfrom torch import cuda\nfrom torch.cuda import Event\n"
+    "named_devices": ("memory.transfers", "import torch.cuda\nfrom torch import cuda\nfrom torch.cuda import Event\n"
                       "__import__('torch.cuda.streams')\nstream: torch.cuda.Stream\ntorch.cuda.synchronize()\n"
                       "x.is_cuda\nx.cuda()\nif device.type == 'cuda': ...\ny = 'cuda' != kind", 10),
 }  # fmt: skip
@@ -374,9 +451,10 @@ FINE = {
     "missing_docstrings": ("plan", BODY + "def _f(): ...\nclass _A:\n    def g(self): ...\nclass A:\n    '''Doc.'''\n"
                            "    def __len__(self): ...\n    def f(self):\n        '''Doc.'''\n        def g(): ..."),
     "unsafe_loading": ("plan", "import torch, json\njson.load(f)\nsafetensors.torch.load(f)"),
-    "hidden_inputs": ("mesh", "import os\nos.environ['A']"),
-    "upward_imports": ("comm", "from zeroshard.mesh import Mesh\nfrom zeroshard.errors import CommError\nimport torch"),
-    "named_devices": ("link", "import torch\nfrom torch.xpu import cudart\nkinds = {'cuda': 512}\n"
+    "hidden_inputs": ("comm.mesh", "import os\nos.environ['A']"),
+    "upward_imports": ("comm.collectives", "from zeroshard.comm.mesh import Mesh\nimport torch\n"
+                       "from zeroshard.errors import CommError"),
+    "named_devices": ("memory.transfers", "import torch\nfrom torch.xpu import cudart\nkinds = {'cuda': 512}\n"
                       "torch.device('cuda')\nmodule.cuda\nif kind == 'cpu': ..."),
 }  # fmt: skip
 
@@ -393,18 +471,18 @@ def test_the_rule_finds_what_is_broken_and_nothing_else(rule: Callable[[Module],
     [
         ("zero", "from zeroshard.pipeline import x", False),
         ("precision", "from zeroshard.zero import x", False),
-        ("mesh", "from zeroshard.comm import Comm", False),
+        ("memory.disk", "from zeroshard.units.flat import Flat", False),
         ("checkpoint", "from zeroshard.engine import x", False),
         ("checkpoint", "from zeroshard import Engine", False),
         ("train", "from zeroshard import Engine", True),
         ("cli", "from zeroshard.report import write_report", True),
-        ("report", "import zeroshard.cli", False),
+        ("report", "import zeroshard.cli.main", False),
         ("engine", "from zeroshard import schedule as schedules", True),
         ("attic", "import json", False),
-        ("tiers.host", "from zeroshard.platform import accelerator", True),
-        ("tiers.host", "from zeroshard.platform.real import Platform", False),
+        ("memory.host", "from zeroshard.platform import accelerator", True),
+        ("memory.host", "from zeroshard.platform.real import Platform", False),
         ("platform.accelerator", "from zeroshard.platform.real import Platform", False),
-        ("platform.accelerator", "from zeroshard.ledger import Ledger", False),
+        ("platform.accelerator", "from zeroshard.memory.ledger import Ledger", False),
         ("platform.accelerator", "from zeroshard.errors import PlanError", True),
         ("", "from zeroshard.engine import Engine", True),
     ],

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zeroshard.pulse import Pulse
-from zeroshard.shared import offer
-from zeroshard.supervise.board import keep_store
-from zeroshard.tiers.disk import _nameless
+from zeroshard.comm.heartbeat import Pulse
+from zeroshard.comm.shared_memory import offer
+from zeroshard.memory.disk import _nameless
+from zeroshard.supervisor.node_coordination import keep_store
 
 ROOT = Path(__file__).parents[1]
 SOURCE = sorted((ROOT / "src" / "zeroshard").rglob("*.py"))
@@ -42,7 +42,7 @@ def test_nothing_unpickles_and_no_text_is_run() -> None:
     ]
     assert not objects, "these pickle what ranks tell each other"
     loads = [(file, node) for file, name, node in every if name == "torch.load"]
-    assert [file for file, _ in loads] == ["adopt/inert.py"]
+    assert [file for file, _ in loads] == ["interop/inert_pickle.py"]
     assert {k.arg: ast.literal_eval(k.value) for k in loads[0][1].keywords}["weights_only"] is True
 
 

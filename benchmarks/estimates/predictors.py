@@ -47,7 +47,7 @@ def zeroshard_shallow(run: Run) -> list[int]:
 
 def rehearsed(run: Run, rank: int, layers: int, real: bool) -> int:
     """The peak of one rank in a rehearsal of our engine."""
-    from zeroshard.planner.rehearse import Task, rehearse
+    from zeroshard.planner.predict.rehearse import Task, rehearse
 
     if run.engine != "zeroshard":
         raise NotApplicable("it is another engine")

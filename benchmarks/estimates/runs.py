@@ -112,7 +112,7 @@ Made = tuple[Callable[[], Any], Callable[[], int]]  # a step, and the bytes of a
 def zeroshard_engine(run: Run) -> Made:
     """Ours."""
     import zeroshard as zs
-    from zeroshard.ledger import MODEL_STATES
+    from zeroshard.memory.ledger import MODEL_STATES
 
     plan, mesh = run.zeroshard_plan(), zs.init_mesh(device="cpu")
     batch = run.batch()

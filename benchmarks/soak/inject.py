@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import Reader
-from zeroshard.cli import main
+from zeroshard.cli.main import main
 from zeroshard.engine import Engine
 from zeroshard.train.run import Run
 

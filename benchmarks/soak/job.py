@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from zeroshard.checkpoint import Reader, committed
-from zeroshard.pulse import Reading, read_pulse
+from zeroshard.comm.heartbeat import Reading, read_pulse
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).with_name("inject.py")

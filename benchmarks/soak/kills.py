@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from survive import plans_job
+from resilience import plans_job
 
 from soak.job import Job, check_same, check_whole, losses, metrics, newest_run, reference_of, train
 from zeroshard.checkpoint import committed

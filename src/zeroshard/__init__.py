@@ -8,29 +8,29 @@ from zeroshard.plan import Plan
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
-    from zeroshard.adopt import DeepSpeedWeights, from_deepspeed
-    from zeroshard.data_parallel import AsynchronousTrainer
+    from zeroshard.comm.mesh import Mesh, init_mesh
     from zeroshard.engine import Engine, StepResult
-    from zeroshard.mesh import Mesh, init_mesh
+    from zeroshard.interop import DeepSpeedWeights, from_deepspeed
     from zeroshard.offload.policy import Offload
+    from zeroshard.parameter_server import AsynchronousTrainer
     from zeroshard.pipeline.policy import Pipeline
     from zeroshard.precision.policy import LossScale
-    from zeroshard.survive import Checkpoints, Guard
+    from zeroshard.resilience import Checkpoints, Guard
 else:
     # what needs torch is loaded when it is first used, so that commands without it start at once (PEP 562)
     _HOMES = {
-        "DeepSpeedWeights": "adopt",
-        "from_deepspeed": "adopt",
-        "AsynchronousTrainer": "data_parallel",
+        "DeepSpeedWeights": "interop",
+        "from_deepspeed": "interop",
+        "AsynchronousTrainer": "parameter_server",
         "Engine": "engine",
         "StepResult": "engine",
-        "Mesh": "mesh",
-        "init_mesh": "mesh",
+        "Mesh": "comm.mesh",
+        "init_mesh": "comm.mesh",
         "LossScale": "precision.policy",
         "Offload": "offload.policy",
         "Pipeline": "pipeline.policy",
-        "Checkpoints": "survive",
-        "Guard": "survive",
+        "Checkpoints": "resilience",
+        "Guard": "resilience",
     }
 
     def __getattr__(name: str) -> object:
@@ -49,7 +49,7 @@ else:
 
 
 def _search(*job: object) -> Plan:
-    found: Plan = import_module("zeroshard.planner.auto").plan_for(*job)
+    found: Plan = import_module("zeroshard.planner.search.auto").plan_for(*job)
     return found
 
 

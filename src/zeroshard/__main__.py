@@ -13,7 +13,7 @@ def main() -> None:
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if sys.path and os.path.abspath(sys.path[0]) == os.getcwd() != here and not sys.flags.safe_path:
         del sys.path[0]
-    from zeroshard.cli import main as command_line
+    from zeroshard.cli.main import main as command_line
 
     command_line()
 

@@ -182,7 +182,7 @@ class Plan:
             model: returns its loss; on the meta device, or real (nothing of it is copied or changed).
             batch: of one rank, as `engine.train_step` takes it: tensors [B, ...].
             optimizer: a torch.optim class, a function of the parameters, or an optimizer over this model's parameters.
-            machines: a `zeroshard.planner.hardware.Machines`; by default this machine, as `zeroshard doctor` measured
+            machines: a `zeroshard.doctor.hardware.Machines`; by default this machine, as `zeroshard doctor` measured
                 it, else as its GPU is known by name, else with rates that are assumed.
             ranks: how many ranks there will be; by default as many as the launcher started.
             base: what is kept: precision, clipping, seed and the like. Fields that are searched are left at their

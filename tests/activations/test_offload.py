@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.counts import Purpose
+from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import BudgetExceeded, OffloadError
-from zeroshard.ledger import Category
-from zeroshard.link import Eager, Executor, Latest, Shuffled, Task
-from zeroshard.tiers import HostMemory, in_pages
+from zeroshard.memory import HostMemory, in_pages
+from zeroshard.memory.ledger import Category
+from zeroshard.memory.transfers import Eager, Executor, Latest, Shuffled, Task
 
 Tensors = list[torch.Tensor]
 EXECUTORS: list[Any] = [Eager, Latest, *((lambda seed=seed: Shuffled(seed)) for seed in range(10))]

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from zeroshard.checkpoint import Disk, Notes, Order, Piece, Reader, clear, committed, name_of, write
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
-from zeroshard.mesh import Mesh
 
 STEPS, KEEP = 4, 2
 SHAPES = {"weight:a": (3, 7), "exp_avg:a": (3, 7), "weight:half": (5,), "weight:none": (0, 2)}

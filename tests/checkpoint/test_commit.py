@@ -44,9 +44,9 @@ from zeroshard.checkpoint import (
     put_aside,
     write,
 )
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
-from zeroshard.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
 

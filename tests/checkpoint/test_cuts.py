@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from zeroshard.checkpoint import MANIFEST, Box, Order, Piece, Reader, manifest, reader, stream, write
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
-from zeroshard.mesh import Mesh
 
 NAME = "weight:w"
 BLOCK = 16

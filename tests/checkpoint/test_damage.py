@@ -19,7 +19,7 @@ from engine.models import OPTIMIZERS, batch, build
 import zeroshard as zs
 from zeroshard.checkpoint import MANIFEST, Disk, Reader, committed, name_of
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
-from zeroshard.ledger import Category
+from zeroshard.memory.ledger import Category
 
 FLIPS = 200
 

@@ -22,9 +22,9 @@ from zeroshard.checkpoint import (
     write_tensors,
 )
 from zeroshard.checkpoint.stream import BLOCK, CODES, in_order
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
-from zeroshard.ledger import Category, Ledger
-from zeroshard.mesh import Mesh
+from zeroshard.memory.ledger import Category, Ledger
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.checkpoint import Reader
-from zeroshard.cli import main
+from zeroshard.cli.main import main
 
 HERE = Path(__file__).parent / "format-2"
 

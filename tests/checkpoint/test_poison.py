@@ -21,9 +21,9 @@ from checkpoint.faults import remade, save, save_as, seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zeroshard import cli
 from zeroshard.checkpoint import MANIFEST, Reader
 from zeroshard.checkpoint.manifest import read_manifest
+from zeroshard.cli import main as cli
 from zeroshard.errors import CheckpointError, ConfigError, DamagedError, PlanError, ZeroshardError
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.toml_config import dump_toml, load_toml
@@ -438,15 +438,15 @@ def test_any_words_on_the_command_line_are_obeyed_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing but an exit code comes out; what would start a job does not, here."""
-    import zeroshard.launch
-    import zeroshard.run_command
+    import zeroshard.cli.rank
+    import zeroshard.cli.run
 
     monkeypatch.chdir(tmp_path)
     save(tmp_path, 1)
     monkeypatch.setenv(cli.AGAIN, "")
     monkeypatch.delenv(cli.AGAIN)  # `train --ranks` sets it; the test's end takes it away again
-    monkeypatch.setattr(zeroshard.run_command, "run_ranks", lambda ranks, argv: None)
-    monkeypatch.setattr(zeroshard.launch, "run_rank", lambda config, again: None)
+    monkeypatch.setattr(zeroshard.cli.run, "run_ranks", lambda ranks, argv: None)
+    monkeypatch.setattr(zeroshard.cli.rank, "run_rank", lambda config, again: None)
     chance = random.Random(0)
     for _ in range(max(1, EXAMPLES // 5)):
         argv = [chance.choice(COMMANDS), *chance.choices(WORDS, k=chance.randrange(5))]

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from zeroshard.checkpoint import Box, Notes, Order, Piece, WeightFiles, write
 from zeroshard.checkpoint import weights as module
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
-from zeroshard.mesh import Mesh
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {

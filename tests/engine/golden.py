@@ -24,7 +24,7 @@ from planner.rehearsed import punctual
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.link import Eager
+from zeroshard.memory.transfers import Eager
 from zeroshard.platform import real
 
 FOLDER = Path(__file__).parent / "golden"

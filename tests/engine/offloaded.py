@@ -12,7 +12,7 @@ from engine.models import batch, build
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.link import Eager, Executor, Latest, Shuffled, Worker
+from zeroshard.memory.transfers import Eager, Executor, Latest, Shuffled, Worker
 from zeroshard.platform import real
 
 EXECUTORS: dict[str, Callable[[torch.device, float], Executor]] = {

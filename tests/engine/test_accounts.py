@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.errors import BudgetExceeded
-from zeroshard.ledger import Category
+from zeroshard.memory.ledger import Category
 
 STAGES = (0, 1, 2, 3)
 STATES = ("parameters", "gradients", "master weights", "optimizer states")

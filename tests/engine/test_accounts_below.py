@@ -11,7 +11,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.offload.lower import units_below
+from zeroshard.offload.host_tiers import units_below
 from zeroshard.offload.updaters import HostUpdater
 from zeroshard.units import find_units
 

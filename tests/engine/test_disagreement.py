@@ -10,7 +10,7 @@ from engine.plain import MAKERS, branches, data, transport_of
 from pool import TIMEOUT, Pool, impatient
 
 import zeroshard as zs
-from zeroshard.mesh import mesh_of
+from zeroshard.comm.mesh import mesh_of
 
 # What each of two ranks does, after one step in common with the route "a". F, E: forward with and without gradients,
 # of the route that follows; B: backward of the oldest forward; L: the same under no_sync; S: step; C: clip_grad_norm.

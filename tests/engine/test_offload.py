@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, ModelError, OffloadError, OptimizerError, PlanError
-from zeroshard.ledger import Category
+from zeroshard.memory.ledger import Category
 
 WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"offload": "optimizer"},

@@ -9,9 +9,9 @@ from engine.offloaded import ADAMW
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.counts import UPDATE, Purpose
-from zeroshard.link import Modelled, Task
-from zeroshard.offload.updates import HostUpdates
+from zeroshard.comm.traffic import UPDATE, Purpose
+from zeroshard.memory.transfers import Modelled, Task
+from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.platform import real
 from zeroshard.platform.rehearsed import Clock
 

@@ -20,7 +20,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard import comm
+from zeroshard.comm import collectives as comm
 from zeroshard.errors import CommError, PlanError
 from zeroshard.parts.weights import Residence
 

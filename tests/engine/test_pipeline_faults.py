@@ -21,8 +21,8 @@ from pool import TIMEOUT, Pool, copies, impatient
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.comm.mesh import announce_failure, mesh_of
 from zeroshard.errors import PlanError
-from zeroshard.mesh import announce_failure, mesh_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.checks.refused import check_machine, is_refusal
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded
-from zeroshard.mesh import Mesh
 
 MIB = 2**20
 ROOMS = (96, 200, 400, 700)  # MiB above what the process has

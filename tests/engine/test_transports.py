@@ -15,7 +15,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard import shared
+from zeroshard.comm import shared_memory as shared
 from zeroshard.errors import PlanError
 
 STEPS = 4

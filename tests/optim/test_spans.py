@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zeroshard.ledger import Category, Ledger
+from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim import Span, SpanOptimizer
 from zeroshard.units import Index, Unreadable
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zeroshard.ledger import Arena, Category, Ledger
+from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.pipeline.borrowed import Borrowed
 
 

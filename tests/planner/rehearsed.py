@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.engine import backward
-from zeroshard.planner.rehearse import Task
+from zeroshard.planner.predict.rehearse import Task
 from zeroshard.train.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocabulary=256, context=64, width=64, heads=2, layers=4)

@@ -11,7 +11,7 @@ from engine.models import batch, build
 from engine.offloaded import ADAMW, executing
 
 import zeroshard as zs
-from zeroshard.counts import BETWEEN_TIERS, COMPUTE, DISK, LANES, UPDATE
+from zeroshard.comm.traffic import BETWEEN_TIERS, COMPUTE, DISK, LANES, UPDATE
 from zeroshard.report.exposed_figure import _CAUSES, _OTHER
 from zeroshard.report.offload_timeline import (
     COLOURS,

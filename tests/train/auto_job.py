@@ -3,7 +3,7 @@
 import json
 import sys
 
-from zeroshard.mesh import init_mesh
+from zeroshard.comm.mesh import init_mesh
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.gpt import SIZES, GPTConfig

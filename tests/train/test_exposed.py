@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from zeroshard.counts import LANES
-from zeroshard.mesh import Mesh
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.traffic import LANES
 from zeroshard.report import write_report
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse

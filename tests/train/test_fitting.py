@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded
-from zeroshard.mesh import Mesh
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
 from zeroshard.train.run import run

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from zeroshard.checkpoint import Disk, committed
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.run_lock import Owner
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, DataError, NonFiniteError, Stopped
-from zeroshard.lock import Owner
-from zeroshard.mesh import Mesh
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import Plan
 from zeroshard.train.config import TrainConfig

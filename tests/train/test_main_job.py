@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pool import Pool
 
-from zeroshard import cli
+from zeroshard.cli import main as cli
+from zeroshard.cli.rank import WRONG_INPUT, present
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ModelError, ZeroshardError
-from zeroshard.launch import WRONG_INPUT, present
-from zeroshard.mesh import Mesh
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
 from zeroshard.train.run import run as run_job
@@ -237,7 +237,7 @@ def failing(self, number, samples):
         raise RuntimeError("the disk of rank 1 is on fire")
     return step(self, number, samples)
 run.Run._step = failing
-from zeroshard.cli import main
+from zeroshard.cli.main import main
 main()
 """
 

@@ -12,12 +12,12 @@ from planner.rehearsed import OPTIMIZERS, gpt, peak_of, tokens
 from predictions import GIB, prediction
 from torch.profiler import ProfilerActivity, profile
 
+from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine
 from zeroshard.errors import ConfigError, PlanError
-from zeroshard.mesh import Mesh
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import SEARCHED, Plan
-from zeroshard.planner.result import Found
+from zeroshard.planner.predict.result import Found
 from zeroshard.platform.rehearsed import Rehearsal
 from zeroshard.report import write_report
 from zeroshard.train import planning

@@ -35,11 +35,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.activations.keep import Kept, changed_in_place
-from zeroshard.counts import Purpose
+from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import BudgetExceeded
-from zeroshard.ledger import Category, Ledger
-from zeroshard.link import Link, Task
-from zeroshard.tiers import HostMemory
+from zeroshard.memory import HostMemory
+from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.memory.transfers import Link, Task
 
 ALIGNED = 64  # bytes; no kernel looks at more of an address
 SMALLEST = 2**14  # bytes; below it a copy costs more than it frees

@@ -4,13 +4,14 @@ This package knows files, names and boxes; `zeroshard.engine.state` knows which 
 """
 
 from zeroshard.checkpoint.boxes import Box
+from zeroshard.checkpoint.commit import Order, write
 from zeroshard.checkpoint.disk import Disk
 from zeroshard.checkpoint.folder import clear, committed, find_checkpoint, name_of, put_aside, retain
 from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import Slot, write_tensors
 from zeroshard.checkpoint.weights import WeightFiles
-from zeroshard.checkpoint.writer import Meeting, Notes, Order, Piece, Saving, Snapshot, write
+from zeroshard.checkpoint.writer import Meeting, Notes, Piece, Saving, Snapshot
 
 __all__ = [
     "DTYPES",

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import wait_for_ranks
 from zeroshard.errors import CommError
-from zeroshard.mesh import wait_for_ranks
 from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
 from zeroshard.version import __version__

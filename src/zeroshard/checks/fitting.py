@@ -10,7 +10,7 @@ from zeroshard.errors import PlanError
 from zeroshard.offload.policy import KINDS
 from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
-from zeroshard.zero.formulas import BytesPerParameter, state_bytes
+from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
 OPTIONS = {  # in which plans differ here, as the command line calls them
     "zero": "--zero",

@@ -17,7 +17,7 @@ from zeroshard.parameters.writes import Writes
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import ABSENT
 from zeroshard.units.hooks import Hook
-from zeroshard.units.watched import Watched
+from zeroshard.units.watched_parameters import Watched
 
 WRAPPERS = {  # classes that make their own gradients or slices, and the way to the model inside
     "DistributedDataParallel": "its .module",

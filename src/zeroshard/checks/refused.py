@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from zeroshard.comm.mesh import Mesh, local_ranks
 from zeroshard.errors import BudgetExceeded, ZeroshardError
-from zeroshard.ledger import WAYS_OUT, Ledger
-from zeroshard.mesh import Mesh, local_ranks
+from zeroshard.memory import find_rooms
+from zeroshard.memory.ledger import WAYS_OUT, Ledger
 from zeroshard.platform.accelerator import is_accelerator
-from zeroshard.tiers import find_rooms
 
 SAID = re.compile(r"can('|no)t allocate memory|bad_alloc|can't start new thread|not enough memory", re.I)
 ASKED = re.compile(r"tried to allocate (\d+) bytes")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
 from zeroshard.errors import DivergenceError
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.place import Axis

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import part_of
 from zeroshard.errors import PlanError
-from zeroshard.mesh import part_of
 from zeroshard.parts.place import Axis, Place
 from zeroshard.parts.technique import NewAxis, Technique
 from zeroshard.pipeline.stage import Stage

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.zero import PassKind
+from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.reductions import Expected, Reductions
-from zeroshard.zero.shown import unreadable
 
 GRACE = 0.2  # seconds that it is waited for, where this rank's next gather may be what the others wait for
 

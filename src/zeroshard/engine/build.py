@@ -11,20 +11,19 @@ from torch import nn
 from zeroshard.activations import ActivationStore, Keep
 from zeroshard.checks.fitting import Fitting
 from zeroshard.checks.refused import check_machine
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
 from zeroshard.engine.axes import Axes
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
-from zeroshard.initialise import Initialiser, Materialiser
-from zeroshard.ledger import Arena, Category, Ledger
-from zeroshard.offload.gradients import HostSum
-from zeroshard.offload.lower import LowerTiers, units_below
+from zeroshard.memory.ledger import Arena, Category, Ledger
+from zeroshard.offload.host_sum import HostSum
+from zeroshard.offload.host_tiers import LowerTiers, units_below
+from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
-from zeroshard.offload.updates import HostUpdates
 from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.gradients import GradientSum, Reduction
-from zeroshard.parts.late import LateUpdates
+from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
 from zeroshard.parts.place import Axis, Place, Split
 from zeroshard.parts.saver import Saver
@@ -37,10 +36,11 @@ from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
+from zeroshard.units.materialise import Initialiser, Materialiser
 from zeroshard.zero import Accumulation, ByChunk, ByPass, Gatherer, Gradients, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
-from zeroshard.zero.buffer import GradientBuffer
-from zeroshard.zero.formulas import BytesPerParameter
+from zeroshard.zero.byte_formulas import BytesPerParameter
+from zeroshard.zero.gradient_buffer import GradientBuffer
 from zeroshard.zero.reduce import AllReduce, Alone, Direct, Scatter
 from zeroshard.zero.sums import BufferSum, DeviceSum
 from zeroshard.zero.weights import Keeper, Mapped, OnDevice, Sliced, Whole

@@ -20,22 +20,21 @@ from zeroshard.checks.arguments import check_arguments
 from zeroshard.checks.model_checks import check_model, guard
 from zeroshard.checks.refused import told
 from zeroshard.checks.replicas import check_replicas
-from zeroshard.comm import Comm
-from zeroshard.counts import merged
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
+from zeroshard.comm.traffic import merged
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Builder, OptimizerLike
+from zeroshard.engine.decision import Judge
 from zeroshard.engine.forward import Forward
-from zeroshard.engine.judge import Judge
-from zeroshard.engine.one_stage import OneStage
+from zeroshard.engine.gradient_accumulation import OneStage
 from zeroshard.engine.policies import cut_of, techniques_of
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
 from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
-from zeroshard.initialise import Initialiser
-from zeroshard.ledger import Ledger
-from zeroshard.mesh import Mesh, keep_freed_memory, shared_mesh
+from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
 from zeroshard.parts.batch import loss_in
 from zeroshard.parts.steps import Order, StepResult, Verdict
@@ -47,6 +46,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.units.hooks import Hook
+from zeroshard.units.materialise import Initialiser
 from zeroshard.version import __version__
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

@@ -19,9 +19,9 @@ from zeroshard.activations import Kept
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
-from zeroshard.ledger import Category, Ledger
+from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parameters.writes import Writes
-from zeroshard.parts.late import LateUpdates
+from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.weights import Weights
 from zeroshard.precision.clash import explain_clash
 from zeroshard.units import values_of

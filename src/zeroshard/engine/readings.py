@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard import link
-from zeroshard.comm import Comm
-from zeroshard.counts import BETWEEN_TIERS, Count, Purpose
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.traffic import BETWEEN_TIERS, Count, Purpose
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.judge import Judge
+from zeroshard.engine.decision import Judge
 from zeroshard.engine.state import State
-from zeroshard.ledger import Event, Ledger
-from zeroshard.mesh import Mesh
-from zeroshard.parts.late import Guesses
+from zeroshard.memory import transfers as link
+from zeroshard.memory.ledger import Event, Ledger
+from zeroshard.parts.late_updates import Guesses
 from zeroshard.parts.planned import Work
 from zeroshard.parts.steps import Order
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table

@@ -14,7 +14,7 @@ from zeroshard.checkpoint.facts import check_facts, plain, unfit
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
-from zeroshard.ledger import Ledger
+from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved
 from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts

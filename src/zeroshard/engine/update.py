@@ -14,7 +14,7 @@ from functools import partial, reduce
 import torch
 
 from zeroshard.checks.alike import Settings, check_settings
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.offload.states import Scalars, States
+from zeroshard.offload.host_states import Scalars, States
 from zeroshard.offload.tiled import TILE, close, opened
 
 Triple = tuple[Tensor, Tensor, Tensor]

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from zeroshard.errors import OptimizerError
 from zeroshard.offload import compiled, kernel, tiled
+from zeroshard.offload.host_states import Moment, Scalars, Split, States, stands_for
 from zeroshard.offload.moments import BLOCK, Blockwise, code_map
-from zeroshard.offload.states import Moment, Scalars, Split, States, stands_for
 
 __all__ = ["BACKENDS", "Blockwise", "Scalars", "Split", "States", "adam_update", "backend", "stands_for", "using"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from zeroshard.comm.mesh import cache_home
 from zeroshard.errors import OptimizerError
-from zeroshard.mesh import cache_home
 
 SOURCE = Path(__file__).with_name("host_adam.cpp")
 COMPILERS = ("c++", "g++", "clang++")

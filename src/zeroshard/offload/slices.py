@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.counts import DISK, UPDATE
-from zeroshard.ledger import Category
-from zeroshard.link import Link, Task
+from zeroshard.comm.traffic import DISK, UPDATE
+from zeroshard.memory import Disk, Extent, HostMemory
+from zeroshard.memory.ledger import Category
+from zeroshard.memory.transfers import Link, Task
 from zeroshard.offload.host_adam import Scalars, States, adam_update
 from zeroshard.offload.moments import BLOCK, Blockwise
-from zeroshard.tiers import Disk, Extent, HostMemory
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Moment = torch.Tensor | Blockwise

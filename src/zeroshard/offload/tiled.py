@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from zeroshard.offload.host_states import Moment, Scalars, Split, States
 from zeroshard.offload.moments import Blockwise
-from zeroshard.offload.states import Moment, Scalars, Split, States
 
 TILE = 2**18  # elements
 

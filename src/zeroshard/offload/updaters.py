@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from zeroshard.counts import Purpose
+from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import OptimizerError
-from zeroshard.ledger import Category
-from zeroshard.offload.gradients import HostSum
+from zeroshard.memory.ledger import Category
 from zeroshard.offload.host_adam import Scalars
+from zeroshard.offload.host_sum import HostSum
+from zeroshard.offload.host_updates import HostUpdates, Speculation, Update
 from zeroshard.offload.moments import Blockwise
 from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, Piece, expanded
-from zeroshard.offload.updates import HostUpdates, Speculation, Update
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.updater import MasterUpdater
 from zeroshard.parts.gradients import Gradients

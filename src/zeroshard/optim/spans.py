@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import OptimizerError
-from zeroshard.ledger import Category, Ledger
+from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim.probe import StateLayout, fresh_state
 from zeroshard.units import Index, Unreadable
 

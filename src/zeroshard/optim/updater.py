@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.ledger import Arena, Category
+from zeroshard.memory.ledger import Arena, Category
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_device

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
 from zeroshard.parameters.writes import Writes
-from zeroshard.parts.late import LateUpdates
+from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import Part, Parts
 from zeroshard.units.digest import digest_of
 

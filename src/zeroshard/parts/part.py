@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.counts import Purpose
-from zeroshard.ledger import Arena, Category
+from zeroshard.comm.traffic import Purpose
+from zeroshard.memory.ledger import Arena, Category
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.place import Place, Split
 from zeroshard.parts.planned import Planned, Wire, Work, on_device

@@ -6,7 +6,7 @@ numbers of replicas, and the axes of experts are not those of dense layers.
 
 from dataclasses import dataclass
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
 
 
 @dataclass(frozen=True, slots=True)

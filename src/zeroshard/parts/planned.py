@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from zeroshard.counts import Purpose
-from zeroshard.ledger import Category
-from zeroshard.tiers import in_pages
+from zeroshard.comm.traffic import Purpose
+from zeroshard.memory import in_pages
+from zeroshard.memory.ledger import Category
 from zeroshard.units import Index
 
 

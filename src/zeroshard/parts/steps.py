@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroshard.comm import Comm
-from zeroshard.counts import Purpose
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.traffic import Purpose
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import Part
 from zeroshard.schedule import Schedule

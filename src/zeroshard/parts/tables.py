@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
-from zeroshard.comm import Count, Purpose
-from zeroshard.ledger import MODEL_STATES, Category, Ledger
+from zeroshard.comm.collectives import Count, Purpose
+from zeroshard.memory.ledger import MODEL_STATES, Category, Ledger
 from zeroshard.parts.part import Parts
 from zeroshard.parts.planned import Planned, Work
 

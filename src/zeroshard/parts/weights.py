@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm import Purpose
-from zeroshard.link import Task
+from zeroshard.comm.collectives import Purpose
+from zeroshard.memory.transfers import Task
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from zeroshard.ledger import Arena, Category, Ledger
-from zeroshard.pipeline.versions import Site
+from zeroshard.memory.ledger import Arena, Category, Ledger
+from zeroshard.pipeline.weight_stashing import Site
 
 
 class Borrowed:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import Piece, Reader
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
-from zeroshard.mesh import Mesh
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import Whole
 

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.gates import Gate, activation_at, with_activation
+from zeroshard.pipeline.placeholders import Standins
 from zeroshard.pipeline.probe import Probe, Writes, all_trainable, unchanged, without_weights
-from zeroshard.pipeline.standins import Standins
 from zeroshard.units import find_units
 
 PREFIX, SUFFIX = "prefix", "suffix"

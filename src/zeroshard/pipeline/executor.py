@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeroshard.comm import Purpose
+from zeroshard.comm.collectives import Purpose
 from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.chunks import Chunks
@@ -22,7 +22,7 @@ from zeroshard.pipeline.deferred import WeightGradients
 from zeroshard.pipeline.messages import Messages, Shape
 from zeroshard.pipeline.replay import Replay
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.tied import TiedWeights
+from zeroshard.pipeline.tied_weights import TiedWeights
 from zeroshard.schedule import Action, Kind, Schedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.run import Handler, Interpreter

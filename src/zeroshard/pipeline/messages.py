@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.comm import Comm, Pending, Purpose
+from zeroshard.comm.collectives import Comm, Pending, Purpose
 from zeroshard.errors import BatchError
-from zeroshard.ledger import Arena
+from zeroshard.memory.ledger import Arena
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.gates import Gate, activation_at, place_of_activation, with_activation
-from zeroshard.pipeline.standins import Standins
+from zeroshard.pipeline.placeholders import Standins
 from zeroshard.platform import accelerator
 
 SPREAD = 0.02  # of random weights

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from zeroshard.ledger import Category, Ledger
+from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.platform import accelerator
 
 Values = dict[str, Tensor | None]

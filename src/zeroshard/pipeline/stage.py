@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.errors import ModelError, PlanError
-from zeroshard.ledger import Category, Ledger
-from zeroshard.mesh import Mesh, part_of
+from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.steps import Run
 from zeroshard.pipeline.balance import balance

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.comm import Purpose
+from zeroshard.comm.collectives import Purpose
 from zeroshard.errors import PlanError
 from zeroshard.parts.batch import uneven_microbatches
 from zeroshard.parts.part import Parts
@@ -20,7 +20,7 @@ from zeroshard.pipeline.executor import Executor, Microbatch
 from zeroshard.pipeline.messages import Shape
 from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.versions import Versions
+from zeroshard.pipeline.weight_stashing import Versions
 from zeroshard.schedule import Kind
 
 PURPOSES = {

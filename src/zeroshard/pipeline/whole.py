@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from zeroshard.comm import Comm
-from zeroshard.ledger import Ledger
-from zeroshard.mesh import Mesh
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh
+from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.planned import Planned
 from zeroshard.pipeline.chain import Layer
 from zeroshard.pipeline.policy import Cut

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.ledger import Ledger
-from zeroshard.link import Executor, Worker
+from zeroshard.comm.shared_memory import SharedMemory, share
+from zeroshard.comm.transport import Network
+from zeroshard.memory import Disk, HostMemory, Room, find_rooms
+from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.transfers import Executor, Worker
 from zeroshard.platform import accelerator
-from zeroshard.shared import SharedMemory, share
-from zeroshard.tiers import Disk, HostMemory, Room, find_rooms
-from zeroshard.transport import Network
 
 executor_of: Callable[[torch.device, float], Executor] = Worker  # tests put others in its place
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.ledger import Ledger
-from zeroshard.link import Executor, Modelled, Task
+from zeroshard.comm.shared_memory import SharedMemory, Signal
+from zeroshard.comm.transport import Arrival, Group, Network, Scratch, Sizes
+from zeroshard.memory import Disk, HostMemory, ImaginedDisk, Room
+from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.transfers import Executor, Modelled, Task
 from zeroshard.platform.real import Platform
-from zeroshard.shared import SharedMemory, Signal
-from zeroshard.tiers import Disk, HostMemory, ImaginedDisk, Room
-from zeroshard.transport import Arrival, Group, Network, Scratch, Sizes
 
 WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes, the ranks that take part
 Make = Callable[[int, torch.dtype], torch.Tensor]  # so many elements, zeroed

@@ -1,4 +1,7 @@
-"""One run folder in, one self-contained ``report.html`` out: no network, no plotting library, no script to serve."""
+"""Reports: one run folder in, one self-contained `report.html` out: no network, no plotting library.
+
+Read `run_folder` (what a run wrote), `page` (the report), then the figures and tables that it is made of.
+"""
 
 from zeroshard.report.page import write_report
 from zeroshard.report.wording import format_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from zeroshard.counts import COMPUTE, DISK, LANES, UPDATE
+from zeroshard.comm.traffic import COMPUTE, DISK, LANES, UPDATE
 from zeroshard.report.run_folder import Record
 from zeroshard.report.timeline_figure import (
     BETWEEN,

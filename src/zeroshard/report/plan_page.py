@@ -7,9 +7,9 @@ from pathlib import Path
 from markupsafe import Markup
 
 from zeroshard.errors import ReportError
-from zeroshard.ledger import Event
-from zeroshard.planner.result import Prediction
-from zeroshard.planner.words import MODES, TIME_MODES, categories, left_out, seconds, shares, short
+from zeroshard.memory.ledger import Event
+from zeroshard.planner.predict.result import Prediction
+from zeroshard.planner.search.text import MODES, TIME_MODES, categories, left_out, seconds, shares, short
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.page import compose
 from zeroshard.report.run_folder import MemoryEvent, MemoryStep

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.pipeline.cluster import format_size
-from zeroshard.planner.largest import Largest
-from zeroshard.planner.result import Prediction, Refusal, Span
-from zeroshard.planner.words import MODES, TIME_MODES, alike, categories, seconds, shares, short
+from zeroshard.planner.predict.result import Prediction, Refusal, Span
+from zeroshard.planner.search.largest import Largest
+from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, seconds, shares, short
 from zeroshard.report.timeline_figure import NAMES
 from zeroshard.schedule.actions import Kind
 

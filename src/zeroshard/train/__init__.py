@@ -1,0 +1,4 @@
+"""The main job: a language model trained on text, from options to a run folder.
+
+Read `config` (its options), `run` (the loop), then `corpus`, `gpt`, `folder` and `forecast`.
+"""

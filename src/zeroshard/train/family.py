@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
+from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.hardware import Machines
-from zeroshard.planner.largest import Counts, Family, Largest, Rung, largest
-from zeroshard.planner.rehearse import Task
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.search.largest import Counts, Family, Largest, Rung, largest
 from zeroshard.train.gpt import GPT, SIZES, GPTConfig
 
 VOCABULARY, SEQUENCE = SIZES["gpt2"].vocabulary, SIZES["gpt2"].context

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from zeroshard.checks.fitting import changed, leaner
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded, ZeroshardError
-from zeroshard.mesh import Mesh
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
-from zeroshard.planner.here import machines_here
-from zeroshard.planner.predict import predict
-from zeroshard.planner.result import TEMPORARIES, Prediction
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.result import TEMPORARIES, Prediction
+from zeroshard.planner.search.this_machine import machines_here
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh, attempt, job, owner
+from zeroshard.comm.run_lock import HELD, Owner, hold, release
 from zeroshard.errors import ConfigError
-from zeroshard.ledger import Category, Event
-from zeroshard.lock import HELD, Owner, hold, release
-from zeroshard.mesh import Mesh, attempt, job, owner
+from zeroshard.memory.ledger import Category, Event
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.toml_config import dump_toml
 

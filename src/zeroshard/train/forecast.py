@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm import Purpose
+from zeroshard.comm.collectives import Purpose
 from zeroshard.engine import Engine
 from zeroshard.pipeline.cluster import format_size
-from zeroshard.planner.result import TEMPORARIES, Prediction
-from zeroshard.planner.tracker import Tracker
-from zeroshard.planner.words import seconds as time_words
+from zeroshard.planner.predict.memory_tracker import Tracker
+from zeroshard.planner.predict.result import TEMPORARIES, Prediction
+from zeroshard.planner.search.text import seconds as time_words
 from zeroshard.platform import accelerator
 from zeroshard.platform.accelerator import is_accelerator
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
-from zeroshard.survive import Checkpoints, Guard, Verdict, resume
+from zeroshard.resilience import Checkpoints, Guard, Verdict, resume
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Corpus
 from zeroshard.train.cursor import Cursor

@@ -13,15 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ConfigError
-from zeroshard.mesh import Mesh
 from zeroshard.plan import SEARCHED, Plan
-from zeroshard.planner.auto import best_plans, on_rank_zero, refuse_chosen, why
-from zeroshard.planner.here import machines_here
-from zeroshard.planner.predict import predict
-from zeroshard.planner.result import Prediction
-from zeroshard.planner.search import Say, search
-from zeroshard.planner.words import describe, short
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.result import Prediction
+from zeroshard.planner.search.auto import best_plans, on_rank_zero, refuse_chosen, why
+from zeroshard.planner.search.search import Say, search
+from zeroshard.planner.search.text import describe, short
+from zeroshard.planner.search.this_machine import machines_here
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.folder import SAME, unfinished
 from zeroshard.train.task import language_task

@@ -15,14 +15,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, Stopped
-from zeroshard.initialise import seed_of
-from zeroshard.mesh import Mesh
 from zeroshard.pipeline.cluster import format_size
-from zeroshard.planner.words import short
-from zeroshard.survive import Stragglers
+from zeroshard.planner.search.text import short
+from zeroshard.resilience import Stragglers
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Batches, Corpus, files_corpus, standard_library_corpus, validation_windows
 from zeroshard.train.fitting import with_plan_that_fits
@@ -36,6 +35,7 @@ from zeroshard.train.planning import Outlook, plan_ahead
 from zeroshard.train.progress import Exposed, Progress
 from zeroshard.train.tokenizer import Tokenizer, load_tokenizer
 from zeroshard.train.trace import OffloadTrace, write_timeline
+from zeroshard.units.materialise import seed_of
 from zeroshard.version import __version__
 
 RECORDED_STEP = 3  # buffers have settled by then

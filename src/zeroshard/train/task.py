@@ -13,8 +13,8 @@ from torch import nn
 
 from zeroshard.errors import ModelError
 from zeroshard.plan import Plan
-from zeroshard.planner.private import fakes
-from zeroshard.planner.rehearse import Task
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.gpt import GPT
 from zeroshard.train.model import BuiltModel, build_model

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zeroshard import link
 from zeroshard.engine import Engine
+from zeroshard.memory import transfers as link
 from zeroshard.schedule import Action
 from zeroshard.schedule.simulate import simulate
 from zeroshard.schedule.spans import Span, costs_of

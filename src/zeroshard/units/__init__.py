@@ -1,10 +1,14 @@
-"""Units: a model cut into pieces whose parameters live in flat buffers (the first backbone)."""
+"""Units: a model cut into pieces whose parameters live in flat buffers (the first backbone).
+
+Read `find` (which modules are units), `index` and `flat` (one buffer and its views), `materialise` (initial weights),
+`watched_parameters` (parameters that tell when they are read or written).
+"""
 
 from zeroshard.units.find import Unit, find_units
 from zeroshard.units.flat import Flat, is_small
 from zeroshard.units.index import Entry, Index
 from zeroshard.units.norm import norm_of
-from zeroshard.units.watched import HeldGradient, Unreadable, kinds_for, set_values, values_of
+from zeroshard.units.watched_parameters import HeldGradient, Unreadable, kinds_for, set_values, values_of
 
 __all__ = [
     "Entry",

@@ -8,7 +8,7 @@ from torch import nn
 
 from zeroshard.units.find import Unit
 from zeroshard.units.index import Index
-from zeroshard.units.watched import Watched, set_values, values_of
+from zeroshard.units.watched_parameters import Watched, set_values, values_of
 
 SMALL = 2**14  # elements; below it, what Python does for a tensor takes longer than copying it
 

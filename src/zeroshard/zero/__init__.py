@@ -5,10 +5,10 @@ Read `residency`, `weights`, `gradients` (`buffer`, `reduce`, `sums`), then the 
 (`gatherer`, `order`) and reduced (`reductions`), then `formulas`.
 """
 
-from zeroshard.zero.formulas import StateBytes, state_bytes, wire_elements
+from zeroshard.zero.byte_formulas import StateBytes, state_bytes, wire_elements
+from zeroshard.zero.gather_order import ByPass
 from zeroshard.zero.gatherer import ByChunk, Gatherer, PassKind
 from zeroshard.zero.gradients import Accumulation, Gradients
-from zeroshard.zero.order import ByPass
 from zeroshard.zero.residency import Residency
 
 __all__ = [

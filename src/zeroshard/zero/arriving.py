@@ -14,10 +14,10 @@ from collections.abc import Iterable
 
 import torch
 
-from zeroshard.comm import Comm
+from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CommError
-from zeroshard.ledger import Ledger
-from zeroshard.parts.late import LateUpdates
+from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.weights import Residence
 from zeroshard.units import Flat
 from zeroshard.zero.weights import Whole

@@ -7,7 +7,7 @@ from typing import Literal
 
 from zeroshard.parts.choice import Choice, Remedy, States, Words
 from zeroshard.parts.offers import Offer, Refused, Site, divisors
-from zeroshard.zero.formulas import BytesPerParameter, state_bytes
+from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
 TIMES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # as many devices, tried for states that do not fit
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 
-from zeroshard.comm import Purpose
+from zeroshard.comm.collectives import Purpose
 from zeroshard.errors import PlanError
 from zeroshard.parts.weights import Residence, Weights
 from zeroshard.schedule import Schedule

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import torch
 
 from zeroshard.errors import PlanError
-from zeroshard.ledger import Ledger
+from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
-from zeroshard.zero.buffer import GradientBuffer
-from zeroshard.zero.shown import ShownGradients
+from zeroshard.zero.grad_attribute import ShownGradients
+from zeroshard.zero.gradient_buffer import GradientBuffer
 
 
 @dataclass(frozen=True, slots=True)

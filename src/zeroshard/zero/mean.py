@@ -2,8 +2,8 @@
 
 import torch
 
-from zeroshard.comm import Comm
-from zeroshard.ledger import Arena
+from zeroshard.comm.collectives import Comm
+from zeroshard.memory.ledger import Arena
 
 CHUNK = 2**16  # elements that are added over the ranks at a time, so that sums stay in the cache
 LAUNCH = 2**24  # on GPUs, so that each launch has enough to do

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from zeroshard.comm import Comm, Exchange, Purpose
-from zeroshard.ledger import Arena
+from zeroshard.comm.collectives import Comm, Exchange, Purpose
+from zeroshard.comm.transport import same_place
+from zeroshard.memory.ledger import Arena
 from zeroshard.parts.gradients import GradientSum
 from zeroshard.parts.planned import Wire, Work
-from zeroshard.transport import same_place
 from zeroshard.units import Flat
-from zeroshard.zero.buffer import GradientBuffer
+from zeroshard.zero.gradient_buffer import GradientBuffer
 from zeroshard.zero.mean import add_mean
 
 

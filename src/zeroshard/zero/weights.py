@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm import Comm, Pending, Purpose
-from zeroshard.ledger import Category, Ledger
-from zeroshard.link import Task
+from zeroshard.comm.collectives import Comm, Pending, Purpose
+from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.memory.transfers import Task
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.parts.weights import Residence
 from zeroshard.units import Flat

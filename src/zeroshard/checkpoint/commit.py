@@ -1,0 +1,151 @@
+"""The checkpoint commit: every rank writes its shard, rank 0 the manifest, and one rename makes the checkpoint exist.
+
+    step-00000100.tmp-TOKEN/rank-*.safetensors    each rank writes and syncs its own
+    step-00000100.tmp-TOKEN/MANIFEST.json         rank 0, when all have said what they wrote; synced, then the folder
+    step-00000100/                                renamed, and the folder above synced
+
+Digests are made from memory before a byte is written, so that what a disk or a wire changes is seen. The manifest is
+read back before the rename, and a sample of the rest before older checkpoints go. Whatever fails on any rank, the
+folder of that name is not there, and all ranks learn why.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint.boxes import Box
+from zeroshard.checkpoint.disk import Disk
+from zeroshard.checkpoint.folder import retain
+from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, FileEntry, Manifest, file_of, read_manifest
+from zeroshard.checkpoint.stream import Slot, in_order, write_tensors
+from zeroshard.checkpoint.writer import Board, Piece
+from zeroshard.comm.mesh import Mesh
+from zeroshard.errors import CheckpointError
+
+
+@dataclass(slots=True)
+class Order:
+    """One checkpoint as one rank is to write it.
+
+    Attributes:
+        token: what tells the folder that is being written from that of any other try.
+        pieces: this rank's.
+        facts: this rank's facts.
+        merge: makes the manifest's facts out of those of all ranks; called on rank 0.
+        keep: how many checkpoints of the folder stay; None for all.
+    """
+
+    path: Path
+    token: str
+    pieces: list[Piece]
+    facts: dict[str, Any]
+    merge: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    keep: int | None = None
+    disk: Disk = field(default_factory=Disk)
+
+    @property
+    def temporary(self) -> Path:
+        """Where it is being written."""
+        return self.path.with_name(f"{self.path.name}.tmp-{self.token}")
+
+
+def write(order: Order, mesh: Mesh, board: Board) -> None:
+    """Carry out an order; every rank calls it, and all succeed or all raise.
+
+    Raises:
+        CheckpointError: some rank could not write.
+    """
+    problem, words = None, {}
+    try:
+        order.disk.make_folder(order.temporary)
+        json.dumps(order.facts)  # what is no JSON cannot even be told
+        words = _write_shard(order, file_of(mesh.rank, mesh.ranks))
+    except Exception as error:  # of whatever kind: the others wait for a word
+        problem = _in_words(error)
+    try:
+        parts = board.collect([problem, words, None if problem else order.facts])
+    except CheckpointError as error:  # a rank is gone
+        parts = [[_in_words(error), {}, None]]
+    if mesh.rank == 0:
+        problem = next((words for words, _, _ in parts if words), None) or _commit(order, parts)
+        if problem:
+            order.disk.remove(order.temporary)
+    problem = board.spread(problem)
+    if problem:
+        raise CheckpointError(
+            f"The checkpoint {order.path} was not written: {problem.rstrip('.')}. Earlier ones are as they were; mend "
+            f"that and save again."
+        )
+    if mesh.pulse is not None:
+        mesh.pulse.committed(order.facts["step"])
+
+
+def _write_shard(order: Order, file: str) -> dict[str, Any]:
+    """Write a rank's pieces; what the manifest must know of them."""
+    pieces = sorted(order.pieces, key=lambda piece: in_order(piece.values.dtype))
+    chunks = [Chunk(file, piece.box, ()) for piece in pieces]
+    slots = [
+        Slot(chunk.key(piece.name), piece.values.dtype, (chunk.numel,))
+        for piece, chunk in zip(pieces, chunks, strict=True)
+    ]
+    done = write_tensors(order.disk, order.temporary / file, slots, (piece.values for piece in pieces))
+    rows = [
+        [p.name, p.shape, str(p.values.dtype).removeprefix("torch."), p.box.start, p.box.shape, blocks]
+        for p, blocks in zip(pieces, done.blocks, strict=True)
+    ]
+    return {"file": file, "nbytes": done.nbytes, "header_crc32": done.header_crc32, "rows": rows}
+
+
+def _commit(order: Order, parts: list[list[Any]]) -> str | None:
+    """Write the manifest and let the checkpoint exist; returns what went wrong."""
+    disk, path, temporary = order.disk, order.path, order.temporary
+    try:
+        if path.exists():
+            raise CheckpointError("it exists already, and checkpoints are never overwritten; choose another path")
+        with disk.create(temporary / MANIFEST) as file:
+            disk.write(file, _manifest(order, parts).dump())
+            disk.sync(file)
+        read_manifest(temporary)
+        disk.sync_folder(temporary)
+        disk.rename(temporary, path)
+        try:
+            disk.sync_folder(path.parent)
+            if order.keep is not None:
+                retain(path, order.keep, disk)
+        except Exception:
+            with contextlib.suppress(OSError):
+                disk.rename(path, temporary)
+            raise
+    except Exception as error:  # of whatever kind: the others wait for a word
+        return _in_words(error)
+    return None
+
+
+def _manifest(order: Order, parts: list[list[Any]]) -> Manifest:
+    """What all ranks wrote."""
+    manifest = Manifest({**order.merge([facts for _, _, facts in parts]), "ranks": len(parts)})
+    chunks: dict[str, list[Chunk]] = {}
+    for _, words, _ in parts:
+        manifest.files[words["file"]] = FileEntry(words["nbytes"], words["header_crc32"])
+        for name, shape, dtype, start, lengths, blocks in words["rows"]:
+            entry = Entry(tuple(shape), getattr(torch, dtype), ())
+            known = manifest.tensors.setdefault(name, entry)
+            if known != entry:
+                raise CheckpointError(
+                    f"'{name}' has another shape or dtype on another rank ({list(entry.shape)} and {entry.dtype}, "
+                    f"{list(known.shape)} and {known.dtype}); let it be alike on all, or persistent=False"
+                )
+            box = Box(tuple(start), tuple(lengths))
+            chunks.setdefault(name, []).append(Chunk(words["file"], box, tuple(blocks)))
+    for name, parts_of in chunks.items():
+        manifest.tensors[name] = replace(manifest.tensors[name], chunks=tuple(parts_of))
+    return manifest
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,187 @@
+"""`zeroshard doctor`: what is wrong with this machine's set-up, and what the machine can do."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from zeroshard.doctor.checkup import Finding, Level, judge
+from zeroshard.doctor.facts import Facts, gather_facts
+from zeroshard.doctor.measure import Effort, measure
+from zeroshard.doctor.profile import PAIR, Profile, Timing, default_path
+from zeroshard.errors import ConfigError
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.report.plain_table import plain_table
+
+COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
+WIDTHS = (len("warning"), len("measuring network"))  # alike in both tables of findings
+PROBLEMS = {
+    "network": "See the findings on network and hostname; on a busy machine, try again later.",
+    "shared": "Ranks of this machine send instead; see the finding on shared memory.",
+    "disk": "Name a folder that can be written to: --disk PATH.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Check this machine's set-up, and measure what it can do, for the planner."""
+
+    out: Path | None = None
+    """File for the measured profile; by default zeroshard/machine.json in the user's folder for caches."""
+    quick: bool = False
+    """Check only, and measure nothing."""
+    json: bool = False
+    """Print JSON instead of tables."""
+    disk: Path = Path(".")
+    """Folder whose disk is checked and measured; runs would be kept there."""
+
+    def __post_init__(self) -> None:
+        if self.out is not None and self.quick:
+            raise ConfigError("--quick measures nothing, so there is nothing to write to --out; leave out one of them.")
+        if self.out is not None and self.out.is_dir():
+            raise ConfigError(f"{self.out} is a folder; name a file.")
+
+
+def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effort = Effort()) -> None:
+    """Print the findings, measure, and write the profile; exits with 1 if a finding is an error.
+
+    Args:
+        environment: the process's variables.
+        effort: how much to measure.
+
+    Raises:
+        ConfigError: options that cannot be.
+        DataError: the profile cannot be written.
+    """
+    from zeroshard.train.options import parse
+
+    options = parse(DoctorOptions, argv, "zeroshard doctor")
+    if not options.disk.is_dir():
+        raise ConfigError(f"disk is {options.disk}, which is no folder; name one that exists.")
+    facts = gather_facts(environment, options.disk)
+    findings = judge(facts)
+    console = Console(highlight=False)
+    if not options.json:
+        _print_findings(console, findings)
+    profile, out = None, options.out or default_path(environment)
+    if not options.quick:
+        with Console(stderr=True).status("Measuring") as status:
+            threads = _threads(facts)
+            profile = measure(effort, facts, threads, lambda what: status.update(f"Measuring {what}"))
+        measured = list(_unmeasured(profile))
+        findings += measured
+        profile.save(out)
+        if not options.json:
+            _print_findings(console, measured)
+            _print_profile(console, profile)
+            console.print(f"\nWrote {out}", markup=False, soft_wrap=True)
+    if options.json:
+        content = {"findings": [asdict(finding) for finding in findings], "profile": profile and profile.as_dict()}
+        print(json.dumps(content | {"written": profile and str(out)}, indent=1, allow_nan=False))
+    if any(finding.level == "error" for finding in findings):
+        sys.exit(1)
+
+
+def _threads(facts: Facts) -> int:
+    """Of each process: as the environment says, else what two ranks get of the cores."""
+    given = facts.variables.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else max(1, facts.usable_cores // PAIR)
+
+
+def _unmeasured(profile: Profile) -> Iterator[Finding]:
+    for name, found in profile.problems.items():
+        level: Level = "error" if name == "network" else "warning"
+        yield Finding(f"measuring {name}", level, found, way_out=PROBLEMS[name])
+
+
+def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """One after the other; what needs attention with what would be needed and the way out."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for width in WIDTHS:
+        table.add_column(no_wrap=True, min_width=width)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        words = [escape(finding.found)]
+        if finding.level != "ok":
+            advice = {"needed": finding.needed, "way out": finding.way_out}
+            words += [f"[dim]{name}:[/dim] {escape(text)}" for name, text in advice.items() if text]
+        level = f"[{COLOURS[finding.level]}]{finding.level}[/]"
+        table.add_row(level, escape(finding.subject), "\n".join(words))
+    console.print(table)
+
+
+def _print_profile(console: Console, profile: Profile) -> None:
+    console.print(_rates(profile))
+    sizes = next((rows for operations in profile.collectives.values() for rows in operations.values()), ())
+    if sizes:
+        console.print(_collectives(profile, [row.nbytes for row in sizes]))
+
+
+def _rates(profile: Profile) -> Table:
+    threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"
+    table = plain_table(f"{profile.machine}, {threads} per process, torch {profile.torch}")
+    table.add_column("")
+    table.add_column("one process", justify="right", no_wrap=True)
+    table.add_column(f"each of {PAIR}", justify="right", no_wrap=True)
+    beside = profile.beside
+    for dtype, rate in profile.matrix_flops.items():
+        other = _flops(beside.matrix) if beside and dtype == "fp32" else ""
+        table.add_row(f"matrix products, {dtype}", _flops(rate), other)
+    table.add_row("memory, copied", _rate(profile.memory_bandwidth), _rate(beside and beside.memory))
+    table.add_row("one small operation", _microseconds(profile.op_seconds))
+    if profile.kind != "cpu":
+        table.add_row("host to GPU", _rate(profile.host_up))
+        table.add_row("GPU to host", _rate(profile.host_down))
+    table.add_row("disk, written and synced", _rate(profile.disk_write))
+    table.add_row("disk, read", _rate(profile.disk_read))
+    table.add_row("host memory, available", format_size(profile.host_memory))
+    return table
+
+
+def _collectives(profile: Profile, sizes: Sequence[int]) -> Table:
+    signal = ""
+    if profile.signal is not None:
+        words = _milliseconds(profile.signal)
+        signal = f" A signal through shared memory takes {words} ms."
+    table = plain_table(
+        f"Collectives between {PAIR} processes: ms, and in brackets ms of CPU time, by the bytes that each sends",
+        f"An exchange includes the sum of the copies.{signal}",
+    )
+    table.add_column("sent", justify="right", no_wrap=True)
+    columns: list[tuple[Timing, ...]] = []
+    for transport, operations in profile.collectives.items():
+        for operation, rows in operations.items():
+            table.add_column(f"{transport}\n{operation}", justify="right", no_wrap=True)
+            columns.append(rows)
+    for number, nbytes in enumerate(sizes):
+        table.add_row(_size(nbytes), *(_milliseconds(rows[number]) for rows in columns))
+    return table
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes).replace(".00", "")
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:,.1f} GFLOP/s"
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else f"{rate / 1e9:,.2f} GB/s"
+
+
+def _milliseconds(timing: Timing) -> str:
+    """By the clock, and in brackets of CPU time."""
+    wall, cpu = (
+        f"{ms:.{2 if ms < 9.995 else 1 if ms < 99.95 else 0}f}" for ms in (1e3 * timing.wall, 1e3 * timing.cpu)
+    )
+    return f"{wall} ({cpu})"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:,.1f} µs"

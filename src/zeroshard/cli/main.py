@@ -1,0 +1,214 @@
+"""The command line: `zeroshard train | run | launch | checkpoint | export | plan | simulate | report | ...`."""
+
+import contextlib
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import tyro
+
+from zeroshard.errors import ConfigError, NonFiniteError, ZeroshardError
+from zeroshard.version import __version__
+
+if TYPE_CHECKING:
+    from zeroshard.train.config import TrainConfig
+
+USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or on one.
+
+  zeroshard train      train a language model (the main job); --ranks N starts N processes on this machine
+  zeroshard run        supervise a job on this machine: restart it after a failure, name the culprit, stop cleanly
+  zeroshard launch     print the files that run a job on a SLURM or Kubernetes cluster
+  zeroshard checkpoint list, verify, describe or compare checkpoints
+  zeroshard export     write a checkpoint's weights as safetensors under the model's own names
+  zeroshard plan       which plans fit and how long a step takes, before anything runs
+  zeroshard doctor     check this machine's set-up, and measure what it can do for the planner
+  zeroshard reproduce  compute published numbers again: published, ours, how
+  zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
+  zeroshard report     draw the report of a run folder again
+  zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
+  zeroshard partition  split a profiled model into stages and replicas for a cluster
+
+zeroshard COMMAND --help lists the options of a command; zeroshard --version says the version."""
+
+AGAIN = "ZEROSHARD_AGAIN"  # holds the command that goes on with a run, for the ranks that are started
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Draw the report of a run folder again."""
+
+    run: tyro.conf.Positional[Path]
+    """The run folder that `zeroshard train` named."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command.
+
+    Exits with 0; 2 for wrong options or data; 1 for what failed on the way; 75 for what was asked to stop; 130 for what
+    Ctrl-C stopped; 141 where nobody reads the output any more, as in `zeroshard train --help | head -1`.
+    """
+    try:
+        try:
+            _command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # while it can still be caught
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        print("zeroshard: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _command(words: list[str]) -> None:
+    commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
+    commands |= {"partition": _partition, "run": _run, "launch": _cluster, "checkpoint": _checkpoint, "export": _export}
+    commands |= {"doctor": _doctor, "reproduce": _reproduce}
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        print(__version__)
+        return
+    if words[0] not in commands:
+        near = difflib.get_close_matches(words[0], commands, n=1)
+        way_out = f"did you mean {near[0]}? The" if near else "the"
+        _fail(ConfigError(f"There is no command {words[0]!r}; {way_out} commands are {', '.join(commands)}."))
+    try:
+        commands[words[0]](words[1:])
+    except ZeroshardError as error:
+        _fail(error)
+
+
+def _train(argv: list[str]) -> None:
+    with _ended_by_interrupt():
+        config, run_rank = _train_options(argv)
+    from zeroshard.cli.run import program, resuming, run_ranks
+
+    threads, launched = os.environ.get("OMP_NUM_THREADS"), os.environ.get("WORLD_SIZE")
+    if config.ranks is not None and launched is None:
+        os.environ[AGAIN] = resuming([*program(), "train"], argv, threads)
+        run_ranks(config.ranks, argv)
+        return
+    if config.ranks is not None and str(config.ranks) != launched:
+        raise ConfigError(
+            f"ranks is {config.ranks} and torchrun started {launched} processes; leave out one of the two."
+        )
+    again = os.environ.get(AGAIN) if launched else resuming([*program(), "train"], argv, threads)
+    if again is None and os.environ.get("LOCAL_WORLD_SIZE") == launched:  # torchrun's ranks, all on this machine
+        ranks = [] if config.ranks else ["--ranks", str(launched)]
+        again = resuming([*program(), "train"], [*argv, *ranks], threads)
+    run_rank(config, again or "the same command on every node and --resume auto")
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end the process at once inside, where modules are loaded; torch swallows a KeyboardInterrupt there."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"zeroshard: interrupted before anything began\n")
+        os._exit(128 + number)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # somebody else decides
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _train_options(argv: list[str]) -> "tuple[TrainConfig, Callable[[TrainConfig, str], None]]":
+    """What to train, and what trains it on a rank; this loads torch."""
+    from zeroshard.cli.rank import run_rank
+    from zeroshard.train.config import TrainConfig
+    from zeroshard.train.options import parse
+
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":  # every rank reads the same words; one of them speaks
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        return parse(TrainConfig, argv, "zeroshard train"), run_rank
+
+
+def _doctor(argv: list[str]) -> None:
+    from zeroshard.cli.doctor import run_doctor
+
+    run_doctor(argv, dict(os.environ))
+
+
+def _reproduce(argv: list[str]) -> None:
+    from zeroshard.cli.reproduce import run_reproduce
+
+    run_reproduce(argv)
+
+
+def _plan(argv: list[str]) -> None:
+    from zeroshard.cli.plan import run_plan
+
+    run_plan(argv, os.environ)
+
+
+def _simulate(argv: list[str]) -> None:
+    from zeroshard.cli.simulate import run
+
+    run(argv)
+
+
+def _report(argv: list[str]) -> None:
+    from zeroshard.report import write_report
+    from zeroshard.train.options import parse
+
+    print(write_report(parse(ReportOptions, argv, "zeroshard report").run))
+
+
+def _profile(argv: list[str]) -> None:
+    from zeroshard.cli.profile import run_profile
+
+    run_profile(argv, threads=None if "OMP_NUM_THREADS" in os.environ else 1)
+
+
+def _partition(argv: list[str]) -> None:
+    from zeroshard.cli.partition import run_partition
+
+    run_partition(argv)
+
+
+def _run(argv: list[str]) -> None:
+    from zeroshard.cli.run import program, resuming, run_supervised
+
+    cut = argv.index("--") + 1 if "--" in argv else len(argv)
+    os.environ[AGAIN] = resuming([*program(), "run", *argv[:cut]], argv[cut:], os.environ.get("OMP_NUM_THREADS"))
+    run_supervised(argv)
+
+
+def _cluster(argv: list[str]) -> None:
+    from zeroshard.cli.launch import run_launch
+
+    run_launch(argv)
+
+
+def _checkpoint(argv: list[str]) -> None:
+    from zeroshard.cli.checkpoint import run_checkpoint
+
+    run_checkpoint(argv)
+
+
+def _export(argv: list[str]) -> None:
+    from zeroshard.cli.export import run_export
+
+    run_export(argv)
+
+
+def _fail(error: ZeroshardError) -> NoReturn:
+    """One clear sentence, from rank 0 alone where all ranks come to the same, and a non-zero exit on every rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
+    sys.exit(1 if isinstance(error, NonFiniteError) else 2)

@@ -1,0 +1,411 @@
+"""`zeroshard plan`: which plans fit, how long a step takes under each, and why others do not fit."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zeroshard.doctor.hardware import Machines
+from zeroshard.doctor.profile import Profile, default_path
+from zeroshard.errors import ConfigError, DataError
+from zeroshard.pipeline.cluster import parse_size
+from zeroshard.plan import Plan
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.result import Found, Prediction
+from zeroshard.planner.search.search import search
+from zeroshard.planner.search.text import describe, left_out, short
+from zeroshard.report.plan_page import write_plan
+from zeroshard.report.plan_text import (
+    causes_table,
+    memory_picture,
+    modes_lines,
+    plans_table,
+    refusals_table,
+    sizes_lines,
+    sizes_table,
+    timeline_picture,
+    wire_table,
+)
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.family import SOURCE, default_plans, largest_table
+from zeroshard.train.gpt import SIZES
+from zeroshard.train.options import parse
+from zeroshard.train.task import language_task, own_task
+from zeroshard.train.toml_config import NONE
+from zeroshard.zero.byte_formulas import state_bytes
+
+HERE, MODEL = "this machine", "tiny"
+FILE_COLUMNS = 120
+WIDEST = 120  # of a picture
+BETWEEN_LINES = 10.0  # seconds, where there is no terminal
+ROWS, SEQUENCE = 4, 1024  # per device; tokens where the model does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Look for plans that fit and are fast, before anything runs: the engine itself is rehearsed under each of them."""
+
+    model: str = MODEL
+    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or
+    module:function, of a function of your own that returns the model."""
+    batch_of: str | None = None
+    """module:function, of a function from a number of rows to a batch; for your own model, unless it is a language
+    model as transformers builds them."""
+    gpus: int | None = None
+    """Number of all devices; 1 by default."""
+    gpu: str = HERE
+    """Name of the device, such as A100-80; by default this machine, as zeroshard doctor measured it."""
+    profile: Path | None = None
+    """What zeroshard doctor wrote of this machine; by default where it writes."""
+    gpu_memory: str | None = None
+    """Memory of each device, such as 32GiB; by default all that it has."""
+    host_memory: str | None = None
+    """Host memory of each node, such as 512GiB."""
+    cluster: Path | None = None
+    """TOML file of the devices, the nodes and the links."""
+    per_node: int | None = None
+    """Devices in one node; 8 by default."""
+    rows: int | None = None
+    """Rows of one step, over all devices; 4 per device by default."""
+    sequence: int | None = None
+    """Tokens of a row; by default what a built-in size was made for, else 1024."""
+    optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
+    """Which torch.optim optimizer."""
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype of computation of all plans; fp32 by default, and with largest 16 bits if the device computes in them."""
+    offload: bool = False
+    """Try plans with offload to host memory even if others fit; if none does, they are tried in any case."""
+    top: int = 5
+    """Number of plans to show."""
+    explain: int | None = None
+    """Explain the plan of this number: memory over the step, timeline, traffic, time."""
+    pictures: Path = Path("runs/plans")
+    """Folder of the pictures of the plan that is explained."""
+    largest: bool = False
+    """Look for the largest GPT instead that trains on these devices, under each stage of ZeRO."""
+    out: Path | None = None
+    """Write the best plan into this TOML file, which zeroshard train --config takes."""
+    write: tuple[int, Path] | None = None
+    """Write the plan of this number into this TOML file."""
+    params: float | None = None
+    """Only print the formulas of the ZeRO paper, for so many parameters, such as 7.5e9."""
+    ranks: int | None = None
+    """With params, the number of ranks."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "per_node", "rows", "sequence", "top", "explain", "ranks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more.")
+        for name in ("gpu_memory", "host_memory"):
+            value = getattr(self, name)
+            try:
+                if value is not None and not parse_size(value):
+                    raise ConfigError(f"memory is {value!r}; it must be more than 0.")
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        for name, number in (("explain", self.explain), ("write", self.write and self.write[0])):
+            if number is not None and not 1 <= number <= self.top:
+                raise ConfigError(
+                    f"{name} names plan {number} and top is {self.top}; use 1 to {self.top}, or raise top."
+                )
+        if self.cluster is not None:
+            given = {"gpus": self.gpus, "gpu": self.gpu != HERE, "per_node": self.per_node, "profile": self.profile}
+            for name in (name for name, value in given.items() if value):
+                raise ConfigError(f"the cluster file says which devices there are; leave out {name}, or cluster.")
+        if self.gpu != HERE and self.profile is not None:
+            raise ConfigError(f"profile is of this machine and gpu is {self.gpu}; leave out one of the two.")
+        if self.gpu == HERE and self.per_node is not None:
+            raise ConfigError("per_node is for devices in several nodes; name them with gpu, or leave it out.")
+        self._check_largest()
+        self._check_formulas()
+
+    @property
+    def own(self) -> bool:
+        """Whether the model comes from a function of the user's."""
+        return ":" in self.model and not Path(self.model).exists()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields that all plans have in common, of those that were given."""
+        given = {"precision": self.precision}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _check_largest(self) -> None:
+        given = {"model": self.model != MODEL, "batch_of": self.batch_of, "explain": self.explain, "out": self.out}
+        for name in (name for name, value in {**given, "write": self.write}.items() if value and self.largest):
+            raise ConfigError(f"largest looks through the built-in GPT in all sizes; leave out {name}.")
+
+    def _check_formulas(self) -> None:
+        if self.params is None and self.ranks is not None:
+            raise ConfigError("ranks is for the formulas; add params, or say gpus.")
+        if self.params is not None and not 1 <= self.params < float("inf"):
+            raise ConfigError(f"params is {self.params}; it must be 1 or more and finite.")
+        if self.params is not None and (self.ranks is None) == (self.gpus is None):
+            raise ConfigError("params needs the number of ranks, once; say ranks, or gpus.")
+
+
+def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Print the plans that the options ask for; exits with 1 when none fits.
+
+    Args:
+        environment: the process's variables.
+
+    Raises:
+        ZeroshardError: options, a model or machines that cannot be.
+    """
+    options = parse(PlanOptions, argv, "zeroshard plan")
+    if options.params is not None:
+        _print_formulas(int(options.params), options.ranks or options.gpus or 1, options.json)
+        return
+    machines = described_machines(options, options.profile or default_path(environment))
+    if options.largest:
+        _print_largest(options, machines)
+        return
+    task, base = described_task(options, machines.count)
+    title = f"{task.name}, {task.rows} rows of {task.sequence} tokens per step, on {machines}"
+    with _status() as say:
+        first = partial(_print_estimates, title)
+        found = search(task, machines, base, options.top, say=say, last_resorts=options.offload, first=first)
+        if options.explain is not None:
+            found = _with_events(found, options.explain, task, machines)
+    files = _write_plans(options, found, task)
+    if options.explain is not None:
+        stem = options.pictures / f"{Path(task.name.replace(':', '.')).stem}-{options.explain}"
+        explained = found.best[options.explain - 1]
+        files += write_plan(explained, stem, title, (f"Rates: {machines.device.source}",))
+    if options.json:
+        print(json.dumps(_as_json(found, machines, task, files), indent=1, allow_nan=False))
+    else:
+        _print(found, machines, title, options.explain, files)
+    if not found.best:
+        sys.exit(1)
+
+
+def described_machines(options: PlanOptions, profile: Path) -> Machines:
+    """The machines that the options mean.
+
+    Args:
+        profile: of this machine.
+
+    Raises:
+        ConfigError, PlanError: no profile of this machine, no such device, or a file that describes none.
+    """
+    if options.cluster is not None:
+        machines = Machines.load(options.cluster)
+    elif options.gpu == HERE:
+        machines = _this_machine(profile, options.gpus or 1)
+    else:
+        machines = Machines.of(options.gpu, options.gpus or 1, options.per_node)
+    if options.gpu_memory is not None:
+        device = replace(machines.device, memory_bytes=parse_size(options.gpu_memory))
+        machines = replace(machines, device=device)
+    if options.host_memory is not None:
+        machines = replace(machines, host_memory=parse_size(options.host_memory))
+    return machines
+
+
+def _this_machine(profile: Path, count: int) -> Machines:
+    try:
+        measured = Profile.load(profile)
+    except DataError as error:
+        raise ConfigError(f"{error} Or name a device: --gpu A100-80.") from error
+    return measured.machines(count, measured.transport)
+
+
+def described_task(options: PlanOptions, devices: int) -> tuple[Task, Plan]:
+    """What is to be trained, and what all plans have in common.
+
+    Raises:
+        ModelError: no such model, or one that cannot be built.
+    """
+    sequence = options.sequence
+    if sequence is None:
+        sequence = SIZES[options.model].context if options.model in SIZES else 1 if options.batch_of else SEQUENCE
+    config = TrainConfig(model=options.model, sequence=sequence, optimizer=options.optimizer)
+    rows = options.rows or ROWS * devices
+    if options.own:
+        return own_task(config, rows, options.batch_of), Plan(**options.fields)
+    if options.batch_of is not None:
+        raise ConfigError(f"batch_of is for a model of your own and {options.model} makes its own; leave it out.")
+    return language_task(config, rows), replace(config.plan, **options.fields)
+
+
+def _with_events(found: Found, number: int, task: Task, machines: Machines) -> Found:
+    """With memory over the step for one plan, from a rehearsal of all its blocks where only some were rehearsed."""
+    chosen = _numbered(number, found, "explain")
+    if not chosen.events:
+        chosen = predict(task, chosen.plan, machines, chosen.batch, deep=True)
+    return replace(found, best=(*found.best[: number - 1], chosen, *found.best[number:]))
+
+
+def _numbered(number: int, found: Found, option: str) -> Prediction:
+    if number > len(found.best):
+        have = f"{len(found.best)} plans fit" if found.best else "no plan fits"
+        raise ConfigError(f"{option} names plan {number} and {have}; name one of those, or change the job.")
+    return found.best[number - 1]
+
+
+def _write_plans(options: PlanOptions, found: Found, task: Task) -> list[Path]:
+    """Write the plans that are to be kept."""
+    wanted = [(1, options.out)] if options.out else []
+    wanted += [options.write] if options.write else []
+    for number, path in wanted:
+        text = plan_toml(_numbered(number, found, "write"), task, options)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror}); name a file that can.") from error
+    return [path for _, path in wanted]
+
+
+def plan_toml(prediction: Prediction, task: Task, options: PlanOptions) -> str:
+    """The plan as `zeroshard train --config` takes it; of a model of one's own, as `zs.Plan` takes it."""
+    usual = (Plan() if options.own else TrainConfig().plan).as_dict()
+    plan = _differing(prediction.plan.as_dict(), usual)
+    about = f"# {short(prediction.plan, prediction.ranks)}; {prediction.batch} rows of one step per rank or replica\n"
+    if options.own:
+        return about + tomli_w.dumps(plan)
+    job: dict[str, Any] = {"model": options.model, "sequence": task.sequence, "batch": prediction.batch}
+    job |= {"optimizer": options.optimizer, "ranks": prediction.ranks}
+    return about + tomli_w.dumps({**job, "plan": plan})
+
+
+def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not as usual, as TOML values."""
+    table: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            table |= {name: inner} if (inner := _differing(value, usual[name])) else {}
+        elif value != usual[name]:
+            table[name] = NONE if value is None else value
+    return table
+
+
+def _as_json(found: Found, machines: Machines, task: Task, files: Sequence[Path]) -> dict[str, Any]:
+    return {
+        "model": task.name,
+        "rows": task.rows,
+        "sequence": task.sequence,
+        "machines": str(machines),
+        "rates": machines.device.source,
+        "looked_at": found.looked_at,
+        "seconds": found.seconds,
+        "plans": [prediction.as_dict() for prediction in found.best],
+        "refused": [refusal.as_dict() for refusal in found.refused],
+        "files": [str(path) for path in files],
+    }
+
+
+def _print(found: Found, machines: Machines, title: str, explain: int | None, files: Sequence[Path]) -> None:
+    console = _console()
+    console.print(title)
+    if found.best:
+        console.print(plans_table(found.best))
+    else:
+        console.print("\nNo plan fits.")
+    if found.refused:
+        console.print(refusals_table(found.refused, machines.count, found.looked_at))
+    console.print()
+    for line in modes_lines(found.best, machines.device.source):
+        console.print(line, style="dim")
+    console.print(f"Looked at {found.looked_at} plans in {found.seconds:.0f} s.", style="dim")
+    if explain is not None:
+        _print_explained(console, found.best[explain - 1], explain)
+    for path in files:
+        console.print(f"Wrote {path}", soft_wrap=True)
+
+
+def _print_explained(console: Console, chosen: Prediction, number: int) -> None:
+    width, colour = min(console.width, WIDEST), console.color_system is not None
+    console.print(f"\nPlan {number}", style="bold")
+    for line in describe(chosen):
+        console.print(line)
+    if chosen.events:
+        waiting = "".join(f", without {left.words}" for left in left_out(chosen))
+        console.print(f"\nMemory over one step of rank {chosen.rank}{waiting}", style="italic")
+        console.print(memory_picture(chosen, width, colour))
+    if chosen.spans:
+        console.print("What each rank does in one step", style="italic")
+        console.print(timeline_picture(chosen.spans, width))
+    console.print(causes_table(chosen))
+    if any(chosen.wire_bytes.values()):
+        console.print(wire_table(chosen))
+    console.print()
+
+
+def _print_largest(options: PlanOptions, machines: Machines) -> None:
+    """The largest GPT under each stage of ZeRO."""
+    rows, sequence = max(1, (options.rows or 0) // machines.count), options.sequence or SEQUENCE
+    plans = [replace(plan, **options.fields) for plan in default_plans(machines, rows)]
+    with _status() as say:
+        found = largest_table(machines, rows, sequence, plans, say=say)
+    if options.json:
+        print(json.dumps([one.as_dict() for one in found], indent=1, allow_nan=False))
+        return
+    console = _console()
+    console.print(f"The largest GPT on {machines}, {rows} row{'s' * (rows > 1)} of {sequence} tokens per device")
+    console.print(sizes_table(found))
+    console.print()
+    for line in (*sizes_lines(found), f"Sizes: {SOURCE}."):
+        console.print(line, style="dim")
+
+
+def _print_estimates(title: str, found: Found) -> None:
+    """Show at once what is expected, apart from the result: on stderr, where the status is."""
+    console = _console(stderr=True)
+    console.print(title)
+    console.print(plans_table(found.best, "First estimates, best first; every plan is rehearsed now"))
+    console.print()
+
+
+@contextmanager
+def _status(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
+    """Show what is being rehearsed: on a terminal always, else in a line now and then."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if console.is_terminal:
+        with console.status("Rehearsing") as status:
+            yield lambda text: status.update(Text(f"Rehearsing {text}", no_wrap=True, overflow="ellipsis"))
+        return
+    last = now()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if now() - last >= BETWEEN_LINES:
+            last = now()
+            console.print(f"Rehearsing {text}", soft_wrap=True)
+
+    yield say
+
+
+def _console(stderr: bool = False) -> Console:
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(width=None if terminal else FILE_COLUMNS, highlight=False, markup=False, stderr=stderr)
+
+
+def _print_formulas(parameters: int, ranks: int, as_json: bool) -> None:
+    """Bytes of model states per rank for every ZeRO stage, mixed-precision Adam (ZeRO paper, table 1)."""
+    states = [state_bytes(parameters, ranks, zero) for zero in range(4)]
+    if as_json:
+        print(json.dumps([{"zero": zero, "model_state_bytes": round(s.total)} for zero, s in enumerate(states)]))
+        return
+    table = Table(title=f"GB of model states per rank: {parameters:.4g} parameters, {ranks} ranks, 16-bit Adam")
+    for column in ("zero", "parameters", "gradients", "master weights", "optimizer states", "total"):
+        table.add_column(column, justify="right")
+    for zero, s in enumerate(states):
+        parts = (s.parameters, s.gradients, s.master_weights, s.optimizer_states, s.total)
+        table.add_row(str(zero), *(f"{float(part) / 1e9:,.2f}" for part in parts))
+    Console().print(table)

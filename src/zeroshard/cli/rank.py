@@ -1,0 +1,198 @@
+"""One rank of the main job: from its place in the world to its exit code.
+
+When a rank fails, it tells the others why before it leaves. The first to fail speaks; the others, whose collectives
+break a moment later, leave without a word, so that the cause is the last thing on the screen.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.heartbeat import write_failure
+from zeroshard.comm.mesh import Mesh, announce_failure, init_mesh
+from zeroshard.errors import (
+    CommError,
+    ConfigError,
+    DataError,
+    ModelError,
+    OptimizerError,
+    PlanError,
+    Stopped,
+    ZeroshardError,
+)
+from zeroshard.report import format_bytes, write_report
+from zeroshard.supervisor.fork_server import die_with
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.run import run
+
+MOST_LAYERS = 8  # of a rank that are all named
+WRONG_INPUT = (ConfigError, DataError, ModelError, OptimizerError, PlanError)
+STOPPED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start again to go on
+INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as shells have it
+
+
+def run_rank(config: TrainConfig, again: str) -> None:
+    """Train on this rank and print what came of it; leaves the process.
+
+    Exit codes: 0 done, 1 failed, 2 wrong input, 75 stopped on request after saving, 130 stopped by Ctrl-C.
+
+    Args:
+        again: the command that goes on with a run that was stopped.
+    """
+    mesh: Mesh | None = None
+    if "TORCHELASTIC_RUN_ID" in os.environ and "ZEROSHARD_PULSE" not in os.environ:
+        die_with(os.getppid(), signal.SIGTERM)  # save when torchrun is gone, instead of staying behind
+    try:
+        mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
+        done = run(config, mesh, again=again)
+        if done is not None:
+            present(*done)
+        Comm(mesh).agree(b"\0", "end of the run")
+    except BaseException as error:
+        leave(error, mesh)
+    _flush()
+    os._exit(0)  # nothing is left to write; see _leave in mesh.py for what a longer way out would wait for
+
+
+def present(summary: dict[str, Any], folder: Path) -> None:
+    """Draw the report of a finished run and print what it came to.
+
+    The run is complete and saved, so nothing that fails here makes it fail.
+    """
+    try:
+        try:
+            report = write_report(folder)
+        finally:
+            _print_summary(summary, Console(highlight=False))
+        print(f"run folder {folder}\nreport     {report}", flush=True)
+    except BrokenPipeError:
+        return
+    except Exception as error:
+        with contextlib.suppress(BrokenPipeError):
+            print(
+                f"run folder {folder}\n"
+                f"zeroshard: warning: the run is complete, and its report failed ({type(error).__name__}: {error}); "
+                f"try again with: zeroshard report {shlex.quote(str(folder))}",
+                flush=True,
+            )
+
+
+def leave(error: BaseException, mesh: Mesh | None) -> None:
+    """Say why, once for all ranks, and end this process at once."""
+    if isinstance(error, Stopped):
+        _stop(error, mesh)
+    if isinstance(error, KeyboardInterrupt | BrokenPipeError):
+        _break_off(error, mesh)
+    first = _is_first(error, mesh)
+    if "ZEROSHARD_PULSE" in os.environ:
+        write_failure(Path(os.environ["ZEROSHARD_PULSE"]), error, first)
+    if first:
+        if isinstance(error, ZeroshardError):
+            print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, ZeroshardError):
+            handler = get_error_handler()
+            handler.initialize()
+            handler.record_exception(error)
+    _flush()
+    os._exit(2 if isinstance(error, WRONG_INPUT) else 1)  # a normal exit would wait for peers that are gone
+
+
+def _stop(stopped: Stopped, mesh: Mesh | None) -> NoReturn:
+    """Leave as asked; no rank before all have come here, because those behind would see a connection break."""
+    if mesh is not None:
+        with contextlib.suppress(CommError):
+            Comm(mesh).agree(b"\0", "end of the run")
+    if mesh is None or mesh.rank == 0:
+        print(f"zeroshard: {stopped}", file=sys.stderr)
+    _flush()
+    supervised = mesh is not None and mesh.pulse is not None  # the supervisor knows who asked
+    os._exit(INTERRUPTED if stopped.signal == signal.SIGINT and not supervised else STOPPED)
+
+
+def _break_off(error: BaseException, mesh: Mesh | None) -> NoReturn:
+    """Leave at once and without a traceback: for somebody insists, or reads no longer."""
+    if _is_first(error, mesh) and isinstance(error, KeyboardInterrupt):
+        print("zeroshard: interrupted; nothing was saved after the last checkpoint, if there is one", file=sys.stderr)
+    _flush()
+    os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGPIPE)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+
+
+def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
+    """Whether this rank is the first to fail; without a mesh all ranks meet the same error, and rank 0 speaks."""
+    if mesh is None:
+        return os.environ.get("RANK", "0") == "0"
+    try:
+        return announce_failure(mesh, error)
+    except Exception:  # the store is gone with the launcher; better twice than never
+        return True
+
+
+def _print_summary(summary: dict[str, Any], console: Console) -> None:
+    plan = summary["plan"]
+    pipeline = plan["pipeline_parallel"]
+    stages = f"{pipeline['stages']} stages ({pipeline['schedule']}), " if pipeline["stages"] > 1 else ""
+    console.print(
+        f"\n[bold]{escape(summary['title'])}[/]: {summary['parameters']:,} parameters, zero {plan['zero']}, {stages}"
+        f"{summary['world_size']} ranks, "
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s",
+        soft_wrap=True,
+    )
+    console.print(f"train      {summary['train_bits_per_byte']:.3f} bits per byte (mean of the last 50 steps)")
+    console.print(f"validation {summary['validation_bits_per_byte']:.3f} bits per byte on held-out text")
+    for rank, layers in enumerate(summary["layers"] if stages else ()):
+        shown = layers if len(layers) <= MOST_LAYERS else [*layers[:3], "...", layers[-1]]
+        console.print(f"rank {rank:<5} {', '.join(shown)}", soft_wrap=True, markup=False)
+    if summary["skipped"]:
+        console.print(f"skipped    {summary['skipped']} steps")
+    if summary["sample"]:
+        console.rule("sample")
+        console.print(summary["sample"], markup=False)
+        console.rule()
+    if summary["shares_memory"] and summary["plan"]["zero"]:
+        console.print("The ranks share memory: parameters are there once, each rank counts its part, none are sent.")
+    console.print(_memory_table(summary["memory"], summary["rank"]))
+    console.print(_traffic_table(summary["traffic"]))
+
+
+def _memory_table(rows: list[dict[str, Any]], rank: int) -> Table:
+    table = Table(title=f"bytes per rank (rank {rank})", title_justify="left")
+    for column in ("category", "planned by the formula", "padding", "measured by the ledger", "peak"):
+        table.add_column(column, justify="left" if column == "category" else "right")
+    for row in rows:
+        planned = [None if row[k] is None else f"{row[k]:,.0f}" for k in ("planned_bytes", "padding_bytes")]
+        measured = (f"{row['measured_bytes']:,}", format_bytes(row["peak_bytes"]))
+        name = row["category"] if row["tier"] == "device" else f"{row['category']}, {row['tier']}"
+        table.add_row(name, *(text or "-" for text in planned), *measured)
+    return table
+
+
+def _traffic_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title="on the wire per step (elements by the paper's count; bytes that this rank sent)", title_justify="left"
+    )
+    for column in ("purpose", "elements by the formula", "elements measured", "padding", "bytes sent", "calls"):
+        table.add_column(column, justify="left" if column == "purpose" else "right")
+    for row in rows:
+        planned = "-" if row["planned_elements"] is None else f"{row['planned_elements']:,}"
+        measured = (f"{row[k]:,}" for k in ("measured_elements", "padding_elements", "sent_bytes", "calls"))
+        table.add_row(row["purpose"], planned, *measured)
+    return table

@@ -1,0 +1,173 @@
+"""`zeroshard reproduce`: published numbers, ours computed now, and how."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fractions import Fraction
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zeroshard.errors import ConfigError
+from zeroshard.reproduce import CLAIMS, Claim, Outcome, Reading, Waiting, check
+from zeroshard.train.options import parse
+
+LIST = "list"
+FILE_COLUMNS = 100  # where the output is not shown on a terminal
+CONVENTION = "A printed number counts as ours when ours, rounded or cut to as many digits, prints the same."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions:
+    """Compute published numbers again: the published one, ours, the difference, and how ours was obtained."""
+
+    claim: tyro.conf.Positional[str] = LIST
+    """Name of a claim, or list for one line of each."""
+    all: bool = False
+    """Compute every claim; some rehearse models of many layers and take a minute or more."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def __post_init__(self) -> None:
+        if self.claim != LIST and self.all:
+            raise ConfigError(f"{self.claim} is one claim and all means every one; leave out one of the two.")
+        if self.claim not in (LIST, *CLAIMS):
+            near = get_close_matches(self.claim, CLAIMS, n=1)
+            way_out = f"did you mean {near[0]}?" if near else "`zeroshard reproduce list` names them."
+            raise ConfigError(f"There is no claim {self.claim!r}; {way_out}")
+
+
+def run_reproduce(argv: Sequence[str]) -> None:
+    """Compute what the options ask for and print it; exits with 1 when a number is not the published one.
+
+    Raises:
+        ZeroshardError: what the engine refuses.
+    """
+    options = parse(ReproduceOptions, argv, "zeroshard reproduce")
+    if options.claim == LIST and not options.all:
+        _print_list(options.json)
+        return
+    asked = list(CLAIMS.values()) if options.all else [CLAIMS[options.claim]]
+    console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False, markup=False)
+    done: list[Outcome | Waiting] = []
+    for claim in asked:
+        done.append(claim if isinstance(claim, Waiting) else _computed(claim))
+        if not options.json:
+            _print_outcome(console, done[-1])
+    if options.json:
+        print(json.dumps([outcome.as_dict() for outcome in done], indent=1, allow_nan=False))
+    elif options.all:
+        console.print(_summary(done))
+    if not all(outcome.reproduced for outcome in done if isinstance(outcome, Outcome)):
+        sys.exit(1)
+
+
+def _computed(claim: Claim) -> Outcome:
+    with Console(stderr=True).status(f"Computing {claim.name}") as status:
+
+        def say(text: str) -> None:
+            status.update(Text(f"Computing {claim.name}: {text}", no_wrap=True, overflow="ellipsis"))
+
+        return check(claim, say)
+
+
+def _print_list(as_json: bool) -> None:
+    if as_json:
+        keys = ("name", "title", "source")
+        rows = [{key: getattr(claim, key) for key in keys} | {"built": _built(claim)} for claim in CLAIMS.values()]
+        print(json.dumps(rows, indent=1))
+        return
+    console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS, highlight=False, markup=False)
+    console.print("Published numbers that are computed again: zeroshard reproduce NAME, or --all\n")
+    console.print(_names(claim for claim in CLAIMS.values() if _built(claim)))
+    console.print("\nNot built yet\n")
+    console.print(_names(claim for claim in CLAIMS.values() if not _built(claim)))
+
+
+def _built(claim: Claim | Waiting) -> bool:
+    return isinstance(claim, Claim)
+
+
+def _names(claims: Iterable[Claim | Waiting]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, min_width=max(map(len, CLAIMS)))
+    table.add_column()
+    for claim in claims:
+        table.add_row(f"  {claim.name}", claim.title)
+    return table
+
+
+def _print_outcome(console: Console, outcome: Outcome | Waiting) -> None:
+    claim = outcome.claim if isinstance(outcome, Outcome) else outcome
+    console.print(Text.assemble((claim.name, "bold"), f": {claim.title}"))
+    console.print(claim.source, style="dim")
+    if isinstance(outcome, Waiting):
+        console.print(f"Not built yet; this waits for {outcome.waits_for}\n")
+        return
+    console.print(_readings_table(outcome))
+    for line in _verdict(outcome):
+        console.print(line)
+    console.print(f"How: {outcome.claim.how}\n", style="dim")
+
+
+def _readings_table(outcome: Outcome) -> Table:
+    table = Table(
+        title=outcome.claim.unit, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("")
+    numbers = any(reading.difference is not None for reading in outcome.readings)
+    for column in ("published", "ours", *(["difference"] if numbers else [])):
+        table.add_column(column, justify="right", no_wrap=True)
+    if not outcome.reproduced:
+        table.add_column("", no_wrap=True)
+    if any(reading.note for reading in outcome.readings):
+        table.add_column("", overflow="fold")
+    for reading in outcome.readings:
+        verdict = [] if outcome.reproduced else ["" if reading.agrees else "not reproduced"]
+        difference = [_difference(reading)] if numbers else []
+        cells = [reading.what, reading.published, _ours(reading), *difference, *verdict]
+        table.add_row(*cells, *([reading.note] if reading.note else []), style="" if reading.agrees else "bold")
+    return table
+
+
+def _verdict(outcome: Outcome) -> list[str]:
+    number, good = len(outcome.readings), sum(reading.agrees for reading in outcome.readings)
+    lines = [f"{good} of {number} reproduced, in {outcome.seconds:.0f} s."]
+    printed = [r for r in outcome.readings if not r.exact and not isinstance(r.ours, str)]
+    return [f"{lines[0]} {CONVENTION}"] if printed else lines
+
+
+def _summary(done: Sequence[Outcome | Waiting]) -> str:
+    outcomes = [outcome for outcome in done if isinstance(outcome, Outcome)]
+    readings = [reading for outcome in outcomes for reading in outcome.readings]
+    good = sum(reading.agrees for reading in readings)
+    missed = [outcome.claim.name for outcome in outcomes if not outcome.reproduced]
+    words = f"; not all of {', '.join(missed)}" if missed else ""
+    waiting = len(done) - len(outcomes)
+    return f"{good} of {len(readings)} numbers of {len(outcomes)} claims reproduced{words}; {waiting} claims wait."
+
+
+def _ours(reading: Reading) -> str:
+    if isinstance(reading.ours, str):
+        return reading.ours
+    if isinstance(reading.ours, Fraction):
+        return str(reading.ours)
+    return f"{reading.ours:,.{_digits(reading) + 2}f}"
+
+
+def _difference(reading: Reading) -> str:
+    difference = reading.difference
+    if difference is None:
+        return ""
+    words = f"{difference:+.{_digits(reading) + 2}f}"
+    return words if float(words) or (difference and reading.exact) else "0"
+
+
+def _digits(reading: Reading) -> int:
+    """Digits after the point, as published."""
+    return len(reading.published.partition(".")[2])

@@ -1,0 +1,470 @@
+"""Comm: every collective of the engine, counted, labelled and watched.
+
+Counts follow the ZeRO paper (1910.02054, section 7): an all-gather or a reduce-scatter of Ψ elements counts Ψ. What
+one rank really sends is (N-1)/N of that, counted beside it in bytes.
+
+[Note: fixed-order sums] gloo's reduce-scatter is an all-reduce and a slice (twice the bytes), and no backend promises
+an order. So each rank's gradients go to the rank that owns the slice, which adds them in rank order, in fp32.
+
+[Note: no silent disagreement] A rank that waits longer than `PATIENCE` writes into the store which operation it waits
+for and how many it has started in each group. Two ranks that each wait for what the other has not started can never
+go on, so both stop with both names instead of hanging. Ranks that are merely slow are waited for until the timeout.
+"""
+
+import contextlib
+import json
+import time
+import zlib
+from collections import defaultdict, deque
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.hang_detector import PATIENCE, Watch
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.process_groups import ABANDONED
+from zeroshard.comm.rendezvous import SHORTEST, give_up
+from zeroshard.comm.shared_memory import Signal
+from zeroshard.comm.traffic import BACKWARDS as BACKWARDS
+from zeroshard.comm.traffic import Count as Count
+from zeroshard.comm.traffic import Purpose as Purpose
+from zeroshard.comm.transport import Arrival, Scratch, Shared
+from zeroshard.errors import CommError
+from zeroshard.platform.accelerator import is_accelerator
+
+REMEMBERED = 32  # messages per channel whose names a rank can still tell
+LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
+
+
+class Place(NamedTuple):
+    """The place of one collective: its group, its number there (from 1), and its name.
+
+    The group of a message is its channel, "source>destination"; its number counts the messages there.
+    """
+
+    group: str
+    number: int
+    label: str
+
+
+class Pending:
+    """A collective under way; `wait` returns when its result may be used."""
+
+    def __init__(self, comm: "Comm", work: dist.Work | None, place: Place, purpose: Purpose) -> None:
+        self._comm = comm
+        self._work = work
+        self._place = place
+        self._purpose = purpose
+
+    def __del__(self) -> None:
+        """gloo waits for an operation under way when it is freed, so one that will never end is kept."""
+        if self._work is not None and not self._work.is_completed():
+            lease = self._comm.mesh.lease
+            ABANDONED.append((lease.name if lease else "", self._work))
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait a little; False when the result is not there yet."""
+        if self._work is not None and not self._work.is_completed() and not is_accelerator(self._comm.mesh.device):
+            try:
+                self._work.wait(timedelta(seconds=seconds))
+            except (RuntimeError, TimeoutError):
+                return self._work.is_completed()  # a timeout, or an error that `wait` will report
+        return True
+
+    def wait(self) -> None:
+        """Wait for the result (on CUDA: let the current stream wait).
+
+        Raises:
+            CommError: the ranks disagree about what comes next, one is silent, or a connection broke.
+        """
+        if self._work is None:
+            return
+        start, pulse = time.perf_counter(), self._comm.mesh.pulse
+        if pulse is not None:
+            pulse.enter(self._place)
+        try:
+            self._comm.wait(self._work, self._place)
+        except CommError:
+            if self._comm.mesh.lease is not None:
+                self._comm.mesh.lease.broken = True
+            raise
+        if pulse is not None:
+            pulse.leave()
+        self._comm.counts[self._purpose].seconds += time.perf_counter() - start  # of the step that waits
+        self._work = None
+
+
+class Exchange(Pending):
+    """Every rank's copy of this rank's slice, on the way.
+
+    Attributes:
+        scratch: what holds the copies, to be handed back to its arena after `done`; None if they are read in place.
+    """
+
+    def __init__(self, comm: "Comm", work: dist.Work, place: Place, purpose: Purpose, arrival: Arrival) -> None:
+        super().__init__(comm, work, place, purpose)
+        self._arrival = arrival
+        self.scratch = arrival.scratch
+        self._read: Pending | None = None
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """After `wait`: [S] each, in rank order."""
+        return self._arrival.copies
+
+    def done(self) -> None:
+        """The copies are not needed any more; exchanges must come here in the order in which they were started."""
+        shared = self._comm.shared
+        if shared is not None:
+            shared.memory.post(Signal.READ)
+            self._read = Pending(self._comm, shared.memory.work(Signal.READ), self._place, self._purpose)
+
+    def wait_until_read(self) -> None:
+        """Wait until all ranks have read this rank's own buffer, which may be written again after it.
+
+        Raises:
+            CommError: as `wait`.
+        """
+        if self._read is not None:
+            self._read.wait()
+            self._read = None
+
+
+class Comm:
+    """The collectives of one rank.
+
+    Attributes:
+        shared: the memory that the ranks share instead of sending; None where they do not.
+        counts: by purpose, since the last `reset`.
+        digests: by group, a checksum of the names of all its collectives so far; ranks that did the same have the same.
+        session: a number on which the ranks agreed, that keeps their messages apart from those of earlier engines.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.counts: dict[Purpose, Count] = defaultdict(Count)
+        self.digests = {"gather": 0, "reduce": 0}
+        self.session = 0
+        self.shared: Shared | None = None
+        self._network = mesh.platform.network(mesh.rank, mesh.ranks, mesh.device)
+        self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
+        self._started: dict[str, int] = defaultdict(int)
+        self._watch: Watch | None = None
+        self._said: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+
+    def reset(self) -> None:
+        """Start counting again from zero."""
+        self.counts.clear()
+
+    def share(self, nbytes: int) -> str | None:
+        """Let parameters and gradients live in memory that all ranks map; a collective call.
+
+        Args:
+            nbytes: how much of it will be needed.
+
+        Returns:
+            why it cannot be, or None.
+        """
+        mesh = self.mesh
+        found = mesh.platform.share(mesh.rank, mesh.ranks, self.agree_on, nbytes)
+        if isinstance(found, str):
+            return found
+        self.shared = Shared(found)
+        return None
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed 1-D buffer of this rank, which the others can read if they share memory."""
+        if self.shared is not None:
+            return self.shared.memory.mine(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor, purpose: Purpose, label: str, padding: int = 0) -> Pending:
+        """Start to fill `full` [N*S] with the slices [S] of all ranks; `own` may be this rank's part of `full`."""
+        place, count = self._enter("gather", purpose, label)
+        with self._naming(place):
+            if self.shared is None:
+                work = self._network.gather(full, own, self._groups["gather"])
+            else:
+                work = self.shared.gather(full, own, place.label)
+        if self.shared is None or not self.shared.memory.is_common(full):
+            self._add(count, full, padding, sent=self.shared is None)
+        return Pending(self, work, place, purpose)
+
+    def exchange(
+        self,
+        full: torch.Tensor,
+        scratch: Scratch,
+        label: str,
+        padding: int = 0,
+        purpose: Purpose = Purpose.REDUCE_GRADIENTS,
+    ) -> Exchange:
+        """Start to bring each rank's slice of `full` [N*S] to its owner, who gets all ranks' copies.
+
+        Args:
+            scratch: makes a buffer of so many elements of the dtype of `full`, if one is needed.
+        """
+        place, count = self._enter("reduce", purpose, label)
+        with self._naming(place):
+            if self.shared is None:
+                work, arrival = self._network.exchange(full, self._groups["reduce"], scratch)
+            else:
+                work, arrival = self.shared.exchange(full, place.label)
+        self._add(count, full, padding, sent=self.shared is None)
+        return Exchange(self, work, place, purpose, arrival)
+
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Overwrite `tensor` with that of rank `source`; for set-up and to take the model out, not for every step."""
+        if self.mesh.ranks == 1:
+            return
+        place, count = self._enter("gather", Purpose.SETUP, label)
+        self._add(count, tensor, 0, sent=True)
+        with self._naming(place):
+            work = self._network.broadcast(tensor, source, self._groups["gather"])
+        Pending(self, work, place, Purpose.SETUP).wait()
+
+    def send(self, tensor: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
+        """Start to send `tensor` to rank `peer`; it must stay as it is until the result has been waited for."""
+        place, count, group = self._channel(self.mesh.rank, peer, purpose, label)
+        count.elements += tensor.numel()
+        count.nbytes += tensor.nbytes
+        count.sent_nbytes += tensor.nbytes
+        count.calls += 1
+        with self._naming(place):
+            work = self._network.send(tensor, peer, _tag(label, self.session), group)
+        return Pending(self, work, place, purpose)
+
+    def receive(self, into: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
+        """Start to fill `into` with what rank `peer` sends under the same label."""
+        place, _, group = self._channel(peer, self.mesh.rank, purpose, label)
+        with self._naming(place):
+            work = self._network.receive(into, peer, _tag(label, self.session), group)
+        return Pending(self, work, place, purpose)
+
+    def agree(self, words: bytes, label: str) -> list[bytes]:
+        """Every rank's `words`, in rank order.
+
+        Raises:
+            CommError: the ranks came here with different labels, which are both named.
+        """
+        if self.mesh.ranks == 1:
+            return [words]
+        name = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+        head, tail = words[:WORD_BYTES].ljust(WORD_BYTES), words[WORD_BYTES:]
+        lengths, heads = [], []
+        for rank, frame in enumerate(self._spread(name + len(words).to_bytes(8) + head, label)):
+            if frame[:LABEL_BYTES] != name:
+                there = frame[:LABEL_BYTES].decode(errors="replace").strip()
+                raise CommError(_disagreement(self.mesh.rank, label, rank, there))
+            lengths.append(int.from_bytes(frame[LABEL_BYTES : LABEL_BYTES + 8]))
+            heads.append(frame[LABEL_BYTES + 8 :])
+        longest = max(lengths) - WORD_BYTES
+        tails = self._spread(tail.ljust(longest), label) if longest > 0 else [b""] * len(heads)
+        return [(a + b)[:n] for a, b, n in zip(heads, tails, lengths, strict=True)]
+
+    def agree_on(self, value: Any, label: str) -> list[Any]:
+        """Every rank's `value` (whatever JSON holds), in rank order; for errors and for set-up, not for every step."""
+        return [json.loads(words) for words in self.agree(json.dumps(value).encode(), label)]
+
+    def _spread(self, frame: bytes, label: str) -> list[bytes]:
+        """Every rank's `frame`, which must be equally long on all ranks."""
+        place = self._place("control", label)
+        with self._naming(place):
+            work, everyone = self._network.words(frame, self._groups["control"])
+        if work is not None:
+            count = self.counts[Purpose.CONTROL]
+            nbytes = len(frame) * self.mesh.ranks
+            self._count(count, nbytes, nbytes, sent=True)
+            Pending(self, work, place, Purpose.CONTROL).wait()
+        return everyone()
+
+    def wait(self, work: dist.Work, place: Place) -> None:
+        """Wait for `work`, looking for the reason when it takes long."""
+        if ">" in place.group:
+            self._wait_for_message(work, place)
+            return
+        if place.group != "control" and is_accelerator(self.mesh.device):
+            work.wait()
+            return
+        deadline = time.monotonic() + self.mesh.timeout
+        published = False
+        while True:
+            try:
+                with self._naming(place):
+                    left = max(deadline - time.monotonic(), SHORTEST)
+                    work.wait(timedelta(seconds=min(PATIENCE, left)))
+                break
+            except TimeoutError:
+                published = True
+                self.explain(place, expired=time.monotonic() > deadline)
+        if published:
+            self.withdraw()
+
+    def explain(self, place: Place, expired: bool) -> None:
+        """Say in the store what this rank waits for, and compare with what the others say.
+
+        Raises:
+            CommError: the wait can never end, or has lasted too long.
+        """
+        try:
+            self._publish(place)
+            self._compare(place, expired)
+        except dist.DistError as error:
+            reason = give_up(self.mesh.store)
+            raise CommError(f"Rank {self.mesh.rank} stopped in '{place.label}' because {reason}.") from error
+
+    def withdraw(self) -> None:
+        """This rank goes on; where the store does not hear it, the next wait that takes long will say so."""
+        if self.mesh.store is None:
+            return
+        try:
+            self.mesh.store.delete_key(f"where/{self.mesh.rank}")
+        except dist.DistError:
+            give_up(self.mesh.store)
+
+    def break_messages(self, place: Place | None) -> None:
+        """Let the wait at `place` fail."""
+        group = self._groups["reduce" if place is not None and place.group.endswith("backward") else "gather"]
+        other = (self.mesh.rank + 1) % self.mesh.ranks
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(0)
+            work = dist.irecv(nothing, group=group, group_src=other, tag=_tag("never", self.session))
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+    def _wait_for_message(self, work: dist.Work, place: Place) -> None:
+        """[Note: watched messages] gloo breaks a group when a wait for a message times out, so the wait has no
+        timeout; a thread of its own looks for the reason when it takes long, and breaks the group when it finds one.
+        """
+        if self._watch is None:
+            self._watch = Watch(self)
+        self._watch.since, self._watch.place = time.monotonic(), place
+        try:
+            with self._naming(place):
+                work.wait()
+        except CommError:
+            if self._watch.found is not None:
+                raise self._watch.found from None
+            raise
+        finally:
+            self._watch.place = None
+
+    def _enter(self, group: str, purpose: Purpose, label: str) -> tuple[Place, Count]:
+        place = self._place(group, f"{purpose} of {label}")
+        self.digests[group] = zlib.crc32(place.label.encode(), self.digests[group])
+        return place, self.counts[purpose]
+
+    def _channel(
+        self, source: int, destination: int, purpose: Purpose, label: str
+    ) -> tuple[Place, Count, dist.ProcessGroup | None]:
+        backward = purpose in BACKWARDS
+        place = self._place(f"{source}>{destination}{' backward' if backward else ''}", label)
+        self._said[place.group].append((place.number, label))
+        return place, self.counts[purpose], self._groups["reduce" if backward else "gather"]
+
+    def _place(self, group: str, label: str) -> Place:
+        self._started[group] += 1
+        place = Place(group, self._started[group], label)
+        if self.mesh.pulse is not None:
+            self.mesh.pulse.start(place)
+        return place
+
+    def _add(self, count: Count, full: torch.Tensor, padding: int, sent: bool) -> None:
+        self._count(count, full.numel() - padding, full.nbytes, sent)
+        count.padding += padding
+
+    def _count(self, count: Count, elements: int, nbytes: int, sent: bool) -> None:
+        ranks = self.mesh.ranks
+        count.elements += elements
+        count.nbytes += nbytes
+        count.sent_nbytes += nbytes * (ranks - 1) // ranks if sent else 0
+        count.calls += 1
+
+    def _naming(self, place: Place) -> "_Naming":
+        return _Naming(self, place)
+
+    def _publish(self, place: Place) -> None:
+        said = {group: list(labels) for group, labels in self._said.items()}
+        where = {"place": [place.group, place.number, place.label], "started": self._started, "said": said}
+        assert self.mesh.store is not None
+        self.mesh.store.set(f"where/{self.mesh.rank}", json.dumps(where))
+
+    def _compare(self, place: Place, expired: bool) -> None:
+        """Raise when another rank provably waits for something else, or when the time is up."""
+        rank, store = self.mesh.rank, self.mesh.store
+        assert store is not None
+        first = self.failure()
+        if first:
+            raise CommError(f"Rank {rank} stopped in '{place.label}' because {first}")
+        silent = []
+        for other in (r for r in range(self.mesh.ranks) if r != rank):
+            if not store.check([f"where/{other}"]):
+                silent.append(other)
+                continue
+            words = store.get(f"where/{other}")
+            if not words:  # withdrawn between the two calls: that rank goes on
+                continue
+            there = json.loads(words)
+            theirs = Place(*there["place"])
+            if not (_in(other, place.group) and _in(rank, theirs.group)):
+                continue
+            apart = there["started"].get(place.group, 0) < place.number and self._started[theirs.group] < theirs.number
+            said = dict(there["said"].get(place.group, []))  # messages that it has started, waiting for them or not
+            label = said.get(place.number, theirs.label if theirs[:2] == place[:2] else place.label)
+            if apart or label != place.label:
+                raise CommError(_disagreement(rank, place.label, other, theirs.label if apart else label))
+        if expired:
+            who = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
+            raise CommError(
+                f"Rank {rank} waited {self.mesh.timeout:.0f} s for '{place.label}' and gave up; {who}. See that "
+                f"rank's log: "
+                "it is computing, stopped or dead. Raise `timeout` if a step may take that long."
+            )
+
+    def failure(self) -> str | None:
+        """What the first rank to fail said of it, if one did and the store still answers."""
+        store = self.mesh.failures
+        try:
+            return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
+        except dist.DistError:
+            give_up(store)
+            return None
+
+
+def _in(rank: int, group: str) -> bool:
+    """Whether a rank takes part in a group or in a channel."""
+    ends = group.removesuffix(" backward").split(">")
+    return len(ends) == 1 or str(rank) in ends
+
+
+def _tag(label: str, session: int) -> int:
+    """Messages meet by their labels, so that ranks which disagree wait (and are told) instead of mixing them up."""
+    return zlib.crc32(label.encode(), session) & 0x3FFFFFFF
+
+
+def _disagreement(rank: int, label: str, other: int, theirs: str) -> str:
+    return (
+        f"The ranks disagree about what comes next: rank {rank} waits for '{label}', rank {other} for '{theirs}'. "
+        "Every rank must call forward, backward and step equally often and in the same order."
+    )
+
+
+class _Naming:
+    """Turns a backend's error into a `CommError` that names the operation; lets a timeout through as `TimeoutError`."""
+
+    def __init__(self, comm: Comm, place: Place) -> None:
+        self._comm = comm
+        self._place = place
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CommError):
+            return
+        if str(error).startswith("Operation timed out"):
+            raise TimeoutError from error
+        first = self._comm.failure()
+        reason = f"{first}" if first else f"a connection broke ({str(error).splitlines()[0]})"
+        raise CommError(f"Rank {self._comm.mesh.rank} stopped in '{self._place.label}' because {reason}") from error

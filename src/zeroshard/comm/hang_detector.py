@@ -1,0 +1,65 @@
+"""A thread that looks after a wait which has no timeout of its own."""
+
+import threading
+import time
+import weakref
+from typing import Any, Protocol
+
+from zeroshard.comm.mesh import Mesh
+from zeroshard.errors import CommError
+
+PATIENCE = 2.0  # seconds of waiting before a rank says where it is
+
+
+class Watched(Protocol):
+    """What is told when a wait takes long."""
+
+    mesh: Mesh
+
+    def explain(self, place: Any, expired: bool) -> None:
+        """Say where this rank waits; raises if that can never end."""
+
+    def withdraw(self) -> None:
+        """This rank goes on."""
+
+    def break_messages(self, place: Any) -> None:
+        """Let the wait fail."""
+
+
+class Watch(threading.Thread):
+    """Looks after a wait for a message that takes long.
+
+    Attributes:
+        place: what is waited for; None between waits.
+        since: when the wait began.
+        found: why it can never end.
+    """
+
+    def __init__(self, comm: Watched) -> None:
+        super().__init__(name="zeroshard watch", daemon=True)
+        self._comm = weakref.ref(comm)
+        self.place: Any = None
+        self.since = 0.0
+        self.found: CommError | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Look in twice a second for as long as there is something to look after."""
+        published = False
+        while True:
+            time.sleep(PATIENCE / 4)
+            comm, place = self._comm(), self.place
+            if comm is None or self.found is not None:
+                return
+            waited = time.monotonic() - self.since
+            try:
+                if place is not None and waited > PATIENCE:
+                    published = True
+                    comm.explain(place, expired=waited > comm.mesh.timeout)
+                elif published:
+                    published = False
+                    comm.withdraw()
+            except CommError as error:
+                self.found = error
+                comm.break_messages(place)
+            del comm

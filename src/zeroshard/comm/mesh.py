@@ -1,0 +1,346 @@
+"""The mesh: which process is which, and the named groups in which they speak.
+
+A mesh is some processes that split and reduce among themselves: all of them, or the replicas of one pipeline stage.
+It is passed as an object; there is no global registry.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from zeroshard.comm.heartbeat import Pulse
+from zeroshard.comm.process_groups import Lease, is_open, lease, roll_call
+from zeroshard.comm.rendezvous import connect, give_up, limit_waits, naming, wait_for_all
+from zeroshard.comm.run_lock import Owner
+from zeroshard.errors import BudgetExceeded, PlanError
+from zeroshard.memory import find_rooms
+from zeroshard.platform import accelerator
+from zeroshard.platform.real import REAL, Platform
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
+MOST = 2**30  # bytes
+HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than watch.PATIENCE)
+CONNECTIONS = 384 * 2**20  # bytes of address space that the threads of the groups take, malloc's part included
+WORLD = "the process group of all ranks"
+CALLS: Counter[float] = Counter()  # how often this process asked for a mesh, by its timeout
+LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the backends listen; by default where the hostname is
+SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This process's place among `ranks` processes.
+
+    Attributes:
+        rank: this process, 0 to ranks - 1.
+        ranks: number of processes (N in the formulas).
+        device: where parameters and activations live.
+        gathers: the process group in which parameters are gathered; None when there is one rank.
+        reductions: the one in which gradients are reduced, apart from the other because the two interleave differently
+            on ranks that take different branches; None when there is one rank.
+        control: a gloo group for the few host-side words on which ranks agree; None when there is one rank.
+        store: the key-value store through which a rank in trouble says where it is; None when there is one rank.
+        failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
+        timeout: seconds that a collective may wait before it is an error.
+        pulse: where this rank says what it does, for its supervisor; None without one.
+        platform: this machine, or one that is rehearsed.
+        lease: keeps the groups ([Note: leases]).
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    device: torch.device = torch.device("cpu")
+    gathers: dist.ProcessGroup | None = None
+    reductions: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    store: Store | None = None
+    failures: Store | None = None
+    timeout: float = 300.0
+    pulse: Pulse | None = None
+    platform: Platform = REAL
+    lease: Lease | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise PlanError(
+                f"The mesh has {self.ranks} ranks; it needs at least 1. Start the job with one process or more."
+            )
+        if not 0 <= self.rank < self.ranks:
+            raise PlanError(f"Rank {self.rank} is outside a mesh of {self.ranks} ranks; ranks count from 0.")
+
+    def now(self) -> float:
+        """Seconds of the platform's clock."""
+        return self.platform.now()
+
+
+SHARED: dict[float, Mesh] = {}  # by their timeouts
+
+
+def attempt() -> int:
+    """How often this job was started again after a failure: by `zeroshard run`, else by torchrun; 0 at first.
+
+    Raises:
+        PlanError: the environment holds no whole number.
+    """
+    for name in ("ZEROSHARD_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"):
+        if name in os.environ:
+            if not os.environ[name].isdecimal():
+                raise PlanError(f"{name} is {os.environ[name]!r}; it must be a whole number. Unset it.")
+            return int(os.environ[name])
+    return 0
+
+
+def job() -> str:
+    """What names this job through all its attempts: from `zeroshard run`, else from torchrun; empty without either."""
+    return os.environ.get("ZEROSHARD_JOB", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+
+
+def owner() -> Owner:
+    """Who this rank works for: the process that starts it again after a failure, or else itself."""
+    pid = os.environ.get("ZEROSHARD_SUPERVISOR", "")
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    requeued = int(count) if count.isdecimal() else 0
+    return Owner.of(int(pid) if pid.isdecimal() else agent, os.environ.get("SLURM_JOB_ID", ""), requeued)
+
+
+def local_ranks() -> int | None:
+    """How many ranks of this job the launcher started on this machine; None without a launcher."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() and int(count) else None
+
+
+def stay_inside() -> None:
+    """Let process groups made from now on listen on the loopback address alone, for a job on one machine.
+
+    What the user says in the environment goes first.
+    """
+    for name in LISTENING:
+        os.environ.setdefault(name, "lo")
+
+
+def cache_home() -> str:
+    """The folder that the user wants caches to be kept in (XDG base directories); empty where it is not said."""
+    return os.environ.get("XDG_CACHE_HOME", "")
+
+
+def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
+    """The mesh of this process: the launcher's environment, an initialised process group, or one process alone.
+
+    Args:
+        timeout: seconds that a collective may wait before it is an error.
+        device: "cpu", "cuda" (ROCm too) or another accelerator's type by torch's name; by default an accelerator where
+            there is one for every local rank.
+
+    Raises:
+        PlanError: a world size or a device that cannot be had. CommError: a rank did not come within `timeout`.
+        BudgetExceeded: too little address space for connections.
+    """
+    where, pulse = _device(device), _pulse()
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return Mesh(device=where, timeout=timeout, pulse=pulse)
+        if not os.environ["WORLD_SIZE"].isdecimal() or int(os.environ["WORLD_SIZE"]) < 1:
+            raise PlanError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
+            )
+        accelerator.select(where)
+        _join(accelerator.backend(where), timeout)
+    else:
+        limit_waits(_get_default_store(), timeout)
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return Mesh(device=where, timeout=timeout, pulse=pulse)
+    mesh = mesh_of(list(range(ranks)), where, timeout, pulse)
+    atexit.register(_leave, replace(mesh, gathers=None, reductions=None, control=None, lease=None))
+    return mesh
+
+
+def shared_mesh(timeout: float) -> Mesh:
+    """The mesh of the engines that were given none: one for all with this timeout, until an operation in it fails.
+
+    A collective call, since it may have failed on some ranks only. Raises what `init_mesh` raises.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        mesh = init_mesh(timeout)
+        if mesh.ranks > 1:
+            SHARED[timeout] = mesh
+        return mesh
+    CALLS[timeout] += 1
+    known, rank, ranks, store = SHARED.get(timeout), dist.get_rank(), dist.get_world_size(), _get_default_store()
+    key = f"zeroshard/comm/shared_memory/{timeout}/{CALLS[timeout]}"
+    usable = known is not None and is_open(known.gathers) and not (known.lease and known.lease.broken)
+    store.add(key, int(usable))
+    roll_call(store, rank, ranks, partial(wait_for_all, store, rank, ranks, timeout, "an engine"))
+    if known is None or store.add(key, 0) < ranks:
+        known = SHARED[timeout] = init_mesh(timeout)
+    return known
+
+
+def _join(backend: str, timeout: float) -> None:
+    """Make the process group of the whole world.
+
+    [Note: a store outlives an attempt] A launcher that restarts its processes keeps the store, and with it the
+    addresses of processes that are gone; a rank that reads one fails to connect. So each attempt has its own keys.
+    """
+    _check_address_space()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if local_ranks() == ranks:
+        stay_inside()
+    own = PrefixStore(f"attempt-{attempt()}", connect(place, rank, ranks, served, timeout))
+    wait_for_all(own, rank, ranks, timeout, WORLD)
+    with naming(own, rank, WORLD):
+        dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+
+
+def _check_address_space() -> None:
+    """Refuse a limit under which gloo's threads cannot start, where it ends the process without a word.
+
+    Raises:
+        BudgetExceeded: with what is left.
+    """
+    for room in find_rooms():
+        if room.limit.startswith("RLIMIT_AS") and room.nbytes < CONNECTIONS:
+            raise BudgetExceeded(
+                f"The connections of several ranks need {CONNECTIONS:,} more bytes of address space; "
+                f"{room.limit} leaves {max(0, room.nbytes):,}.",
+                "Raise that limit or free memory, or train on one rank.",
+            )
+
+
+def _pulse() -> Pulse | None:
+    """Where this process tells its supervisor what it does."""
+    path = os.environ.get("ZEROSHARD_PULSE")
+    return Pulse(Path(path), int(os.environ.get("RANK", "0"))) if path else None
+
+
+def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Pulse | None = None) -> Mesh:
+    """The mesh of some processes of the initialised world, in the order of `members`.
+
+    Every process of the world must call this with the same members, also those that are not among them (they get
+    a mesh that they cannot use), because making a group is itself collective.
+    """
+    patience = timedelta(seconds=timeout + 30.0)  # Comm gives up first, with the names
+    me, name = dist.get_rank(), "-".join(map(str, members))
+    store, what = PrefixStore(f"zeroshard/{name}", _get_default_store()), f"the process groups of ranks {name}"
+    ranks = dist.get_world_size()
+    roll_call(_get_default_store(), me, ranks, partial(wait_for_all, store, me, ranks, timeout, what))
+    with naming(store, me, what):
+        gathers = dist.new_group(members, timeout=patience)
+        reductions = dist.new_group(members, timeout=patience)
+        control = dist.new_group(members, timeout=patience, backend="gloo")
+    rank = members.index(me) if me in members else 0
+    groups = (gathers, reductions, control)
+    return Mesh(rank, len(members), device, *groups, store, store, timeout, pulse, lease=lease(f"ranks {name}", groups))
+
+
+def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
+    """The mesh of the part that this rank is in; all ranks of `mesh` call it with the same parts.
+
+    Args:
+        name: tells apart what different parts with the same members keep in the store.
+    """
+    members = next(part for part in parts if mesh.rank in part)
+    if max(map(len, parts)) == 1:
+        alone = Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
+        return replace(alone, platform=mesh.platform)
+    if mesh.gathers is None:  # there are no process groups to make others from
+        rank, platform = members.index(mesh.rank), mesh.platform.part(members)
+        return Mesh(rank, len(members), mesh.device, timeout=mesh.timeout, platform=platform)
+    assert mesh.store is not None
+    world = [dist.get_global_rank(mesh.gathers, rank) for rank in members]
+    patience = timedelta(seconds=mesh.timeout + 30.0)
+
+    def group(backend: str | None) -> dist.ProcessGroup:
+        # Torch names such a group by how many groups this process has, so a rank that is alone makes its own too.
+        made: dist.ProcessGroup = dist.new_group(
+            world, timeout=patience, backend=backend, use_local_synchronization=True
+        )
+        return made
+
+    everyone = "-".join(map(str, dist.get_process_group_ranks(mesh.gathers)))
+    what = f"the process groups of {name} among ranks {everyone}"
+    wait = partial(wait_for_all, mesh.store, mesh.rank, mesh.ranks, mesh.timeout, what)
+    roll_call(mesh.store, mesh.rank, mesh.ranks, wait, f"{mesh.lease.name}/") if mesh.lease else wait()
+    with naming(mesh.store, mesh.rank, what):
+        groups = (group(None), group(None), group("gloo"))
+    kept = lease(f"{mesh.lease.name if mesh.lease else everyone}/{name}", groups)
+    if len(members) == 1:
+        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse, lease=kept)
+    store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)
+    rank = members.index(mesh.rank)
+    return Mesh(rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.pulse, lease=kept)
+
+
+def wait_for_ranks(mesh: Mesh, what: str) -> None:
+    """Wait until all ranks of a mesh are about to make `what`.
+
+    Raises:
+        CommError: with those that did not come in time.
+    """
+    if mesh.store is not None and mesh.gathers is not None:
+        everyone = "-".join(map(str, dist.get_process_group_ranks(mesh.gathers)))
+        wait_for_all(mesh.store, mesh.rank, mesh.ranks, mesh.timeout, f"{what} of ranks {everyone}")
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what torch frees on the CPU, instead of giving pages back to take them anew every step.
+
+    Fresh pages cost about nine times as much as used ones. glibc's own settings in the environment go first.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
+        libc.mallopt(M_MMAP_THRESHOLD, MOST)
+        libc.mallopt(M_TRIM_THRESHOLD, MOST)
+
+
+def announce_failure(mesh: Mesh, error: BaseException) -> bool:
+    """Tell the other ranks why this one stops; returns whether it is the first to say so."""
+    if mesh.failures is None:
+        return True
+    words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
+    try:
+        return bool(mesh.failures.compare_set("failure", "", words).decode() == words)
+    except dist.DistError:  # it is gone with the process that kept it, or cannot be reached; better twice than never
+        give_up(mesh.failures)
+        return True
+
+
+def _leave(mesh: Mesh) -> None:
+    """At the end of the process: after an uncaught exception say why, else end the process groups in order."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        announce_failure(mesh, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if mesh.rank == 0 and mesh.pulse is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+            assert mesh.failures is not None
+            with contextlib.suppress(dist.DistError):
+                mesh.failures.check(["failure"])  # where it does not answer, it answers nobody
+                time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
+        os._exit(1)  # the end of the process groups would wait for peers that are gone
+    elif dist.is_initialized():
+        # gloo's threads drop their tensors a little after a result is there, and need Python's lock for it; one that
+        # asks for the lock of an interpreter that is ending aborts the process.
+        time.sleep(SETTLE)
+        dist.destroy_process_group()
+
+
+def _device(device: str | None) -> torch.device:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return accelerator.pick(device, ranks, int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,0 +1,195 @@
+"""How slices get from rank to rank: through torch.distributed, or through memory that the ranks of one machine share.
+
+[Note: rotations] gloo's all-gather and reduce-scatter cost two to four times the CPU time of an exchange between
+neighbours, and its reduce-scatter twice the bytes. So on CPUs a gather or an exchange is N-1 rotations: in the k-th,
+each rank sends to the k-th after it what that one needs, straight from and into the flat buffers.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.shared_memory import SharedMemory, Signal, Signals
+from zeroshard.platform.accelerator import is_accelerator
+
+MOST_ROTATIONS = 8  # with more ranks their zero-length messages cost more than they save
+
+Scratch = Callable[[int], torch.Tensor]  # a buffer of so many elements, from an arena
+Group = dist.ProcessGroup | None
+Sizes = list[int] | None
+
+
+class Several(dist.Work):
+    """Works that end when all of them have."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta = timedelta(seconds=300)) -> bool:
+        """Wait for all; what is done when the time runs out stays done."""
+        while self._works:
+            self._works[0].wait(timeout)
+            self._works.pop(0)
+        return True
+
+
+class Arrival:
+    """The ranks' copies of this rank's slice, there once the work is done.
+
+    Attributes:
+        scratch: the buffer that holds them, to be handed back when they were used; None where they are read in place.
+    """
+
+    def __init__(self, copies: Callable[[], list[torch.Tensor]], scratch: torch.Tensor | None) -> None:
+        self._copies, self.scratch = copies, scratch
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """The copies [S], in rank order."""
+        return self._copies()
+
+
+class Network:
+    """torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._rotates = not is_accelerator(device) and ranks <= MOST_ROTATIONS
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
+        """Start to fill `full` [N*S] with all ranks' `own` [S], which may be this rank's part of it."""
+        if not self._rotates:
+            return self.all_gather(full, own, group)
+        size = own.numel()
+        mine = full[self._rank * size : (self._rank + 1) * size]
+        if not same_place(mine, own):
+            mine.copy_(own)
+        works = []
+        for step in range(1, self._ranks):
+            to, source = (self._rank + step) % self._ranks, (self._rank - step) % self._ranks
+            works.append(self._rotate(full[source * size : (source + 1) * size], source, own, to, group))
+        return Several(works)
+
+    def exchange(self, full: torch.Tensor, group: Group, scratch: Scratch) -> tuple[dist.Work, Arrival]:
+        """Start to send every rank its slice of `full` [N*S], and to receive all copies of this rank's own."""
+        size = full.numel() // self._ranks
+        if not self._rotates:
+            into = scratch(full.numel())
+            work = self.all_to_all(into, full, None, None, group)
+            return work, Arrival(lambda: list(into.view(self._ranks, -1)), into)
+        others = scratch((self._ranks - 1) * size)
+        copies = {self._rank: full[self._rank * size : (self._rank + 1) * size]}
+        works = []
+        for step in range(1, self._ranks):
+            to, source = (self._rank + step) % self._ranks, (self._rank - step) % self._ranks
+            copies[source] = others[(step - 1) * size : step * size]
+            works.append(self._rotate(copies[source], source, full[to * size : (to + 1) * size], to, group))
+        return Several(works), Arrival(lambda: [copies[rank] for rank in range(self._ranks)], others)
+
+    def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
+        """Start to fill `full` [N*S] with all ranks' `own` [S]."""
+        work: dist.Work = dist.all_gather_single(full, own, group=group, async_op=True)
+        return work
+
+    def all_to_all(
+        self, into: torch.Tensor, out: torch.Tensor, receives: Sizes, sends: Sizes, group: Group
+    ) -> dist.Work:
+        """Start to send each rank its part of `out`, and to receive `into`; even parts where no sizes are given."""
+        work: dist.Work = dist.all_to_all_single(into, out, receives, sends, group=group, async_op=True)
+        return work
+
+    def words(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
+        """Start to send every rank a frame, equally long on all; the second result gives all, once they are there."""
+        mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        everyone = torch.empty(self._ranks * len(frame), dtype=torch.uint8)
+        work = dist.all_gather_single(everyone, mine, group=group, async_op=True)
+        return work, lambda: [part.numpy().tobytes() for part in everyone.split(len(frame))]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
+        """Start to overwrite `tensor` with that of rank `source`."""
+        work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+        return work
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
+        """Start to send `tensor` to a rank."""
+        return dist.isend(tensor, group=group, group_dst=peer, tag=tag)
+
+    def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
+        """Start to fill `into` with what a rank sends."""
+        return dist.irecv(into, group=group, group_src=peer, tag=tag)
+
+    def _rotate(self, into: torch.Tensor, source: int, out: torch.Tensor, to: int, group: Group) -> dist.Work:
+        sends, receives = [0] * self._ranks, [0] * self._ranks
+        sends[to], receives[source] = out.numel(), into.numel()
+        return self.all_to_all(into, out, receives, sends, group)
+
+
+def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors begin at the same element of the same memory."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
+class Shared:
+    """Memory that all ranks map: what is common needs no gather but a word, and gradients are read where they lie."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+
+    def gather(self, full: torch.Tensor, own: torch.Tensor, label: str) -> dist.Work:
+        """Start to fill `full` [N*S]: if it is common, by hearing that every owner has written its part."""
+        if self.memory.is_common(full):
+            self.memory.post(Signal.GATHER)
+            return self.memory.work(Signal.GATHER)
+        self.memory.publish(label, own)
+        self.memory.post(Signal.GATHER)
+        return _Copying(self.memory, full, own, label)
+
+    def exchange(self, full: torch.Tensor, label: str) -> tuple[dist.Work, Arrival]:
+        """Let every rank read its slice of `full` [N*S], and read all copies of this rank's own."""
+        memory = self.memory
+        memory.publish(label, full)
+        memory.post(Signal.REDUCE)
+        size, dtype = full.numel() // memory.ranks, full.dtype
+        start = memory.rank * size
+
+        def copies() -> list[torch.Tensor]:
+            ranks = range(memory.ranks)
+            return [
+                full[start : start + size] if rank == memory.rank else memory.theirs(rank, label, start, size, dtype)
+                for rank in ranks
+            ]
+
+        return memory.work(Signal.REDUCE), Arrival(copies, None)
+
+
+class _Copying(dist.Work):
+    """Copies the other ranks' slices out of their memory once they are there, and waits until all have copied."""
+
+    def __init__(self, memory: SharedMemory, full: torch.Tensor, own: torch.Tensor, label: str) -> None:
+        super().__init__()
+        self._memory, self._full, self._own, self._label = memory, full, own, label
+        self._arrived = memory.work(Signal.GATHER)
+        self._copied: Signals | None = None
+
+    def is_completed(self) -> bool:
+        return self._copied is not None and self._copied.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta(seconds=300)) -> bool:
+        self._arrived.wait(timeout)
+        if self._copied is None:
+            size = self._own.numel()
+            for rank, part in enumerate(self._full.split(size)):
+                if rank != self._memory.rank:
+                    part.copy_(self._memory.theirs(rank, self._label, 0, size, self._own.dtype))
+                elif not same_place(part, self._own):
+                    part.copy_(self._own)
+            self._memory.post(Signal.COPIED)
+            self._copied = self._memory.work(Signal.COPIED)
+        return self._copied.wait(timeout)

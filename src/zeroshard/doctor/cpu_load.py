@@ -1,0 +1,47 @@
+"""Company: processes that keep the other cores, caches and the memory busy while one rank's step is timed alone."""
+
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+WIDTH, FAR = 256, 2**21  # of the matrices, and elements of what is copied far outside of the caches
+
+
+@contextmanager
+def company(count: int) -> Iterator[None]:
+    """Inside, `count` processes compute as a rank does: matrix products and copies, one thread each."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            words = [sys.executable, "-m", "zeroshard.doctor.cpu_load"]
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            process.stdout.readline()  # until it has begun
+        yield
+
+
+def work() -> None:
+    """Compute until nobody listens any more."""
+    torch.set_num_threads(1)
+    a, b = torch.randn(4 * WIDTH, WIDTH), torch.randn(WIDTH, 4 * WIDTH)
+    far, there = torch.zeros(FAR), torch.zeros(FAR)
+    print("begun", flush=True)
+    with torch.no_grad():
+        while _wanted():
+            for _ in range(8):
+                (a @ b).relu_()
+            there.copy_(far).add_(1.0)
+
+
+def _wanted() -> bool:
+    """Whether the one who asked for company is still there."""
+    return not select.select([sys.stdin], [], [], 0)[0]
+
+
+if __name__ == "__main__":
+    work()

@@ -1,0 +1,449 @@
+"""The hardware that a plan is made for: what one device can do, what its links carry, and how many devices there are.
+
+Every number is a rate that can really be had. A preset has it from the vendor's peak and a stated efficiency
+(`devices.toml`), a profile of `zeroshard doctor` has it measured, a file of the user has it as the user says.
+
+[Note: what leaves a node] Devices of one node share its network. Of a group that leaves the node, a ring sends one
+stream through it, and groups that stand side by side (stride s) send one each; where every rank sends to every other
+(an exchange everywhere, a gather between CPUs), each of the group's p ranks in the node sends to the N - p outside.
+"""
+
+import math
+import tomllib
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from zeroshard.errors import ConfigError, PlanError
+from zeroshard.pipeline.cluster import format_size, parse_size
+
+Operation = Literal["gather", "exchange", "send"]
+UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves, by those of its states: they, read and written, 2 + 2 beside
+OPERATIONS: tuple[Operation, ...] = ("gather", "exchange", "send")
+DTYPES = ("fp32", "bf16", "fp16")
+ROUNDS = {"cpu": 1, "cuda": 512, "xpu": 512}  # bytes; multiples of 512 from torch's caching allocators for devices
+EXAMPLE = 'device = "A100-80", nodes = 4, per_node = 8, inside_gbps = 1800, between_gbps = 400, host_memory = "1024GiB"'
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Measured times by size.
+
+    Attributes:
+        points: (bytes, seconds), sizes ascending, one or more.
+
+    Raises:
+        ConfigError: no points, sizes that do not ascend, or a number out of range.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [nbytes for nbytes, _ in self.points]
+        if not sizes or any(a >= b for a, b in pairwise(sizes)):
+            raise ConfigError(f"The sizes of a table are {sizes}; they must ascend, and there must be one or more.")
+        if sizes[0] <= 0 or not all(0 < number < math.inf for point in self.points for number in point):
+            raise ConfigError(
+                f"A table has the points {self.points}; bytes and seconds must be more than 0 and finite."
+            )
+
+    def seconds(self, nbytes: float) -> float:
+        """Linear between points, proportional beyond the last, the first point's time below the first."""
+        at = bisect_left(self.points, (nbytes, 0.0))
+        if at == 0:
+            return self.points[0][1]
+        below, seconds = self.points[at - 1]
+        if at == len(self.points):
+            return seconds * nbytes / below
+        above, longer = self.points[at]
+        return seconds + (longer - seconds) * (nbytes - below) / (above - below)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, with rates that can really be had.
+
+    Attributes:
+        name: what people call it.
+        kind: "cpu", or the type of an accelerator by torch's name ("cuda" for ROCm too).
+        memory_bytes: all of its memory (of a rank on CPUs: its share of the host's).
+        matrix_flops: matrix products' FLOP/s by dtype ("fp32", "bf16", "fp16"); a dtype left out runs as fp32.
+        memory_bandwidth: bytes/s, read and written together.
+        launch_seconds: what the smallest operation takes.
+        overhead_bytes: of `memory_bytes`, what no tensor can use: context and libraries.
+        host_link: bytes/s from and to host memory, each way; None where the device is the host.
+        source: where the numbers are from, in one sentence.
+
+    Raises:
+        ConfigError: a number out of range, or an unknown kind or dtype.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    matrix_flops: Mapping[str, float]
+    memory_bandwidth: float
+    launch_seconds: float
+    overhead_bytes: int = 0
+    host_link: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROUNDS:
+            raise ConfigError(f"{self.name}: kind is {self.kind!r}; it must be one of {', '.join(ROUNDS)}.")
+        if "fp32" not in self.matrix_flops or not set(self.matrix_flops) <= set(DTYPES):
+            found = ", ".join(self.matrix_flops) or "nothing"
+            raise ConfigError(f"{self.name}: rates are there for {found}; give fp32, and bf16 and fp16 if they differ.")
+        rates = {"memory_bandwidth": self.memory_bandwidth, **self.matrix_flops}
+        if self.host_link is not None:
+            rates["host_link"] = self.host_link
+        for name, rate in rates.items():
+            if not 0 < rate < math.inf:
+                raise ConfigError(f"{self.name}: {name} is {rate}; it must be more than 0 and finite.")
+        if not 0 <= self.launch_seconds < math.inf:
+            raise ConfigError(f"{self.name}: launch_seconds is {self.launch_seconds}; it must be 0 or more and finite.")
+        if not 0 <= self.overhead_bytes < self.memory_bytes:
+            sizes = f"{self.overhead_bytes:,} of {self.memory_bytes:,} bytes"
+            raise ConfigError(f"{self.name}: overhead takes {sizes}; some memory must be left for tensors.")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What tensors can use."""
+        return self.memory_bytes - self.overhead_bytes
+
+    @property
+    def rounds(self) -> int:
+        """Bytes to whose multiples an allocation is rounded up."""
+        return ROUNDS[self.kind]
+
+    def op_seconds(self, flops: float, nbytes: float, dtype_name: str = "fp32") -> float:
+        """Time of one operation by the roofline model.
+
+        Args:
+            flops: of its matrix products.
+            nbytes: that it reads and writes.
+            dtype_name: "fp32", "bf16" or "fp16".
+        """
+        rate = self.matrix_flops.get(dtype_name, self.matrix_flops["fp32"])
+        work = max(flops / rate, nbytes / self.memory_bandwidth)
+        if self.kind != "cpu":  # the host is ahead, unless operations are shorter than their launch
+            return max(work, self.launch_seconds)
+        return work + self.launch_seconds
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries the collectives between devices: a rate and a latency, or times measured per operation.
+
+    Attributes:
+        bandwidth: bytes/s that one device sends while it receives as much.
+        latency: seconds of one message, or of one step of a ring.
+        tables: by operation, seconds by the bytes that one rank sends; where there is one it goes before the rate.
+
+    Raises:
+        ConfigError: a number out of range, or neither a rate nor all tables.
+    """
+
+    bandwidth: float | None = None
+    latency: float = 0.0
+    tables: Mapping[str, Table] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is None and any(operation not in self.tables for operation in OPERATIONS):
+            found = ", ".join(self.tables) or "nothing"
+            raise ConfigError(f"A link has times for {found}; it needs {', '.join(OPERATIONS)}, or a bandwidth.")
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ConfigError(f"A link has {self.bandwidth} bytes/s; it must have more than 0.")
+        if not 0 <= self.latency < math.inf:
+            raise ConfigError(f"The latency of a link is {self.latency} s; it must be 0 or more and finite.")
+
+    def seconds(self, operation: Operation, nbytes: float, ranks: int = 2) -> float:
+        """Time of one collective.
+
+        Args:
+            operation: "gather", "exchange" (with the sum) or "send".
+            nbytes: of the whole buffer [N*S], of which each rank sends (N-1)/N; of the message for "send".
+            ranks: N, the size of the group; nothing is sent in a group of one.
+        """
+        if ranks < 2:
+            return 0.0
+        steps = 1 if operation == "send" else ranks - 1
+        sent = nbytes if operation == "send" else nbytes * (ranks - 1) / ranks
+        if operation in self.tables:
+            return self.tables[operation].seconds(sent)
+        assert self.bandwidth is not None
+        return steps * self.latency + sent / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Equal devices in equal nodes; ranks fill one node after the other.
+
+    Attributes:
+        device: each of them.
+        count: all devices.
+        per_node: devices in one node.
+        inside: the link of devices of one node, each with its own.
+        between: the link of one node to the others, which its devices share.
+        host_memory: bytes of one node's host memory; None is no limit.
+        here: whether these are the CPUs of this machine, on which a step can be tried out.
+        host_bandwidth: bytes/s of one node's host memory, read and written, which its devices share; assumed if None.
+        disk_bandwidth: bytes/s of one node's disk, half of them read and half written; assumed if None.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    device: Device
+    count: int
+    per_node: int
+    inside: Link
+    between: Link
+    host_memory: int | None = None
+    here: bool = False
+    host_bandwidth: float | None = None
+    disk_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        if self.host_memory is not None and self.host_memory < 1:
+            raise ConfigError(f"host_memory is {self.host_memory}; it must be 1 or more, or absent for no limit.")
+
+    @classmethod
+    def of(cls, name: str, count: int, per_node: int | None = None, between_gbps: float | None = None) -> "Machines":
+        """Devices of a preset, with the links that such machines come with.
+
+        Args:
+            between_gbps: of one node, in gigabits (10^9) per second and direction.
+
+        Raises:
+            PlanError: no such preset.
+        """
+        entry, shared = _entry(name), _presets()
+        assumed, efficiency = shared["assumed"], shared["efficiency"]["link"]
+        gbps = between_gbps or entry.get("between_gbps", assumed["between_gbps"])
+        return cls(
+            preset(name),
+            count,
+            per_node or assumed["per_node"],
+            Link(entry["inside_gbytes"] * 1e9 * efficiency, assumed["inside_latency"]),
+            Link(gbps * 1e9 / 8 * efficiency, assumed["between_latency"]),
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "Machines":
+        """Read a TOML file: a device (the name of a preset, or a table of its own), nodes, and links.
+
+        Links are given as rates that can really be had, in gigabits (10^9) per second and direction.
+
+        Raises:
+            ConfigError: the file cannot be read, or describes no machines.
+        """
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"The file {path} cannot be read ({error.strerror}); name one that can.") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}; correct it there.") from error
+        try:
+            return _machines(table)
+        except (ConfigError, PlanError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @property
+    def nodes(self) -> int:
+        """Nodes, the last of which may be partly used."""
+        return -(-self.count // self.per_node)
+
+    def leaves(self, ranks: int, stride: int = 1) -> bool:
+        """Whether some group of `ranks` ranks, each `stride` after the one before, has members on several nodes.
+
+        Groups are those into which all ranks fall: blocks of ranks·stride ranks with `stride` groups in each.
+        """
+        block = ranks * stride
+        return ranks > 1 and self.count > self.per_node and (block > self.per_node or self.per_node % block != 0)
+
+    def link(self, ranks: int, stride: int = 1) -> Link:
+        """The link that the slowest of such groups uses."""
+        return self.between if self.leaves(ranks, stride) else self.inside
+
+    def wire_seconds(self, operation: Operation, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of one collective, while the groups beside it do the same (see the note on what leaves a node).
+
+        Args:
+            operation: "gather", "exchange" (with the sum) or "send" (to the rank `stride` further; `ranks` is then 2,
+                or as many stages as there are, for the slowest of their links).
+            nbytes: of the whole buffer [N*S], of which each rank sends (N-1)/N; of the message for "send".
+            ranks: N, the size of the group.
+            stride: the distance of its ranks.
+        """
+        if not self.leaves(ranks, stride):
+            return self.inside.seconds(operation, nbytes, ranks)
+        beside = min(stride, self.per_node)
+        members = min(ranks - 1, max(1, self.per_node // stride))
+        pairwise = operation == "exchange" or (operation == "gather" and self.device.kind == "cpu")
+        load = beside * (members * (ranks - members) / (ranks - 1) if pairwise else 1)
+        within = self.inside.seconds(operation, nbytes, ranks) if members > 1 and operation != "send" else 0.0
+        return max(within, self.between.seconds(operation, nbytes * load, ranks))
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes/s of host memory, read and written, for each device: on CPUs it is the device's own memory."""
+        if self.device.kind == "cpu":
+            return self.device.memory_bandwidth
+        whole = self.host_bandwidth or 1e9 * _presets()["assumed"]["host_memory_gbytes"]
+        return float(whole / min(self.count, self.per_node))
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """Time of a copy between a device and its host's memory, while one goes the other way."""
+        if self.device.kind == "cpu":
+            return 2 * nbytes / self.host_rate
+        return float(nbytes / (self.device.host_link or 1e9 * _presets()["assumed"]["host_gbytes"]))
+
+    def update_seconds(self, nbytes: float) -> float:
+        """Time of an update on the host that goes through so many bytes of states."""
+        return UPDATE_TRAFFIC * nbytes / self.host_rate
+
+    def disk_seconds(self, nbytes: float) -> float:
+        """Time in which so many bytes of states come from the disk and go back."""
+        whole = self.disk_bandwidth or 1e9 * _presets()["assumed"]["disk_gbytes"]
+        return float(2 * nbytes * min(self.count, self.per_node) / whole)
+
+    def __str__(self) -> str:
+        nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.count} x {self.device.name} ({format_size(self.device.memory_bytes)}){nodes}"
+
+
+def preset_names() -> list[str]:
+    """The names of the built-in devices."""
+    return list(_presets()["device"])
+
+
+def preset(name: str) -> Device:
+    """A built-in device; case and spaces in its name do not matter.
+
+    Raises:
+        PlanError: no such preset.
+    """
+    entry, shared = _entry(name), _presets()
+    efficiency, assumed = shared["efficiency"], shared["assumed"]
+    share = f"{efficiency['matrix']:.0%} of the matrix rate and {efficiency['memory']:.0%} of the memory's are assumed"
+    return Device(
+        name=entry["name"],
+        kind="cuda",
+        memory_bytes=parse_size(entry["memory"]),
+        matrix_flops={dtype: 1e12 * t * efficiency["matrix"] for dtype, t in entry["peak_tflops"].items()},
+        memory_bandwidth=1e9 * entry["memory_gbytes"] * efficiency["memory"],
+        launch_seconds=assumed["launch_seconds"],
+        overhead_bytes=parse_size(assumed["overhead"]),
+        host_link=1e9 * entry["host_gbytes"] * efficiency["host"],
+        source=f"{entry['source']}; {share}.",
+    )
+
+
+@cache
+def _presets() -> dict[str, Any]:
+    return tomllib.loads(files("zeroshard.doctor").joinpath("devices.toml").read_text(encoding="utf-8"))
+
+
+def _entry(name: str) -> dict[str, Any]:
+    devices = {_plain(known): {"name": known, **entry} for known, entry in _presets()["device"].items()}
+    if _plain(name) in devices:
+        return devices[_plain(name)]
+    near = [entry["name"] for plain, entry in devices.items() if _plain(name) and _plain(name) in plain]
+    near = near or [devices[found]["name"] for found in get_close_matches(_plain(name), devices, cutoff=0.5)]
+    meant = f"did you mean {' or '.join(near)}?" if near else f"the devices are {', '.join(preset_names())}."
+    raise PlanError(f"There is no device {name!r}; {meant} Others can be described in a file.")
+
+
+def _plain(name: str) -> str:
+    return "".join(name.split()).casefold()
+
+
+def _machines(table: Mapping[str, Any]) -> Machines:
+    keys = ("device", "nodes", "per_node", "inside_gbps", "between_gbps", "host_memory", "host_memory_gbytes")
+    _refuse_unknown(table, keys, "a description of machines", EXAMPLE)
+    if "device" not in table:
+        raise ConfigError(f"there is no device; write {EXAMPLE}.")
+    described = table["device"]
+    nodes, per_node = _whole(table, "nodes"), _whole(table, "per_node")
+    inside, between = _link(table, "inside_gbps", per_node > 1), _link(table, "between_gbps", nodes > 1)
+    if isinstance(described, str):
+        standard = Machines.of(described, nodes * per_node, per_node)
+        device, inside, between = standard.device, inside or standard.inside, between or standard.between
+    elif isinstance(described, dict):
+        device = _device(described)
+    else:
+        raise ConfigError(f"device is {described!r}; it must be a name, such as {preset_names()[0]!r}, or a table.")
+    for name, link, others in (("inside_gbps", inside, per_node > 1), ("between_gbps", between, nodes > 1)):
+        if others and link is None:
+            raise ConfigError(f"{name} is missing, and there is more than one to link; give it in gigabits per second.")
+    memory = parse_size(table["host_memory"]) if "host_memory" in table else None
+    bandwidth = _number(table, "host_memory_gbytes")
+    nowhere = Link(math.inf)
+    host = None if bandwidth is None else 1e9 * bandwidth
+    inside, between = inside or nowhere, between or nowhere
+    return Machines(device, nodes * per_node, per_node, inside, between, memory, host_bandwidth=host)
+
+
+def _device(table: Mapping[str, Any]) -> Device:
+    example = 'name = "mine", kind = "cuda", memory = "24GiB", tflops = { fp32 = 20, bf16 = 80 }, memory_gbytes = 800'
+    keys = ("name", "kind", "memory", "overhead", "tflops", "memory_gbytes", "host_gbytes", "launch_us")
+    _refuse_unknown(table, keys, "a device", example)
+    for key in ("memory", "tflops", "memory_gbytes"):
+        if key not in table:
+            raise ConfigError(f"the device has no {key}; write {example}.")
+    if not isinstance(table["tflops"], dict):
+        raise ConfigError(f"tflops is {table['tflops']!r}; it must be a table, such as {{ fp32 = 20, bf16 = 80 }}.")
+    host, launch = _number(table, "host_gbytes"), _number(table, "launch_us")
+    kind = table.get("kind", "cuda")
+    assumed = _presets()["assumed"]
+    return Device(
+        name=str(table.get("name", "own device")),
+        kind=kind,
+        memory_bytes=parse_size(table["memory"]),
+        matrix_flops={dtype: 1e12 * (_number(table["tflops"], dtype) or 0.0) for dtype in table["tflops"]},
+        memory_bandwidth=1e9 * (_number(table, "memory_gbytes") or 0.0),
+        launch_seconds=assumed["launch_seconds"] if launch is None else 1e-6 * launch,
+        overhead_bytes=parse_size(table.get("overhead", assumed["overhead"] if kind != "cpu" else 0)),
+        host_link=None if host is None else 1e9 * host,
+        source="As the file says.",
+    )
+
+
+def _link(table: Mapping[str, Any], key: str, needed: bool) -> Link | None:
+    gbps = _number(table, key)
+    latency = _presets()["assumed"][key.replace("gbps", "latency")]
+    return None if gbps is None or not needed else Link(gbps * 1e9 / 8, latency)
+
+
+def _refuse_unknown(table: Mapping[str, Any], keys: tuple[str, ...], what: str, example: str) -> None:
+    unknown = [key for key in table if key not in keys]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no key of {what}; write {example}.")
+
+
+def _number(table: Mapping[str, Any], key: str) -> float | None:
+    """The number under a key, more than 0; None where there is none."""
+    number = table.get(key)
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+        raise ConfigError(f"{key} is {number!r}; it must be a number of more than 0, and finite.")
+    return number
+
+
+def _whole(table: Mapping[str, Any], key: str) -> int:
+    """The whole number under a key; 1 where there is none."""
+    number = table.get(key, 1)
+    if type(number) is not int or number < 1:
+        raise ConfigError(f"{key} is {number!r}; it must be a whole number of 1 or more.")
+    return number

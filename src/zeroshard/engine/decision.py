@@ -1,0 +1,71 @@
+"""What becomes of a step, from its gradient norm: clipped, skipped because of an overflow, or refused."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from zeroshard.checkpoint.facts import plain, setting
+from zeroshard.parts.steps import Verdict
+from zeroshard.plan import Plan
+from zeroshard.precision.loss_scaling import LossScaler
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class Judge:
+    """Decides from the same numbers on every rank.
+
+    Attributes:
+        clip: for the next step alone, a limit and the norm that it limits, set by `clip_grad_norm`.
+        last: the verdict on the last update; None before the first.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.scaler = _scaler(plan)
+        self.clip: tuple[float, float] | None = None
+        self.last: Verdict | None = None
+        # Stages that do not wait for each other clip alone, and keep the whole norm within the limit.
+        self._shares = plan.pipeline.stages if plan.streams else 1
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def state(self) -> list[Any] | None:
+        """The last update, for a checkpoint: its norm, and whether it was skipped and is not counted yet."""
+        return None if self.last is None else [plain(self.last.norm), self.last.skip and self._plan.streams]
+
+    def load(self, state: list[Any] | None) -> None:
+        """Go on from `state()`: a stage that has not updated yet in a step shows its last update."""
+        self.last = None if state is None else Verdict(setting(state[0]), 1.0, state[1] and self._plan.streams, 1.0)
+
+    def judge(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
+        """The verdict on gradients whose norm, loss scale included, is `scaled_norm`.
+
+        Args:
+            refuse: raises for what is not finite, where the plan says so.
+            sound: whether all losses are finite, on all ranks.
+        """
+        scale = self.scale
+        norm = scaled_norm / scale
+        finite = math.isfinite(norm) and sound
+        if not finite and not self.scaler and self._plan.nonfinite == "raise":
+            refuse(norm)
+        skip = not finite and (self.scaler is not None or self._plan.nonfinite == "skip")
+        limit, limited = self.clip or (self._plan.clip_norm, norm)
+        factor = 1.0
+        if limit is not None:
+            factor = min(1.0, limit / math.sqrt(self._shares) / (limited + CLIP_EPSILON))
+        self.clip = None
+        if self.scaler:
+            self.scaler.update(overflow=not finite)
+        self.last = Verdict(norm, scale, skip, factor / scale)
+        return self.last
+
+
+def _scaler(plan: Plan) -> LossScaler | None:
+    if not plan.scales_loss:
+        return None
+    return LossScaler.of(plan.loss_scaling)

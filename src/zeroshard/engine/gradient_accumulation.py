@@ -1,0 +1,123 @@
+"""Gradient accumulation: the steps of a model that is in one stage, as lists of actions."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.traffic import Purpose
+from zeroshard.engine.build import Assembly
+from zeroshard.parts.batch import microbatches
+from zeroshard.parts.steps import Backwards, Run
+from zeroshard.precision.call import call
+from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
+from zeroshard.schedule.run import Interpreter
+
+
+class OneStage:
+    """Steps over all microbatches of a rank; a `parts.steps.Order`.
+
+    Args:
+        pipeline: the lists of one stage.
+        run: a forward, to its loss.
+        backward: of a loss.
+        update: with what the backwards added up.
+
+    Attributes:
+        actions: this rank's list.
+        interpreter: of the actions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        assembly: Assembly,
+        pipeline: PipelineSchedule,
+        backwards: Backwards,
+        run: Run,
+        backward: Callable[[torch.Tensor], None],
+        update: Callable[[], None],
+    ) -> None:
+        self._model, self._mesh, self._gatherer, self._backwards = model, mesh, assembly.gatherer, backwards
+        self._run, self._backward, self._update = run, backward, update
+        self._units = range(len(assembly.parts.units))
+        self.actions: Schedule = assembly.gatherer.lower(pipeline.step(0))
+        verify([self.actions])
+        self._reduced = {action.microbatch for action in self.actions if action.kind is Kind.REDUCE}
+        self._count, self._parts = pipeline.microbatches, list[Any]()
+        self._losses: dict[int, torch.Tensor] = {}
+        self._mean = torch.zeros(())
+        handlers = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backwards_of,
+            Kind.GATHER: self._gather,
+            Kind.FREE: self._free,
+            Kind.REDUCE: self._reduce,
+            Kind.UPDATE: self._update_all,
+        }
+        self.interpreter = Interpreter(handlers, mesh.now)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One step on this rank's batch; the mean loss of its microbatches."""
+        self._parts = microbatches(batch, self._count)
+        self._mean = torch.zeros((), device=self._mesh.device)
+        self._losses.clear()
+        try:
+            self.interpreter.run(self.actions)
+        finally:
+            self._parts = []
+        return self._mean
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model returns."""
+        return call(self._model, *args, **kwargs)
+
+    def flush(self) -> None:
+        """Nothing is in flight."""
+
+    def reloaded(self) -> None:
+        """No other stage has them."""
+
+    def gathers(self, unit: int) -> int:
+        """For each forward and each backward."""
+        return 2 * self._count
+
+    def planned_messages(self) -> dict[Purpose, int]:
+        """There are no other stages."""
+        return {}
+
+    def _forward(self, action: Action) -> None:
+        start, number = self.interpreter.now(), _number(action)
+        self._losses[number] = self._run(self._parts[number]) / len(self._parts)
+        self.interpreter.note(action, start)
+
+    def _backwards_of(self, action: Action) -> None:
+        start, number = self.interpreter.now(), _number(action)
+        loss = self._losses.pop(number)
+        self._mean += loss.detach().to(self._mean.device)
+        with nullcontext() if number in self._reduced else self._backwards.local():
+            self._backward(loss)
+        self.interpreter.note(action, start)
+
+    def _gather(self, action: Action) -> None:
+        self._gatherer.gather(self._units)
+
+    def _free(self, action: Action) -> None:
+        self._gatherer.free(self._units)
+
+    def _reduce(self, action: Action) -> None:
+        """The backward has reduced each unit as soon as its gradients were complete."""
+
+    def _update_all(self, action: Action) -> None:
+        start = self.interpreter.now()
+        self._update()
+        self.interpreter.note(action, start)
+
+
+def _number(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch

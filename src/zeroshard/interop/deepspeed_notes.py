@@ -1,0 +1,61 @@
+"""What a DeepSpeed configuration comes to, with a note on every key."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.interop.deepspeed_keys import Fate
+from zeroshard.plan import Plan
+
+SET_ASIDE = ("not supported", "left open")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What became of one key.
+
+    Attributes:
+        key: its path, such as "zero_optimization.stage".
+        value: its value; None for a key that is not there and whose default counts.
+        fate: "kept", "needs nothing", "not supported" or "left open".
+        text: where it went, why, or the way out.
+    """
+
+    key: str
+    value: Any
+    fate: Fate
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {json.dumps(self.value, default=str)}: {self.fate}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class FromDeepSpeed:
+    """What a DeepSpeed configuration comes to here; printed, it lists what became of every key.
+
+    Attributes:
+        plan: for the engine.
+        optimizer: for the engine, a function of the parameters; None where the configuration names none.
+        scheduler: makes the learning-rate schedule of `engine.optimizer`; None where there is none.
+        rows: rows of data that each rank gives to one `train_step`: `train_micro_batch_size_per_gpu` times
+            `gradient_accumulation_steps`; None where the configuration leaves it open.
+        notes: what became of each key.
+    """
+
+    plan: Plan
+    optimizer: Callable[..., torch.optim.Optimizer] | None
+    scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None
+    rows: int | None
+    notes: tuple[Note, ...]
+
+    @property
+    def set_aside(self) -> tuple[Note, ...]:
+        """What the warning lists: keys without an effect here, and those left open."""
+        return tuple(note for note in self.notes if note.fate in SET_ASIDE)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.notes))

@@ -1,0 +1,408 @@
+"""Links between tiers: copies and host jobs as tasks, which run beside the main thread.
+
+Whoever needs the result of a task waits for it, and only then; when it really runs is the executor's choice. So a
+wait that is missing is a wrong number under `Latest` or `Shuffled`, on any machine, and not now and then on a GPU.
+
+[Note: a copy in flight] From `copy` until its `wait` returns, the source may be neither changed nor freed, and the
+destination not read. Tasks hold both.
+
+[Note: exposed seconds] What the main thread stood still for a task. Where it waited for a chain (an update that waited
+for its gradients), each link of the chain gets the part in which it ran.
+"""
+
+import random
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from zeroshard.comm.traffic import COMPUTE, LANES, Count, Purpose
+from zeroshard.errors import OffloadError
+from zeroshard.platform import accelerator
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a task ran, or the main thread computed (cause `COMPUTE`), in seconds of the link's clock."""
+
+    label: str
+    cause: str
+    start: float
+    end: float
+
+
+class Task:
+    """A copy between tiers, or a job of the host.
+
+    Attributes:
+        cause: a `Purpose`, `UPDATE`, or `DISK` (an update of what lives on the disk).
+        nbytes: moved, or gone through.
+        after: tasks that must have run before.
+        done: whether it has run (on a GPU: was handed to its stream).
+        start: when it ran, in seconds of the link's clock.
+        end: likewise.
+    """
+
+    __slots__ = ("after", "cause", "copies", "done", "end", "error", "event", "label", "link", "nbytes", "ready",
+                 "signal", "start", "work")  # fmt: skip
+
+    def __init__(
+        self, link: "Link", work: Callable[[], None], cause: str, label: str, nbytes: int, after: Sequence["Task"]
+    ) -> None:
+        self.link, self.cause, self.label, self.nbytes = link, cause, label, nbytes
+        self.work: Callable[[], None] | None = work
+        self.done, self.copies = False, False
+        self.after = [task for task in after if task.matters]
+        self.error: BaseException | None = None
+        self.signal: threading.Event | None = None
+        self.event: torch.Event | None = None
+        self.ready: torch.Event | None = None
+        self.start = self.end = 0.0
+
+    @property
+    def matters(self) -> bool:
+        """Whether what comes after it must still look at it: it has not run, or failed, or ends later on some clock."""
+        return not self.done or self.event is not None or self.error is not None or self.end > self.link.now()
+
+    @property
+    def lane(self) -> str:
+        """What runs one after the other."""
+        return LANES[self.cause]
+
+    def wait(self) -> None:
+        """Return when the caller may use the result and overwrite the source.
+
+        Raises:
+            OffloadError: it failed, or does not end.
+        """
+        self.link.wait(self)
+
+    def wait_here(self) -> None:
+        """As `wait`, for results that the host itself reads or overwrites."""
+        self.link.wait(self)
+        if self.event is not None:
+            self.event.synchronize()
+
+    def run(self) -> None:
+        """Do it now; what goes wrong is kept for whoever waits."""
+        assert self.work is not None
+        self.start = self.link.now()
+        try:
+            for task in self.after:
+                if task.error is not None:
+                    raise task.error
+            self.work()
+        except BaseException as error:
+            self.error = error
+        self.end = self.link.now()
+        self.work, self.done = None, True
+        spans = self.link.spans  # once: another thread may put it away
+        if spans is not None:
+            spans.append(Span(self.label, self.cause, self.start, self.end))
+
+
+class Executor(Protocol):
+    """When tasks run."""
+
+    def begin(self, task: Task) -> None:
+        """Take a task in; it may run from now on."""
+
+    def finish(self, task: Task) -> None:
+        """Return when it has run."""
+
+
+class Eager:
+    """At once."""
+
+    def begin(self, task: Task) -> None:
+        """Run it."""
+        task.run()
+
+    def finish(self, task: Task) -> None:
+        """It has run."""
+
+
+class Latest:
+    """As late as can be: inside of the wait for it, or for what comes after it."""
+
+    def begin(self, task: Task) -> None:
+        """Nothing yet."""
+
+    def finish(self, task: Task) -> None:
+        """Run what it needs, then itself."""
+        for before in task.after:
+            self.finish(before)
+        if not task.done:
+            task.run()
+
+
+class Shuffled:
+    """In an order drawn from a seed, some at every occasion."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._pending: list[Task] = []
+
+    def begin(self, task: Task) -> None:
+        """Keep it, and run some that wait."""
+        self._pending.append(task)
+        self._run_some()
+
+    def finish(self, task: Task) -> None:
+        """Run some until it has run."""
+        while not task.done:
+            self._run_some(least=1)
+
+    def _run_some(self, least: int = 0) -> None:
+        for _ in range(self._random.randint(least, 2)):
+            ready = [task for task in self._pending if all(before.done for before in task.after)]
+            if ready:
+                task = self._random.choice(ready)
+                self._pending.remove(task)
+                task.run()
+
+
+class Worker:
+    """Jobs on threads of the host, one per lane, each in the order in which they came; copies at once, if they can.
+
+    On a GPU a copy is handed to the stream of its lane, and whoever waits lets the current stream wait for it.
+
+    Args:
+        device: of the upper tier.
+        timeout: seconds that a wait may take.
+    """
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        self._device, self._timeout = device, timeout
+        self._streams = {lane: accelerator.new_stream(device) for lane in ("down", "up")}  # once: pools grow per stream
+        self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        weakref.finalize(self, _end, self._queues)
+
+    def begin(self, task: Task) -> None:
+        """Run it here, hand it to its stream, or to its thread."""
+        if task.copies:
+            task.ready = accelerator.record(self._device)
+        if task.copies and all(before.done for before in task.after):
+            _carry_out(task, self._streams)
+            return
+        queue = self._queues.get(task.lane)
+        if queue is None:
+            queue = self._queues[task.lane] = SimpleQueue()
+            name = f"zeroshard {task.lane}"
+            threading.Thread(target=_serve, args=(queue, self._streams), name=name, daemon=True).start()
+        task.signal = threading.Event()
+        queue.put(task)
+
+    def finish(self, task: Task) -> None:
+        """Wait for the thread; on a GPU let the current stream wait."""
+        if task.signal is not None and not task.signal.wait(self._timeout):
+            raise OffloadError(
+                f"{task.cause} of {task.label} has not ended for {self._timeout:g} s. If the host or its disk is only "
+                f"slow, raise timeout."
+            )
+        if task.event is not None:
+            before = accelerator.record(self._device, timed=True)
+            accelerator.wait_in_stream(self._device, task.event)
+            after = accelerator.record(self._device, timed=True)
+            assert before is not None and after is not None
+            task.link.stalls.append((task.cause, before, after))
+
+
+def _carry_out(task: Task, streams: Mapping[str, torch.Stream | None]) -> None:
+    stream = streams.get(task.lane) if task.copies else None
+    for before in task.after:
+        if before.signal is not None:
+            before.signal.wait()
+        if before.event is not None and stream is None:
+            before.event.synchronize()
+    if stream is None:
+        task.run()
+        return
+    with accelerator.inside(stream):
+        assert task.ready is not None
+        stream.wait_event(task.ready)
+        task.run()
+        task.event = stream.record_event()
+
+
+def _serve(queue: "SimpleQueue[Task | None]", streams: Mapping[str, torch.Stream | None]) -> None:
+    while (task := queue.get()) is not None:
+        _carry_out(task, streams)
+        assert task.signal is not None
+        task.signal.set()
+        del task  # or it would live until the next one comes
+
+
+def _end(queues: "Mapping[str, SimpleQueue[Task | None]]") -> None:
+    for queue in queues.values():
+        queue.put(None)
+
+
+class VirtualClock(Protocol):
+    """Time that passes when somebody says so."""
+
+    now: float
+
+    def spend(self, seconds: float, cause: str | None = None) -> None:
+        """Let time pass."""
+
+    def standing(self) -> AbstractContextManager[None]:
+        """Let no time pass inside."""
+
+
+class Modelled:
+    """At once, on a clock of its own: each lane takes the seconds that are told, and a wait lasts for what is left.
+
+    Args:
+        clock: which operations of the main thread let go on.
+        seconds: that a task takes.
+    """
+
+    def __init__(self, clock: VirtualClock, seconds: Callable[[Task], float]) -> None:
+        self._clock, self._seconds = clock, seconds
+        self._free: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self, task: Task) -> None:
+        """Run it, and let its lane be busy for as long as it would take."""
+        with self._clock.standing():
+            task.run()
+        task.start = max([self._clock.now, self._free[task.lane], *(before.end for before in task.after)])
+        task.end = self._free[task.lane] = task.start + self._seconds(task)
+        if task.link.spans:
+            task.link.spans[-1] = Span(task.label, task.cause, task.start, task.end)
+
+    def finish(self, task: Task) -> None:
+        """Let the time pass that is left, by what ran in it."""
+        for cause, seconds in _parts(task, self._clock.now, task.end):
+            self._clock.spend(seconds, cause)
+
+
+class Link:
+    """All copies between tiers, and all host jobs, of one engine.
+
+    Args:
+        executor: when they run.
+        now: seconds of the clock.
+
+    Attributes:
+        counts: what was copied, by purpose, since the last `reset`.
+        exposed: seconds that the main thread stood still, by cause, since the last `reset`.
+        spans: when tasks ran; None while nobody asks.
+        stalls: (cause, event before, event after) of waits on a GPU that were not yet added to `exposed`.
+    """
+
+    def __init__(self, executor: Executor, now: Callable[[], float] = time.perf_counter) -> None:
+        self.executor, self.now = executor, now
+        self.counts: dict[Purpose, Count] = {}
+        self.exposed: defaultdict[str, float] = defaultdict(float)
+        self.spans: list[Span] | None = None
+        self.stalls: list[tuple[str, torch.Event, torch.Event]] = []
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        into: torch.Tensor,
+        purpose: Purpose,
+        label: str,
+        after: Sequence[Task] = (),
+        padding: int = 0,
+    ) -> Task:
+        """Begin to copy `source` into `into`, of the same number of elements ([Note: a copy in flight]).
+
+        Args:
+            padding: how many of the elements hold nothing.
+        """
+        count = self.counts.setdefault(purpose, Count())
+        count.elements += source.numel() - padding
+        count.padding += padding
+        count.nbytes += into.nbytes
+        count.sent_nbytes += into.nbytes
+        count.calls += 1
+
+        def work() -> None:
+            into.copy_(source.view(into.shape) if source.shape != into.shape else source, non_blocking=True)
+
+        task = Task(self, work, purpose, label, into.nbytes, after)
+        task.copies = True
+        return self._begin(task)
+
+    def run(
+        self, work: Callable[[], None], cause: str, label: str, nbytes: int = 0, after: Sequence[Task] = ()
+    ) -> Task:
+        """Begin a job of the host that goes through `nbytes`."""
+        return self._begin(Task(self, work, cause, label, nbytes, after))
+
+    def wait(self, task: Task) -> None:
+        """As `task.wait()`."""
+        with self._standing(task):
+            self.executor.finish(task)
+        _forget(task)
+        if task.error is not None:
+            raise task.error
+
+    @contextmanager
+    def traced(self) -> Iterator[list[Span]]:
+        """Keep when tasks inside run, and what is noted; the list is complete when the block ends."""
+        spans: list[Span] = []
+        self.spans = spans
+        try:
+            yield spans
+        finally:
+            self.spans = None
+
+    def note(self, label: str, start: float) -> None:
+        """Enter what the main thread has computed since `start`, if anybody asks."""
+        if self.spans is not None:
+            self.spans.append(Span(label, COMPUTE, start, self.now()))
+
+    def reset(self) -> tuple[dict[Purpose, Count], dict[str, float]]:
+        """Begin to count anew; returns what was counted."""
+        waiting = []
+        for cause, before, after in self.stalls:  # on a GPU the last of them may not be over yet
+            if after.query():
+                self.exposed[cause] += before.elapsed_time(after) / 1000
+            else:
+                waiting.append((cause, before, after))
+        self.stalls = waiting
+        counts, exposed = self.counts, dict(self.exposed)
+        for purpose, count in counts.items():
+            count.seconds = exposed.get(purpose, 0.0)
+        self.counts, self.exposed = {}, defaultdict(float)
+        return counts, exposed
+
+    def _begin(self, task: Task) -> Task:
+        with self._standing(task):
+            self.executor.begin(task)
+        return task
+
+    @contextmanager
+    def _standing(self, task: Task) -> Iterator[None]:
+        """Count the time that passes inside as exposed ([Note: exposed seconds])."""
+        start = self.now()
+        yield
+        for cause, seconds in _parts(task, start, self.now()):
+            self.exposed[cause] += seconds
+
+
+def _forget(task: Task) -> None:
+    """Let go of what a task waited for, or chains would grow from step to step."""
+    before, task.after = task.after, []
+    for each in before:
+        _forget(each)
+
+
+def _parts(task: Task, start: float, end: float) -> Iterator[tuple[str, float]]:
+    """(cause, seconds) of the tasks that one waited for between `start` and `end`, which the last of them fills up."""
+    for before in task.after:
+        if before.done and before.end > start:
+            yield from _parts(before, start, min(before.end, end))
+            start = max(start, min(before.end, end))
+    if end > start:
+        yield task.cause, end - start

@@ -1,0 +1,158 @@
+"""The tiers below the device: host memory, a disk, the link to them, and which units are kept there."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from zeroshard.comm.mesh import Mesh, local_ranks
+from zeroshard.comm.traffic import Purpose
+from zeroshard.errors import ModelError, OptimizerError
+from zeroshard.memory import Disk, Room
+from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.memory.transfers import Link, Task
+from zeroshard.offload.host_adam import stands_for
+from zeroshard.offload.moments import BLOCK
+from zeroshard.offload.policy import Offload
+from zeroshard.offload.slices import Form, HostSlice, Shadows
+from zeroshard.parts.planned import Planned, below
+from zeroshard.parts.weights import Weights
+from zeroshard.units import Flat, Unit
+
+PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning
+SPARED = 4  # of the host memory that is free at the start, the part that shadow pages may take
+
+
+class LowerTiers:
+    """The tiers below the device of one engine; keeps slices of parameters there for `zero.weights.Sliced`.
+
+    Attributes:
+        policy: what is kept where.
+        host: its memory.
+        link: to it.
+        disk: where states live, if not in host memory.
+        shadows: pages for updates that may have to be undone.
+        ranks: that slice among themselves.
+        brings: as what slices of parameters are moved for each use.
+        adam: whether the host's own Adam takes the place of the user's optimizer.
+    """
+
+    brings: tuple[Purpose, ...] = (Purpose.PARAMETERS_UP,)
+
+    def __init__(
+        self, policy: Offload, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer, timeout: float
+    ) -> None:
+        self.policy, self._device, self.ranks = policy, mesh.device, mesh.ranks
+        platform = mesh.platform
+        self.host = platform.host(ledger, mesh.device)
+        self.link = Link(platform.executor(mesh.device, timeout), mesh.now)
+        self.disk: Disk | None = None
+        if policy.disk is not None:
+            self.disk = platform.disk(Path(policy.disk), ledger, timeout)
+        reason = stands_for(optimizer)
+        self.adam = reason is None
+        wanted = policy.for_adam
+        self._needs_adam = f"{wanted[0]} is for the host's own Adam" if wanted else None
+        if reason is not None and wanted:
+            name = wanted[0].partition("=")[0]
+            raise OptimizerError(
+                f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {name} out."
+            )
+        spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
+        self.shadows = Shadows(self.host, spare // SPARED if policy.speculate else 0)
+
+    def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
+        """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""
+        tier = self.disk if self.policy.disk_parameters and self.disk is not None else self.host
+        return tier.slab(numel, dtype, Category.PARAMETERS, label, padding)
+
+    def bring(self, weights: Weights, into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
+        """Start to copy a slice of parameters into its part of the gathered buffer, after its update."""
+        after, weights.update = [] if weights.update is None else [weights.update], None
+        index = weights.flat.index
+        padding = index.padding_in(*index.interval(weights.rank))
+        evaluates = purpose is Purpose.GATHER_TO_EVALUATE
+        up = Purpose.PARAMETERS_UP_TO_EVALUATE if evaluates else Purpose.PARAMETERS_UP
+        return into, self.link.copy(weights.own, into, up, weights.flat.label, after, padding)
+
+    def planned(self, weights: Weights) -> Planned:
+        """A slice of parameters on the host or the disk."""
+        index, tier = weights.flat.index, "disk" if self.policy.disk_parameters else "host"
+        return below(index, tier, Category.PARAMETERS, index.slice_numel * weights.flat.dtype.itemsize)
+
+    def check_room(
+        self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int, adds: bool
+    ) -> None:
+        """Refuse what host memory cannot hold, before any of it is taken.
+
+        Args:
+            going: the numbers of the units that are kept below.
+            compute: the dtype of computation; None is each parameter's own.
+            states: bytes of optimizer states per element.
+            adds: whether gradients of several microbatches add up.
+
+        Raises:
+            BudgetExceeded: with what is needed and what there is. ModelError: parameters that the plan's host Adam
+                does not update.
+        """
+        policy, ranks, nbytes, on_disk = self.policy, self.ranks, 0, 0
+        gradients = 2 if policy.delayed_update else 1
+        for unit in units:
+            for name, parameter in unit.parameters.items() if unit.number in going else ():
+                size = (compute or parameter.dtype).itemsize
+                if self._needs_adam is not None and parameter.requires_grad and size > 4:
+                    raise ModelError(
+                        f"{self._needs_adam}, which updates parameters of 32 bits or fewer, and '{name}' is "
+                        f"{parameter.dtype}. Convert the model by model.float(), or leave that setting out."
+                    )
+                each = (max(size, 4) if adds else size) * gradients + (
+                    size if policy.parameters and not policy.disk_parameters else 0
+                )
+                kept = 4 + {"fp32": states, "bf16": 4, "8bit": 2}[policy.moments]
+                nbytes += (each + (kept if self.disk is None else 0)) * parameter.numel() // ranks
+                on_disk += kept * parameter.numel() // ranks
+        self.host.check_room(nbytes, "What is offloaded", local_ranks() or ranks)
+        if self.disk is not None and on_disk > PROBED:
+            _warn_if_slow(self.disk, on_disk)
+
+    def slice_of(self, flat: Flat, numel: int, padding: int) -> HostSlice:
+        """The home of a slice [numel] of a flat."""
+        most = numel // BLOCK + 1 + len(flat.index.entries)  # of spans, each may end in a block that is not full
+        blocks = most if self.policy.moments == "8bit" else 0
+        form = Form(numel, self.policy.moments, blocks, as_on_cpus=self._device.type == "cpu")
+        return HostSlice(self.link, self.host, form, flat.label, padding, self.disk)
+
+
+def _warn_if_slow(disk: Disk, nbytes: int) -> None:
+    """Say what reading and writing so many bytes in every step will take."""
+    read, write = disk.bandwidth()
+    seconds = nbytes / read + nbytes / write
+    if seconds > SLOW:
+        warnings.warn(
+            f"The disk at {disk.folder} reads {read / 1e9:.2g} and writes {write / 1e9:.2g} GB/s, so the optimizer's "
+            f"states ({nbytes / 2**30:.3g} GiB a rank) will take about {seconds:.0f} s of every step. Take more tokens "
+            f"per step, a faster disk, or keep fewer bytes there (offload.moments, more ranks).",
+            stacklevel=6,
+        )
+
+
+def _spare(rooms: Sequence[Room], ranks: int) -> int:
+    """Bytes of host memory that each of the machine's ranks may still take."""
+    return min((room.nbytes // (ranks if room.shared else 1) for room in rooms), default=0)
+
+
+def units_below(units: Sequence[Unit], share: float) -> set[int]:
+    """The numbers of the units that live on the host: the last ones, until they hold at least `share` of all elements.
+
+    Their gradients come first in the backward and their weights are needed last, so they have the most time. The root,
+    which the forward needs at once, is the last to go.
+    """
+    sizes = [sum(parameter.numel() for parameter in unit.parameters.values()) for unit in units]
+    root = len(units) - 1
+    chosen: set[int] = set()
+    for number in [*reversed(range(root)), root]:
+        if sum(sizes[n] for n in chosen) >= share * sum(sizes) * (1 - 1e-9):
+            break
+        chosen.add(number)
+    return chosen

@@ -1,0 +1,273 @@
+"""All updates below the device of one engine: when they run, and when the new weights come up.
+
+[Note: after the norm] A step ends when its updates are begun, in the order of the forward. The next forward waits for
+each unit's weights where it needs them. What other ranks need of a slice is published then, in one fixed order.
+
+[Note: speculation] As soon as a slice's gradient is on the host, its update can run beside the backward, on shadow
+pages, as if nothing were to be clipped or skipped. If the step's verdict is what was guessed, the pages change places;
+else they are forgotten and the update runs again. After too many wrong guesses nothing is guessed for a while.
+
+[Note: delayed update] ZeRO-Offload's one-step delay (2101.06840, section 5): after a warm-up, the update of step t runs
+beside step t+1, and its weights come up when that one ends. Everything about it (rate, decay, clipping) is step t's.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from zeroshard.comm.traffic import UPDATE, Purpose
+from zeroshard.errors import OptimizerError
+from zeroshard.memory.ledger import Arena
+from zeroshard.memory.transfers import Task
+from zeroshard.offload.host_tiers import LowerTiers
+from zeroshard.offload.slices import Form, Pages, Piece
+from zeroshard.optim.spans import SpanOptimizer
+from zeroshard.parts.late_updates import Guesses, LateUpdates
+from zeroshard.parts.weights import Weights
+
+WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong guesses among them, beyond which nothing is guessed
+
+
+@dataclass(slots=True)
+class Update:
+    """One slice's update under way.
+
+    Attributes:
+        unit: the number of the unit that it is of.
+        start: the place of the slice in the flat.
+        task: None for one that is done.
+        source: the new weights on the host.
+        staging: memory that is free again when they have come up.
+        placed: whether they are where they are used already.
+    """
+
+    weights: Weights
+    unit: int
+    start: int
+    task: Task | None
+    source: torch.Tensor
+    staging: torch.Tensor | None = None
+    placed: bool = False
+
+
+@dataclass(slots=True)
+class Speculation:
+    """An update that ran before it was known whether it should: as it was begun, and the pages that it wrote."""
+
+    update: Update
+    pieces: Sequence[Piece]
+    factor: float
+    puts: int
+    shadow: Pages
+
+
+class Speculates(Protocol):
+    """An updater whose updates may run before the verdict."""
+
+    def adopt(self) -> None:
+        """The optimizer has its spans."""
+
+    def forget(self) -> int:
+        """Drop what has run and was not taken over; how much that is."""
+
+
+class Speculations:
+    """Updates before the verdict: whether to begin one, and what becomes of its pages ([Note: speculation]).
+
+    Args:
+        scale: the loss scale of the step under way.
+    """
+
+    def __init__(self, lower: LowerTiers, scale: Callable[[], float], guesses: Guesses) -> None:
+        self._lower, self._scale, self._guesses = lower, scale, guesses
+        self._wrong: deque[bool] = deque(maxlen=WINDOW)
+
+    @property
+    def likely_factor(self) -> float:
+        """The factor on the gradients of the step under way, unless they are clipped."""
+        return 1.0 / self._scale()
+
+    def judge(self, factor: float | None) -> None:
+        """The verdict: the factor on the gradients of the step under way; None for no update."""
+        self._wrong.append(factor != self.likely_factor)
+
+    def shadow(self, form: Form) -> Pages | None:
+        """Pages for an update before the verdict; None if there should be none."""
+        policy = self._lower.policy
+        if not policy.speculate or policy.delayed_update or sum(self._wrong) > MOST_WRONG:
+            return None
+        return self._lower.shadows.take(form)
+
+    def take_over(self, update: Update, before: Pages) -> None:
+        """An update before the verdict was right; `before` are the pages that it read."""
+        before.reader = update.task
+        self._lower.shadows.give(before)
+        self._guesses.taken += 1
+
+    def undo(self, wrong: Speculation) -> None:
+        """An update before the verdict was wrong."""
+        assert wrong.update.task is not None
+        wrong.update.task.wait()
+        self._lower.shadows.give(wrong.shadow)
+        if wrong.update.staging is not None:
+            self._lower.host.give_back(wrong.update.staging)
+
+
+class HostUpdates(LateUpdates):
+    """The updates below the device.
+
+    Args:
+        scale: the loss scale of the step under way.
+        units: how many there are; the last is the root.
+        gathers: whether units are gathered for use, which waits for their updates; else the new weights of a slice are
+            published to the ranks that keep them whole.
+
+    Attributes:
+        link: to the host.
+        host: the memory in which they run.
+        arena: scratch on the device.
+        speculations: of its updates before the verdict.
+        in_place: whether parameters are kept below too, so that updates write where they are used.
+    """
+
+    def __init__(
+        self, lower: LowerTiers, optimizer: SpanOptimizer, arena: Arena, scale: Callable[[], float], units: int,
+        gathers: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(lower.link)
+        self._policy, self._optimizer, self.in_place = lower.policy, optimizer, lower.policy.parameters
+        self.link, self.host, self.arena = lower.link, lower.host, arena
+        self._root = units - 1
+        self._gathers, self._publishes = gathers, lower.ranks > 1 and not gathers
+        self._todo: list[tuple[int, Callable[[float, bool], Update]]] = []
+        self._rising: list[tuple[Update, Task]] = []
+        self._used: list[tuple[Task, torch.Tensor]] = []
+        self._late: list[Update] = []
+        self.speculations = Speculations(lower, scale, self.guesses)
+        self._adams: list[Speculates] = []
+
+    def join(self, updater: Speculates) -> None:
+        """Take in an updater whose updates may run before the verdict."""
+        if not self._adams:
+            self._optimizer.optimizer.register_load_state_dict_pre_hook(_refuse_states)
+        self._adams.append(updater)
+
+    def adopt(self) -> None:
+        """The optimizer has its spans."""
+        for updater in self._adams:
+            updater.adopt()
+
+    def tell(self, unit: int, begin: Callable[[float, bool], Update]) -> None:
+        """Let `start` begin an update of a unit, with the factor on its gradients and whether it is late."""
+        self._todo.append((self._turn(unit), begin))
+
+    def start(self, factor: float, step: int) -> None:
+        """Begin the updates of a step, with gradients times `factor`, after `step` steps before."""
+        self._commit()
+        self._tidy()
+        self.speculations.judge(factor)
+        late = self._policy.delayed_update and step >= self._policy.delayed_warmup
+        todo, self._todo = sorted(self._todo, key=lambda item: item[0]), []
+        for _, begin in todo:
+            update = begin(factor, late)
+            self._late.append(update) if late else self.rise(update)
+        self.forget()
+        if todo:
+            self._optimizer.touch()
+
+    def skip(self) -> None:
+        """Count a step without an update."""
+        self._commit()
+        self.speculations.judge(None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was guessed and not taken over."""
+        for updater in self._adams:
+            self.guesses.undone += updater.forget()
+
+    def flush(self) -> None:
+        """Have all new weights here."""
+        self._commit()
+        self.finish()
+
+    def finish(self) -> None:
+        """Have all new weights here, but for those of delayed updates."""
+        self._settle(list(self._rising))
+
+    def entering(self, root: int, trains: bool) -> None:
+        """A forward begins, which to train uses weights that may be one update old, and else the latest."""
+        if not trains:
+            self._commit()
+        if not self._gathers:
+            self.need(root)
+
+    def need(self, unit: int) -> None:
+        """Have the new weights of a unit here, and of all before it."""
+        last = self._turn(unit)
+        self._settle([item for item in self._rising if self._turn(item[0].unit) <= last])
+
+    def awaited(self, units: Iterable[int]) -> Iterable[int]:
+        """All units, if any are updated here; where they are gathered for use, that waits for their updates."""
+        return units if self._policy.optimizer and not self._gathers else ()
+
+    def rise(self, update: Update) -> None:
+        """Let new weights come to where forwards find them."""
+        weights, link, task = update.weights, self.link, update.task
+        after = [] if task is None else [task]
+        own, source, label = weights.own, update.source, weights.flat.label
+        if not update.placed:
+            if self.in_place:
+                task = link.run(lambda: _copy(own, source), UPDATE, label, own.nbytes, after)
+            else:
+                padding = weights.flat.index.padding_in(update.start, update.start + source.numel())
+                task = link.copy(source, own, Purpose.PARAMETERS_UP, label, after, padding)
+        assert task is not None
+        weights.update = task
+        self._rising.append((update, task))
+
+    def _turn(self, unit: int) -> int:
+        """The place of a unit in a forward, in which the root comes first."""
+        return 0 if unit == self._root else unit + 1
+
+    def _commit(self) -> None:
+        """Bring the weights of delayed updates up ([Note: delayed update])."""
+        for update in self._late:
+            self.rise(update)
+        self._late.clear()
+
+    def _settle(self, items: Sequence[tuple[Update, Task]]) -> None:
+        for item in items:
+            update, task = item
+            self._rising.remove(item)
+            task.wait()
+            if update.staging is not None:
+                self._used.append((task, update.staging))
+            if update.weights.update is task:
+                update.weights.update = None
+            if self._publishes:
+                update.weights.publish()
+        if self._publishes:
+            for update, _ in items:
+                update.weights.published()
+
+    def _tidy(self) -> None:
+        """Take staging back that weights came up from, which on a GPU nobody waited for until now."""
+        for task, staging in self._used:
+            task.wait_here()
+            self.host.give_back(staging)
+        self._used.clear()
+
+
+def _refuse_states(optimizer: torch.optim.Optimizer, states: Any) -> None:
+    raise OptimizerError(
+        f"load_state_dict of the {type(optimizer).__name__} was called, and its states are in the host's memory, where "
+        f"the engine updates them. Save and load them with engine.save(folder) and engine.load(folder)."
+    )
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    into.copy_(source)

@@ -1,0 +1,89 @@
+"""The server from afar: a worker's requests and the server's replies, as messages over the host's process group.
+
+One request is under way per worker: a frame (push or leave; which gradients there are) and for a push the gradients.
+The reply is a frame too, and the weights. Each worker has a thread on the server's rank that stands for it there.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import astuple
+from enum import IntEnum
+
+import torch
+
+from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.errors import CommError
+from zeroshard.parameter_server.server import Reply, Server
+from zeroshard.parameter_server.wire import Wire
+
+SERVER = 0  # the rank that has it
+WORDS = 512  # bytes of an error that are told
+
+
+class Kind(IntEnum):
+    """What a reply is."""
+
+    WEIGHTS = 0
+    WAIT = 1  # another reply follows
+    FAILURE = 2  # words follow
+
+
+def exchange(comm: Comm, wire: Wire, present: Sequence[bool] | None) -> Reply:
+    """`Server.exchange` for the worker of this rank.
+
+    Raises:
+        CommError: the run has failed elsewhere, or the server's rank is gone.
+    """
+    request = torch.tensor([present is not None, *(present or [False] * len(wire.views))])
+    sent = [comm.send(request, SERVER, Purpose.CONTROL, "request to the parameter server")]
+    if present is not None:
+        sent += [comm.send(buffer, SERVER, Purpose.REPAY_GRADIENTS, "gradients") for buffer in wire.buffers]
+    for message in sent:
+        message.wait()
+    kind, reply = Kind.WAIT, None
+    while kind is Kind.WAIT:
+        frame = torch.empty(5, dtype=torch.float64)
+        comm.receive(frame, SERVER, Purpose.CONTROL, "reply of the parameter server").wait()
+        kind = Kind(int(frame[0]))
+        reply = Reply(int(frame[1]), int(frame[2]), int(frame[3]), float(frame[4]))
+    if kind is Kind.FAILURE:
+        words = torch.empty(WORDS, dtype=torch.uint8)
+        comm.receive(words, SERVER, Purpose.CONTROL, "failure of the run").wait()
+        raise CommError(words.numpy().tobytes().decode(errors="ignore").strip())
+    for buffer in wire.buffers:
+        comm.receive(buffer, SERVER, Purpose.LEND_WEIGHTS, "weights").wait()
+    assert reply is not None
+    return reply
+
+
+def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
+    """Stand for a worker at the server until it has finished or the run has failed; a thread of its own.
+
+    Args:
+        comm: of this thread alone.
+        wire: likewise.
+    """
+
+    def tell(kind: Kind, reply: Reply) -> None:
+        frame = torch.tensor([kind, *astuple(reply)], dtype=torch.float64)
+        comm.send(frame, worker, Purpose.CONTROL, "reply of the parameter server").wait()
+
+    try:
+        pushes = True
+        while pushes:
+            request = torch.empty(1 + len(wire.views), dtype=torch.bool)
+            comm.receive(request, worker, Purpose.CONTROL, "request to the parameter server").wait()
+            pushes, *present = request.tolist()
+            for buffer in wire.buffers if pushes else ():
+                comm.receive(buffer, worker, Purpose.REPAY_GRADIENTS, "gradients").wait()
+            reply = server.exchange(worker, wire, present if pushes else None, lambda: tell(Kind.WAIT, Reply(0, 0)))
+            tell(Kind.WEIGHTS, reply)
+            for buffer in wire.buffers:
+                comm.send(buffer, worker, Purpose.LEND_WEIGHTS, "weights").wait()
+    except BaseException as error:
+        server.fail(CommError(f"worker {worker} is gone before its finish(): {error}"))  # or it has failed before
+        with contextlib.suppress(CommError):  # it may be the one that is gone
+            tell(Kind.FAILURE, Reply(0, 0))
+            words = server.words.encode()[:WORDS].ljust(WORDS)
+            message = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+            comm.send(message, worker, Purpose.CONTROL, "failure of the run").wait()

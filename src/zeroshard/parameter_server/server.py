@@ -1,0 +1,172 @@
+"""The parameter server: the weights, their optimizer, and how far each worker is.
+
+A monitor without a thread of its own: whoever brings a gradient applies it, one after the other under one lock, so that
+
+    w(t+1) = w(t) - update(gradient at w(t - staleness)).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zeroshard.errors import CommError
+from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.parameter_server.wire import Wire
+
+TICK = 1.0  # seconds after which a worker that is held back hears so, well before it would ask why nothing comes
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the server says with the weights.
+
+    Attributes:
+        version: updates that the weights hold, of all workers.
+        lead: steps that this worker is ahead of the slowest one that still trains.
+        staleness: updates of other workers between the weights that its gradient was taken at and its own update.
+        waited: seconds that it was held back for slower workers.
+    """
+
+    version: int
+    lead: int
+    staleness: int = 0
+    waited: float = 0.0
+
+
+class Server:
+    """The weights, on the host, and the clocks of the workers.
+
+    Args:
+        parameters: the initial weights, which are copied.
+        optimizer: makes the optimizer over the copies.
+        workers: how many there are.
+        bound: steps that a worker may be ahead of the slowest (the SSP paper's s); None for no bound.
+
+    Attributes:
+        weights: the latest.
+        clocks: updates that each worker has made.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        optimizer: OptimizerFactory,
+        workers: int,
+        bound: int | None,
+        ledger: Ledger,
+    ) -> None:
+        ledger.take(Category.MASTER_WEIGHTS, sum(p.nbytes for p in parameters), "the server's weights", tier="host")
+        self.weights = [nn.Parameter(p.detach().cpu().clone()) for p in parameters]
+        self.optimizer = optimizer(self.weights)
+        self.clocks = [0] * workers
+        self._bound = bound
+        self._ledger = ledger
+        self._seen = [0] * workers  # the version that each worker has
+        self._finished: set[int] = set()
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def version(self) -> int:
+        """Updates of the weights so far."""
+        return sum(self.clocks)
+
+    @property
+    def words(self) -> str:
+        """Why the run has failed."""
+        return f"The parameter server has stopped: {type(self._failure).__name__}: {self._failure}"
+
+    def exchange(
+        self,
+        worker: int,
+        wire: Wire,
+        present: Sequence[bool] | None,
+        still_waiting: Callable[[], None] = lambda: None,
+    ) -> Reply:
+        """Take a worker's gradients from the wire, or its leave, and put the weights there when it may go on.
+
+        Args:
+            present: which parameters have a gradient; None when the worker has finished.
+            still_waiting: called about every second in which the worker may not go on.
+
+        Raises:
+            CommError: the run has failed, here or at another worker.
+        """
+        staleness = 0
+        try:
+            if present is None:
+                self.leave(worker)
+            else:
+                gradients = [view if there else None for view, there in zip(wire.views, present, strict=True)]
+                staleness = self.push(worker, gradients)
+            start = time.perf_counter()
+            while (reply := self.pull(worker, wire, TICK)) is None:
+                still_waiting()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return replace(reply, staleness=staleness, waited=time.perf_counter() - start)
+
+    def push(self, worker: int, gradients: Sequence[torch.Tensor | None]) -> int:
+        """Update the weights with a worker's gradients; returns their staleness."""
+        with self._changed:
+            self._refuse_failed()
+            staleness = self.version - self._seen[worker]
+            for weight, gradient in zip(self.weights, gradients, strict=True):
+                weight.grad = gradient
+            held = len(self.optimizer.state)
+            self.optimizer.step()
+            if len(self.optimizer.state) > held:
+                self._account_for_states()
+            for weight in self.weights:
+                weight.grad = None
+            self.clocks[worker] += 1
+            self._changed.notify_all()
+        return staleness
+
+    def pull(self, worker: int, into: Wire, patience: float) -> Reply | None:
+        """Copy the weights to a worker's wire; None if it may still not go on after `patience` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failure is not None or self._may_go_on(worker), patience):
+                return None
+            self._refuse_failed()
+            into.pack(self.weights)
+            self._seen[worker] = self.version
+            lead = 0 if worker in self._finished else self.clocks[worker] - self._slowest()
+            return Reply(self.version, lead)
+
+    def leave(self, worker: int) -> None:
+        """A worker has finished: nobody waits for it any more, and it waits for all others."""
+        with self._changed:
+            self._refuse_failed()
+            self._finished.add(worker)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The run has failed: let everybody who waits, and everybody who comes, hear of the first error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _may_go_on(self, worker: int) -> bool:
+        if worker in self._finished:
+            return len(self._finished) == len(self.clocks)
+        return self._bound is None or self.clocks[worker] - self._slowest() <= self._bound
+
+    def _slowest(self) -> int:
+        return min(clock for worker, clock in enumerate(self.clocks) if worker not in self._finished)
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None:
+            raise CommError(self.words) from self._failure
+
+    def _account_for_states(self) -> None:
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        nbytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+        held = self._ledger.account(Category.OPTIMIZER_STATES, "host").current
+        self._ledger.take(Category.OPTIMIZER_STATES, nbytes - held, "the server's optimizer", tier="host")

@@ -1,0 +1,101 @@
+"""Updates that run beside the steps, so that weights come later than the end of `step`."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from zeroshard.comm.traffic import Count, Purpose
+from zeroshard.memory.transfers import Span
+
+
+@dataclass(slots=True)
+class Guesses:
+    """How updates before the verdict went.
+
+    Attributes:
+        taken: updates that ran beside the backward and were right.
+        undone: those that were not.
+    """
+
+    taken: int = 0
+    undone: int = 0
+
+
+class Watched(Protocol):
+    """What runs beside the main thread, on a clock."""
+
+    def note(self, label: str, start: float) -> None:
+        """Enter into a trace what the main thread has computed since `start`."""
+
+    def now(self) -> float:
+        """Seconds of the clock."""
+
+    def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
+        """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
+
+    def traced(self) -> AbstractContextManager[list[Span]]:
+        """Keep when what is inside runs."""
+
+
+class Nothing:
+    """Nothing runs beside the main thread, and there is no clock."""
+
+    def note(self, label: str, start: float) -> None:
+        """There is no trace."""
+
+    def now(self) -> float:
+        """There is no clock."""
+        return 0.0
+
+    def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
+        """Nothing is copied."""
+        return {}, {}
+
+    def traced(self) -> AbstractContextManager[list[Span]]:
+        """Nothing is to be kept."""
+        return nullcontext([])
+
+
+class LateUpdates:
+    """All updates of an engine that run beside it; of this class there are none, and all are done as `step` returns.
+
+    Args:
+        beside: what runs beside the main thread.
+
+    Attributes:
+        beside: as given.
+        guesses: of those that ran before the verdict.
+    """
+
+    def __init__(self, beside: Watched | None = None) -> None:
+        self.beside: Watched = beside if beside is not None else Nothing()
+        self.guesses = Guesses()
+
+    def adopt(self) -> None:
+        """The optimizer has its spans."""
+
+    def start(self, factor: float, step: int) -> None:
+        """The updaters of a step have been called with gradients times `factor`, after `step` steps before."""
+
+    def skip(self) -> None:
+        """A step has no update."""
+
+    def forget(self) -> None:
+        """Drop what has run before the verdict and was not taken over."""
+
+    def flush(self) -> None:
+        """Have all new weights here."""
+
+    def finish(self) -> None:
+        """Have the new weights of all updates here that the next step uses."""
+
+    def entering(self, root: int, trains: bool) -> None:
+        """A forward begins; have the weights of the root unit here."""
+
+    def need(self, unit: int) -> None:
+        """Have the new weights of a unit here."""
+
+    def awaited(self, units: Iterable[int]) -> Iterable[int]:
+        """Those of the units for which forwards must call `need`."""
+        return ()

@@ -1,0 +1,111 @@
+"""Weight stashing: the weights of one flat buffer as they were at several moments (PipeDream, SOSP 2019, section 3.3).
+
+A version is a buffer with `nn.Parameter` objects of its own, which are put into the modules before each forward and
+each backward. The objects of older versions live on in the graphs that used them, so a backward finds the weights of
+its forward, whatever has been updated since. The values are never swapped under an object.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.units import Flat
+
+Site = tuple[nn.Module, str]  # a module and the name of a parameter in it
+
+
+class Versions:
+    """The versions of one flat's weights.
+
+    Args:
+        buffer: version 0 [padded], in which the flat's parameters live.
+        sites: where in the model each of the flat's parameters stands.
+        made: told the `nn.Parameter` objects of every new buffer.
+        older: versions besides the latest that are kept once the pipeline is full.
+
+    Attributes:
+        older: as given.
+        single: as `parts.part.Versions.single`.
+        latest: number of the newest version.
+    """
+
+    single = False
+
+    def __init__(
+        self,
+        flat: Flat,
+        buffer: torch.Tensor,
+        sites: Sequence[Sequence[Site]],
+        ledger: Ledger,
+        made: Callable[[Sequence[nn.Parameter]], None],
+        older: int = 1,
+    ) -> None:
+        self.older = older
+        self._flat, self._sites, self._ledger, self._made = flat, sites, ledger, made
+        self._slots = [(buffer, list(flat.parameters))]
+        self._slot_of = {0: 0}
+        self._expendable = False
+        self.latest = 0
+
+    @property
+    def live(self) -> list[int]:
+        """The versions that are kept."""
+        return sorted(self._slot_of)
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Those of all versions, whether in use or not."""
+        return [buffer for buffer, _ in self._slots]
+
+    def use(self, version: int) -> None:
+        """Put a version's parameters into the modules."""
+        for parameter, sites in zip(self._slots[self._slot_of[version]][1], self._sites, strict=True):
+            for module, name in sites:
+                module._parameters[name] = parameter
+
+    def drop(self, version: int) -> None:
+        """No forward and no backward uses a version any more; the latest one stays until the next takes its place."""
+        if version == self.latest:
+            self._expendable = True
+        else:
+            del self._slot_of[version]
+
+    def advance(self) -> torch.Tensor:
+        """Begin version `latest + 1` as a copy of the latest, in its place if nobody needs it; returns its buffer."""
+        before = self._slot_of[self.latest]
+        slot = before if self._expendable else self._free_slot()
+        if self._expendable:
+            del self._slot_of[self.latest]
+        else:
+            self._slots[slot][0].copy_(self._slots[before][0])
+        self._expendable = False
+        self.latest += 1
+        self._slot_of[self.latest] = slot
+        buffer, parameters = self._slots[slot]
+        self._flat.parameters = parameters
+        self._flat.bind(buffer)
+        return buffer
+
+    def restart(self) -> None:
+        """Call the latest version 0, and put it into the modules; nothing may be in flight."""
+        self._slot_of = {0: self._slot_of[self.latest]}
+        self.latest = 0
+        self._expendable = False
+        self.use(0)
+
+    def _free_slot(self) -> int:
+        taken = set(self._slot_of.values())
+        for slot in range(len(self._slots)):
+            if slot not in taken:
+                return slot
+        first, parameters = self._slots[0]
+        index = self._flat.index
+        label = f"weight version {len(self._slots)} of {self._flat.label}"
+        category = Category.PARAMETERS
+        buffer = self._ledger.empty(first.numel(), first.dtype, first.device, category, label, index.padding)
+        views = [nn.Parameter(self._flat.view(buffer, n), requires_grad=True) for n in range(len(parameters))]
+        self._made(views)
+        self._slots.append((buffer, views))
+        return len(self._slots) - 1

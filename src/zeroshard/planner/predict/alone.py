@@ -1,0 +1,72 @@
+"""Plans without stages: all ranks are alike, and one is rehearsed, with few blocks and few microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zeroshard.doctor.hardware import Machines
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.needs import Needs, Times, needs_of
+from zeroshard.planner.predict.rehearse import Rehearsed, Task, rehearse
+from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
+from zeroshard.planner.predict.values import refuse_too_large
+from zeroshard.schedule.few import ALIKE
+
+FEW_TIMED, STEP_TIMED = 4, 4  # blocks that are run, and further ones: far enough apart for what is measured
+
+
+class Alone:
+    """How such plans are rehearsed; a `planner.ways.Way`."""
+
+    work = 1.0
+
+    def whole(self, plan: Plan, blocks: int) -> int:
+        """Blocks times microbatches."""
+        return blocks * plan.microbatches
+
+    def needs(
+        self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+    ) -> list[Needs]:
+        """One rank."""
+        plan, m = on_machines(plan, machines), plan.microbatches
+        few = m if stacks is None else min(m, ALIKE)
+        deep = _deeper(plan, stacks or (), FEW + 1)
+        less = replace(plan, microbatches=few)
+        seen: list[Rehearsed] = []
+        for depths in probes(deep):
+            probe = replace(task, build=shallow(task.build, depths)) if deep else task
+            seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines))
+        return [needs_of(seen[-1], seen, deep, m - few)]
+
+    def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+        """One rank, from steps really taken."""
+        plan, m = on_machines(plan, machines), plan.microbatches
+        deep = _deeper(plan, task.look.stacks, FEW_TIMED + STEP_TIMED)
+        few = m if m <= 2 * ALIKE else ALIKE
+        less = replace(plan, microbatches=few)
+        seen: list[Rehearsed] = []
+        for number, depths in enumerate(probes(deep, FEW_TIMED, STEP_TIMED)):
+            probe = replace(task, build=shallow(task.build, depths)) if deep else task
+            if number == 0:
+                refuse_too_large(probe, less, machines, rows // m * few)
+            seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines, timed=True))
+        return [needs_of(seen[-1], seen, deep, m - few, (FEW_TIMED, STEP_TIMED))]
+
+    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+        """What the rank spent."""
+        return Times({cause: seconds for cause, seconds in needs[0].spent.items() if seconds})
+
+
+def _deeper(plan: Plan, stacks: Sequence[Stack], few: int) -> list[Stack]:
+    """Stacks of more than so many blocks, of which the others follow from few."""
+    alike = all(choice.alike for choice in choices_of(plan))
+    return [stack for stack in stacks if alike and stack.depth > few]
+
+
+def on_machines(plan: Plan, machines: Machines) -> Plan:
+    """The plan with the transport that the engine would choose there."""
+    if plan.transport != "auto" or machines.count == 1:
+        return plan
+    group = min(choices_of(plan).slicing.slices(machines.count), machines.count // plan.pipeline.stages)
+    shares = machines.device.kind == "cpu" and (machines.nodes == 1 or machines.per_node % group == 0)
+    return replace(plan, transport="shared" if shares else "network")

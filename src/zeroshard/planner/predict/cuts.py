@@ -1,0 +1,104 @@
+"""Where to cut a model into stages: PipeDream's dynamic program over layer costs that are traced, not measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from zeroshard.doctor.hardware import Machines
+from zeroshard.errors import PlanError
+from zeroshard.parts.batch import loss_in
+from zeroshard.pipeline.chain import Chain
+from zeroshard.pipeline.cluster import Cluster
+from zeroshard.pipeline.measure import measure
+from zeroshard.pipeline.partition import partition
+from zeroshard.pipeline.profile import LayerCost
+from zeroshard.planner.predict.memory_tracker import Tracker
+from zeroshard.planner.predict.rehearse import Rates, Task, quiet
+from zeroshard.planner.predict.shallow import FEW, cut, stacks_of
+from zeroshard.planner.predict.torch_internals import Results, fakes
+from zeroshard.platform.rehearsed import Clock
+from zeroshard.precision.call import call_with
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The blocks of a chain, with what comes before the first in it and what comes after the last."""
+
+    names: tuple[str, ...]
+    costs: tuple[LayerCost, ...]
+    bandwidth: float
+
+    def split(self, chunks: int) -> tuple[str, ...]:
+        """The first layer of every chunk but the first, so that the slowest chunk or message is as fast as can be.
+
+        Raises:
+            PlanError: fewer blocks than chunks.
+        """
+        if chunks > len(self.costs):
+            raise PlanError(f"{len(self.costs)} blocks do not make {chunks} chunks; use at most {len(self.costs)}.")
+        if chunks == 1:
+            return ()
+        found = partition(self.costs, Cluster.flat(chunks, self.bandwidth), shape="straight")
+        return tuple(self.names[stage.first] for stage in found.stages[1:])
+
+
+def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
+    """Rehearse a model layer by layer; of one long stack of equal blocks, few of them.
+
+    Args:
+        rows: of one microbatch.
+
+    Raises:
+        ModelError: the model is no chain of blocks.
+    """
+    clock = Clock()
+    rates = Rates(clock, machines)
+    with fakes() as mode, quiet(), Tracker(rates.hear, answers=True, results=Results(mode)):
+        model = task.build()
+        stacks = stacks_of(model)
+        deep = stacks[0] if len(stacks) == 1 and stacks[0].depth > FEW else None
+        if deep is not None:
+            cut(model, {deep.path: FEW})
+        batch = task.batch(rows)
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        loss_of = task.loss or (lambda output, batch: loss_in(output))
+
+        def run(inputs: Any) -> Tensor:
+            found: Tensor = loss_of(call_with(model, inputs), inputs)
+            return found
+
+        chain = Chain(model, lambda: run(tree_map(_to_meta, batch) if on_meta else batch))
+        costs = measure(model, chain, lambda: run(batch), torch.device("cpu"), repeats=1, now=lambda: clock.now)
+    first, *blocks, last = costs
+    blocks[0] = _joined(first, blocks[0])
+    blocks[-1] = _joined(blocks[-1], last)
+    names = [layer.name for layer in chain.layers[1:-1]]
+    if deep is not None:  # what runs before and after the blocks is in the first and the last
+        blocks = [blocks[0], *[blocks[FEW // 2]] * (deep.depth - 2), blocks[-1]]
+        names = [f"{deep.path}.{number}" for number in range(deep.depth)]
+    return Layers(tuple(names), tuple(blocks), _bandwidth(machines, blocks))
+
+
+def _bandwidth(machines: Machines, blocks: Sequence[LayerCost]) -> float:
+    """Of the link between neighbours, for messages as long as theirs."""
+    nbytes = max(1, max(block.activation_bytes for block in blocks))
+    seconds = machines.wire_seconds("send", nbytes, max(2, machines.count))
+    return nbytes / seconds if seconds else float("inf")
+
+
+def _joined(a: LayerCost, b: LayerCost) -> LayerCost:
+    return replace(
+        a if b.activation_bytes == 0 else b,
+        forward_seconds=a.forward_seconds + b.forward_seconds,
+        backward_seconds=a.backward_seconds + b.backward_seconds,
+        saved_bytes=a.saved_bytes + b.saved_bytes,
+        parameter_bytes=a.parameter_bytes + b.parameter_bytes,
+    )
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,96 @@
+"""First estimates of plans, before any of them is rehearsed: what a search shows first, and where it starts to look.
+
+Two rehearsals of one rank alone, with one row and with two, give what a microbatch of any size keeps and takes. Model
+states come from the formulas, traffic from the ZeRO paper's volumes, waiting for other stages from (D - 1) of m
+microbatches (GPipe, 1811.06965, section 2.3). Refusals and final figures never come from here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from zeroshard.doctor.hardware import Machines
+from zeroshard.memory.ledger import Category
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.result import Prediction
+from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
+
+STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
+MODEL_STATES = "model states"  # all four, as one category
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What one rank alone needs for a microbatch of one row, and of two."""
+
+    machines: Machines
+    sizes: Sizes
+    sequence: int
+    one: Prediction
+    two: Prediction
+
+    @classmethod
+    def of(cls, task: Task, base: Plan, machines: Machines, sizes: Sizes) -> "Estimator":
+        """Rehearse one rank alone.
+
+        Raises:
+            ZeroshardError: whatever the engine refuses.
+        """
+        alone = replace(machines, count=1, per_node=1)
+        plan = replace(base, zero=0, pipeline_parallel=1, microbatches=1)
+        one, two = (predict(task, plan, alone, rows) for rows in (1, 2))
+        return cls(machines, sizes, task.sequence, one, two)
+
+    def prediction(self, plan: Plan, rows: int) -> Prediction:
+        """The first estimate of a plan; the plan's offload and recomputation are not in it.
+
+        Args:
+            rows: of one lane in one step.
+        """
+        ranks, each = self.machines.count, rows / plan.microbatches
+        lanes = ranks // plan.pipeline.stages
+        beside = {name: 0 for name in self.one.memory if name not in STATES}
+        part = min(
+            1.0, plan.microbatches / plan.pipeline.stages
+        )  # the first of D stages keeps D microbatches of 1/D each
+        kept = {name: round(part * self._at(name, each)) for name in beside}
+        return replace(
+            self.one,
+            plan=plan,
+            batch=rows,
+            ranks=ranks,
+            mode="estimate",
+            time_mode="estimate",
+            memory={MODEL_STATES: least_bytes(self.sizes, plan, ranks), **kept},
+            capacity_bytes=self.machines.device.capacity_bytes,
+            host_bytes=0,
+            host_capacity_bytes=None,
+            wire_bytes={},
+            causes=self._causes(plan, each, lanes),
+            tokens=rows * lanes * self.sequence,
+            events=(),
+            notes=(),
+        )
+
+    def _at(self, category: str, rows: float) -> float:
+        low, high = (one.memory.get(category, 0) for one in (self.one, self.two))
+        return max(0.0, low + (rows - 1) * (high - low))
+
+    def _causes(self, plan: Plan, rows: float, lanes: int) -> Mapping[str, float]:
+        """Seconds by cause; the wire is busy beside the computation, and what is left of it counts."""
+        low, high = (one.causes["compute"] for one in (self.one, self.two))
+        stages, m = plan.pipeline.stages, plan.microbatches
+        compute = m * max(0.0, low + (rows - 1) * (high - low)) / stages
+        slicing = choices_of(plan).slicing
+        update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(lanes)
+        width = states_of(self.sizes, plan, self.machines.count).parameter
+        nbytes = (self.sizes.trainable + self.sizes.frozen) * width / stages
+        wire = 0.0
+        if lanes > 1:
+            reductions, gathers = slicing.passes(m)
+            wire += reductions * self.machines.wire_seconds("exchange", nbytes, lanes, stages)
+            wire += gathers * self.machines.wire_seconds("gather", nbytes, lanes, stages)
+        bubble = compute * (stages - 1) / m
+        return {"compute": compute, "optimizer": update, "wire": max(0.0, wire - compute), "bubble": bubble}

@@ -1,0 +1,228 @@
+"""The tracker: every byte of every tensor that is alive, and the cost of every operation, while an engine runs.
+
+It stands below autograd, so it also sees what backwards and optimizers allocate. One look per operation and storage
+(torch's own `MemTracker` walks all modules at each); a storage is struck out when Python is told that it is freed.
+
+[Note: below the device] What `make_below` makes does not count, nor what operations make of nothing else, single
+numbers aside: on a GPU an optimizer's states and temporaries are where its parameters are.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.planner.predict.torch_internals import (
+    ANSWERS,
+    DEVICE,
+    STAND_INS,
+    DispatchMode,
+    Packet,
+    Results,
+    device_of,
+    flops_of,
+    is_view,
+)
+
+
+@dataclass(slots=True)
+class Peak:
+    """The highest that memory stood.
+
+    Attributes:
+        nbytes: of all storages together.
+        snapshot: what `Tracker.note` said of that moment.
+    """
+
+    nbytes: int = 0
+    snapshot: dict[str, int] = field(default_factory=dict)
+
+
+Listener = Callable[[int, int, torch.dtype, bool], None]  # floating-point operations, bytes, dtype, whether below
+
+Beside = Callable[[Packet, tuple[Any, ...], Any], int]
+
+
+class Tracker(DispatchMode):
+    """Counts storages and operations between entering and leaving it.
+
+    Args:
+        listener: told the cost of each operation that computes.
+        answers: answer questions about values with yes and 1, for tensors that have none.
+        rounds: every storage counts as a multiple of so many bytes.
+        results: what operations on tensors without values make; by default they are asked each time.
+        beside: says what an operation holds at its highest beyond its results; nothing by default.
+
+    Attributes:
+        current: bytes alive now.
+        peaks: the most so far in each phase.
+        phase: asked which phase this is.
+        note: asked for a snapshot whenever memory stands higher than ever before.
+    """
+
+    def __init__(
+        self,
+        listener: Listener | None = None,
+        answers: bool = False,
+        rounds: int = 1,
+        results: Results | None = None,
+        beside: Beside | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.note: Callable[[], dict[str, int]] = dict
+        self.phase: Callable[[], str] = str
+        self._listener, self._answers, self._rounds = listener, answers, rounds
+        self._results, self._beside = results, beside
+        self._list: Callable[[], None] | None = None
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._shared: dict[int, int] = {}  # ranks that have a storage in common; 0 for one that is not on the device
+        self._looks, self._has_below = True, False
+        self.current = 0
+        self.peaks: dict[str, Peak] = {}
+
+    def __torch_dispatch__(
+        self, func: Packet, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation and look at what it made."""
+        if func is DEVICE:
+            return device_of(args[0])
+        if self._answers and func in ANSWERS:
+            return ANSWERS[func](*args)
+        kwargs = kwargs or {}
+        run = STAND_INS[func] if self._answers and func in STAND_INS else func
+        result = run(*args, **kwargs) if self._results is None else self._results.of(func, run, args, kwargs)
+        if not self._looks:
+            return result
+        below = self._has_below and self._is_below((args, kwargs))
+        if isinstance(result, torch.Tensor):
+            self.see(result, below)
+        elif result is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf, below)
+        if self._beside is not None and (extra := self._beside(func, args, result)):
+            self._add(extra)
+            self._add(-extra)
+        if self._listener is not None and not is_view(func):
+            self._tell(func, args, kwargs, result, below)
+        return result
+
+    def see(self, tensor: torch.Tensor, below: bool = False) -> None:
+        """Enter a tensor's storage, if it is new or has another size; a new one may be `below` the device."""
+        if tensor.layout is not torch.strided or device_of(tensor).type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if below and key not in self._alive:
+            self._shared[key] = 0
+        ranks = self._shared.get(key, 1)
+        nbytes = self._round(storage.nbytes() // ranks) if ranks else 0
+        entry = self._alive.get(key)
+        if entry is not None:
+            if entry[0] != nbytes:
+                self._alive[key] = (nbytes, entry[1])
+                self._add(nbytes - entry[0])
+            return
+        self._alive[key] = (nbytes, weakref.ref(storage, lambda _: self._gone(key)))
+        self._add(nbytes)
+
+    def share(self, tensor: torch.Tensor, ranks: int) -> None:
+        """Count of a tensor's storage only the part of one of `ranks` ranks that have it in common."""
+        key = tensor.untyped_storage()._cdata
+        self._shared[key] = ranks
+        self.see(tensor)
+
+    def make_below(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor that is not on the device, and does not count ([Note: below the device])."""
+        self._looks = False
+        try:
+            tensor = torch.zeros(numel, dtype=dtype)
+        finally:
+            self._looks = True
+        self._has_below = True
+        self.see(tensor, below=True)
+        return tensor
+
+    @contextmanager
+    def listing(self, call: Callable[[], None]) -> Iterator[None]:
+        """Have `call` called after every change."""
+        self._list = call
+        try:
+            yield
+        finally:
+            self._list = None
+
+    @property
+    def peak(self) -> Peak:
+        """The most in any phase."""
+        return max(self.peaks.values(), key=lambda peak: peak.nbytes, default=Peak())
+
+    def start_again(self) -> None:
+        """Let all peaks start from what is alive."""
+        self.peaks = {self.phase(): Peak(self.current, self.note())}
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """See what no operation tells: storages emptied and refilled, and states of random numbers."""
+        original, state_of = torch.UntypedStorage.resize_, torch.get_rng_state
+
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = original(storage, nbytes)
+            entry = self._alive.get(storage._cdata)
+            if entry is not None:
+                self._alive[storage._cdata] = (self._round(nbytes), entry[1])
+                self._add(self._round(nbytes) - entry[0])
+            return result
+
+        def random_state() -> torch.Tensor:
+            state: torch.Tensor = state_of()
+            self.see(state)
+            return state
+
+        torch.get_rng_state = torch.random.get_rng_state = random_state
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            torch.get_rng_state = torch.random.get_rng_state = state_of
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def _round(self, nbytes: int) -> int:
+        return -(-nbytes // self._rounds) * self._rounds
+
+    def _add(self, change: int) -> None:
+        self.current += change
+        if change > 0:
+            phase = self.phase()
+            highest = self.peaks.get(phase)
+            if highest is None or self.current > highest.nbytes:
+                self.peaks[phase] = Peak(self.current, self.note())
+        if self._list is not None:
+            self._list()
+
+    def _gone(self, key: int) -> None:
+        entry = self._alive.pop(key, None)
+        self._shared.pop(key, None)
+        if entry is not None:
+            self.current -= entry[0]
+            if self._list is not None:
+                self._list()
+
+    def _is_below(self, arguments: Any) -> bool:
+        """Whether an operation takes in tensors below the device and, but for single numbers, no others."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        marks = [self._shared.get(t.untyped_storage()._cdata, 1) == 0 for t in tensors if t.layout is torch.strided]
+        large = [mark for mark, tensor in zip(marks, tensors, strict=False) if tensor.dim() or mark]
+        return bool(large) and all(large)
+
+    def _tell(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, below: bool) -> None:
+        assert self._listener is not None
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            moved = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+            floating = next((t.dtype for t in tensors if t.is_floating_point()), tensors[0].dtype)
+            self._listener(flops_of(func, args, kwargs, result), moved, floating, below)

@@ -1,0 +1,123 @@
+"""One rank's numbers at the model's depth and the plan's microbatches, from rehearsals at few of both."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zeroshard.planner.predict.rehearse import Rehearsed, highest_of
+from zeroshard.planner.predict.result import TEMPORARIES, Span
+from zeroshard.planner.predict.shallow import FEW, Stack, deepen
+from zeroshard.schedule.spans import TIMES, medians
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """One rank's numbers, at the model's depth and the plan's microbatches.
+
+    Attributes:
+        memory: bytes by category at the peak.
+        wire: bytes by purpose.
+        spent: seconds by cause.
+        snapshot_nbytes: of its part of a checkpoint.
+        host: bytes by category that it keeps in host memory.
+        disk_nbytes: that it keeps on a disk.
+        last: the rehearsal that came closest to it.
+        exact: whether it was just that.
+        costs: of a pipeline's stage, seconds by kind of action and chunk, such as "forward/3".
+        actions: seconds of all those that were rehearsed.
+    """
+
+    rank: int
+    memory: Mapping[str, int]
+    wire: Mapping[str, int]
+    spent: Mapping[str, float]
+    snapshot_nbytes: int
+    host: Mapping[str, int]
+    disk_nbytes: int
+    last: Rehearsed
+    exact: bool
+    costs: Mapping[str, float] = field(default_factory=dict)
+    actions: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a step is spent on.
+
+    Attributes:
+        causes: seconds by cause.
+        spans: of each rank, where several do different things.
+        notes: what a reader must know, a sentence each.
+    """
+
+    causes: Mapping[str, float]
+    spans: tuple[tuple[Span, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def needs_of(
+    last: Rehearsed,
+    seen: Sequence[Rehearsed] = (),
+    stacks: Sequence[Stack] = (),
+    more: int = 0,
+    depths: tuple[int, int] = (FEW, 1),
+) -> Needs:
+    """A rank's numbers from rehearsals at few depths, with `more` microbatches than were rehearsed."""
+    numbers = deepen(stacks, [numbers_of(one, more) for one in seen or [last]], *depths)
+    return needs_from(numbers, last, not stacks and not more)
+
+
+def needs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> Needs:
+    """A rank's numbers from what `numbers_of` gives, put together over depths and microbatches."""
+    return Needs(
+        last.rank,
+        _highest(numbers),
+        _whole(_part(numbers, "wire")),
+        _part(numbers, "spent"),
+        round(numbers["snapshot"]),
+        _whole(_part(numbers, "host")),
+        round(numbers["disk"]),
+        last,
+        exact,
+        _part(numbers, "cost"),
+        numbers["actions"],
+    )
+
+
+def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
+    """All numbers of a rehearsal with `more` further microbatches, in one mapping, to be deepened together."""
+    each = one.each
+    numbers = memory_numbers(one, one.plan.microbatches + more)
+    for purpose, (_, nbytes, _) in one.wire.items():
+        numbers[f"wire/{purpose}"] = nbytes + (more * each.wire.get(purpose, 0) if each and more else 0)
+    for cause, seconds in one.spent.items():
+        numbers[f"spent/{cause}"] = seconds + (more * each.spent.get(cause, 0.0) if each and more else 0.0)
+    numbers |= {f"host/{category}": nbytes for category, nbytes in one.host.items()}
+    numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
+    actions = sum(end - start for _, start, end in one.spans)
+    return numbers | {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes, "actions": actions}
+
+
+def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
+    """Bytes by phase and category, with the batch of so many microbatches beside what was rehearsed."""
+    numbers = {f"memory/{p}/{name}": float(n) for p, memory in one.phases.items() for name, n in memory.items()}
+    further = one.batch_nbytes / one.plan.microbatches * (microbatches - one.plan.microbatches)
+    for phase in one.phases:
+        numbers[f"memory/{phase}/{TEMPORARIES}"] += further
+    return numbers
+
+
+def _highest(numbers: Mapping[str, float]) -> dict[str, int]:
+    """Bytes by category in the phase that stands highest."""
+    phases: dict[str, dict[str, int]] = {}
+    for key, nbytes in _part(numbers, "memory").items():
+        phase, _, name = key.partition("/")
+        phases.setdefault(phase, {})[name] = round(nbytes)
+    return dict(highest_of(phases))
+
+
+def _part(numbers: Mapping[str, float], name: str) -> dict[str, float]:
+    return {key.partition("/")[2]: value for key, value in numbers.items() if key.startswith(f"{name}/")}
+
+
+def _whole(numbers: Mapping[str, float]) -> dict[str, int]:
+    return {name: round(value) for name, value in numbers.items()}

@@ -1,0 +1,400 @@
+"""One rank of a run, rehearsed: the real engine takes real steps, on tensors without values and with nobody beside it.
+
+Nothing here knows how ZeRO or a pipeline work. What the ledger, comm and the schedule say afterwards is what they
+would say in the run; what torch allocates beside them is seen by the tracker.
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.comm.collectives import Purpose
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.traffic import DISK, UPDATE
+from zeroshard.doctor.hardware import Machines, Operation
+from zeroshard.engine import Engine
+from zeroshard.memory.ledger import Category, Event
+from zeroshard.memory.transfers import Task as Job
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.memory_tracker import Tracker
+from zeroshard.planner.predict.result import TEMPORARIES, Span
+from zeroshard.planner.predict.shallow import Look, look_at
+from zeroshard.planner.predict.torch_internals import Results, fakes, in_backward
+from zeroshard.planner.predict.workspaces import beside_results
+from zeroshard.platform.rehearsed import Clock, Rehearsal
+from zeroshard.schedule import PipelineSchedule
+from zeroshard.schedule.few import ALIKE
+from zeroshard.units.tensors import tensors_in
+
+TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
+SETTLED = 1  # steps before one that is like all that follow: states are made in the first
+EVENTS = 400  # moments of a step that are kept for its picture
+HOST_LINK = (Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP)
+CAUSES: dict[str, str] = {**dict.fromkeys(HOST_LINK, "host link"), UPDATE: "host update", DISK: "disk"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained.
+
+    Attributes:
+        build: makes the model, best on the meta device.
+        batch: so many rows as the engine takes them.
+        optimizer: of the model's parameters, or of the model where `whole_model`.
+        rows: of one step, all lanes together.
+        sequence: tokens of one row.
+        name: what people call the model.
+        whole_model: whether `optimizer` takes the model itself.
+        loss: function of (output, batch), as `Engine` takes it.
+        host_optimizer: in the place of `optimizer` where the plan offloads its states; the same by default.
+        values: whether the model must be run on tensors with values: without, transformers builds other masks.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    rows: int
+    sequence: int = 1
+    name: str = "model"
+    whole_model: bool = False
+    values: bool = False
+    loss: Any = None
+    host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+
+    @cached_property
+    def look(self) -> Look:
+        """What the model is like, on tensors without values."""
+        with fakes(), quiet():
+            return look_at(self.build())
+
+    def optimizer_of(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
+        """The optimizer over a model, under a plan."""
+        make = choices_of(plan or Plan()).offloading.updater(self.optimizer, self.host_optimizer or self.optimizer)
+        return make(model if self.whole_model else model.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """What one microbatch costs: seconds by cause, and bytes on the wire by purpose."""
+
+    spent: Mapping[str, float]
+    wire: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What one rank did.
+
+    Attributes:
+        states: bytes by category as the ledger holds them after the last step.
+        phases: for each phase of the run (build, forward, backward, update) the bytes by category, `TEMPORARIES` among
+            them, when it stood highest. Each grows evenly with blocks and microbatches; which is highest may change.
+        wire: by purpose, of the last step: elements, bytes, calls.
+        spent: seconds of the last step, by cause.
+        spans: actions of the last step.
+        split: where the model was cut.
+        snapshot_nbytes: of a copy of the states, as a checkpoint on its way to the disk holds it.
+        batch_nbytes: of the batch itself, which is among the temporaries.
+        each: what one more microbatch costs (seconds by cause, bytes by purpose), where there were three or more.
+        host: bytes by category that are kept in host memory, in whole pages, after the last step.
+        disk_nbytes: that are kept on the disk.
+    """
+
+    rank: int
+    plan: Plan
+    states: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+    wire: Mapping[str, tuple[int, int, int]]
+    spent: Mapping[str, float]
+    pipeline: PipelineSchedule
+    spans: tuple[Span, ...]
+    split: tuple[str, ...]
+    events: tuple[Event, ...]
+    snapshot_nbytes: int
+    batch_nbytes: int
+    each: "Each | None" = None
+    host: Mapping[str, int] = field(default_factory=dict)
+    disk_nbytes: int = 0
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by category at the highest moment of all."""
+        return highest_of(self.phases)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest that memory stood."""
+        return sum(self.memory.values())
+
+
+def rehearse(
+    task: Task,
+    plan: Plan,
+    rank: int,
+    ranks: int,
+    rows: int,
+    machines: Machines | None = None,
+    timed: bool = False,
+) -> Rehearsed:
+    """Build the engine of one rank and let it take steps until they are all alike.
+
+    Args:
+        rows: of this rank's lane in one step.
+        machines: what operations and collectives take, and the granularity of allocations; without, time stands still.
+        timed: on tensors with values, on this machine's CPUs; what is spent is then CPU time that was measured.
+
+    Raises:
+        PlanError, ModelError, OptimizerError, BatchError: what the engine refuses.
+    """
+    clock = Clock()
+    rates = Rates(clock, machines)
+    rounds = machines.device.rounds if machines else 1
+    values = timed or task.values
+    with contextlib.nullcontext() if values else fakes() as mode, quiet():
+        results = None if mode is None else Results(mode)
+        beside = beside_results if machines is None or machines.device.kind == "cpu" else None
+        tracker = Tracker(None if timed else rates.hear, not values, rounds, results, beside)
+        rehearsal = Rehearsal(
+            range(ranks),
+            shares=plan.transport != "network",
+            values=values,
+            measured=timed,
+            clock=clock,
+            wire_seconds=rates.wire,
+            made=tracker.share,
+            compute=rates.compute,
+            task_seconds=(lambda job: 0.0) if timed else rates.job,
+            below=tracker.make_below,
+        )
+        with tracker, tracker.resizing():
+            stage = _Stage(task, plan, rows, (rank, ranks, rehearsal), tracker)
+            rehearsed = stage.run()
+        return stage.timed(rehearsed) if timed else rehearsed
+
+
+class _Stage:
+    """The engine on its stage."""
+
+    def __init__(self, task: Task, plan: Plan, rows: int, where: tuple[int, int, Rehearsal], tracker: Tracker) -> None:
+        rank, ranks, rehearsal = where
+        mesh = Mesh(rank, ranks, platform=rehearsal)
+        self._tracker, self._mesh, self._plan, self._choices = tracker, mesh, plan, choices_of(plan)
+        self._batch = task.batch(rows)
+        example = self._choices.stages.example(lambda: task.batch(max(1, rows // plan.microbatches)))
+        model = task.build()
+        self._clock, self._timed, self._last = rehearsal.clock, rehearsal.measured, 0.0
+        whole = replace(plan, device_memory=None)
+        for choice in self._choices:
+            whole = whole.with_settings(choice.rehearsed(SETTLED, rehearsal.values))
+        self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
+        self._updating = False
+        self._marks: list[Each] = []
+        model.register_forward_pre_hook(lambda *_: self._mark())
+        self.engine.optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer"))
+        self.engine.optimizer.register_step_post_hook(lambda *_: self._begin("compute"))
+
+    def run(self) -> Rehearsed:
+        """Take steps until they are alike, and look at the last."""
+        engine, tracker, clock = self.engine, self._tracker, self._clock
+        phases = {"build": self._split_up(tracker.peak.nbytes)}
+        tracker.note, tracker.phase = self._note, self._phase
+        tracker.start_again()
+        for _ in range(self._warm_up):
+            engine.train_step(self._batch)
+        before = {phase: peak.snapshot for phase, peak in tracker.peaks.items()}
+        tracker.start_again()
+        self._updating = False
+        events: list[Event] = []
+        clock.spent.clear()
+        self._marks.clear()
+        start = clock.now
+        note = tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note())))
+        with engine.tracing() as trace, engine.recording(), note:
+            engine.train_step(self._batch)
+        phases |= {phase: peak.snapshot for phase, peak in tracker.peaks.items()}
+        for phase, memory in before.items():
+            if sum(memory.values()) > sum(phases.get(phase, {}).values()):
+                phases[phase] = memory
+        return Rehearsed(
+            self._mesh.rank,
+            self._plan,
+            engine.ledger.snapshot(),
+            phases,
+            {str(row.purpose): (row.measured_elements, row.measured_bytes, row.calls) for row in engine.traffic()},
+            _by_cause(clock.spent),
+            self._pipeline,
+            tuple(trace.actions),
+            engine.split,
+            tuple(_thin(events)),
+            engine.checkpoint_nbytes,
+            _nbytes(self._batch),
+            self._each(),
+            engine.ledger.snapshot("host"),
+            engine.ledger.total("disk"),
+        )
+
+    def timed(self, tracked: Rehearsed) -> Rehearsed:
+        """Take further steps that nobody looks at; the median one says what was spent."""
+        engine, clock = self.engine, self._clock
+        steps: list[tuple[float, dict[str, float], Each | None, tuple[Span, ...]]] = []
+        began = time.perf_counter()
+        while len(steps) < TIMED or (time.perf_counter() - began < LEAST_SECONDS and len(steps) < MOST_TIMED):
+            clock.spent.clear()
+            self._marks.clear()
+            with engine.tracing() as trace:
+                self._last = time.process_time()
+                engine.train_step(self._batch)
+                self._tick()
+            spent = _by_cause({cause: seconds for cause, seconds in clock.spent.items() if cause != "aside"})
+            steps.append((sum(spent.values()), spent, self._each(), tuple(trace.actions)))
+        _, spent, each, spans = sorted(steps, key=lambda step: step[0])[len(steps) // 2]
+        return replace(tracked, spent=spent, each=each, spans=spans)
+
+    def _tick(self) -> None:
+        """Write down the CPU time since the last look, without what stands for other ranks' work."""
+        now, aside = time.process_time(), self._clock.spent.pop("aside", 0.0)
+        self._clock.spent[self._clock.cause] += now - self._last - aside
+        self._last = now
+
+    def _mark(self) -> None:
+        """Look at what was spent and sent so far, at the begin of a microbatch's forward."""
+        self._updating = False
+        if self._timed:
+            self._tick()
+        wire = {str(purpose): count.nbytes for purpose, count in self.engine.comm.counts.items()}
+        self._marks.append(Each(_by_cause(self._clock.spent), wire))
+
+    def _each(self) -> Each | None:
+        """From the begin of the second microbatch to that of the third: the first finds other buffers."""
+        if len(self._marks) < ALIKE:
+            return None
+        a, b = self._marks[ALIKE - 2], self._marks[ALIKE - 1]
+        spent = {cause: seconds - a.spent.get(cause, 0.0) for cause, seconds in b.spent.items()}
+        return Each(spent, {purpose: nbytes - a.wire.get(purpose, 0) for purpose, nbytes in b.wire.items()})
+
+    @property
+    def _warm_up(self) -> int:
+        """Steps before one that is like all that follow: states are made in the first."""
+        settled = SETTLED
+        for choice in self._choices:
+            settled = choice.settled(self._pipeline, settled)
+        return settled
+
+    @property
+    def _pipeline(self) -> PipelineSchedule:
+        """The lists of all ranks, which of one stage are alike."""
+        return self.engine.pipeline or self._plan.pipeline_schedule(self._mesh.ranks)
+
+    def _phase(self) -> str:
+        return "backward" if in_backward() else "update" if self._updating else "forward"
+
+    def _begin(self, cause: str) -> None:
+        self._updating = True
+        if self._timed:
+            self._tick()
+        self._clock.cause = cause
+
+    def _note(self) -> dict[str, int]:
+        return self._split_up(self._tracker.current)
+
+    def _split_up(self, nbytes: int) -> dict[str, int]:
+        """All bytes by category; what the ledger does not know is temporary."""
+        known = self.engine.ledger.snapshot()
+        return {**known, TEMPORARIES: nbytes - sum(known.values())}
+
+
+class Rates:
+    """Lets the clock go on by what operations and collectives take on given machines."""
+
+    def __init__(self, clock: Clock, machines: Machines | None) -> None:
+        self._clock, self._machines = clock, machines
+        self.hear = None if machines is None else self._hear
+
+    def _hear(self, flops: int, nbytes: int, dtype: torch.dtype, below: bool) -> None:
+        assert self._machines is not None
+        if below:
+            self._clock.spend(nbytes / self._machines.host_rate, UPDATE)
+            return
+        self._clock.spend(self._machines.device.op_seconds(flops, nbytes, NAMES.get(dtype, "fp32")))
+
+    def compute(self, nbytes: int, operations: int) -> None:
+        """Let pass what operations that move so many bytes in all would take."""
+        if self._machines is not None:
+            each = self._machines.device.op_seconds(0, nbytes / operations)
+            self._clock.spend(each * operations)
+
+    def job(self, job: Job) -> float:
+        """Seconds of a copy between tiers, or of a job of the host."""
+        if self._machines is None:
+            return 0.0
+        if job.copies:
+            return self._machines.copy_seconds(job.nbytes)
+        update = self._machines.update_seconds(job.nbytes)
+        return update if job.cause == UPDATE else max(update, self._machines.disk_seconds(job.nbytes))
+
+    def wire(self, operation: str, nbytes: int, members: Sequence[int]) -> float:
+        """Seconds of a collective among some ranks, or of a message or a word to them."""
+        if self._machines is None or len(members) < 2:
+            return 0.0
+        if operation == "signal":
+            return self._machines.inside.latency
+        kind: Operation = "gather" if operation == "gather" else "exchange" if operation == "exchange" else "send"
+        return self._machines.wire_seconds(kind, nbytes, len(members), members[1] - members[0])
+
+
+def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by what a reader knows: copies between tiers together."""
+    found: dict[str, float] = {}
+    for cause, seconds in spent.items():
+        name = CAUSES.get(cause, str(cause))
+        found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def _nbytes(batch: Any) -> int:
+    """Bytes of the storages of a batch, each once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(batch)}
+    return sum(storages.values())
+
+
+def highest_of(phases: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
+    """Bytes by category in the phase in which they are most."""
+    return max(phases.values(), key=lambda memory: sum(memory.values()))
+
+
+def messages_of(wire: Mapping[str, tuple[int, int, int]]) -> int:
+    """Bytes of activations and their gradients that a rank sends in a step."""
+    purposes = (Purpose.SEND_ACTIVATIONS, Purpose.SEND_GRADIENTS)
+    return sum(wire[str(purpose)][1] for purpose in purposes if str(purpose) in wire)
+
+
+def states_of(memory: Mapping[str, int]) -> int:
+    """Bytes of model states among bytes by category."""
+    wanted = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
+    return sum(memory.get(str(category), 0) for category in wanted)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What torch warns of in a rehearsal is not the user's concern."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _thin(events: Sequence[Event]) -> list[Event]:
+    """At most some of many moments: of each stretch the highest."""
+    size = -(-len(events) // EVENTS) or 1
+    stretches = (events[start : start + size] for start in range(0, len(events), size))
+    return [max(stretch, key=lambda event: sum(event.nbytes.values())) for stretch in stretches]

@@ -1,0 +1,169 @@
+"""What the planner finds: predictions of plans, and refusals of those that cannot be."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zeroshard.memory.ledger import Event
+from zeroshard.plan import Plan
+from zeroshard.schedule import Action
+
+Mode = Literal["fake", "shallow-real", "estimate"]
+TimeMode = Literal["roofline", "shallow-real", "estimate"]
+CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
+MARGIN = 0.03  # of a device's memory, that stays free
+TEMPORARIES = "temporaries"  # what torch holds at the peak beside what the ledger knows
+Span = tuple[Action, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one plan needs, on the rank that needs most.
+
+    Attributes:
+        batch: rows per lane and step (a lane is a rank, or a replica of the whole pipeline).
+        ranks: number of ranks.
+        rank: the rank with the highest peak.
+        mode: how the memory was found: the engine on tensors without values, on real ones with few layers, or a first
+            estimate.
+        time_mode: how the time was found: each operation by rates of the device, few layers really run, or a first
+            estimate.
+        memory: bytes by category at the peak; their sum is `peak_bytes`.
+        capacity_bytes: what the device has for tensors.
+        margin: share of the capacity that stays free.
+        host: bytes by category that this rank keeps in host memory.
+        disk_bytes: that it keeps on a disk.
+        host_bytes: on one node, of all its ranks: what is offloaded, and the copies of a checkpoint on its way to the
+            disk.
+        host_capacity_bytes: what the node has for them; None is no limit.
+        wire_bytes: by purpose, of this rank in one step, by the paper's count (an all-gather counts its result).
+        causes: seconds of one step by what they are spent on; their sum is `seconds`.
+        tokens: of one step, all ranks together.
+        events: memory over one step, by category.
+        spans: for pipelines, when each rank does what.
+        notes: what a reader must know of these numbers, a sentence each.
+    """
+
+    plan: Plan
+    batch: int
+    ranks: int
+    rank: int
+    mode: Mode
+    time_mode: TimeMode
+    memory: Mapping[str, int]
+    capacity_bytes: int
+    host_bytes: int
+    wire_bytes: Mapping[str, int]
+    causes: Mapping[str, float]
+    tokens: int
+    margin: float = MARGIN
+    host_capacity_bytes: int | None = None
+    host: Mapping[str, int] = field(default_factory=dict)
+    disk_bytes: int = 0
+    events: tuple[Event, ...] = ()
+    spans: tuple[tuple[Span, ...], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest that memory stands on the fullest rank."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak leaves the margin free, and the host holds what it must."""
+        return not self.full
+
+    @property
+    def full(self) -> list[str]:
+        """The tiers, "host" and "device", that would have to hold more than they can."""
+        host = math.inf if self.host_capacity_bytes is None else self.host_capacity_bytes
+        rooms = {
+            "host": (self.host_bytes, host),
+            "device": (self.peak_bytes, self.capacity_bytes * (1 - self.margin)),
+        }
+        return [tier for tier, (held, room) in rooms.items() if held > room]
+
+    @property
+    def smallest_capacity_bytes(self) -> int:
+        """The smallest capacity of a device into which the plan fits, by its peak and the margin."""
+        return int(self.peak_bytes / (1 - self.margin)) + 1
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return sum(self.causes.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def bound(self) -> str:
+        """The cause on which most of the step is spent."""
+        return max(self.causes, key=lambda cause: self.causes[cause]) if self.causes else "compute"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them; the plan as `Plan.from_dict` takes it."""
+        return {
+            "plan": self.plan.as_dict(),
+            "batch": self.batch,
+            "ranks": self.ranks,
+            "rank": self.rank,
+            "mode": self.mode,
+            "time_mode": self.time_mode,
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "margin": self.margin,
+            "memory": dict(self.memory),
+            "host": dict(self.host),
+            "disk_bytes": self.disk_bytes,
+            "host_bytes": self.host_bytes,
+            "host_capacity_bytes": self.host_capacity_bytes,
+            "wire_bytes": dict(self.wire_bytes),
+            "seconds": self.seconds,
+            "causes": dict(self.causes),
+            "bound": self.bound,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A plan that cannot be.
+
+    Attributes:
+        why: one sentence.
+        way_out: one sentence: the single change that would make it fit.
+    """
+
+    plan: Plan
+    batch: int
+    why: str
+    way_out: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON holds them."""
+        return {"plan": self.plan.as_dict(), "batch": self.batch, "why": self.why, "way_out": self.way_out}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: predictions of plans that fit, the fastest first.
+        refused: plans that cannot be, in the order in which they were looked at.
+        looked_at: how many plans there were.
+        seconds: that the search took.
+    """
+
+    best: tuple[Prediction, ...]
+    refused: tuple[Refusal, ...]
+    looked_at: int
+    seconds: float

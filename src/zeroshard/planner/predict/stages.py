@@ -1,0 +1,200 @@
+"""Pipelines: the numbers of a stage, and the time of a step of all stages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from zeroshard.comm.collectives import Purpose
+from zeroshard.doctor.hardware import Machines
+from zeroshard.plan import Plan
+from zeroshard.planner.predict.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
+from zeroshard.planner.predict.rehearse import Rehearsed, Task, messages_of, rehearse
+from zeroshard.planner.predict.result import Span
+from zeroshard.planner.predict.shallow import Stack, deepen, shallow
+from zeroshard.planner.predict.values import refuse_too_large
+from zeroshard.schedule import Layout, PipelineSchedule
+from zeroshard.schedule.few import few_microbatches, in_flight
+from zeroshard.schedule.simulate import Costs, Simulation, simulate
+from zeroshard.schedule.spans import TIMES
+
+FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
+STEADY = 4  # steps of a stream in which its steady state shows; where each flushes, the first is enough
+MOST_SPANS = 20_000  # of a pipeline's timeline
+PER_MICROBATCH = (str(Purpose.SEND_ACTIVATIONS), str(Purpose.SEND_GRADIENTS))
+
+
+class Staged:
+    """How plans with stages are rehearsed: one replica of each; a `planner.ways.Way`."""
+
+    work = 4.0  # two stages, each with more microbatches
+
+    def whole(self, plan: Plan, blocks: int) -> int:
+        """All stages."""
+        return plan.pipeline.stages
+
+    def needs(
+        self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+    ) -> list[Needs]:
+        """The first and the last stage, with few of their blocks; or all of them."""
+        chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
+        depths = _depths(plan, stacks or ())
+        return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in chosen]
+
+    def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+        """All stages, whole, from steps really taken."""
+        first = plan.pipeline_schedule(machines.count).layout.first_ranks
+        refuse_too_large(task, plan, machines, rows)
+        return [needs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
+
+    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+        """All stages, simulated with what they cost, and who does what when."""
+        causes, spans = _times(needs, plan, machines)
+        rest = f"{len(needs)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
+        return Times(causes, spans, (rest,) * (len(needs) < plan.pipeline.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A stage whose numbers are wanted; `depths` are the blocks of every chunk, by the list in which they stand."""
+
+    task: Task
+    plan: Plan
+    machines: Machines
+    rows: int
+    stage: int
+    depths: tuple[str, tuple[int, ...]] | None
+
+    @property
+    def lane(self) -> PipelineSchedule:
+        """One rank of each stage."""
+        plan, layout = self.plan, Layout.equal(self.plan.pipeline.stages, self.plan.pipeline.virtual_stages)
+        return PipelineSchedule(
+            plan.pipeline.schedule, layout, plan.microbatches, reduce_each=plan.reduces_each_microbatch
+        )
+
+    def rehearse(self, microbatches: int, blocks: Sequence[int] = ()) -> Rehearsed:
+        """The stage with so many microbatches, and with so many blocks in each chunk."""
+        task, plan, ranks = self.task, replace(self.plan, microbatches=microbatches), self.machines.count
+        if blocks:
+            assert self.depths is not None
+            path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
+            plan = plan.with_settings({"pipeline_parallel.split": tuple(f"{path}.{start}" for start in starts)})
+            task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
+        rank = plan.pipeline_schedule(ranks).layout.first_ranks[self.stage]
+        rows = self.rows // self.plan.microbatches * microbatches
+        return rehearse(task, plan, rank, ranks, rows, self.machines)
+
+
+def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
+    """Blocks of every chunk, where they all are of one list of equal ones; None where all are to be rehearsed."""
+    if len(stacks) != 1 or not plan.pipeline.split:
+        return None
+    (stack,) = stacks
+    starts = [name.removeprefix(f"{stack.path}." if stack.path else "") for name in plan.pipeline.split]
+    if not all(start.isdecimal() for start in starts):
+        return None
+    edges = [0, *map(int, starts), stack.depth]
+    return stack.path, tuple(end - start for start, end in pairwise(edges))
+
+
+def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
+    """Blocks of each chunk to look at, each with what it tells the growth of: chunks of the stage that are as deep."""
+    assert job.depths is not None
+    path, depths = job.depths
+    own = Layout.equal(job.plan.pipeline.stages, job.plan.pipeline.virtual_stages).chunks_of(job.stage)
+    deep = {depths[chunk] for chunk in own if depths[chunk] > FEW_OF_STAGE + 1}
+    few = [min(n, FEW_OF_STAGE) if n in deep or c not in own else n for c, n in enumerate(depths)]
+    yield few, Stack(path, 0)
+    for depth in sorted(deep):
+        yield [n + (c in own and depths[c] == depth) for c, n in enumerate(few)], Stack(path, depth)
+
+
+def _of_stage(job: _Job) -> Needs:
+    """A stage's numbers, from few blocks of its chunks and some of its microbatches."""
+    if job.depths is None:
+        numbers, last, exact = _of_microbatches(job, ())
+        return needs_from(numbers, last, exact)
+    probes = list(_probes(job))
+    seen = [_of_microbatches(job, blocks) for blocks, _ in probes]
+    numbers = deepen([stack for _, stack in probes[1:]], [one for one, _, _ in seen], FEW_OF_STAGE, 1)
+    return needs_from(numbers, seen[-1][1], len(probes) == 1 and seen[-1][2])
+
+
+def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, float], Rehearsed, bool]:
+    """The numbers of all microbatches, what was rehearsed last, and whether that were all of them.
+
+    Of many microbatches only some are rehearsed, with two numbers of them: memory grows with those that are in flight
+    at once, which the schedule's own lists say.
+    """
+    m, lane = job.plan.microbatches, job.lane
+    few = few_microbatches(lane)
+    if few is None:
+        one = job.rehearse(m, blocks)
+        return numbers_of(one, 0), one, True
+    less, more = few
+    some, further, all_of_them = (in_flight(lane, job.stage, k) for k in (less, more, m))
+    growth = (all_of_them - further) / (further - some) if further > some else 0
+    b = job.rehearse(more, blocks)
+    a = job.rehearse(less, blocks) if growth else b
+    low, high = memory_numbers(a, m), memory_numbers(b, m)
+    memory = {name: n + float(growth) * (n - low.get(name, 0)) for name, n in high.items()}
+    wire = {f"wire/{p}": nbytes * (m / more if p in PER_MICROBATCH else 1) for p, (_, nbytes, _) in b.wire.items()}
+    return {**numbers_of(b, 0), **memory, **wire}, b, False
+
+
+def _times(
+    needs: Sequence[Needs], plan: Plan, machines: Machines
+) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
+    """Seconds of one step by cause, and who does what when."""
+    pipeline = replace(needs[0].last.pipeline, microbatches=plan.microbatches)
+    one_lane = replace(
+        pipeline, layout=type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages), loans=()
+    )
+    even = not pipeline.layout.uneven
+    lists_of = one_lane if even else pipeline  # lanes of an even layout do not meet but at reductions
+    costs = _costs(needs, lists_of, machines)
+    simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
+    spent = [_spent(one, plan, costs, lists_of) for one in needs]
+    causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"])
+    wire = max(each["wire"] for each in spent)
+    overhead = max(each.pop("overhead") for each in spent)
+    bubble = _step_seconds(simulation, plan) + overhead - causes["compute"] - causes["optimizer"]
+    causes |= {"wire": wire, "bubble": max(0.0, bubble)}
+    spans = tuple(tuple(rank) for rank in simulation.spans)
+    return causes, spans if sum(map(len, spans)) <= MOST_SPANS else ()
+
+
+def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
+    """What a stage spends in one step, by cause; "overhead" is what lies beside its actions."""
+    stage = one.last.pipeline.layout.stage_of(one.rank)
+    spent = {cause: one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire")}
+    overhead = max(0.0, spent["compute"] + spent["optimizer"] - one.actions)
+    chunks = pipeline.layout.chunks_of(stage)
+    passes = sum(costs.forward[c] + costs.whole_backward(c, pipeline.splits_backward) for c in chunks)
+    updates = sum(costs.update[c] for c in chunks) * (plan.microbatches // plan.microbatches_per_update)
+    compute = plan.microbatches * passes + updates - spent["optimizer"] + overhead
+    return {**spent, "compute": compute, "overhead": overhead}
+
+
+def _step_seconds(simulation: Simulation, plan: Plan) -> float:
+    steady = simulation.steady
+    return simulation.makespan if steady is None else steady.microbatch_seconds * plan.microbatches
+
+
+def _costs(needs: Sequence[Needs], pipeline: PipelineSchedule, machines: Machines) -> Costs:
+    """What each chunk costs, by the stages that were rehearsed; the others are like those before."""
+    layout = pipeline.layout
+    known = {key: seconds for one in needs for key, seconds in one.costs.items()}
+    seen = {int(key.rpartition("/")[2]) for key in known}
+    like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
+    spread: dict[str, Any] = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
+    share = max(1, needs[0].last.plan.microbatches * layout.chunks)
+    sent = max(messages_of(one.last.wire) for one in needs) // share // 2 or 0
+    seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
+    rate = sent / seconds if seconds else float("inf")
+    halves = {name: spread.pop(name) for name in ("input_gradient", "weight_gradient")}
+    if any(map(any, halves.values())):
+        spread |= halves
+    times: dict[str, Any] = dict(spread)
+    return Costs(**times, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)

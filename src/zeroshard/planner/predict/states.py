@@ -1,0 +1,59 @@
+"""Model states by the formulas alone, to leave out plans before a rehearsal. Predictions never come from here."""
+
+from dataclasses import dataclass
+
+from zeroshard.optim import check_elementwise
+from zeroshard.parts.choice import States
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.rehearse import Task, quiet
+from zeroshard.planner.predict.torch_internals import fakes
+from zeroshard.units import find_units
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the formulas need to know of a model and its optimizer.
+
+    Attributes:
+        trainable: parameters that are trained.
+        frozen: those that are not.
+        units: parameters of each unit.
+        state_bytes: of the optimizer per parameter, in fp32.
+    """
+
+    trainable: int
+    frozen: int
+    units: tuple[int, ...]
+    state_bytes: int
+
+
+def sizes_of(task: Task) -> Sizes:
+    """Look at the model and try the optimizer.
+
+    Raises:
+        OptimizerError: the optimizer needs whole tensors.
+    """
+    with fakes(), quiet():
+        model = task.build()
+        parameters = list(model.parameters())
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        units = tuple(sum(p.numel() for p in unit.parameters.values()) for unit in find_units(model))
+        optimizer = task.optimizer_of(model)
+    layout = check_elementwise(optimizer)
+    return Sizes(trainable, sum(p.numel() for p in parameters) - trainable, units, layout.bytes_per_element)
+
+
+def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
+    """What the states take at least on every rank; under stage 3 with the largest unit gathered."""
+    states = states_of(sizes, plan, ranks)
+    answers = (choice.least_bytes(states, ranks) for choice in reversed(choices_of(plan)))
+    return next(nbytes for nbytes in answers if nbytes is not None)
+
+
+def states_of(sizes: Sizes, plan: Plan, ranks: int) -> States:
+    """One rank's part of the model, in the plan's dtypes."""
+    states = States(sizes.trainable, sizes.frozen, max(sizes.units), sizes.state_bytes)
+    for choice in choices_of(plan):
+        states = choice.share(states, ranks)
+    return states

@@ -1,0 +1,48 @@
+"""Ways to rehearse a plan: one rank, where all are alike, or one of each of some stages."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from zeroshard.doctor.hardware import Machines
+from zeroshard.plan import Plan
+from zeroshard.planner.predict.alone import Alone
+from zeroshard.planner.predict.needs import Needs, Times
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.shallow import Stack
+from zeroshard.planner.predict.stages import Staged
+
+
+class Way(Protocol):
+    """How plans of one kind are rehearsed."""
+
+    @property
+    def work(self) -> float:
+        """How long a look takes, in those at plans without stages."""
+
+    def whole(self, plan: Plan, blocks: int) -> int:
+        """What a rehearsal of everything goes through, of a model with so many blocks."""
+
+    def needs(
+        self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+    ) -> list[Needs]:
+        """The numbers of ranks, of which one is the fullest.
+
+        Args:
+            rows: of one lane in one step.
+            stacks: the repeated blocks of the model, of which few are rehearsed; without, everything is.
+        """
+
+    def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+        """The same, from steps really taken.
+
+        Raises:
+            PlanError: few blocks do not fit into the memory of this machine.
+        """
+
+    def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
+        """What a step of all ranks is spent on."""
+
+
+def way_of(plan: Plan) -> Way:
+    """The way for a plan."""
+    return Staged() if plan.pipelined else Alone()

@@ -1,0 +1,276 @@
+"""`Plan.auto`: the fastest plan for a model as it stands in a program; and one search for all ranks of a job."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zeroshard import errors
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import Mesh, init_mesh
+from zeroshard.doctor.hardware import Machines
+from zeroshard.errors import BatchError, CommError, PlanError, ZeroshardError
+from zeroshard.plan import SEARCHED, Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.result import Found, Refusal
+from zeroshard.planner.predict.torch_internals import is_fake
+from zeroshard.planner.search.search import Say, search
+from zeroshard.planner.search.text import alike, describe, short
+from zeroshard.planner.search.this_machine import machines_here
+
+NAMED = 2  # kinds of refusals that are told
+
+
+def plan_for(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Any,
+    machines: Machines | None,
+    ranks: int | None,
+    base: Plan | None,
+    say: Say,
+) -> Plan:
+    """See `Plan.auto`."""
+    base = base or Plan()
+    if machines is not None and ranks not in (None, machines.count):
+        raise PlanError(f"ranks is {ranks} and machines have {machines.count} devices; leave one of the two out.")
+    mesh = init_mesh(base.timeout)
+    count = machines.count if machines is not None else ranks or mesh.ranks
+    where = machines or machines_here(count, mesh.device.type)
+    task = task_of(model, batch, optimizer, count)
+
+    def work(tell: Say) -> dict[str, Any]:
+        found = best_plans(task, where, base, tell)
+        return {"plan": found.best[0].plan.as_dict(), "lines": why(found)}
+
+    with torch.random.fork_rng(devices=[]):  # what a rehearsal draws is nothing to the program
+        together = count == mesh.ranks > 1
+        answer = on_rank_zero(mesh, work, "planning", say) if together else work(say)
+    for line in answer["lines"] if mesh.rank == 0 else ():
+        say(line)
+    return replace(Plan.from_dict(answer["plan"]), transport=base.transport)
+
+
+def best_plans(task: Task, machines: Machines, base: Plan, say: Say) -> Found:
+    """The plans that fit, of which there is one at least.
+
+    Raises:
+        PlanError: there is none, or `base` has fields that are searched.
+    """
+    refuse_chosen(base)
+    room = machines.device
+    if base.device_budget is not None:
+        memory = min(room.memory_bytes, room.overhead_bytes + base.device_budget)
+        machines = replace(machines, device=replace(room, memory_bytes=memory))
+    found = search(task, machines, base, top=2, say=say)
+    if not found.best:
+        raise PlanError(_none_fits(found, machines))
+    return found
+
+
+def refuse_chosen(base: Plan) -> None:
+    """Refuse what is to be searched and was given nevertheless.
+
+    Raises:
+        PlanError: naming the first such field.
+    """
+    usual = {field.name: field.default for field in fields(Plan)}
+    for name in SEARCHED:
+        if getattr(base, name) != usual[name]:
+            raise PlanError(
+                f"{name} is {getattr(base, name)!r}, and the search for a plan chooses it; leave {name} out, or do not "
+                f"search."
+            )
+
+
+def why(found: Found) -> list[str]:
+    """The best plan in sentences, how far behind the next is, and what was refused."""
+    best, *others = found.best
+    lines = describe(best)
+    looked = f"Looked at {found.looked_at} plans in {found.seconds:.0f} s"
+    if others and best.seconds:
+        behind = others[0].seconds / best.seconds - 1
+        slower = f"{behind:.0%} slower" if behind >= 0.005 else "as fast"
+        looked += f"; the next best is {short(others[0].plan, best.ranks)}, {slower}"
+    lines.append(f"{looked}.")
+    kinds = alike(found.refused)
+    for refusals in kinds[:NAMED]:
+        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        lines.append(f"Refused: {_refused(refusals[-1], best.ranks)}{more}")
+    if len(kinds) > NAMED:
+        lines.append(f"Refused besides: {sum(map(len, kinds[NAMED:]))} plans for other reasons.")
+    return lines
+
+
+def on_rank_zero(mesh: Mesh, work: Callable[[Say], Any], label: str, say: Say = lambda text: None) -> Any:
+    """What `work` returns on rank 0, on all ranks; a collective call.
+
+    While it works, the other ranks wait and hear what it says, so that no patience ends.
+
+    Args:
+        work: is given a function to say what it does, and returns what JSON holds.
+        say: told the same on rank 0.
+
+    Raises:
+        ZeroshardError: what `work` raised, of the same kind on every rank.
+    """
+    comm = Comm(mesh)
+
+    def tell(text: str) -> None:
+        say(text)
+        _hear(mesh, comm.agree_on({"text": text}, label)[0])
+
+    if mesh.rank != 0:
+        while "text" in (answer := comm.agree_on(None, label)[0]):
+            _hear(mesh, answer)
+        if "error" in answer:
+            raise getattr(errors, answer["kind"])(answer["error"])
+        return answer["value"]
+    try:
+        value = work(tell)
+    except CommError:
+        raise
+    except ZeroshardError as error:
+        comm.agree_on({"error": str(error), "kind": type(error).__name__}, label)
+        raise
+    comm.agree_on({"value": value}, label)
+    return value
+
+
+def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Task:
+    """What training a module on batches like this one is.
+
+    Raises:
+        PlanError, BatchError: what is no module, no optimizer or no batch.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"The model is a {type(model).__name__}; a plan is made for an nn.Module.")
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
+    if len(sizes) != 1 or 0 in sizes:
+        raise BatchError(
+            f"The batch's tensors have the first dimensions {sorted(sizes)}; a plan needs one batch of one rank, of "
+            f"tensors [B, ...] with B of 1 or more."
+        )
+    words = [leaf for leaf in tensors if leaf.dim() > 1 and not leaf.is_floating_point()]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        make, whole = _again(optimizer, model), True
+    elif callable(optimizer):
+        make, whole = optimizer, False
+    else:
+        raise PlanError(
+            f"The optimizer is {optimizer!r}; give a torch.optim class, such as torch.optim.AdamW, or a function of "
+            f"the parameters."
+        )
+    return Task(
+        build=lambda: _hollow(model),
+        batch=lambda rows: tree_map(lambda leaf: _rows(leaf, rows), batch),
+        optimizer=make,
+        rows=sizes.pop() * ranks,
+        sequence=words[0].shape[1] if words else 1,
+        name=type(model).__name__,
+        whole_model=whole,
+    )
+
+
+def _hear(mesh: Mesh, answer: dict[str, str]) -> None:
+    """Tell the supervisor that planning gets on."""
+    if mesh.pulse is not None:
+        mesh.pulse.phase(f"planning: {answer['text']}")
+
+
+def _hollow(model: nn.Module) -> nn.Module:
+    """The same model with zeros for its tensors; inside of fake tensors they have no values and take no memory.
+
+    Raises:
+        PlanError: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+        for tensor in (value for value in own if isinstance(value, torch.Tensor)):
+            memo[id(tensor)] = memo.get(id(tensor), _like(tensor))
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise PlanError(
+            f"The model cannot be copied to be rehearsed ({type(error).__name__}: {error}); plan before it is "
+            f"compiled or wrapped, or give one that copy.deepcopy copies."
+        ) from error
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="meta" if tensor.is_meta else "cpu")
+    if not isinstance(tensor, nn.Parameter):
+        return zeros
+    parameter = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+def _rows(leaf: Any, rows: int) -> Any:
+    """So many rows like those of a batch's leaf; from the first again where it has fewer."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_meta or is_fake(torch.empty(0)):
+        return torch.zeros(rows, *leaf.shape[1:], dtype=leaf.dtype)
+    return leaf.detach().cpu()[torch.arange(rows) % len(leaf)]
+
+
+def _again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """A function that makes such an optimizer for a copy of the model.
+
+    Raises:
+        PlanError: it holds other parameters than the model's.
+    """
+    kind: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise PlanError("The optimizer holds parameters that are not the model's; make it from model.parameters().")
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append((options, [names[id(parameter)] for parameter in group["params"]]))
+
+    def make(other: nn.Module) -> torch.optim.Optimizer:
+        here = dict(other.named_parameters())
+        filled = ({**o, "params": [here[n] for n in known if n in here]} for o, known in groups)
+        try:
+            return kind([group for group in filled if group["params"]])
+        except TypeError as error:
+            raise PlanError(
+                f"{type(optimizer).__name__} cannot be made again from its groups ({error}); give a function of the "
+                f"parameters instead of the optimizer."
+            ) from error
+
+    return make
+
+
+def _none_fits(found: Found, machines: Machines) -> str:
+    """Why there is no plan, and what comes closest: the most that can be offloaded, or sliced."""
+    if not found.refused:
+        return f"There is no plan to look at for {machines}; use more rows."
+    with_way = [refusal for refusal in found.refused if refusal.way_out]
+    resorts = [refusal for refusal in with_way if _resort(refusal)]
+    closest = max(resorts or with_way or found.refused, key=_reach)
+    too = f", with and without {_resort(closest)}" if resorts else ""
+    return f"None of {len(found.refused)} plans fits {machines}{too}. {_refused(closest, machines.count)}"
+
+
+def _resort(refusal: Refusal) -> str:
+    """The technique that such a plan resorts to; empty where it is none."""
+    return "".join(choice.resort for choice in choices_of(refusal.plan))
+
+
+def _reach(refusal: Refusal) -> tuple[float, ...]:
+    """How far a plan goes to fit, what is offered last first."""
+    return tuple(part for choice in reversed(choices_of(refusal.plan)) for part in choice.reach)
+
+
+def _refused(refusal: Refusal, ranks: int) -> str:
+    return f"{short(refusal.plan, ranks)}: {refusal.why} {refusal.way_out}".rstrip()

@@ -1,0 +1,279 @@
+"""The search: all ways to share a job out over the machines, pruned by exact states, the rest rehearsed.
+
+For each number of stages, ZeRO stage and schedule, the rows of a microbatch are found by bisection: memory rises with
+them. What needs more for its states alone than a device has is refused without a rehearsal. Deterministic.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from zeroshard.doctor.cpu_load import company
+from zeroshard.doctor.hardware import Machines
+from zeroshard.errors import PlanError, ZeroshardError
+from zeroshard.offload import choice as offload
+from zeroshard.parts.offers import Offer, Refused, Site
+from zeroshard.pipeline import choice as pipeline
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.cuts import Layers, layers_of
+from zeroshard.planner.predict.estimate import Estimator
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.result import Found, Prediction, Refusal
+from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of
+from zeroshard.planner.predict.timed import predict_really
+from zeroshard.planner.predict.ways import way_of
+from zeroshard.planner.search.progress import Progress
+from zeroshard.planner.search.text import lacking, short
+from zeroshard.zero import choice as zero
+
+OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
+LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
+MOST_DEEP = 32  # blocks times microbatches, or stages, that are all rehearsed for the best plan
+MOST_TIMED = 8  # plans that are tried out on this machine, the best by the rates of its profile
+Say = Callable[[str], None]
+Key = tuple[Plan, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A plan but for its microbatches, the rows of one lane, and the offer that it is of."""
+
+    plan: Plan
+    rows: int
+    offer: Offer
+
+
+def search(
+    task: Task,
+    machines: Machines,
+    base: Plan | None = None,
+    top: int = 5,
+    plans: Iterable[tuple[Plan, int]] | None = None,
+    say: Say = lambda text: None,
+    last_resorts: bool = False,
+    first: Callable[[Found], None] = lambda found: None,
+) -> Found:
+    """The plans that fit, the fastest first, and the refused ones with the way out.
+
+    Where none fits, what techniques offer as a last resort is tried in their order (offload: of the optimizer's states,
+    of few parameters first and then of more, then of the parameters too, and then of activations); the first that fits
+    ends it.
+
+    Args:
+        base: what all plans have in common (precision, clipping and the like).
+        top: how many to keep.
+        plans: plans and rows per lane to look at, instead of all there are.
+        say: told what is being looked at.
+        last_resorts: whether to try them even where other plans fit.
+        first: given the first estimates, before any plan is rehearsed; not called where nothing can be estimated.
+    """
+    began = time.perf_counter()
+    hunt = _Hunt(task, machines, base or Plan(), say)
+    if plans is None:
+        shapes = list(hunt.shapes())
+        found = hunt.estimates(shapes)
+        if found:
+            first(Found(tuple(found[:top]), (), len(found), time.perf_counter() - began))
+        for shape in shapes:
+            hunt.progress.begin(shape.plan)
+            hunt.try_shape(shape)
+        if last_resorts or not hunt.fitting:
+            hunt.try_last_resorts()
+    else:
+        for plan, rows in plans:
+            hunt.try_plan(plan, rows)
+    order = sorted(hunt.fitting, key=lambda p: (p.seconds, p.peak_bytes))
+    if machines.here:
+        with company(min(machines.count, os.cpu_count() or 1) - 1):
+            timed = [hunt.timed(prediction) for prediction in order[:MOST_TIMED]]
+        order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
+    best = [hunt.whole(order[0]), *order[1:top]] if order else []
+    return Found(tuple(best), tuple(hunt.refused), hunt.looked_at, time.perf_counter() - began)
+
+
+@dataclass
+class _Hunt:
+    """One search under way."""
+
+    task: Task
+    machines: Machines
+    base: Plan
+    say: Say
+    fitting: list[Prediction] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    looked_at: int = 0
+    progress: Progress = field(default_factory=lambda: Progress({}))
+    _seen: dict[Key, Prediction] = field(default_factory=dict)
+    _layers: Layers | str | None = None
+    _sizes: Sizes | None = None
+    _guesses: dict[Plan, list[int]] = field(default_factory=dict)
+
+    @property
+    def _site(self) -> Site:
+        return Site(self.machines.count, self.machines.per_node, self.task.rows, self._blocks)
+
+    def shapes(self) -> Iterator[Shape]:
+        """Every way to share out the ranks, those without stages first."""
+        for offer in (offer for offers in OFFERS for offer in offers(self._site)):
+            if isinstance(offer, Refused):
+                self._refuse(self.base.with_settings(offer.settings), 0, offer.why, offer.way_out)
+            else:
+                yield self._shape(offer)
+
+    def _shape(self, offer: Offer) -> Shape:
+        return Shape(self.base.with_settings(offer.settings), self.task.rows // offer.lanes, offer)
+
+    def try_last_resorts(self) -> None:
+        """Go further and further, until it fits."""
+        for offer in (offer for offers in LAST_RESORTS for offer in offers(self._site)):
+            before = len(self.fitting)
+            self.try_shape(self._shape(offer))
+            if len(self.fitting) > before:
+                return
+
+    def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
+        """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
+        self.say("one rank alone, for first estimates")
+        try:
+            estimator = Estimator.of(self.task, self.base, self.machines, self._sizes_of())
+        except ZeroshardError:  # of which the search tells, plan by plan
+            return []
+        chosen: list[Prediction] = []
+        expected: dict[Plan, int] = {}
+        for shape in shapes:
+            counts = shape.offer.counts
+            each = (estimator.prediction(self._with(shape.plan, count), shape.rows) for count in counts)
+            near = shape.offer.order.near([one for one in each if one.fits])
+            chosen += near[:1]
+            guesses = self._guesses[shape.plan] = [one.plan.microbatches for one in near]
+            expected[shape.plan] = 1
+            if guesses:
+                expected[shape.plan] = shape.offer.order.looks(counts, guesses) + shape.offer.most_faster
+        self.progress = Progress(expected)
+        return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
+
+    def try_shape(self, shape: Shape) -> None:
+        """Find the microbatches of a shape, then what is faster; where none fit, what needs less."""
+        offer, plan = shape.offer, shape.plan
+        if not offer.counts:
+            self._refuse(plan, shape.rows, *offer.without_counts)
+            return
+        guesses = self._guesses.get(plan, [])
+        found = offer.order.find(lambda count: self._look(self._with(plan, count), shape.rows), offer.counts, guesses)
+        leaner = plan.with_settings(offer.leaner)
+        if found is not None and not found.fits and leaner != plan:
+            self.try_shape(replace(shape, plan=leaner))
+        if not self._keep(found):
+            return
+        assert found is not None
+        m = found.plan.microbatches
+        for other in offer.faster(m, self._site):
+            again = self._look(plan.with_settings({**other, "microbatches": m}), shape.rows)
+            if again is not None and again.fits:
+                self.fitting.append(again)
+
+    def _keep(self, found: Prediction | None) -> bool:
+        """Keep a plan that fits, and refuse one that does not."""
+        if found is not None and not found.fits:
+            self._refuse(found.plan, found.batch, *lacking(found))
+        elif found is not None:
+            self.fitting.append(found)
+        return found is not None and found.fits
+
+    def try_plan(self, plan: Plan, rows: int) -> None:
+        """Look at one given plan."""
+        self._keep(self._look(plan, rows))
+
+    def timed(self, prediction: Prediction) -> Prediction:
+        """The prediction with a time that was measured on few blocks, where this machine can hold them."""
+        self.say(f"timing {short(prediction.plan, self.machines.count)}")
+        try:
+            found = predict_really(self.task, prediction.plan, self.machines, prediction.batch)
+        except ZeroshardError:
+            return prediction
+        return replace(prediction, causes=found.causes, time_mode=found.time_mode)
+
+    def whole(self, prediction: Prediction) -> Prediction:
+        """The prediction again, from a rehearsal of every stage, and of every block where they are not too many."""
+        plan = prediction.plan
+        depth = sum(stack.depth for stack in self.task.look.stacks)
+        if way_of(plan).whole(plan, depth) > MOST_DEEP:
+            return prediction
+        self.say("the best once more, whole")
+        found = predict(self.task, plan, self.machines, prediction.batch, deep=True)
+        if prediction.time_mode == found.time_mode:
+            return found
+        return replace(found, causes=prediction.causes, time_mode=prediction.time_mode)
+
+    def _with(self, plan: Plan, count: int) -> Plan:
+        return replace(plan, microbatches=count)
+
+    def _look(self, plan: Plan, rows: int) -> Prediction | None:
+        """Rehearse a plan, unless its states alone are too much or the engine refuses it."""
+        key = (plan, rows)
+        if key in self._seen:
+            return self._seen[key]
+        self.looked_at += 1
+        try:
+            if self._too_large(plan, rows):
+                return None
+            each = max(1, rows // plan.microbatches)
+            for choice in choices_of(plan):
+                plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
+            words = f"{short(plan, self.machines.count)}, {rows} rows per lane"
+            self.say(f"{self.progress.look(plan)}{words}")
+            self._seen[key] = predict(self.task, plan, self.machines, rows)
+        except ZeroshardError as error:
+            self._refuse(plan, rows, str(error), "")
+            return None
+        return self._seen[key]
+
+    def _sizes_of(self) -> Sizes:
+        if self._sizes is None:
+            self._sizes = sizes_of(self.task)
+        return self._sizes
+
+    def _too_large(self, plan: Plan, rows: int) -> bool:
+        """Refuse what needs more for its states than a device has."""
+        room = self.machines.device.capacity_bytes
+        needed = least_bytes(self._sizes_of(), plan, self.machines.count)
+        if needed <= room or any(choice.exhausted for choice in choices_of(plan)):
+            return False
+        why = f"Its model states alone take {format_size(needed)} on every rank, and a device has {format_size(room)}."
+        self._refuse(plan, rows, why, self._way_out(plan, needed))
+        return True
+
+    def _way_out(self, plan: Plan, needed: int) -> str:
+        """The smallest single change with which the states would fit."""
+        room, ranks = self.machines.device.capacity_bytes, self.machines.count
+        for remedy in (remedy for choice in reversed(choices_of(plan)) for remedy in choice.remedies(ranks)):
+            changed = (self.base if remedy.anew else plan).with_settings(remedy.settings)
+            if remedy.certain or least_bytes(self._sizes_of(), changed, remedy.ranks) <= room:
+                return remedy.sentence
+        return f"Devices with {format_size(needed)} or more would hold them."
+
+    def _refuse(self, plan: Plan, rows: int, why: str, way_out: str) -> None:
+        self.refused.append(Refusal(plan, rows, why, way_out))
+
+    def _blocks(self) -> int:
+        """Blocks of the model.
+
+        Raises:
+            PlanError: it is no chain.
+        """
+        return len(self._layers_of(1).names)
+
+    def _layers_of(self, rows: int) -> Layers:
+        """The layers of the model, rehearsed once; relative times hardly depend on the rows."""
+        if self._layers is None:
+            try:
+                self._layers = layers_of(self.task, self.machines, rows)
+            except ZeroshardError as error:
+                self._layers = str(error)
+        if isinstance(self._layers, str):
+            raise PlanError(self._layers)
+        return self._layers

@@ -1,0 +1,123 @@
+"""What the planner finds, in words: a plan in a few of them, a prediction in a few sentences."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from zeroshard.memory.ledger import Category
+from zeroshard.parts.choice import LeftOut
+from zeroshard.pipeline.cluster import format_size
+from zeroshard.plan import Plan
+from zeroshard.planner.choices import choices_of
+from zeroshard.planner.predict.result import Prediction, Refusal
+
+MODES = {
+    "fake": "the engine itself ran a step on tensors without values, and every allocation was counted",
+    "shallow-real": "the engine itself ran a step on real tensors with few layers, and the other layers were added",
+    "estimate": "model states by the formulas, and the rest by a rehearsal of one rank alone",
+}
+TIME_MODES = {
+    "roofline": "each operation and collective by the rates of the device and its links",
+    "shallow-real": "few layers were really run on this machine, and the other layers were added",
+    "estimate": "computation by a rehearsal of one rank alone, traffic and idle stages by formulas",
+}
+
+
+def short(plan: Plan, ranks: int | None = None) -> str:
+    """A plan in a few words: what it slices or cuts, its precision, its microbatches, and what is not by default.
+
+    Args:
+        ranks: with it, the replicas of a pipeline can be told where the plan leaves them open.
+    """
+    words = [choice.words(ranks) for choice in choices_of(plan)]
+    parts = ((one.name for one in words), (one.sizes for one in words), (one.settings for one in words))
+    return ", ".join(text for part in parts for texts in part for text in texts)
+
+
+def describe(prediction: Prediction) -> list[str]:
+    """A prediction in sentences: the plan, its memory, its time, what it sends, how that was found, what to know."""
+    p = prediction
+    each = "rank"
+    for choice in choices_of(p.plan):
+        each = choice.lane(each)
+    free = 1 - p.peak_bytes / p.capacity_bytes
+    room = f"{free:.0%} free" if p.fits else f"too much: {p.margin:.0%} must stay free"
+    sentences = [
+        f"{short(p.plan, p.ranks)}; {p.ranks} rank{'s' * (p.ranks > 1)}, {p.batch} row{'s' * (p.batch > 1)} per {each}"
+        " and step.",
+        f"Memory: {format_size(p.peak_bytes)} of {format_size(p.capacity_bytes)} at the peak on rank {p.rank}, {room}: "
+        f"{_parts(p.memory.items())}.",
+        f"Time: {seconds(p.seconds)} per step, {p.tokens_per_second:,.0f} tokens/s, bound by {p.bound}: "
+        + ", ".join(f"{cause} {share:.0%}" for cause, share in shares(p).items() if share >= 0.005)
+        + ".",
+    ]
+    sent = {purpose: nbytes for purpose, nbytes in p.wire_bytes.items() if nbytes}
+    if sent:
+        sentences.append(f"Wire: {format_size(sum(sent.values()))} per step on this rank: {_parts(sent.items())}.")
+    kept = _parts(p.host.items())
+    on_node = f"on one node, of each rank: {kept}" if kept else "on one node"
+    for tier, nbytes, whose in (("Host", p.host_bytes, on_node), ("Disk", p.disk_bytes, "of each rank")):
+        if nbytes:
+            sentences.append(f"{tier}: {format_size(nbytes)} {whose}.")
+    sentences += [
+        f"Memory was found so ({p.mode}): {MODES[p.mode]}.",
+        f"Time was found so ({p.time_mode}): {TIME_MODES[p.time_mode]}.",
+    ]
+    return sentences + list(p.notes)
+
+
+def lacking(prediction: Prediction) -> tuple[str, str]:
+    """Which memory is too small for a plan that does not fit, and the way out, a sentence each."""
+    p, need = prediction, prediction.smallest_capacity_bytes
+    there = "A checkpoint on its way to the disk needs"
+    larger = f"A device with {format_size(need)} for tensors would hold it."
+    for choice in choices_of(p.plan):
+        there, larger = choice.on_host(there), choice.budget(need, larger)
+    held, room = format_size(p.host_bytes), format_size(p.host_capacity_bytes or 0)
+    host = f"{there} {held} of each node's host memory, which is {room}."
+    more_host = f"Nodes with {held} of host memory would hold it."
+    device = f"The fullest rank needs {format_size(p.peak_bytes)} of {format_size(p.capacity_bytes)} at the peak."
+    return {"host": (host, more_host), "device": (device, larger)}[p.full[0]]
+
+
+def left_out(prediction: Prediction) -> list[LeftOut]:
+    """Times that its memory over the step does not show."""
+    return [left for choice in choices_of(prediction.plan) for left in choice.left_out()]
+
+
+def _parts(parts: Iterable[tuple[str, int]]) -> str:
+    """The largest first; what is nothing is left out."""
+    return ", ".join(f"{name} {format_size(n)}" for name, n in sorted(parts, key=lambda part: -part[1]) if n)
+
+
+def shares(prediction: Prediction) -> dict[str, float]:
+    """The share of the step that each cause takes, the largest first."""
+    whole = prediction.seconds or 1.0
+    causes = sorted(prediction.causes.items(), key=lambda cause: -cause[1])
+    return {cause: spent / whole for cause, spent in causes}
+
+
+def categories(predictions: Iterable[Prediction]) -> list[str]:
+    """All categories of memory: the ledger's in its order, then others."""
+    known = [str(category) for category in Category]
+    held = [c for p in predictions for nbytes in (p.memory, *(event.nbytes for event in p.events)) for c in nbytes]
+    return [c for c in known if c in held] + [c for c in dict.fromkeys(held) if c not in known]
+
+
+def seconds(time: float) -> str:
+    """Seconds as people read them: 0.0123 is 12.3 ms."""
+    unit, factor = ("s", 1.0) if time >= 1 else ("ms", 1e3) if time >= 1e-3 else ("\N{MICRO SIGN}s", 1e6)
+    value = time * factor
+    return f"{value:,.0f} {unit}" if value >= 999.5 else f"{f'{value:#.3g}'.rstrip('.')} {unit}"
+
+
+def alike(refused: Sequence[Refusal]) -> list[list[Refusal]]:
+    """Refusals in groups whose reasons and ways out differ only in numbers, groups in the order of their first."""
+    groups: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in refused:
+        key = (_without_numbers(refusal.why), _without_numbers(refusal.way_out))
+        groups.setdefault(key, []).append(refusal)
+    return list(groups.values())
+
+
+def _without_numbers(sentence: str) -> str:
+    return re.sub(r"\d[\d.,]*( ?[KMGT]?i?B\b)?", "#", sentence)

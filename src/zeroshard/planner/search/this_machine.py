@@ -1,0 +1,82 @@
+"""The machines that this process runs on: as `zeroshard doctor` measured them, as known by name, or assumed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from zeroshard.comm.mesh import cache_home, local_ranks
+from zeroshard.doctor.facts import memory_limit, processor
+from zeroshard.doctor.hardware import Device, Link, Machines, preset, preset_names
+from zeroshard.doctor.profile import Profile, default_path
+from zeroshard.errors import PlanError
+from zeroshard.platform import accelerator
+
+BETWEEN = Link(1.25e9, 5e-5)  # of machines whose network nobody measured: 10 gigabits per second
+ASSUMED = "Rates are assumed; zeroshard doctor measures those of this machine."
+ASSUMED_CPU = {"matrix": 5e10, "memory": 1e10, "launch": 5e-6}  # FLOP/s, bytes/s and seconds of one rank
+ASSUMED_LINK = Link(2e9, 5e-5)  # between processes of one machine
+
+
+def machines_here(ranks: int, kind: str, profile: Path | None = None) -> Machines:
+    """What `ranks` ranks like this process would run on.
+
+    Args:
+        kind: what computes: "cpu", or the type of an accelerator by torch's name.
+        profile: of this machine; by default where `zeroshard doctor` writes it.
+
+    Raises:
+        PlanError: a GPU that is not known by name.
+        DataError: a profile that cannot be read.
+    """
+    per_node = min(ranks, local_ranks() or ranks)
+    path = profile or default_path({"XDG_CACHE_HOME": cache_home()})
+    measured = Profile.load(path) if path.exists() else None
+    if measured is not None and measured.kind == kind:
+        memory = free_memory() // per_node if kind == "cpu" else None
+        one = measured.machines(per_node, measured.transport if ranks == per_node else "network", memory=memory)
+        return one if ranks == per_node else replace(one, count=ranks, between=BETWEEN)
+    first = torch.device(kind, 0)
+    name, memory = accelerator.title(first), accelerator.total_memory(first)
+    if name is not None and memory is not None:
+        return _known(name, memory, ranks, per_node)
+    device = Device(
+        name=processor(),
+        kind="cpu",
+        memory_bytes=free_memory() // per_node,
+        matrix_flops={"fp32": ASSUMED_CPU["matrix"]},
+        memory_bandwidth=ASSUMED_CPU["memory"],
+        launch_seconds=ASSUMED_CPU["launch"],
+        source=ASSUMED,
+    )
+    return Machines(device, ranks, per_node, ASSUMED_LINK, BETWEEN, free_memory(), here=ranks == per_node)
+
+
+def free_memory() -> int:
+    """Bytes of host memory that training can have now."""
+    available = psutil.virtual_memory().available
+    return min(available, memory_limit() or available)
+
+
+def nearest_preset(name: str, memory: int) -> str | None:
+    """The built-in device that a GPU with this name and so many bytes is; None where there is none.
+
+    Args:
+        name: as the driver says it, such as "NVIDIA A100-SXM4-80GB".
+    """
+    plain = "".join(name.split()).casefold()
+    models = {known: "".join(known.partition("-")[0].split()).casefold() for known in preset_names()}
+    alike = [known for known, model in models.items() if model in plain]
+    return min(alike, key=lambda known: abs(preset(known).memory_bytes - memory), default=None)
+
+
+def _known(name: str, memory: int, ranks: int, per_node: int) -> Machines:
+    known = nearest_preset(name, memory)
+    if known is None:
+        raise PlanError(
+            f"The GPU {name} is not known by name (known are {', '.join(preset_names())}), and its rates were not "
+            f"measured; run `zeroshard doctor`, or give machines."
+        )
+    machines = Machines.of(known, ranks, per_node)
+    return replace(machines, device=replace(machines.device, memory_bytes=memory))

@@ -1,0 +1,14 @@
+"""Published numbers, computed again by this package, and those that wait for what is not built yet.
+
+Read `claim` (a number, its source and how it is computed), then `zero`, `pipelines`, `offload` and `later`.
+"""
+
+from zeroshard.reproduce.claim import Claim, Outcome, Reading, Waiting, check
+from zeroshard.reproduce.later import LATER
+from zeroshard.reproduce.offload import OFFLOAD
+from zeroshard.reproduce.pipelines import PIPELINES
+from zeroshard.reproduce.zero import ZERO
+
+CLAIMS: dict[str, Claim | Waiting] = {claim.name: claim for claim in (*ZERO, *OFFLOAD, *PIPELINES, *LATER)}
+
+__all__ = ["CLAIMS", "Claim", "Outcome", "Reading", "Waiting", "check"]

@@ -1,0 +1,10 @@
+"""Runs that survive: the folder of checkpoints, a guard over the loss, and a watch over slow ranks.
+
+Read `checkpoints` (save, keep, resume), `guard` (go back where the loss is not finite or spikes), `straggler`.
+"""
+
+from zeroshard.resilience.checkpoints import Checkpoints, resume
+from zeroshard.resilience.guard import Guard, Verdict
+from zeroshard.resilience.straggler import Straggler, Stragglers
+
+__all__ = ["Checkpoints", "Guard", "Straggler", "Stragglers", "Verdict", "resume"]

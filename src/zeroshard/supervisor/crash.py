@@ -1,0 +1,65 @@
+"""The crash report: one JSON file for each failed attempt."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from zeroshard.comm.heartbeat import Reading
+from zeroshard.supervisor.decision import signal_name
+from zeroshard.supervisor.records import Culprit, RankState, Verdict
+from zeroshard.version import __version__
+
+NO_STACK = "none: the process did not answer (it had ended, was stopped, or never started)"
+
+
+def write_report(
+    folder: Path, command: Sequence[str], attempt: int, culprit: Culprit, verdict: Verdict, states: Sequence[RankState]
+) -> Path | None:
+    """Write what happened; returns where, or None if it cannot be written."""
+    now = datetime.now(UTC)
+    report = {
+        "zeroshard": __version__,
+        "time": now.isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "command": list(command),
+        "attempt": attempt,
+        "culprit": {**asdict(culprit), "words": str(culprit)},
+        "verdict": asdict(verdict),
+        "ranks": [_rank(state) for state in states],
+    }
+    path = folder / f"{now:%Y-%m-%d-%H%M%S-%f}-attempt-{attempt}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".fresh")  # whoever waits for a report sees a whole one
+        fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(path)
+    except OSError:
+        return None
+    return path
+
+
+def _rank(state: RankState) -> dict[str, Any]:
+    exit_code = state.exit
+    return {
+        "rank": state.rank,
+        "host": state.host,
+        "exit": exit_code if exit_code is None or exit_code >= 0 else signal_name(-exit_code),
+        "seconds": round(state.running, 3),
+        "seconds_without_heartbeat": round(state.silent, 3),
+        "seconds_without_progress": round(state.idle, 3),
+        "stopped": state.suspended,
+        "pulse": _pulse(state.pulse),
+        "error": None if state.failure is None else asdict(state.failure),
+        "stack": state.stack or NO_STACK,
+    }
+
+
+def _pulse(pulse: Reading | None) -> dict[str, Any] | None:
+    if pulse is None:
+        return None
+    said = {**asdict(pulse), "collective": pulse.collective._asdict()}
+    return {name: value for name, value in said.items() if name not in ("since", "alive")}  # told as ages

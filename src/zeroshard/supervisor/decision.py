@@ -1,0 +1,252 @@
+"""Who is to blame, and what follows: pure functions over what the supervisor sees.
+
+[Note: the cause, not its echo] When a rank dies, the connections of the others break, and within milliseconds several
+ranks have failed. A death by a signal or an error of its own is a cause; a broken connection is an echo of one. Among
+equals the first to fail is to blame.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroshard.comm.heartbeat import Collective
+from zeroshard.supervisor.records import Culprit, RankState, Verdict
+
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on the command line
+INTERRUPTED = 128 + signal.SIGINT  # the code of whatever Ctrl-C stopped, as shells have it
+SETTLE = 0.5  # seconds from the first sign of a failure to the judgement, for the cause to show beside its echoes
+ECHO_TYPES = ("CommError", "DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "EOFError")
+ECHO_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
+ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)  # how a library or a launcher ends what cannot go on
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long is too long, in seconds.
+
+    Attributes:
+        timeout: without a heartbeat, or without progress of any rank.
+        start: without progress of any rank before the first step.
+        linger: that ranks may go on, without progress, after another has ended well.
+    """
+
+    timeout: float = 60.0
+    start: float = 600.0
+    linger: float = 10.0
+
+
+def finished(states: Sequence[RankState]) -> int | None:
+    """The exit code of an attempt that ended without a fault: done, or stopped on request; None for all others."""
+    codes = [state.exit for state in states]
+    if None in codes:
+        return None
+    if STOPPED in codes and all(s.exit in (DONE, STOPPED) or _is_echo(s) for s in states):
+        return STOPPED
+    return DONE if all(code == DONE for code in codes) else None
+
+
+def stopped_alone(states: Sequence[RankState]) -> str:
+    """Which ranks stopped on request while others did not, in words; empty if all did."""
+    left = [state for state in states if state.exit == STOPPED]
+    others = [f"rank {s.rank} {_end(s)}" for s in states if s.exit != STOPPED]
+    if not others:
+        return ""
+    who = f"rank{'s' * (len(left) > 1)} {', '.join(str(s.rank) for s in left)}"
+    return (
+        f"{who} ended with exit code {STOPPED}, which says stopped on request, and the others did not: "
+        f"{'; '.join(others)}. Start again to go on from the last checkpoint"
+    )
+
+
+def diagnose(states: Sequence[RankState], limits: Limits) -> Culprit | None:
+    """Who is to blame, if anything is wrong that will not end well by itself."""
+    return _failed(states) or _silent(states, limits) or _left(states, limits) or _stalled(states, limits)
+
+
+def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: int) -> Verdict:
+    """Whether to try again after the last of several failures.
+
+    Args:
+        culprits: of every failed attempt so far, in order.
+        committed: after each, the step of the newest checkpoint that any rank ever committed.
+        max_restarts: how often to start again without a newer checkpoint.
+    """
+    last = culprits[-1]
+    if last.exit == WRONG_INPUT:
+        return Verdict(False, WRONG_INPUT, "wrong options, data or models are the same at every attempt")
+    if last.kind == "node":
+        return Verdict(False, FAILED, "the job cannot go on without a node")
+    if last.exit == STOPPED:
+        return Verdict(False, STOPPED, "it was stopped on request")
+    if _error(last) is not None and any(_error(last) == _error(before) for before in culprits[:-1]):
+        return Verdict(False, FAILED, "the same step failed twice with the same error")
+    best, spent = -1, 0
+    for newest in committed:
+        best, spent = max(best, newest), 1 if newest > best else spent + 1
+    if spent > max_restarts:
+        since = f"since the checkpoint of step {best}" if best >= 0 else "and no checkpoint"
+        return Verdict(False, FAILED, f"{_times(max_restarts)} {since}" if max_restarts else "no restarts are allowed")
+    return Verdict(True, FAILED, f"restart {spent} of {max_restarts}")
+
+
+def pass_on(culprit: Culprit) -> Verdict:
+    """Under a launcher that decides on restarts itself: leave as the rank did."""
+    code = culprit.exit or FAILED
+    return Verdict(False, code if code > 0 else 128 - code, "the launcher decides what follows")
+
+
+def stop_code(states: Sequence[RankState], killed: bool, interrupted: bool = False) -> int:
+    """The exit code after a stop that was asked for.
+
+    Args:
+        killed: whether ranks were still there at the end of the grace and had to be killed.
+        interrupted: whether it was Ctrl-C that asked.
+    """
+    codes = [state.exit for state in states]
+    if killed or STOPPED in codes:
+        return INTERRUPTED if interrupted else STOPPED
+    if all(code == DONE for code in codes):
+        return DONE
+    if -signal.SIGTERM in codes:
+        return INTERRUPTED if interrupted else 128 + signal.SIGTERM
+    return FAILED
+
+
+def _failed(states: Sequence[RankState]) -> Culprit | None:
+    """The first rank that died or said why it will."""
+    bad = [s for s in states if s.failure is not None or s.exit not in (None, DONE, STOPPED)]
+    if not bad:
+        return None
+    if max(_since(state) for state in bad) < SETTLE and any(state.exit is None for state in states):
+        return None
+    first = min(bad, key=lambda s: (_is_echo(s), not (s.failure and s.failure.first), -_since(s), s.rank))
+    gone = [s for s in states if s.exit in (DONE, STOPPED) and s.exited + SETTLE >= _since(first)]
+    if gone and _is_echo(first):  # its connections broke because a rank had left
+        left = max(gone, key=lambda s: s.exited)
+        others = ", ".join(str(s.rank) for s in states if s not in gone)
+        return _culprit([left], "left", f"ended with exit code {left.exit} while rank {others} had not")
+    if first.exit is not None and first.exit < 0:
+        return _culprit([first], "signal", _end(first), _is_echo(first))
+    return _culprit([first], "exit", _end(first), _is_echo(first))
+
+
+def _end(state: RankState) -> str:
+    """How a rank failed or ended, in words that follow "rank N"."""
+    if state.exit is not None and state.exit < 0:
+        return f"was killed by {signal_name(-state.exit)}"
+    if state.failure is None:
+        return f"ended with exit code {state.exit}"
+    words = state.failure.message.strip().partition("\n")[0]
+    return f"raised {state.failure.type}: {words}"
+
+
+def _silent(states: Sequence[RankState], limits: Limits) -> Culprit | None:
+    silent = [s for s in states if s.exit is None and s.silent > limits.timeout]
+    if not silent:
+        return None
+    blamed = [s for s in silent if s.suspended] or silent
+    why = (
+        "the process is stopped"
+        if blamed[0].suspended
+        else "the process gets no time to run, or is stuck in the kernel"
+    )
+    return _culprit(blamed, "silent", f"gave no sign of life for {blamed[0].silent:.0f} s: {why}")
+
+
+def _left(states: Sequence[RankState], limits: Limits) -> Culprit | None:
+    """A rank that ended well while the others wait for it."""
+    gone, there = [s for s in states if s.exit is not None], [s for s in states if s.exit is None]
+    if not gone or not there:
+        return None
+    first = max(gone, key=lambda s: s.exited)
+    if min(first.exited, *(s.idle for s in there)) <= limits.linger:
+        return None
+    others = ", ".join(str(s.rank) for s in there)
+    return _culprit([first], "left", f"ended with exit code {first.exit} while rank {others} had not")
+
+
+def _stalled(states: Sequence[RankState], limits: Limits) -> Culprit | None:
+    """No rank's main thread gets on: those that wait for nobody are to blame, or those that wait for something else."""
+    if not states or not all(s.tells and s.exit is None for s in states):
+        return None
+    busy = [s for s in states if not s.waits]
+    started = any(s.step >= 0 for s in states)
+    idle = min(s.idle for s in states)
+    if idle <= (limits.timeout if started or not busy else max(limits.start, limits.timeout)):
+        return None
+    if busy and len(busy) < len(states):
+        return _culprit(busy, "stalled", f"made no progress for {idle:.0f} s while the others wait in a collective")
+    if busy:
+        return _culprit(busy, "stalled", f"made no progress for {idle:.0f} s, outside of any collective")
+    return _divergent(states, idle)
+
+
+def _divergent(states: Sequence[RankState], idle: float) -> Culprit:
+    """All wait: the ranks in the smaller party are named, and of several the one that is furthest behind."""
+    parties: dict[Collective, list[RankState]] = {}
+    for state in states:
+        assert state.pulse is not None
+        parties.setdefault(state.pulse.collective, []).append(state)
+    if len(parties) == 1:
+        label = next(iter(parties))[2]
+        if len(states) == 1:  # of many, under a launcher that started this supervisor for it alone
+            return _culprit(states, "stalled", f"waited {idle:.0f} s in '{label}' for the others")
+        return _culprit(states, "stalled", f"all waited {idle:.0f} s in '{label}': a message was lost")
+    order = sorted(parties.items(), key=lambda party: (len(party[1]), party[0][1], party[1][0].rank))
+    (_, number, label), few = order[0]
+    (_, there, other), many = order[-1]
+    who = ", ".join(str(s.rank) for s in many)
+    return _culprit(
+        few,
+        "stalled",
+        f"waited {idle:.0f} s in '{label}' (number {number}) and rank {who} in '{other}' (number {there})",
+    )
+
+
+def _culprit(blamed: Sequence[RankState], kind: str, reason: str, follows: bool = False) -> Culprit:
+    first = blamed[0]
+    return Culprit(
+        ranks=tuple(state.rank for state in blamed),
+        kind=kind,
+        reason=reason,
+        host=first.host,
+        exit=first.exit,
+        step=first.step,
+        phase=first.pulse.phase if first.pulse else "",
+        failure=first.failure,
+        follows=follows,
+    )
+
+
+def _since(state: RankState) -> float:
+    """Seconds since the first sign of its failure."""
+    return max(state.exited if state.exit is not None else 0.0, state.failure.when if state.failure else 0.0)
+
+
+def _is_echo(state: RankState) -> bool:
+    """Whether the end of another rank would explain that of this one."""
+    if state.exit is not None and state.exit < 0:
+        return -state.exit in ECHO_SIGNALS
+    if state.failure is None:
+        return False
+    said = state.failure.message.lower()
+    return state.failure.type in ECHO_TYPES or any(words in said for words in ECHO_WORDS)
+
+
+def _error(culprit: Culprit) -> tuple[int, str, str] | None:
+    """What makes two failures the same; None where an accident would look alike."""
+    if culprit.kind != "exit" or culprit.failure is None or culprit.follows:
+        return None
+    return culprit.step, culprit.failure.type, culprit.failure.message
+
+
+def _times(restarts: int) -> str:
+    return f"it was restarted {restarts} time{'s' * (restarts > 1)}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

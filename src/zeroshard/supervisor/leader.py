@@ -1,0 +1,297 @@
+"""The supervisor's loop: start the ranks, watch them, end them, judge, and start them again."""
+
+import contextlib
+import signal
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from zeroshard.supervisor.crash import write_report
+from zeroshard.supervisor.decision import (
+    FAILED,
+    STOPPED,
+    Limits,
+    decide,
+    diagnose,
+    finished,
+    pass_on,
+    stop_code,
+    stopped_alone,
+)
+from zeroshard.supervisor.node import Place, environments
+from zeroshard.supervisor.node_coordination import Board, Link, keep_store
+from zeroshard.supervisor.processes import GRACE, Crew
+from zeroshard.supervisor.records import Culprit, RankState, Verdict
+from zeroshard.supervisor.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+TICK = 0.2  # seconds between two looks
+STACKS_WITHIN = {True: 0.6, False: 0.2}  # seconds for ranks to write their stacks, after a hang and otherwise
+REPEATED = 1.0  # seconds after which a second Ctrl-C is one of its own; a shell may pass the first one on
+HUNG_GRACE = 0.5  # seconds from SIGTERM to SIGKILL after a hang, where ranks wait in vain and have nothing to save
+NODES_WITHIN = 10.0  # seconds in which another node has ended its workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run, and how patiently.
+
+    Attributes:
+        command: `train ARGS` or `script.py ARGS`.
+        max_restarts: without a newer checkpoint.
+        grace: seconds from the request to stop to SIGKILL.
+        reports: folder of the crash reports; None writes none, and leaves it to a rank that fails to say why.
+    """
+
+    command: tuple[str, ...]
+    place: Place
+    limits: Limits = Limits()
+    max_restarts: int = 3
+    grace: float = 30.0
+    reports: Path | None = Path("runs/crashes")
+
+
+def supervise(job: Job) -> int:
+    """Run `job` to its end on this node; returns the exit code.
+
+    0 done; 1 failed, and no restart would help; 2 wrong input; 75 stopped on request; 130 stopped by Ctrl-C; 143
+    stopped on request by ranks that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
+    """
+    with scratch_folder() as folder:
+        crew = Crew(job.command, folder)
+        try:
+            with _requests() as requests:
+                if job.place.node == 0:
+                    return _Leader(job, crew, requests).run()
+                return _follow(job, crew, requests)
+        finally:
+            crew.end()
+
+
+class _Leader:
+    """Node 0, which decides; all there is on one machine."""
+
+    def __init__(self, job: Job, crew: Crew, requests: list[int]) -> None:
+        self._job, self._crew, self._requests = job, crew, requests
+        self._board: Board | None = None
+        self._sizes = [job.place.processes]
+        self._store: Store | None = None
+        self._started = 0.0
+        self._committed = -1
+
+    def run(self) -> int:
+        job, culprits, newest = self._job, list[Culprit](), list[int]()
+        try:
+            self._gather()
+            for attempt in range(job.place.attempt, sys.maxsize):
+                self._start(attempt)
+                end = self._watch()
+                if isinstance(end, int):
+                    return self._leave(end)
+                states = self._close(end)
+                end = self._missing_node(states) or end
+                culprits.append(end)
+                newest.append(self._committed)
+                verdict = self._verdict(culprits, newest)
+                if job.reports is None:
+                    line = "" if end.failure is not None else f"{end}"
+                else:
+                    path = write_report(job.reports, job.command, attempt, end, verdict, states)
+                    line = _line(end, verdict, path)
+                if not verdict.restart:
+                    return self._leave(verdict.code, line)
+                _say(line)
+        except OSError as error:
+            return self._leave(FAILED, f"the supervisor cannot go on: {error}")
+        raise AssertionError
+
+    def _gather(self) -> None:
+        """Wait for the other nodes."""
+        place, patience = self._job.place, self._job.limits.start
+        if place.nodes == 1:
+            return
+        self._board = Board(keep_store(place.address, place.port, patience, loopback=False), place.nodes)
+        deadline = time.monotonic() + patience
+        while None in (sizes := [place.processes, *self._board.sizes()]):
+            if time.monotonic() > deadline or self._requests:
+                missing = ", ".join(str(node) for node, size in enumerate(sizes) if size is None)
+                raise OSError(f"node {missing} of {place.nodes} did not come; start one supervisor on every node")
+            time.sleep(TICK)
+        self._sizes = [size for size in sizes if size is not None]
+
+    def _start(self, attempt: int) -> None:
+        place = self._job.place
+        port = place.port
+        if not place.nested:  # a fresh store, so that a script that knows nothing of attempts finds no old keys
+            self._store = keep_store(place.address, 0, self._job.limits.start, loopback=place.nodes == 1)
+            port = self._store.port  # type: ignore[attr-defined]
+        if self._board is not None:
+            self._board.order("start", attempt=attempt, sizes=self._sizes, port=port)
+        self._crew.start(attempt, environments(place, self._sizes, port))
+        self._started = time.monotonic()
+
+    def _watch(self) -> int | Culprit:
+        """Until the attempt ends well, or somebody is to blame."""
+        while True:
+            if self._requests or (self._board is not None and self._board.asked()):
+                return self._stop()
+            states = self._states()
+            code = finished(states)
+            if code is not None:
+                if code == STOPPED and (line := stopped_alone(states)):
+                    _say(line)
+                return code
+            culprit = diagnose(states, self._job.limits)
+            if culprit is not None:
+                return culprit
+            self._crew.wait(TICK)
+
+    def _stop(self) -> int:
+        """As asked: the ranks save and leave; a second Ctrl-C does not wait for that."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._job.grace
+        while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
+            if self._requests.count(signal.SIGINT) > 1:
+                break
+            self._crew.wait(TICK)
+        killed = any(state.exit is None for state in self._states())
+        self._end(0.0 if self._requests.count(signal.SIGINT) > 1 else GRACE)
+        states = self._states()
+        if any(state.exit is not None and state.exit < 0 for state in states):
+            _say("stopped on request before all ranks had saved; go on from the last checkpoint, if there is one")
+        return stop_code(states, killed, signal.SIGINT in self._requests)
+
+    def _close(self, culprit: Culprit) -> list[RankState]:
+        """End the attempt; returns what was seen just before, with the stacks of the living, and how each ended."""
+        self._signal(signal.SIGUSR2)
+        time.sleep(STACKS_WITHIN[culprit.exit is None])
+        before = self._states()
+        self._end(HUNG_GRACE if culprit.exit is None else GRACE)
+        exits = {state.rank: state.exit for state in self._states()}
+        return [replace(state, exit=exits[state.rank]) for state in before]
+
+    def _states(self) -> list[RankState]:
+        """Of all ranks of all nodes."""
+        states = self._crew.states()
+        if self._board is not None:
+            told, waited = self._board.states(), time.monotonic() - self._started
+            for node, size in list(enumerate(self._sizes))[1:]:
+                first = sum(self._sizes[:node])
+                unknown = [RankState(rank=first + i, silent=waited, idle=waited) for i in range(size)]
+                states += told.get(node) or unknown
+        self._committed = max(self._committed, *(state.committed for state in states))
+        return states
+
+    def _signal(self, number: int) -> None:
+        if self._board is not None:
+            self._board.order("signal", number=number)
+        self._crew.signal(number)
+
+    def _end(self, grace: float = GRACE) -> None:
+        if self._board is not None:
+            self._board.order("end", grace=grace)
+        self._crew.end(grace)
+        deadline = time.monotonic() + NODES_WITHIN
+        while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
+            time.sleep(TICK)
+
+    def _missing_node(self, states: Sequence[RankState]) -> Culprit | None:
+        """A node that did not say that its ranks have ended."""
+        missing = [state for state in states if state.exit is None]
+        if not missing:
+            return None
+        ranks = tuple(state.rank for state in missing)
+        lost = {bisect_right(list(accumulate(self._sizes)), rank) for rank in ranks}
+        reason = f"went with the supervisor of node {', '.join(map(str, sorted(lost)))}, which does not answer"
+        return Culprit(ranks=ranks, kind="node", reason=reason)
+
+    def _verdict(self, culprits: Sequence[Culprit], newest: Sequence[int]) -> Verdict:
+        if self._requests:
+            return Verdict(False, STOPPED, "a stop was asked for")
+        if self._job.place.nested:
+            return pass_on(culprits[-1])
+        return decide(culprits, newest, self._job.max_restarts)
+
+    def _leave(self, code: int, line: str = "") -> int:
+        """Let the other nodes go with the same code; the last word is spoken here."""
+        if self._board is not None:
+            with contextlib.suppress(OSError):  # the others go when they hear nothing
+                self._board.order("leave", code=code)
+                self._board.wait_for_goodbyes(NODES_WITHIN)
+        if line:
+            _say(line)
+        return code
+
+
+def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
+    """Another node than 0: obey, and tell what is seen; returns the exit code that node 0 decides."""
+    from torch.distributed import DistError
+
+    from zeroshard.comm.rendezvous import reach
+
+    place, obeyed = job.place, 0
+    try:
+        store = reach(place.address, place.port, False, job.limits.start)
+    except DistError as error:
+        _say(f"node {place.node} cannot reach node 0 at {place.address}:{place.port}: {str(error).splitlines()[0]}")
+        return FAILED
+    link = Link(store, place.node, place.processes)
+    while True:
+        while not link.orders.empty():
+            order = link.orders.get()
+            match order["what"]:
+                case "start":
+                    crew.start(order["attempt"], environments(place, order["sizes"], order["port"]))
+                case "signal":
+                    crew.signal(order["number"])
+                case "end":
+                    crew.end(order["grace"])
+                case "leave":
+                    link.join(NODES_WITHIN)
+                    return int(order["code"])
+            obeyed += 1
+        link.tell(crew.states(), obeyed, bool(requests))
+        if link.lost or time.monotonic() - link.heard > job.limits.timeout:
+            crew.end(HUNG_GRACE)
+            _say(f"node {place.node} lost node 0's supervisor at {place.address}:{place.port}, which decides; it ended")
+            return FAILED
+        crew.wait(TICK)
+
+
+@contextlib.contextmanager
+def _requests() -> Iterator[list[int]]:
+    """The signals that asked this process to stop, as they come in."""
+    heard: list[int] = []
+    asking = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    last = [-REPEATED]
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT or time.monotonic() - last[0] > REPEATED:
+            heard.append(number)
+        last[0] = time.monotonic()
+
+    before = {number: signal.signal(number, hear) for number in asking}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _line(culprit: Culprit, verdict: Verdict, report: Path | None) -> str:
+    where = f"Report: {report}" if report is not None else "The report could not be written"
+    what = "starting again" if verdict.restart else "stopping"
+    return f"{culprit}; {what}: {verdict.why}. {where}"
+
+
+def _say(line: str) -> None:
+    sys.stdout.flush()
+    print(f"zeroshard: {line}", file=sys.stderr, flush=True)

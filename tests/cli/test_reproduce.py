@@ -1,0 +1,163 @@
+"""`zeroshard reproduce`: the small claims hold, what is not reproduced is said to be, and nothing is made up."""
+
+import json
+from fractions import Fraction
+
+import pytest
+
+from zeroshard.cli import reproduce as reproduce_command
+from zeroshard.cli.reproduce import run_reproduce
+from zeroshard.planner.search.largest import parameters_of, states_along
+from zeroshard.reproduce import CLAIMS, Claim, Reading, Waiting, check
+from zeroshard.reproduce.offload import LARGE, memory, wire
+from zeroshard.reproduce.pipelines import PIPELINES, vgg16
+from zeroshard.reproduce.zero import RANKS, SHAPES, TABLE_1, mixed, sized, table_1, volume
+from zeroshard.train.family import gpt_task
+from zeroshard.zero.byte_formulas import state_bytes
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+def test_the_list_names_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    run_reproduce([])
+    built, waiting = capsys.readouterr().out.split("Not built yet")
+    for name, claim in CLAIMS.items():
+        assert f"  {name} " in (built if isinstance(claim, Claim) else waiting)
+    run_reproduce(["list", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(CLAIMS) and all(row["source"] for row in rows)
+    assert [row["name"] for row in rows if row["built"]] == [n for n, c in CLAIMS.items() if isinstance(c, Claim)]
+
+
+@pytest.mark.parametrize("claim", PIPELINES, ids=lambda claim: claim.name)
+def test_what_is_said_of_pipelines_is_reproduced(claim: Claim) -> None:
+    outcome = check(claim)
+    assert outcome.readings and outcome.reproduced
+    assert outcome.as_dict()["numbers"][0]["agrees"] is True
+
+
+def test_states_of_a_trillion_parameters() -> None:
+    """The paper's headline; the whole table takes minutes and is `zeroshard reproduce zero-table-1`."""
+    first = next(iter(table_1(silent, ("1T",))))
+    assert (first.published, first.agrees) == ("16000", True)
+    last = states_along(sized("1T"), mixed(3), 1024, SHAPES["1T"][3]) / 10**9
+    assert Reading("1T, N = 1024, P_os+g+p", "15.6", last).agrees
+
+
+@pytest.mark.parametrize("size", TABLE_1)
+def test_the_models_have_the_papers_sizes(size: str) -> None:
+    parameters, width, _, layers = SHAPES[size]
+    assert 0 <= parameters_of(sized(size)(layers)) - parameters < width
+
+
+def test_table_1_is_copied_without_a_slip() -> None:
+    """Every number of it is that of the paper's formula, to the digits printed."""
+    for size, rows in TABLE_1.items():
+        for ranks, row in zip(RANKS, rows, strict=True):
+            for zero, published in enumerate(row.split(), 1):
+                formula = state_bytes(SHAPES[size][0], ranks, zero).total / 10**9
+                assert Reading(f"{size} {ranks} {zero}", published, float(formula)).agrees, (size, ranks, zero)
+
+
+def test_the_wire_carries_what_section_7_says() -> None:
+    assert [reading.ours for reading in volume(silent)] == [2, 2, 2, 3]
+
+
+def test_offload_leaves_and_moves_what_zero_offload_says() -> None:
+    assert [(reading.ours, reading.agrees) for reading in memory(silent)] == [(n, True) for n in (16, 14, 4, 2)]
+    assert [reading.ours for reading in wire(silent)] == [4]
+
+
+def test_the_model_for_one_device_has_13_billion_parameters() -> None:
+    """A rehearsal at full width takes ten seconds and is `zeroshard reproduce offload-one-device`."""
+    assert round(parameters_of(gpt_task(LARGE)) / 1e9) == 13
+
+
+def test_vgg16_has_its_published_size() -> None:
+    assert sum(layer.parameter_bytes for layer in vgg16()) == 4 * 138_357_544
+
+
+@pytest.mark.parametrize(
+    "published, ours, agrees",
+    [
+        ("31.4", 31.40625, True),
+        ("41.3", 41.25, True),
+        ("4187", 4187.5, True),
+        ("4188", 4187.5, True),
+        ("4187", 4188.0, False),
+        ("4187", 4186.4, False),
+        ("1.88", 1.875, True),
+        ("1.88", 1.87, False),
+        ("15-1", "15-1", True),
+        ("15-1", "14-1-1", False),
+    ],
+)
+def test_a_printed_number_is_met_by_what_prints_the_same(published: str, ours: float | str, agrees: bool) -> None:
+    assert Reading("", published, ours).agrees is agrees
+
+
+def test_an_exact_number_is_met_by_nothing_else() -> None:
+    assert Reading("", "3/11", Fraction(3, 11), exact=True).agrees
+    missed = Reading("", "1/3", Fraction(333, 1000), exact=True)
+    assert not missed.agrees and missed.difference == pytest.approx(-1 / 3000)
+
+
+def test_a_claim_is_printed_with_its_source_and_how(capsys: pytest.CaptureFixture[str]) -> None:
+    run_reproduce(["gpipe-bubble"])
+    out = capsys.readouterr().out
+    assert "1811.06965, section 2.3" in out and "How: " in out and "6 of 6 reproduced" in out
+    assert ["d", "=", "4,", "m", "=", "8", "3/11", "3/11", "0"] in [line.split() for line in out.splitlines()]
+    run_reproduce(["gpipe-bubble", "--json"])
+    (claim,) = json.loads(capsys.readouterr().out)
+    assert claim["reproduced"] is True
+    assert claim["numbers"][2] | {"note": ""} == {
+        "what": "d = 4, m = 8",
+        "published": "3/11",
+        "ours": 3 / 11,
+        "difference": 0.0,
+        "agrees": True,
+        "note": "",
+    }
+
+
+def test_what_is_not_reproduced_is_said_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = Reading("one", "2.0", 2.01), Reading("other", "3.0", 3.26)
+    claim = Claim("made-up", "a claim", "nowhere", "GB", "Not at all.", lambda say: [good, bad])
+    waiting = next(claim for claim in CLAIMS.values() if isinstance(claim, Waiting))
+    monkeypatch.setattr(reproduce_command, "CLAIMS", {"made-up": claim, waiting.name: waiting})
+    with pytest.raises(SystemExit) as stopped:
+        run_reproduce(["--all"])
+    out = capsys.readouterr().out
+    assert stopped.value.code == 1
+    assert "1 of 2 reproduced" in out and "not all of made-up; 1 claims wait" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["one", "2.0", "2.010", "+0.010"] in rows
+    assert ["other", "3.0", "3.260", "+0.260", "not", "reproduced"] in rows
+
+
+def test_what_is_not_built_has_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    run_reproduce(["recompute-sqrt"])
+    assert "Not built yet; this waits for recomputation" in capsys.readouterr().out
+    for claim in CLAIMS.values():
+        if isinstance(claim, Waiting):
+            assert claim.as_dict() == {**claim.as_dict(), "built": False} and "numbers" not in claim.as_dict()
+            assert claim.waits_for.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["zero-tabel-1"], "did you mean zero-table-1?"),
+        (["nothing like it"], "names them"),
+        (["gpipe-bubble", "--all"], "leave out one of the two"),
+    ],
+)
+def test_wrong_options_are_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_reproduce(argv)
+    assert stopped.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())

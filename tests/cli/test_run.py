@@ -1,0 +1,66 @@
+"""The options of `zeroshard run`, and what it refuses before anything is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroshard import supervisor as supervise
+from zeroshard.cli import main as cli
+from zeroshard.cli.run import check_command
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The jobs that would have been supervised."""
+    started: list[Any] = []
+    monkeypatch.setattr(supervise, "supervise", lambda job: started.append(job) or 7)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return started
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", *words])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def test_a_job(jobs: list[Any]) -> None:
+    options = ["--nproc-per-node", "2", "--timeout", "5", "--max-restarts", "0", "--reports", "r"]
+    assert run(*options, "--", "train", "--steps", "3", "--", "x") == 7
+    (job,) = jobs
+    assert job.command == ("train", "--steps", "3", "--", "x")
+    assert (job.place.processes, job.limits.timeout, job.max_restarts, job.reports) == (2, 5.0, 0, Path("r"))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--nproc-per-node", "2"], "There is nothing to run; write"),
+        (["--"], "There is nothing to run; write"),
+        (["--", "plan"], "'plan' cannot be supervised; write"),
+        (["--", "nowhere.py"], "There is no script nowhere.py; write"),
+        (["--timeout", "1", "--", "train"], "timeout is 1.0; it must be 2 seconds or more"),
+        (["--nproc-per-node", "0", "--", "train"], "nproc_per_node is 0; it must be 1 or more"),
+        (["--max-restarts", "-1", "--", "train"], "max_restarts is -1; it must be 0 or more"),
+        (["--nproc-per-node", "1", "--nnodes", "2", "--", "train"], "nothing says which of them this is"),
+    ],
+)
+def test_what_cannot_be_run(
+    jobs: list[Any], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run(*words) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in said and not jobs
+
+
+def test_help(jobs: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    assert "--max-restarts" in capsys.readouterr().out
+
+
+def test_a_script_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "a.py").touch()
+    check_command([str(tmp_path / "a.py"), "--x"])

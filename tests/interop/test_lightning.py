@@ -1,0 +1,69 @@
+"""lightning's Trainer above the engine ends where a plain loop ends, in every stage and through a checkpoint."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interop.regression import assert_follows, plain
+from jobs import TORCHRUN, run_job
+from torch import Tensor
+
+if find_spec("lightning") is None:  # to import it takes seconds, and only the job needs it
+    pytest.skip("lightning is not installed", allow_module_level=True)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 of one job of two ranks saw."""
+    folder = tmp_path_factory.mktemp("lightning")
+    run_job(ROOT / "tests" / "interop" / "lightning_runs.py", str(folder), **TORCHRUN)
+    return torch.load(folder / "found.pt")
+
+
+def bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): value for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_it_follows_a_plain_loop(found: dict[str, Any], zero: int) -> None:
+    losses, weights, step, norm, metrics = found[f"zero {zero}"]
+    assert_follows(losses, bare(weights), plain(8))
+    assert step == 8 and 0 < norm < 100
+    assert metrics["held out"] == pytest.approx(found[f"test {zero}"][0]["held out"])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_accumulation(found: dict[str, Any], zero: int) -> None:
+    losses, weights = found[f"accumulate {zero}"]
+    assert_follows(losses, bare(weights), plain(4, accumulate=2))
+
+
+def test_manual_optimization(found: dict[str, Any]) -> None:
+    losses, weights = found["manual"]
+    assert_follows(losses, bare(weights), plain(8, clip=None, schedule=False))
+
+
+def test_losses_are_scaled(found: dict[str, Any]) -> None:
+    losses, scale, skipped = found["fp16"]
+    assert scale == 1024.0 and not skipped
+    assert losses == pytest.approx(plain(8)[0][0], rel=0.02)
+
+
+def test_a_run_goes_on_under_another_plan(found: dict[str, Any]) -> None:
+    losses, weights = found["resumed"]
+    assert_follows(losses, bare(weights), plain(16))
+    loaded, saved = found["loaded"]
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items()) and set(loaded) == set(saved)
+    assert found["files"] == ["run.ckpt"]
+
+
+def test_what_is_refused(found: dict[str, Any]) -> None:
+    microbatches, optimizers, manual, value, second = found["errors"]
+    assert microbatches.startswith("PlanError: pipeline_parallel=1 and microbatches=2 are for engine.train_step")
+    assert optimizers.startswith("OptimizerError: configure_optimizers gave 2 optimizers")
+    assert manual.startswith("PlanError: Manual optimization runs backwards inside of training_step")
+    assert value.startswith("PlanError: Gradients are in slices and cannot be clipped by value")
+    assert second.startswith("PlanError: The engine of the first fit still holds the module")

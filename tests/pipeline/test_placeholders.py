@@ -1,0 +1,137 @@
+"""Stand-ins: the shapes that modules would return, without their weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import ModelError
+from zeroshard.pipeline.placeholders import Standins
+
+
+def standin(module: nn.Module, *args: Any, standins: Standins | None = None, **kwargs: Any) -> Any:
+    return (standins or Standins()).of(module, module.forward, args, kwargs)
+
+
+def test_a_stand_in_is_one_nan_in_the_right_shape_and_dtype() -> None:
+    with torch.device("meta"):
+        module = nn.Conv2d(3, 5, 3, dtype=torch.bfloat16)
+    found = standin(module, torch.zeros(2, 3, 9, 7, dtype=torch.bfloat16))
+    assert (found.shape, found.dtype, found.device.type) == ((2, 5, 7, 5), torch.bfloat16, "cpu")
+    assert found.isnan().all() and not found.requires_grad
+    assert found.untyped_storage().nbytes() == 2
+
+
+def test_every_shape_and_mode_of_the_input_has_its_own() -> None:
+    class Mode(nn.Module):
+        def forward(self, x: Tensor, times: int = 1) -> Tensor:
+            return x.repeat(times, 2 if self.training else 1)
+
+    module, standins = Mode(), Standins()
+    assert standin(module, torch.zeros(2, 3), standins=standins).shape == (2, 6)
+    assert standin(module, torch.zeros(4, 3), standins=standins).shape == (4, 6)
+    assert standin(module, torch.zeros(4, 3), times=2, standins=standins).shape == (8, 6)
+    module.eval()
+    assert standin(module, torch.zeros(4, 3), standins=standins).shape == (4, 3)
+
+
+def test_what_stands_around_tensors_stays() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
+            return {"values": (x * scale, x.argmax(-1)), "scale": scale, "none": None}
+
+    found = standin(Mixed(), torch.zeros(2, 3), scale=0.5)
+    assert (found["scale"], found["none"]) == (0.5, None)
+    values, integers = found["values"]
+    assert values.shape == (2, 3) and values.isnan().all()
+    assert integers.shape == (2,) and integers.dtype == torch.int64 and not integers.any()
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module = nn.BatchNorm1d(3)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    standin(module, torch.randn(4, 3))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.forward.__func__ is nn.BatchNorm1d.forward  # type: ignore[attr-defined]
+
+
+def test_a_stand_in_of_a_stand_in_that_is_written_into() -> None:
+    first = standin(nn.Linear(3, 4), torch.zeros(2, 3))
+    assert standin(nn.ReLU(inplace=True), first).shape == (2, 4)
+    assert first.isnan().all()
+
+
+def test_a_stand_in_to_write_into_has_memory_of_its_own() -> None:
+    module = nn.Linear(3, 4)
+    found = Standins().of(module, module.forward, (torch.zeros(2, 3),), {}, writable=True)
+    found[0] = 1
+    assert found[0].eq(1).all() and found[1].isnan().all()
+
+
+def test_dtypes_are_found_anew_after_forget() -> None:
+    module, standins, tokens = nn.Embedding(5, 3), Standins(), torch.zeros(2, dtype=torch.long)
+    assert standin(module, tokens, standins=standins).dtype == torch.float32
+    module.to(torch.bfloat16)
+    assert standin(module, tokens, standins=standins).dtype == torch.float32
+    standins.forget()
+    assert standin(module, tokens, standins=standins).dtype == torch.bfloat16
+
+
+class Peeking(nn.Module):
+    """Asks for a value, which the meta device does not have."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, outputs)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        scale = 2.0 if x.sum().item() > 0 else 1.0
+        return self.inner(x) * scale, x.shape[0]
+
+
+def recorded(module: nn.Module, standins: Standins, *args: Any) -> None:
+    standins.record(module, args, {}, module(*args))
+
+
+def test_a_module_that_cannot_run_on_meta_returns_what_was_recorded() -> None:
+    module, standins = Peeking(4), Standins()
+    recorded(module, standins, torch.randn(2, 3))
+    tensor, rows = standin(module, torch.randn(2, 3), standins=standins)
+    assert (tensor.shape, rows) == ((2, 4), 2)
+
+
+def test_or_what_is_alike_for_another_shape() -> None:
+    module, standins = Peeking(3), Standins()
+    recorded(module, standins, torch.randn(2, 3))
+    tensor, _ = standin(module, torch.randn(7, 5, 3), standins=standins)
+    assert tensor.shape == (7, 5, 3) and tensor.isnan().all()
+    tensor, _ = standin(module, torch.randn(4, 3, dtype=torch.bfloat16), standins=standins)
+    assert (tensor.shape, tensor.dtype) == ((4, 3), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "module, example, now",
+    [
+        (Peeking(4), (torch.randn(2, 3),), (torch.randn(5, 3),)),  # it changes shapes
+        (Peeking(3), (torch.randn(2, 3), torch.randn(2, 3)), (torch.randn(5, 3), torch.randn(6, 3))),  # alike to which?
+        (Peeking(3), (torch.randn(2, 3),), (torch.randn(2, 3), torch.randn(2, 3))),  # other arguments
+        (Peeking(3), None, (torch.randn(2, 3),)),  # nothing recorded
+    ],
+)
+def test_or_is_refused(module: nn.Module, example: tuple[Tensor, ...] | None, now: tuple[Tensor, ...]) -> None:
+    standins = Standins()
+    if example is not None:
+        recorded(module, standins, *example)
+    said = (
+        r"The shape of what Peeking returns cannot be found without computing it \(.*meta.*\); give every microbatch "
+    )
+    with pytest.raises(ModelError, match=said + "the shape of the example, or pad the last batch"):
+        standin(module, *now, standins=standins)
+
+
+def test_records_are_of_one_module() -> None:
+    one, other, standins = Peeking(3), Peeking(3), Standins()
+    recorded(one, standins, torch.randn(2, 3))
+    with pytest.raises(ModelError, match="Peeking"):
+        standin(other, torch.randn(2, 3), standins=standins)

@@ -1,0 +1,70 @@
+"""A rehearsal against the run: states and traffic to the byte, the peak against every allocation that torch made."""
+
+from typing import Any
+
+import pytest
+import torch
+from planner.rehearsed import run, task, tokens
+from pool import Pool
+
+import zeroshard as zs
+from zeroshard.planner.predict.rehearse import rehearse
+
+NETWORK = {"transport": "network"}
+CUT = {"pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.split": ("blocks.2",)}
+CASES: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "adamw", {"zero": 0, "microbatches": 2}),
+    (2, "fused", {"zero": 0, **NETWORK}),
+    (2, "sgd", {"zero": 1, "clip_norm": 1.0, **NETWORK}),
+    (3, "adagrad", {"zero": 2, **NETWORK}),
+    (2, "adamw", {"zero": 2, "overlap_gather": True, **NETWORK}),
+    (2, "momentum", {"zero": 3, "microbatches": 2, **NETWORK}),
+    (4, "adamw", {"zero": 3, "shard_group": 2, **NETWORK}),
+    (2, "adamw", {"zero": 2, "precision": "bf16", "microbatches": 2, **NETWORK}),
+    (2, "fused", {"zero": 3, "precision": "bf16", "reduce_dtype": "fp32", **NETWORK}),
+    (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "1f1b", **CUT}),
+    (4, "momentum", {"zero": 1, "pipeline_parallel.schedule": "zb-h1", **CUT, **NETWORK}),
+    (4, "adamw", {"zero": 2, "pipeline_parallel.schedule": "1f1b", "precision": "bf16", **CUT}),
+    (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "gpipe", **CUT}),
+    (2, "sgd", {"zero": 0, "pipeline_parallel.schedule": "pipedream", **CUT}),
+    (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "2bw", **CUT}),
+    (4, "adamw", {"zero": 2, "shard_group": 1, "clip_norm": 1.0, **CUT}),
+]
+PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
+
+
+def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
+    ranks, optimizer, plan = case
+    rest = [plan.get("pipeline_parallel.schedule", ""), plan.get("precision", "")]
+    return "-".join(filter(None, [f"{ranks}x", f"zero{plan['zero']}", optimizer, *rest]))
+
+
+def shares(ranks: int, plan: dict[str, Any]) -> bool:
+    """Whether ranks share memory, of which torch's profiler sees nothing."""
+    group = plan.get("shard_group") or ranks // plan.get("pipeline_parallel", 1)
+    return group > 1 and plan.get("transport") != "network"
+
+
+@pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
+def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int, str, dict[str, Any]]) -> None:
+    ranks, optimizer, plan = case
+    wanted = zs.Plan.from_dict(plan)
+    steps = 8 if wanted.streams else 6 if wanted.pipelined else 3
+    real = pool.run(run, ranks, plan, optimizer, 8, steps) if ranks > 1 else [run(zs.Mesh(), plan, optimizer, 8)]
+    for rank in {0, ranks // 2, ranks - 1}:
+        found = rehearse(task(optimizer), wanted, rank, ranks, 8)
+        assert {**found.states, "activations": 0} == {**real[rank]["states"], "activations": 0}
+        assert {p: w for p, w in found.wire.items() if any(w)} == {
+            p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"
+        } | {p: w for p, w in found.wire.items() if p == "agreement"}
+        if not shares(ranks, plan):
+            assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=PEAK[wanted.precision])
+
+
+def test_a_rehearsal_touches_no_memory_and_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    wide = zs.Plan(zero=3, transport="network")
+    found = rehearse(task(rows=2**20), wide, 5, 1024, 2**20)  # 2**20 rows would take terabytes
+    assert found.peak_bytes > 2**40
+    assert torch.equal(torch.get_rng_state(), before)
+    assert tokens(2)["tokens"].shape == (2, 64)

@@ -1,0 +1,230 @@
+"""Few blocks for many, and tensors with values where those without lie: against runs of the whole on real tensors."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from planner.rehearsed import SHAPE, peak_of, task
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import zeroshard as zs
+from zeroshard.doctor.hardware import Device, Link, Machines
+from zeroshard.planner.predict.cuts import layers_of
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rehearse import Task, rehearse
+from zeroshard.planner.predict.shallow import deepen, probes, stacks_of
+from zeroshard.planner.predict.timed import predict_really
+from zeroshard.planner.search.search import search
+from zeroshard.train.gpt import GPT, Block
+
+CPU = Device("some CPU", "cpu", 2**36, {"fp32": 5e10}, 1e10, 5e-6)  # no rounding, so that bytes can be compared
+ALONE = Machines(CPU, 1, 1, Link(1e9), Link(1e9))
+PAIR = Machines.of("A100-80", 2)
+TEXT: dict[str, Any] = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+                        "intermediate_size": 128, "max_position_embeddings": 64, "use_cache": False}  # fmt: skip
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 32},
+    "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 2,
+                   "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+                   "qk_nope_head_dim": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+}  # fmt: skip
+
+
+def six_blocks() -> nn.Module:
+    with torch.device("meta"):
+        return GPT(type(SHAPE)(**{**vars(SHAPE), "layers": 6}))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"zero": 3, "precision": "bf16"},
+        {"zero": 1, "microbatches": 6, "reduce_every": "step"},
+        {
+            "pipeline_parallel": 2,
+            "zero": 0,
+            "pipeline_parallel.schedule": "1f1b",
+            "microbatches": 6,
+            "pipeline_parallel.balance": "parameters",
+        },
+    ],
+    ids=str,
+)
+def test_few_blocks_and_microbatches_tell_all(plan: dict[str, Any]) -> None:
+    job = task(build=six_blocks, rows=12)
+    rows = 6 if "pipeline_parallel" not in plan else 12
+    few, whole = (predict(job, zs.Plan.from_dict(plan), PAIR, rows, deep=deep) for deep in (False, True))
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+    assert few.wire_bytes == whole.wire_bytes
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.02)
+
+
+def test_a_chain_of_equal_blocks_is_cut_by_few_of_them() -> None:
+    layers = layers_of(task(build=six_blocks), PAIR, 1)
+    assert layers.names == tuple(f"blocks.{number}" for number in range(6))
+    assert len({layer.forward_seconds for layer in layers.costs[1:-1]}) == 1
+    assert layers.costs[-1].forward_seconds > layers.costs[1].forward_seconds  # the head is in it
+    assert layers.split(1) == ()
+    split = layers.split(2)
+    found = zs.Plan(pipeline_parallel=zs.Pipeline(2, split=split), zero=0, microbatches=2)
+    assert predict(task(build=six_blocks, rows=4), found, PAIR, 4).plan.pipeline.split == split
+
+
+def test_depths_are_extrapolated_stack_by_stack() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList(nn.Linear(3, 3) for _ in range(9)),
+                           "b": nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))})  # fmt: skip
+    stacks = stacks_of(model)
+    assert [(stack.path, stack.depth) for stack in stacks] == [("a", 9), ("b", 6)]
+
+    def seen(depths: dict[str, int]) -> dict[str, float]:
+        return {"bytes": 100 + 7 * depths["a"] + 11 * depths["b"]}
+
+    assert deepen(stacks, [seen(depths) for depths in probes(stacks)]) == {"bytes": 100 + 7 * 9 + 11 * 6}
+
+
+def causal_model(kind: str, recomputes: bool) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    more: dict[str, Any] = {"num_key_value_heads": 2, "pad_token_id": 0}
+    more |= EXPERTS.get(kind, {})
+    if kind == "GPT2":
+        shape = {"vocab_size": 300, "n_embd": 64, "n_layer": 6, "n_head": 4, "n_positions": 64, "use_cache": False}
+        config = transformers.GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**TEXT, **more)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    if recomputes:
+        enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return model
+
+
+def words(rows: int) -> dict[str, torch.Tensor]:
+    drawn = torch.randint(2, 300, (rows, 48))
+    return {"input_ids": drawn, "labels": drawn}
+
+
+@pytest.mark.parametrize(
+    ("kind", "recomputes"),
+    [("GPT2", False), ("GPT2", True), ("Llama", False), ("Llama", True), ("Qwen2", True)]
+    + [(kind, False) for kind in EXPERTS],
+)
+def test_models_of_transformers_within_a_percent(kind: str, recomputes: bool) -> None:
+    make = partial(torch.optim.AdamW, lr=1e-3)
+    plan = zs.Plan(zero=0)
+    job = Task(partial(causal_model, kind, recomputes), words, make, 8, 48)
+    predicted = predict(job, plan, ALONE, 8)
+    assert predicted.mode == "shallow-real"
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        engine = zs.Engine(job.build(), make, plan, mesh=zs.Mesh())
+        batch = words(8)
+        for _ in range(3):
+            engine.train_step(batch)
+    assert predicted.peak_bytes == pytest.approx(peak_of(watched), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_mixtures_are_cut_and_rehearsed_without_values(kind: str) -> None:
+    """Their grouped product is in fp32, and torch's own stand-in for it refuses all but bf16."""
+    job = Task(partial(causal_model, kind, False), words, partial(torch.optim.AdamW, lr=1e-3), 2, 48)
+    assert len(layers_of(job, PAIR, 1).names) == 6
+    without = rehearse(job, zs.Plan(zero=0), 0, 1, 2)
+    with_values = rehearse(replace(job, values=True), zs.Plan(zero=0), 0, 1, 2)
+    assert without.states == with_values.states
+    assert without.peak_bytes == pytest.approx(with_values.peak_bytes, rel=0.06)  # as the note on such predictions says
+
+
+def blocks_run(plan: dict[str, Any], layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many blocks' forwards a prediction takes."""
+    calls = 0
+    forward = Block.forward
+
+    def counted(block: Block, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(block, x)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=layers))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "forward", counted)
+        predict(task(build=build, rows=4), zs.Plan.from_dict(plan), PAIR, 4)
+    return calls
+
+
+def test_a_stage_of_many_blocks_is_rehearsed_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [
+        {"pipeline_parallel": 2, "zero": 0, "microbatches": 2, "pipeline_parallel.split": (f"blocks.{depth // 2}",)}
+        for depth in (8, 16)
+    ]
+    assert blocks_run(plans[0], 8, monkeypatch) == blocks_run(plans[1], 16, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "layers, plan",
+    [  # just so many blocks and microbatches that not all are rehearsed; of gpipe, all microbatches are
+        (9, {"pipeline_parallel.schedule": "1f1b", "microbatches": 6, "pipeline_parallel.split": ("blocks.4",)}),
+        (
+            9,
+            {
+                "pipeline_parallel.schedule": "gpipe",
+                "microbatches": 2,
+                "pipeline_parallel.split": ("blocks.4",),
+                "precision": "bf16",
+            },
+        ),
+        (9, {"pipeline_parallel.schedule": "zb-h1", "microbatches": 6, "pipeline_parallel.split": ("blocks.4",)}),
+        (
+            12,
+            {
+                "pipeline_parallel.schedule": "interleaved",
+                "microbatches": 8,
+                "pipeline_parallel.virtual_stages": 2,
+                "pipeline_parallel.split": ("blocks.4", "blocks.7", "blocks.8"),
+            },
+        ),
+        (
+            9,
+            {
+                "pipeline_parallel.schedule": "1f1b",
+                "microbatches": 6,
+                "pipeline_parallel.split": ("blocks.4",),
+                "recompute": "chunk",
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_few_blocks_of_a_stage_tell_all(layers: int, plan: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=layers))
+
+    rows = plan["microbatches"]
+    job, whole = task(build=build, rows=rows), zs.Plan.from_dict({"pipeline_parallel": 2, "zero": 0, **plan})
+    few, all_of_them = (predict(job, whole, PAIR, rows, deep=deep) for deep in (False, True))
+    assert few.plan == all_of_them.plan
+    assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=5e-3)
+    assert few.wire_bytes == all_of_them.wire_bytes
+    assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.02)
+
+
+def test_a_timed_prediction_is_of_real_steps() -> None:
+    found = predict_really(task(), zs.Plan(zero=0), ALONE, 4)
+    assert (found.mode, found.time_mode) == ("shallow-real", "shallow-real")
+    assert found.causes["compute"] > found.causes["optimizer"] > 0
+    assert found.memory == predict(task(), zs.Plan(zero=0), ALONE, 4, deep=True).memory
+
+
+def test_a_host_that_cannot_hold_a_checkpoint_is_a_refusal() -> None:
+    small = replace(PAIR, host_memory=10_000)
+    found = search(task(rows=2), small, plans=[(zs.Plan(zero=1), 1)])
+    assert not found.best
+    assert "host memory" in found.refused[0].why and "9.77 KiB" in found.refused[0].why

@@ -1,0 +1,76 @@
+"""What is remembered of operations on tensors without values is what torch itself says of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planner.rehearsed import task
+
+import zeroshard as zs
+from zeroshard.doctor.hardware import Machines
+from zeroshard.planner import private
+from zeroshard.planner.predict.rehearse import rehearse
+from zeroshard.planner.predict.torch_internals import Results, fakes
+
+PAIR = Machines.of("A100-80", 2)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"zero": 3, "precision": "bf16"}, {"zero": 0, "pipeline_parallel": 2, "microbatches": 2, "recompute": "chunk"}],
+    ids=str,
+)
+def test_a_rehearsal_is_the_same_with_remembered_results(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered = [rehearse(task(), zs.Plan.from_dict(plan), 0, 2, 6, PAIR) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(private, "_remembers", lambda func: False)
+        asked = rehearse(task(), zs.Plan.from_dict(plan), 0, 2, 6, PAIR)
+    for one in remembered:
+        assert replace(one, pipeline=None) == replace(asked, pipeline=None)
+
+
+def operations(run: Callable[..., Any], x: torch.Tensor, numbers: torch.Tensor) -> list[torch.Tensor | None]:
+    aten = torch.ops.aten
+    calls: list[tuple[Any, Any]] = [
+        (aten.add.Tensor, (x, 1)),
+        (aten.add.Tensor, (numbers, 1)),
+        (aten.add.Tensor, (numbers, 1.0)),
+        (aten.mul_.Tensor, (x, x)),
+        (aten.transpose.int, (x, 0, 1)),
+        (aten.split.Tensor, (x, 2)),
+        (aten.slice.Tensor, (x, 0, 1, 3)),
+        (aten.native_layer_norm.default, (x, [6], None, None, 1e-5)),
+        (aten._foreach_add.List, ([x, x], [x, x])),
+        (aten._foreach_mul_.Scalar, ([x], 2.0)),
+        (aten.expand.default, (x[:1], [4, 6])),
+        (aten.arange.default, (5,)),
+    ]
+    made: list[torch.Tensor | None] = []
+    for func, args in calls:
+        result = run(func, args)
+        made += [*result] if isinstance(result, (tuple, list)) else [result]
+    return made
+
+
+def looks(made: list[torch.Tensor | None], given: torch.Tensor) -> list[Any]:
+    """All that a tensor without values says of itself."""
+    base = given.untyped_storage()._cdata
+    return [
+        one
+        if one is None
+        else (one.shape, one.stride(), one.dtype, one.device, one.storage_offset(), one is given,
+              one.untyped_storage()._cdata == base, one.untyped_storage().nbytes())
+        for one in made
+    ]  # fmt: skip
+
+
+def test_shapes_strides_and_memory_are_those_of_torch() -> None:
+    with fakes() as mode:
+        results = Results(mode)
+        x, numbers = torch.zeros(4, 6), torch.zeros(3, dtype=torch.long)
+        found = []
+        for run in (lambda func, args: func(*args), *[lambda func, args: results.of(func, func, args, {})] * 2):
+            found.append(looks(operations(run, x, numbers), x))
+    assert found[0] == found[1] == found[2]

@@ -1,0 +1,88 @@
+"""Copies that convolutions make on CPUs: against all that torch allocates, one operation and a whole network."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from planner.rehearsed import peak_of
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import zeroshard as zs
+from zeroshard.doctor.hardware import Device, Link, Machines
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.workspaces import beside_results
+
+CPU = Machines(Device("some CPU", "cpu", 2**36, {"fp32": 5e10}, 1e10, 5e-6), 1, 1, Link(1e9), Link(1e9))
+SIDE, CLASSES = 32, 10
+
+
+class Block(nn.Module):
+    """Two convolutions around which the input goes (1512.03385, figure 2)."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out))
+        self.second = nn.Sequential(nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out))
+        self.around = nn.Sequential()
+        if stride != 1 or into != out:
+            self.around = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x))) + self.around(x))
+
+
+class ResNet(nn.Module):
+    """A small one, with its loss."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        stem = nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        self.stem = nn.Sequential(*stem)
+        shapes = ((width, width, 1), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1))
+        self.blocks = nn.Sequential(*(Block(*shape) for shape in shapes))
+        self.head = nn.Linear(2 * width, CLASSES)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        features = nn.functional.adaptive_avg_pool2d(self.blocks(self.stem(images)), 1).flatten(1)
+        return nn.functional.cross_entropy(self.head(features), labels)
+
+
+def images(rows: int, side: int = SIDE) -> dict[str, Tensor]:
+    return {"images": torch.zeros(rows, 3, side, side), "labels": torch.zeros(rows, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("rows, side", [(4, 64), (16, 32)])
+def test_a_residual_network_within_a_percent(rows: int, side: int) -> None:
+    make, plan = partial(torch.optim.SGD, lr=0.1), zs.Plan(zero=0)
+    predicted = predict(Task(ResNet, partial(images, side=side), make, rows), plan, CPU, rows)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        engine = zs.Engine(ResNet(), make, plan, mesh=zs.Mesh())
+        batch = images(rows, side)
+        for _ in range(3):
+            engine.train_step(batch)
+    assert predicted.peak_bytes == pytest.approx(peak_of(watched), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "into, out, kernel, stride, rows",
+    [(3, 16, 3, 1, 4), (16, 32, 3, 1, 4), (20, 36, 3, 1, 4), (64, 128, 3, 2, 8), (32, 64, 1, 1, 16), (32, 64, 1, 1, 2)],
+)
+def test_a_convolution_is_as_high_as_torch_says(into: int, out: int, kernel: int, stride: int, rows: int) -> None:
+    x, weight = torch.zeros(rows, into, 16, 16), torch.zeros(out, into, kernel, kernel)
+    how: tuple[Any, ...] = ([stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+    convolution, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    made = convolution(x, weight, None, *how)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [(convolution, (x, weight, None, *how))]
+    for to_x in (True, False):
+        calls.append((backward, (torch.zeros_like(made), x, weight, None, *how, [to_x, True, False])))
+    for func, args in calls:
+        result = func(*args)
+        tensors = [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
+        known = sum(t.numel() * t.itemsize for t in tensors) + beside_results(func, args, result)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+            again = func(*args)
+        assert known == pytest.approx(peak_of(watched), rel=0.05)
+        del again

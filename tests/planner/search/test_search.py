@@ -1,0 +1,97 @@
+"""The search: first estimates, what is said meanwhile, and what is never rehearsed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroshard.doctor.hardware import Device, Link, Machines
+from zeroshard.plan import Plan
+from zeroshard.planner import search as searching
+from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.result import Found, Prediction
+from zeroshard.planner.search.progress import Progress
+from zeroshard.planner.search.search import search
+
+WIDTH = 64
+PSI = 6 * WIDTH * WIDTH
+MACHINES = Machines(Device("a GPU", "cuda", 2**26, {"fp32": 1e9}, 1e9, 1e-6), 2, 2, Link(1e8), Link(1e8))
+
+
+class Layers(nn.Module):
+    """Six layers of 16 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def job(rows: int = 16) -> Task:
+    return Task(Layers, lambda rows: torch.ones(rows, WIDTH), torch.optim.Adam, rows)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that were rehearsed for the search itself."""
+    plans: list[Plan] = []
+    predict = searching.predict
+
+    def heard(task: Task, plan: Plan, *given: Any, **more: Any) -> Prediction:
+        plans.append(plan)
+        return predict(task, plan, *given, **more)
+
+    monkeypatch.setattr(searching, "predict", heard)
+    return plans
+
+
+def test_first_estimates_come_before_any_plan_is_rehearsed_and_are_near(asked: list[Plan]) -> None:
+    shown: list[tuple[Found, int]] = []
+    found = search(job(), MACHINES, top=10, first=lambda first: shown.append((first, len(asked))))
+    ((first, before),) = shown
+    assert before == 0 and asked
+    assert {p.mode for p in first.best} == {p.time_mode for p in first.best} == {"estimate"}
+    assert {(p.plan.zero, p.plan.pipeline.stages) for p in first.best} == {(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)}
+    for one in first.best:
+        last = next(
+            p for p in found.best if (p.plan.zero, p.plan.pipeline.stages) == (one.plan.zero, one.plan.pipeline.stages)
+        )
+        assert one.peak_bytes == pytest.approx(last.peak_bytes, rel=0.3)
+        assert one.seconds == pytest.approx(last.seconds, rel=0.5)
+
+
+def test_plans_whose_states_alone_do_not_fit_are_never_rehearsed(asked: list[Plan]) -> None:
+    room = 13 * PSI  # of 16 bytes per parameter; stage 1 leaves 12 on two ranks, stages 2 and 3 less
+    small = replace(MACHINES, device=replace(MACHINES.device, memory_bytes=room))
+    found = search(job(2), small)
+    assert all(plan.zero or plan.pipeline.stages > 1 for plan in asked)
+    assert any(refusal.plan.zero == 0 and "states alone" in refusal.why for refusal in found.refused)
+
+
+def test_it_says_how_many_plans_are_left_and_about_how_long() -> None:
+    heard: list[str] = []
+    search(job(), MACHINES, say=heard.append)
+    counted = [line for line in heard if " plans" in line]
+    assert counted[0].startswith("0/") and "left" not in counted[0]
+    assert all(" s left: " in line for line in counted[1:])
+    done, everything = (int(number) for number in counted[-1].split(" plans")[0].split("/"))
+    assert done == len(counted) - 1 and 0 < everything - done <= 3
+
+
+def test_the_time_left_is_that_of_the_plans_ahead() -> None:
+    """Four seconds per plan, and four times as many with stages."""
+    clock = iter([0.0, 4.0, 8.0, 24.0])
+    alone, staged = Plan(zero=0), Plan(zero=0, pipeline_parallel=2, microbatches=2)
+    progress = Progress({alone: 2, staged: 2}, lambda: next(clock))
+    progress.begin(alone)
+    assert progress.look(alone) == "0/4 plans: "
+    assert progress.look(replace(alone, microbatches=2)) == "1/4 plans, about 36 s left: "
+    progress.begin(staged)
+    assert progress.look(staged) == "2/4 plans, about 32 s left: "
+    assert progress.look(staged) == "3/4 plans, about 16 s left: "

@@ -1,0 +1,105 @@
+"""Plans and predictions in words."""
+
+from dataclasses import replace
+
+import pytest
+from predictions import GIB, later, piped, prediction, refusal
+
+from zeroshard.pipeline.policy import Pipeline
+from zeroshard.plan import Plan
+from zeroshard.planner.predict.result import Refusal
+from zeroshard.planner.search.text import alike, categories, describe, seconds, shares, short
+
+
+@pytest.mark.parametrize(
+    "plan, ranks, words",
+    [
+        (Plan(zero=3, precision="bf16", microbatches=2), 8, "zero 3, bf16, 2 microbatches"),
+        (Plan(zero=2, shard_group=4), 8, "zero 2, fp32, slices over 4 ranks"),
+        (Plan(zero=1, pipeline_parallel=4, microbatches=8), 8, "4 stages 1f1b x 2, zero 1, fp32, 8 microbatches"),
+        (Plan(zero=1, pipeline_parallel=4, microbatches=8), 4, "4 stages 1f1b, zero 1, fp32, 8 microbatches"),
+        (Plan(zero=1, pipeline_parallel=4), None, "4 stages 1f1b, zero 1, fp32"),
+        (
+            Plan(
+                zero=0,
+                pipeline_parallel=Pipeline(2, replicas=(2, 1)),
+                microbatches=2,
+                recompute="chunk",
+            ),
+            3,
+            "2 stages 1f1b x 2-1, zero 0, fp32, 2 microbatches, recompute",
+        ),
+        (
+            Plan(
+                zero=0,
+                pipeline_parallel=Pipeline(2, virtual_stages=2, schedule="interleaved"),
+                microbatches=2,
+                recompute="off",
+            ),
+            2,
+            "2 stages interleaved, zero 0, fp32, 2 microbatches, 2 chunks per stage, no recompute",
+        ),
+        (
+            Plan(zero=2, reduce_dtype="bf16", reduce_every="step", microbatches=2),
+            2,
+            "zero 2, fp32, 2 microbatches, gradients sent in bf16, reduced every step",
+        ),
+    ],
+)
+def test_a_plan_in_a_few_words(plan: Plan, ranks: int | None, words: str) -> None:
+    assert short(plan, ranks) == words
+
+
+def test_a_prediction_says_memory_time_wire_and_how_it_was_found() -> None:
+    text = describe(prediction(host_bytes=GIB, notes=("Mind the gap.",)))
+    assert text[0] == "zero 3, bf16, 2 microbatches; 8 ranks, 4 rows per rank and step."
+    assert text[1].startswith("Memory: 15.00 GiB of 20.00 GiB at the peak on rank 0, 25% free: activations 6.00 GiB, ")
+    assert text[2] == "Time: 420 ms per step, 78,019 tokens/s, bound by compute: compute 71%, wire 24%, optimizer 5%."
+    assert text[3].startswith("Wire: 6.00 GiB per step on this rank: gather parameters 4.00 GiB, reduce gradients 2.00")
+    assert text[4] == "Host: 1.00 GiB on one node."
+    assert "(fake)" in text[5] and "(roofline)" in text[6]
+    assert text[7:] == ["Mind the gap."]
+
+
+def test_a_prediction_that_does_not_fit_says_so() -> None:
+    assert "too much: 3% must stay free" in describe(prediction(capacity_bytes=15 * GIB))[1]
+    assert "5% free" in describe(prediction(capacity_bytes=int(15.8 * GIB)))[1]
+
+
+def test_what_is_not_there_is_not_mentioned() -> None:
+    text = " ".join(describe(piped(wire_bytes={})))
+    assert "Wire" not in text and "Host" not in text and "optimizer 0%" not in text
+    assert "4 rows per lane and step" in text
+
+
+def test_shares_add_up_and_the_largest_is_first() -> None:
+    found = shares(later(prediction(), 0.58))
+    assert next(iter(found)) == "compute" and sum(found.values()) == pytest.approx(1)
+    assert found["compute"] == pytest.approx(0.88)
+    assert set(shares(replace(prediction(), causes={"compute": 0.0})).values()) == {0.0}
+
+
+def test_categories_have_the_ledgers_order() -> None:
+    p = prediction(memory={"other": 1, "temporaries": 1, "gradients": 1, "parameters": 1}, events=())
+    assert categories([p]) == ["parameters", "gradients", "other", "temporaries"]
+
+
+@pytest.mark.parametrize(
+    "time, words",
+    [
+        (1234.4, "1,234 s"),
+        (12.34, "12.3 s"),
+        (0.42, "420 ms"),
+        (0.0053, "5.30 ms"),
+        (6.78e-6, "6.78 µs"),
+        (0, "0.00 µs"),
+    ],
+)
+def test_times_read_well(time: float, words: str) -> None:
+    assert seconds(time) == words
+
+
+def test_refusals_are_alike_when_only_numbers_differ() -> None:
+    first, second = refusal(Plan(zero=0), "80.12 GiB"), refusal(Plan(zero=1), "1,070.1 MiB")
+    other = Refusal(Plan(zero=2), 4, "12 rows do not divide.", "Use 16.")
+    assert alike([first, other, second]) == [[first, second], [other]]

@@ -1,0 +1,88 @@
+"""Fault F1: a job that is killed again and again, on any rank, logs what an undisturbed one logs, bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from pool import Pool
+from resilience.plans_job import COVER, EVERY, LEAST, PLANS, STEPS, STRIDE, allowed, go, options_of, pairs_of
+
+from zeroshard.checkpoint import Reader, committed
+from zeroshard.comm.mesh import Mesh
+from zeroshard.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("plans_job.py")
+KILLS, SEED = 3, 0
+PATIENCE = 600.0  # seconds that the supervised job may take on a machine that is busy with other things
+
+
+def undisturbed(mesh: Mesh, folder: str, names: list[str]) -> None:
+    """The job without kills and without a supervisor."""
+    go(mesh, Path(folder), 0, SEED, names)
+
+
+def lines(folder: Path, name: str) -> dict[int, set[str]]:
+    """Every line that was ever logged under a plan, by step."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for line in (folder / "losses" / f"{name}.jsonl").read_text().splitlines():
+        found[json.loads(line)["step"]].add(line)
+    return found
+
+
+def test_the_cover_has_every_pair_that_a_plan_may_have() -> None:
+    every = allowed()
+    chosen = [values for values in every if options_of(values) in COVER.values()]
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, every))
+    assert LEAST <= len(COVER) < len(every) / 3 and len(set(map(str, COVER.values()))) == len(COVER)
+    assert {Plan.from_dict(options).precision for options in COVER.values()} == {"fp32", "bf16", "fp16"}
+
+
+def test_killed_three_times_under_every_plan(pool: Pool, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    words = [
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        str(2 * KILLS + 2),
+        "--reports",
+        str(tmp_path / "crashes"),
+        "--",
+    ]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "zeroshard", *words, str(JOB), str(killed), str(KILLS), str(SEED)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**clean, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        for name in PLANS:  # one call each, because a call of the pool has a time limit
+            pool.run(undisturbed, 2, str(whole), [name])
+        words_of_job, _ = job.communicate(timeout=PATIENCE)
+    finally:
+        job.kill()
+    assert job.returncode == 0, words_of_job
+    for name in PLANS:
+        found, wanted = lines(killed, name), lines(whole, name)
+        assert found == wanted and {len(same) for same in wanted.values()} == {1}, name
+        assert sorted(wanted) == list(range(1, STEPS + 1))
+        losses = [json.loads(line)["loss"] for step in sorted(wanted) for line in wanted[step]]
+        assert len(set(losses)) >= STEPS - 2, "the steps must be different"  # a pipeline that fills has no loss yet
+        there = committed(killed / "checkpoints" / name)
+        assert [step % STRIDE for step, _ in there] == [STEPS - EVERY, STEPS]
+        assert not [problem for _, path in there for problem in Reader(path).problems()]
+        assert len(list((killed / "checkpoints" / name).iterdir())) == 2, "nothing was put aside or left over"
+    paths = sorted((killed / "kills").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    notes = [json.loads(path.read_text()) for path in paths]
+    assert len(notes) == KILLS * len(PLANS)
+    assert {note["rank"] for note in notes} == {0, 1}
+    assert {note["kind"] for note in notes} == {"start", "step", "save"}
+    reports = [json.loads(path.read_text()) for path in sorted((tmp_path / "crashes").iterdir())]
+    blamed = [(report["culprit"]["kind"], report["culprit"]["ranks"]) for report in reports]
+    assert blamed == [("signal", [note["rank"]]) for note in notes]  # so often, because each plan made progress
