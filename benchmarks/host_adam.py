@@ -53,22 +53,22 @@ def our_rows(n: int, threads: int, gradient: Any, out: Any) -> dict[str, Row]:
     import torch
 
     from zeroshard.offload import kernel
-    from zeroshard.offload.host_adam import Blockwise, Scalars, Split, States, adam_update, describe, using
+    from zeroshard.offload.host_adam import Blockwise, HostStates, Scalars, StateSplit, adam_update, describe, using
 
     scalars = Scalars.of(GROUP, 5, decoupled=True)
-    whole = States(torch.randn(n), torch.randn(n) * 1e-3, torch.rand(n) * 1e-6)
-    small = States(torch.randn(n), whole.exp_avg.bfloat16(), whole.exp_avg_sq.bfloat16())
-    codes = States(small.master, Blockwise.encode(whole.exp_avg, True), Blockwise.encode(whole.exp_avg_sq, False))
-    halves = States(Split.of(whole.master), *(torch.rand(n) * 1e-6 for _ in range(2)))
+    whole = HostStates(torch.randn(n), torch.randn(n) * 1e-3, torch.rand(n) * 1e-6)
+    small = HostStates(torch.randn(n), whole.exp_avg.bfloat16(), whole.exp_avg_sq.bfloat16())
+    codes = HostStates(small.master, Blockwise.encode(whole.exp_avg, True), Blockwise.encode(whole.exp_avg_sq, False))
+    halves = HostStates(StateSplit.of(whole.master), *(torch.rand(n) * 1e-6 for _ in range(2)))
 
-    def row(states: States, like_torch: bool, name: str = "c++", into: Any = out) -> Row:
+    def row(states: HostStates, like_torch: bool, name: str = "c++", into: Any = out) -> Row:
         def update() -> None:
             with using(name):
                 adam_update(gradient, FACTOR, scalars, states, states, into, threads, like_torch)
 
         return update
 
-    moved = States(*(torch.zeros(n) for _ in range(3)))
+    moved = HostStates(*(torch.zeros(n) for _ in range(3)))
 
     def traffic() -> None:
         update = describe(gradient, FACTOR, scalars, moved, moved, out)

@@ -66,7 +66,7 @@ def task_of(shape: tuple[int, int, int, int, int], rows: int, optimizer: str = "
     """The job of one model."""
     import torch
 
-    from zeroshard.planner.predict.rehearse import Task
+    from zeroshard.planner.predict.rehearse import TrainingTask
     from zeroshard.train.gpt import GPT, GPTConfig
 
     config = GPTConfig(*shape)
@@ -85,7 +85,7 @@ def task_of(shape: tuple[int, int, int, int, int], rows: int, optimizer: str = "
         "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
         "sgd": partial(torch.optim.SGD, lr=1e-3),
     }
-    return Task(build, batch, makers[optimizer], rows, config.context)
+    return TrainingTask(build, batch, makers[optimizer], rows, config.context)
 
 
 def engine_of(task: Any, plan: Any, mesh: Any, rows: int) -> tuple[Any, Any]:

@@ -359,7 +359,7 @@ TECHNIQUES = (  # words of techniques, and of the attributes that hold their obj
 )
 RECORDS = {  # options of a command or a file, and what is written down: as many fields as there are facts
     *("plan.Plan", "cli.plan.PlanOptions", "cli.simulate.SimulateOptions", "train.config.TrainConfig"),
-    *("doctor.facts.Facts", "doctor.profile.Profile", "planner.predict.result.Prediction"),
+    *("doctor.facts.Facts", "doctor.profile.MachineProfile", "planner.predict.result.Prediction"),
 }
 LARGE = {  # classes above the limits
     "engine.engine.Engine": "what users call",
@@ -408,6 +408,16 @@ def size_of(node: ast.ClassDef) -> tuple[int, int]:
             if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self":
                 attributes.add(n.attr)
     return len(attributes), methods
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for module in house():
+        for name, node, _ in definitions(module):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert len(places) > 200
+    assert {name: at for name, at in places.items() if len(at) > 1} == {}
 
 
 PROPERTIES = ("property", "setter")

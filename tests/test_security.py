@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zeroshard.comm.heartbeat import Pulse
+from zeroshard.comm.heartbeat import Heartbeat
 from zeroshard.comm.shared_memory import offer
 from zeroshard.memory.disk import _nameless
 from zeroshard.supervisor.node_coordination import keep_store
@@ -65,7 +65,7 @@ def test_files_are_their_owners_alone(what: str, tmp_path: Path) -> None:
             case "shared memory":
                 descriptor, _ = offer(1)
             case "pulse":
-                Pulse(tmp_path / "rank-0.pulse", 0)
+                Heartbeat(tmp_path / "rank-0.pulse", 0)
                 descriptor = os.open(tmp_path / "rank-0.pulse", os.O_RDONLY)
             case _:
                 descriptor = _nameless(tmp_path)

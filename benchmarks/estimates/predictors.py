@@ -47,12 +47,12 @@ def zeroshard_shallow(run: Run) -> list[int]:
 
 def rehearsed(run: Run, rank: int, layers: int, real: bool) -> int:
     """The peak of one rank in a rehearsal of our engine."""
-    from zeroshard.planner.predict.rehearse import Task, rehearse
+    from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 
     if run.engine != "zeroshard":
         raise NotApplicable("it is another engine")
     few = replace(run, shape=(*run.shape[:3], layers))
-    task = Task(few.build, few.batch, few.optimizer_of, rows=ROWS * few.ranks)
+    task = TrainingTask(few.build, few.batch, few.optimizer_of, rows=ROWS * few.ranks)
     return rehearse(task, few.zeroshard_plan(), rank, few.ranks, ROWS, timed=real).peak_bytes
 
 

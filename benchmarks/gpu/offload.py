@@ -46,7 +46,7 @@ def probe(device: str, nbytes: int, times: int = 5) -> Row:
     """GB/s of pinned copies and of the host's memory: medians of `times` goes over `nbytes`."""
     import torch
 
-    from zeroshard.offload.host_adam import Scalars, States, adam_update
+    from zeroshard.offload.host_adam import HostStates, Scalars, adam_update
 
     cuda = device == "cuda"
     hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda).fill_(1) for _ in range(2)]
@@ -71,7 +71,7 @@ def probe(device: str, nbytes: int, times: int = 5) -> Row:
 
     floats = hosts[0].view(torch.float32)
     n = nbytes // 16
-    states = States(*(torch.zeros(n) for _ in range(3)))
+    states = HostStates(*(torch.zeros(n) for _ in range(3)))
     gradient, out = torch.ones(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
     group = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     scalars = Scalars.of(group, 1, True)

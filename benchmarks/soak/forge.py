@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import MANIFEST, Box, Order, Piece, Reader, write
+from zeroshard.checkpoint import MANIFEST, Box, Piece, Reader, WriteOrder, write
 from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.checkpoint.stream import BLOCK
@@ -123,7 +123,7 @@ def in_two(path: Path, to: Path) -> None:
             values = torch.empty(box.numel, dtype=entry.dtype)
             reader.read(name, values, 0, box)
             pieces += Piece.cut(name, entry.shape, 0, values, box)
-        write(Order(to, "two", pieces, facts, lambda everyone: everyone[0]), zs.Mesh(rank, RANKS), desk)
+        write(WriteOrder(to, "two", pieces, facts, lambda everyone: everyone[0]), zs.Mesh(rank, RANKS), desk)
 
 
 def sources(folder: Path) -> dict[str, list[Path]]:

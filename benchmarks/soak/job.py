@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from zeroshard.checkpoint import Reader, committed
-from zeroshard.comm.heartbeat import Reading, read_pulse
+from zeroshard.comm.heartbeat import HeartbeatReading, read_pulse
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).with_name("inject.py")
@@ -103,7 +103,7 @@ class Job:
         return [json.loads(path.read_text()) for path in paths]
 
     @property
-    def ranks(self) -> dict[int, Reading]:
+    def ranks(self) -> dict[int, HeartbeatReading]:
         """The ranks that live, by the pulses of the newest attempt."""
         attempts = {int(path.name[8:]): path for path in self._temporary.glob("zeroshard-*/attempt-*")}
         if not attempts:

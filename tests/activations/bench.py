@@ -15,7 +15,7 @@ from zeroshard.activations import ActivationStore
 from zeroshard.comm.traffic import Purpose
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.memory.transfers import Executor, Latest, Link, Task
+from zeroshard.memory.transfers import Latest, Task, TaskRunner, Transfers
 
 
 class Host(HostMemory):
@@ -36,10 +36,10 @@ class Host(HostMemory):
         self.free[tensor.nbytes].append(tensor.fill_(255))  # in floating point: NaN
 
 
-class Watched(Link):
+class Watched(Transfers):
     """A link on which a copy is under way until it is waited for, as on a GPU: until then both ends must live."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: TaskRunner) -> None:
         super().__init__(executor)
         self.flying: dict[Task, tuple[StorageWeakRef, ...]] = {}
 
@@ -64,7 +64,7 @@ class Bench:
 
     def __init__(
         self,
-        executor: Callable[[], Executor] = Latest,
+        executor: Callable[[], TaskRunner] = Latest,
         smallest: int = 256,
         window: int = 2,
         host: Callable[[Ledger], HostMemory] = Host,

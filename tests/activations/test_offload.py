@@ -19,7 +19,7 @@ from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import BudgetExceeded, OffloadError
 from zeroshard.memory import HostMemory, in_pages
 from zeroshard.memory.ledger import Category
-from zeroshard.memory.transfers import Eager, Executor, Latest, Shuffled, Task
+from zeroshard.memory.transfers import Eager, Latest, Shuffled, Task, TaskRunner
 
 Tensors = list[torch.Tensor]
 EXECUTORS: list[Any] = [Eager, Latest, *((lambda seed=seed: Shuffled(seed)) for seed in range(10))]
@@ -113,7 +113,7 @@ def same(some: Tensors, others: Tensors) -> bool:
 
 @every_executor
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_torch_bit_for_bit(name: str, executor: Callable[[], Executor]) -> None:
+def test_gradients_are_those_of_torch_bit_for_bit(name: str, executor: Callable[[], TaskRunner]) -> None:
     for reverse, window in ((False, 1), (True, 3)):
         bench = Bench(executor, window=window)
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_torch_bit_for_bit(name: str, executor: Callable[
 
 
 @some_executors
-def test_a_tensor_comes_back_as_it_was(executor: Callable[[], Executor]) -> None:
+def test_a_tensor_comes_back_as_it_was(executor: Callable[[], TaskRunner]) -> None:
     base = torch.randn(12, 40, requires_grad=True).mul(1)
     integers = torch.randint(100, (500,))
     views: Tensors = [
@@ -192,14 +192,14 @@ def test_small_ones_and_those_without_bytes_of_their_own_stay() -> None:
 
 
 @some_executors
-def test_an_address_that_is_given_out_again_is_another_tensor(executor: Callable[[], Executor]) -> None:
+def test_an_address_that_is_given_out_again_is_another_tensor(executor: Callable[[], TaskRunner]) -> None:
     bench = Bench(executor, window=1)
     handles = [bench.store.pack(torch.full((100,), float(n))) for n in range(50)]
     assert [bench.store.unpack(handle)[0].item() for handle in reversed(handles)] == [*reversed(range(50))]
 
 
 @some_executors
-def test_a_source_lives_until_its_copy_is_done_and_few_are_under_way(executor: Callable[[], Executor]) -> None:
+def test_a_source_lives_until_its_copy_is_done_and_few_are_under_way(executor: Callable[[], TaskRunner]) -> None:
     bench = Bench(executor, window=3)
     handles = []
     for n in range(20):
@@ -212,7 +212,7 @@ def test_a_source_lives_until_its_copy_is_done_and_few_are_under_way(executor: C
 
 
 @some_executors
-def test_a_change_in_place_is_never_silent(executor: Callable[[], Executor]) -> None:
+def test_a_change_in_place_is_never_silent(executor: Callable[[], TaskRunner]) -> None:
     for changed_when, settled in (("under way", False), ("under way", True), ("after", True)):
         bench = Bench(executor)
         x = torch.randn(200, requires_grad=True)
@@ -251,7 +251,7 @@ def test_a_change_of_one_that_stayed_is_found_too_and_a_saved_version_is_not_an_
 
 
 @some_executors
-def test_a_graph_may_be_read_twice_and_differentiated_twice(executor: Callable[[], Executor]) -> None:
+def test_a_graph_may_be_read_twice_and_differentiated_twice(executor: Callable[[], TaskRunner]) -> None:
     found = []
     for bench in (None, Bench(executor)):
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from zeroshard.checkpoint import Disk, Notes, Order, Piece, Reader, clear, committed, name_of, write
+from zeroshard.checkpoint import CheckpointDisk, Notes, Piece, Reader, WriteOrder, clear, committed, name_of, write
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def content(path: Path) -> Tensors:
     return whole
 
 
-def order(folder: Path, step: int, disk: Disk | None = None, rank: int = 0, ranks: int = 1) -> Order:
+def order(folder: Path, step: int, disk: CheckpointDisk | None = None, rank: int = 0, ranks: int = 1) -> WriteOrder:
     """One rank's part of a step's checkpoint, as step-... in a folder, of which `KEEP` stay."""
     pieces = []
     for name, shape in SHAPES.items():
@@ -82,10 +82,12 @@ def order(folder: Path, step: int, disk: Disk | None = None, rank: int = 0, rank
     pieces += [Piece.whole(name, values_of(name, step)) for name in COPIES]
     facts = {"step": step, "optimizer": {}, "extra": {"seen": step}}
     token = f"{step}-{id(disk)}"
-    return Order(folder / name_of(step), token, pieces, facts, lambda all_facts: all_facts[0], KEEP, disk or Disk())
+    return WriteOrder(
+        folder / name_of(step), token, pieces, facts, lambda all_facts: all_facts[0], KEEP, disk or CheckpointDisk()
+    )
 
 
-def save(folder: Path, step: int, disk: Disk | None = None) -> Path:
+def save(folder: Path, step: int, disk: CheckpointDisk | None = None) -> Path:
     """Save a step's checkpoint in this process alone."""
     write(order(folder, step, disk), Mesh(), Notes(Mesh(), "alone"))
     return folder / name_of(step)
@@ -133,7 +135,7 @@ class Kill(BaseException):
     """The process is dead: nothing of it runs any more."""
 
 
-class Faulty(Disk):
+class Faulty(CheckpointDisk):
     """A disk on which the operation number `at` does not happen.
 
     Args:

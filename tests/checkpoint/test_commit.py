@@ -34,10 +34,10 @@ from pool import Pool
 from zeroshard.checkpoint import (
     Meeting,
     Notes,
-    Order,
     Piece,
     Reader,
     Saving,
+    WriteOrder,
     clear,
     committed,
     name_of,
@@ -169,7 +169,7 @@ def save_together(folder: Path, disks: list[Faulty], timeout: float = 20.0) -> l
     return told
 
 
-def saving_of(work: Order, mesh: Mesh) -> Saving:
+def saving_of(work: WriteOrder, mesh: Mesh) -> Saving:
     """One rank's part, on its way."""
     work.token = "token"
     work.path.parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from zeroshard.checkpoint import MANIFEST, Box, Order, Piece, Reader, manifest, reader, stream, write
+from zeroshard.checkpoint import MANIFEST, Box, Piece, Reader, WriteOrder, manifest, reader, stream, write
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 
@@ -92,7 +92,7 @@ def write_format_3(folder: Path, values: torch.Tensor, parts: list[Part]) -> Pat
         pieces = list(Piece.cut(NAME, shape, low, held(parts[rank], values), box))
         if rank or values.numel():
             assert sum(piece.values.numel() for piece in pieces) == held(parts[rank], values).numel()
-        order = Order(folder, "t", pieces, FACTS, lambda everyone: everyone[0])
+        order = WriteOrder(folder, "t", pieces, FACTS, lambda everyone: everyone[0])
         write(order, Mesh(rank, len(parts)), desk)
     return folder
 

@@ -17,7 +17,7 @@ from checkpoint.faults import broken, content, remade, save, save_as
 from engine.models import OPTIMIZERS, batch, build
 
 import zeroshard as zs
-from zeroshard.checkpoint import MANIFEST, Disk, Reader, committed, name_of
+from zeroshard.checkpoint import MANIFEST, CheckpointDisk, Reader, committed, name_of
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 from zeroshard.memory.ledger import Category
 
@@ -211,12 +211,12 @@ def test_a_full_or_read_only_file_system_is_a_warning(tmpfs: Path) -> None:
 def test_a_folder_that_vanishes_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, folder = engine_of(), tmp_path / "c"
 
-    def vanish(disk: Disk, operation: str, path: Path) -> None:
+    def vanish(disk: CheckpointDisk, operation: str, path: Path) -> None:
         if operation == "sync":
             shutil.rmtree(folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Disk, "reached", vanish)
+        patch.setattr(CheckpointDisk, "reached", vanish)
         fails(engine, folder / name_of(2), r"was not written: FileNotFoundError: \[Errno 2\] No such file or directory")
     engine.save(folder / name_of(3), wait=True)
     assert list(Reader(folder / name_of(3)).problems()) == []
@@ -227,7 +227,9 @@ def test_a_failure_that_the_next_save_meets_first_is_a_warning_too(
 ) -> None:
     engine = engine_of()
     with monkeypatch.context() as patch:
-        patch.setattr(Disk, "reached", lambda disk, operation, path: broken() if operation == "write" else None)
+        patch.setattr(
+            CheckpointDisk, "reached", lambda disk, operation, path: broken() if operation == "write" else None
+        )
         engine.save(tmp_path / name_of(1)).join()
     with pytest.warns(CheckpointWarning, match="Input/output error"):
         engine.save(tmp_path / name_of(2), wait=True)
@@ -253,7 +255,7 @@ def test_a_slow_disk_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Monkey
     """Steps go on, one checkpoint is under way at a time, and one copy of the states is kept."""
     go, tokens, most = threading.Event(), set[str](), [0]
 
-    def wait(disk: Disk, operation: str, path: Path) -> None:
+    def wait(disk: CheckpointDisk, operation: str, path: Path) -> None:
         if operation == "write":
             assert go.wait(60)
         if operation == "create":
@@ -262,7 +264,7 @@ def test_a_slow_disk_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Monkey
             tokens.remove(path.name)
         most[0] = max(most[0], len(tokens))
 
-    monkeypatch.setattr(Disk, "reached", wait)
+    monkeypatch.setattr(CheckpointDisk, "reached", wait)
     engine, plain = engine_of(), engine_of()
     train(engine, 2), train(plain, 2)
     before = engine.state_dict()

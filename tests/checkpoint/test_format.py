@@ -11,13 +11,13 @@ from safetensors import safe_open
 from zeroshard.checkpoint import (
     FORMAT,
     MANIFEST,
-    Disk,
+    CheckpointDisk,
     Notes,
-    Order,
     Piece,
     Reader,
     Slot,
     Snapshot,
+    WriteOrder,
     write,
     write_tensors,
 )
@@ -65,7 +65,7 @@ def test_tensors_of_several_blocks(tmp_path: Path) -> None:
     values = torch.arange(2 * BLOCK + 1).to(torch.uint8)
     piece = Piece.whole("weight:w", values)
     facts = {"step": 1, "optimizer": {}, "extra": {}}
-    write(Order(tmp_path / "c", "t", [piece], facts, lambda all_facts: all_facts[0]), Mesh(), Notes(Mesh(), "t"))
+    write(WriteOrder(tmp_path / "c", "t", [piece], facts, lambda all_facts: all_facts[0]), Mesh(), Notes(Mesh(), "t"))
     entry = json.loads((tmp_path / "c" / MANIFEST).read_bytes())["tensors"]["weight:w"]
     assert len(entry["chunks"][0][3]) == 3
     file = tmp_path / "c" / "rank-00000-of-00001.safetensors"
@@ -88,7 +88,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     slots.sort(key=lambda slot: in_order(slot.dtype))
     numbers = torch.arange(6 * dtype.itemsize).to(torch.uint8) % (2 if dtype == torch.bool else 100)
     values = {"x": numbers.view(dtype).view(2, 3), "none": torch.empty(0, dtype=dtype), "byte": torch.ones(1).byte()}
-    write_tensors(Disk(), tmp_path / "f", slots, (values[slot.key] for slot in slots), {"format": "pt"})
+    write_tensors(CheckpointDisk(), tmp_path / "f", slots, (values[slot.key] for slot in slots), {"format": "pt"})
     with safe_open(tmp_path / "f", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         for key, value in values.items():
@@ -100,7 +100,7 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_dtype_that_files_do_not_hold(tmp_path: Path) -> None:
     values = torch.zeros(1, dtype=torch.complex128)
     with pytest.raises(CheckpointError, match=r"'x' is torch.complex128, which safetensors files do not hold"):
-        write_tensors(Disk(), tmp_path / "f", [Slot("x", values.dtype, (1,))], [values])
+        write_tensors(CheckpointDisk(), tmp_path / "f", [Slot("x", values.dtype, (1,))], [values])
 
 
 def test_equal_content_gives_equal_bytes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zeroshard.checkpoint import Box, Notes, Order, Piece, WeightFiles, write
+from zeroshard.checkpoint import Box, Notes, Piece, WeightFiles, WriteOrder, write
 from zeroshard.checkpoint import weights as module
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
@@ -102,7 +102,7 @@ def test_a_box_of_a_tensor(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
     path = single(tmp_path / "w")
     if form == "checkpoint":
         facts = {"step": 1, "optimizer": {}, "extra": {}}
-        order = Order(tmp_path / "c", "t", [Piece.whole("weight:body.up", values)], facts, lambda every: every[0])
+        order = WriteOrder(tmp_path / "c", "t", [Piece.whole("weight:body.up", values)], facts, lambda every: every[0])
         write(order, Mesh(), Notes(Mesh(), "t"))
         path = tmp_path / "c"
     files, columns = WeightFiles(path, {}), Box((1, 1, 0), (4, 2, 3))

@@ -10,11 +10,11 @@ import pytest
 from zeroshard.cli import doctor as doctor_command
 from zeroshard.cli.doctor import run_doctor
 from zeroshard.doctor.facts import Facts, gather_facts
-from zeroshard.doctor.profile import Beside, Profile, Timing
+from zeroshard.doctor.profile import Beside, MachineProfile, Timing
 from zeroshard.errors import ConfigError
 
 ROWS = (Timing(2**12, 0.123e-3, 0.045e-3), Timing(2**24, 0.234567, 0.1))
-MADE = Profile(
+MADE = MachineProfile(
     date="2026-01-02T03:04:05+00:00",
     machine="a CPU",
     kind="cpu",
@@ -57,10 +57,10 @@ def _prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, MADE)
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, profile: Profile) -> list[Any]:
+def measured(monkeypatch: pytest.MonkeyPatch, profile: MachineProfile) -> list[Any]:
     calls: list[Any] = []
 
-    def measure(*words: Any) -> Profile:
+    def measure(*words: Any) -> MachineProfile:
         calls.append(words)
         words[-1]("something")
         return profile
@@ -85,7 +85,7 @@ def test_findings_then_the_table_then_the_file(capsys: pytest.CaptureFixture[str
     assert "A signal through shared memory takes 0.02 (0.01) ms." in " ".join(out.split())
     written = tmp_path / "cache/zeroshard/machine.json"
     assert out.endswith(f"\nWrote {written}\n")
-    assert Profile.load(written) == MADE
+    assert MachineProfile.load(written) == MADE
 
 
 def test_quick_measures_nothing(
@@ -100,7 +100,7 @@ def test_quick_measures_nothing(
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     run_doctor(["--json", "--out", "here.json"], CALM)
     content = json.loads(capsys.readouterr().out)
-    assert content["written"] == "here.json" and Profile.load(Path("here.json")) == MADE
+    assert content["written"] == "here.json" and MachineProfile.load(Path("here.json")) == MADE
     assert content["profile"] == json.loads(Path("here.json").read_text())
     assert {"subject", "level", "found", "needed", "way_out"} == set(content["findings"][0])
     run_doctor(["--json", "--quick"], CALM)
@@ -129,7 +129,7 @@ def test_what_could_not_be_measured_is_a_finding(
     with pytest.raises(SystemExit) as end:
         run_doctor(["--out", "b.json"], CALM)
     assert end.value.code == 1 and "error measuring network gloo says no" in " ".join(capsys.readouterr().out.split())
-    assert Profile.load(Path("b.json")).problems == {"network": "gloo says no"}
+    assert MachineProfile.load(Path("b.json")).problems == {"network": "gloo says no"}
 
 
 @pytest.mark.parametrize(("environment", "threads"), [(CALM, 1), ({"OMP_NUM_THREADS": "3"}, 3)])

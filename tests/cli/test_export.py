@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import Disk, Reader
+from zeroshard.checkpoint import CheckpointDisk, Reader
 from zeroshard.checkpoint.stream import BLOCK
 from zeroshard.cli import export as export_command
 from zeroshard.cli.main import main
@@ -173,7 +173,7 @@ def test_one_tensor_is_in_memory(
     mapped: set[int] = set()
     before, seen, block = live(mapped), [], Reader._block
 
-    class Watched(Disk):
+    class Watched(CheckpointDisk):
         def reached(self, operation: str, path: Path) -> None:
             seen.append(live(mapped) - before)
 
@@ -183,7 +183,7 @@ def test_one_tensor_is_in_memory(
         seen.append(live(mapped) - before)
         return values
 
-    monkeypatch.setattr(export_command, "Disk", Watched)
+    monkeypatch.setattr(export_command, "CheckpointDisk", Watched)
     monkeypatch.setattr(Reader, "_block", watched)
     main(["export", "c", *words])
     assert len(seen) > 2 * 2 * count  # between blocks read, and between blocks written

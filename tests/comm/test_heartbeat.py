@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.comm.heartbeat import Collective, Pulse, Reading, read_failure, read_pulse, write_failure
+from zeroshard.comm.heartbeat import Collective, Heartbeat, HeartbeatReading, read_failure, read_pulse, write_failure
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -22,11 +22,11 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_every_field(tmp_path: Path) -> None:
     before = time.monotonic()
-    pulse = Pulse(tmp_path / "p", 3)
+    pulse = Heartbeat(tmp_path / "p", 3)
     fresh = read_pulse(tmp_path / "p")
     assert fresh is not None
     assert before <= fresh.since <= time.monotonic() and before <= fresh.alive <= time.monotonic()
-    assert fresh == Reading(rank=3, pid=os.getpid(), since=fresh.since, alive=fresh.alive)
+    assert fresh == HeartbeatReading(rank=3, pid=os.getpid(), since=fresh.since, alive=fresh.alive)
     pulse.phase("validation")
     pulse.step(17)
     pulse.committed(10)
@@ -36,7 +36,7 @@ def test_every_field(tmp_path: Path) -> None:
     found = read_pulse(tmp_path / "p")
     assert found is not None and found.since > fresh.since and found.alive > fresh.alive
     where = Collective("gather", 3, "block.0")
-    assert found == Reading(3, os.getpid(), 17, 10, "validation", True, where, found.since, found.alive)
+    assert found == HeartbeatReading(3, os.getpid(), 17, 10, "validation", True, where, found.since, found.alive)
     pulse.leave()
     left = read_pulse(tmp_path / "p")
     assert left is not None and (left.waiting, left.collective) == (False, where) and left.since > found.since
@@ -44,9 +44,9 @@ def test_every_field(tmp_path: Path) -> None:
 
 
 def test_opened_again_it_keeps_what_it_says(tmp_path: Path) -> None:
-    first = Pulse(tmp_path / "p", 1)
+    first = Heartbeat(tmp_path / "p", 1)
     first.step(5)
-    second = Pulse(tmp_path / "p", 1)
+    second = Heartbeat(tmp_path / "p", 1)
     second.committed(4)
     first.phase("saving")
     found = read_pulse(tmp_path / "p")
@@ -55,7 +55,7 @@ def test_opened_again_it_keeps_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text, kept", [("x" * 100, "x" * 64), ("", ""), ("é" * 40, "é" * 32), ("a\0b", "a")])
 def test_long_and_strange_texts_are_cut(tmp_path: Path, text: str, kept: str) -> None:
-    pulse = Pulse(tmp_path / "p", 0)
+    pulse = Heartbeat(tmp_path / "p", 0)
     pulse.phase(text)
     pulse.start((text, 1, text * 9))
     found = read_pulse(tmp_path / "p")
@@ -65,8 +65,8 @@ def test_long_and_strange_texts_are_cut(tmp_path: Path, text: str, kept: str) ->
 
 def test_a_killed_process_leaves_its_pulse(tmp_path: Path) -> None:
     body = (
-        "import sys, time; from pathlib import Path; from zeroshard.comm.heartbeat import Pulse\n"
-        "p = Pulse(Path(sys.argv[1]), 2); p.step(9); p.enter(('reduce', 7, 'head')); print('up', flush=True)\n"
+        "import sys, time; from pathlib import Path; from zeroshard.comm.heartbeat import Heartbeat\n"
+        "p = Heartbeat(Path(sys.argv[1]), 2); p.step(9); p.enter(('reduce', 7, 'head')); print('up', flush=True)\n"
         "time.sleep(60)"
     )
     source = str(Path(__file__).parents[2] / "src")

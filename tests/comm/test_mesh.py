@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from zeroshard import Mesh, init_mesh
-from zeroshard.comm.collectives import Comm, Place
-from zeroshard.comm.heartbeat import Pulse, read_pulse
+from zeroshard.comm.collectives import Comm, Position
+from zeroshard.comm.heartbeat import Heartbeat, read_pulse
 from zeroshard.comm.mesh import attempt, keep_freed_memory, part_of
 from zeroshard.errors import CommError, PlanError
 
@@ -170,7 +170,7 @@ def test_the_pulse_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, t
 def pulses(mesh: Mesh, folder: str) -> list[Any]:
     """What the pulse says after an agreement in a part of the mesh, and whether a rank alone keeps it."""
     path = Path(folder) / f"{mesh.rank}"
-    mine = dataclasses.replace(mesh, pulse=Pulse(path, mesh.rank))
+    mine = dataclasses.replace(mesh, pulse=Heartbeat(path, mesh.rank))
     part = part_of(mine, [[0, 1], [2]], "pulses")
     comm = Comm(part)
     comm.agree(b"", "first")
@@ -192,4 +192,4 @@ def test_a_store_that_is_gone_is_an_error_and_no_hang() -> None:
 
     comm = Comm(Mesh(1, 2, store=Gone()))  # type: ignore[arg-type]
     with pytest.raises(CommError, match="Rank 1 stopped in 'x' because the job's store does not answer"):
-        comm.explain(Place("gather", 1, "x"), expired=False)
+        comm.explain(Position("gather", 1, "x"), expired=False)

@@ -16,7 +16,7 @@ from pool import Pool, copies
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm.collectives import Comm, Place
+from zeroshard.comm.collectives import Comm, Position
 from zeroshard.comm.mesh import announce_failure
 from zeroshard.comm.rendezvous import connect, naming, wait_for_all
 from zeroshard.errors import CommError, PlanError
@@ -141,7 +141,7 @@ def test_a_store_that_stops_to_answer_is_an_error_in_time(port: int, keeper: Any
             wait_for_all(mine, 1, 2, 1.0, "it")
     elif what == "wait":
         with pytest.raises(CommError, match=f"Rank 1 stopped in 'step 7' because {silent}"):
-            Comm(mesh).explain(Place("control", 1, "step 7"), expired=False)
+            Comm(mesh).explain(Position("control", 1, "step 7"), expired=False)
     elif what == "group":
         with pytest.raises(CommError, match=f"Rank 1 could not make it because {silent}"), naming(mine, 1, "it"):
             mine.compare_set("what torch asks", "", "x")

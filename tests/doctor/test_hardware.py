@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from zeroshard.doctor.hardware import OPERATIONS, Device, Link, Machines, Table, preset, preset_names
+from zeroshard.doctor.hardware import OPERATIONS, Device, HardwareTable, Link, Machines, preset, preset_names
 from zeroshard.errors import ConfigError, PlanError
 
 CPU = Device("a CPU", "cpu", 2**33, {"fp32": 1e11, "bf16": 2e11}, 1e10, 1e-6)
@@ -20,7 +20,7 @@ def test_a_table_interpolates_as_numpy_does_and_goes_on_in_proportion() -> None:
     chance = random.Random(0)
     sizes = sorted(chance.sample(range(1, 10**6), 9))
     seconds = [chance.uniform(1e-6, 1e-3) for _ in sizes]
-    table = Table(tuple(zip(sizes, seconds, strict=True)))
+    table = HardwareTable(tuple(zip(sizes, seconds, strict=True)))
     for nbytes in [0, *sizes, *(chance.uniform(0, sizes[-1]) for _ in range(200))]:
         assert table.seconds(nbytes) == pytest.approx(numpy.interp(nbytes, sizes, seconds), rel=1e-12)
     assert table.seconds(3 * sizes[-1]) == pytest.approx(3 * seconds[-1])
@@ -29,7 +29,7 @@ def test_a_table_interpolates_as_numpy_does_and_goes_on_in_proportion() -> None:
 @pytest.mark.parametrize("points", [(), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((1.0, 0.0),), ((0, 1.0),)])
 def test_a_table_refuses_what_is_none(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ConfigError, match="table"):
-        Table(points)
+        HardwareTable(points)
 
 
 def test_an_operation_takes_as_long_as_its_slower_side() -> None:
@@ -67,14 +67,14 @@ def test_a_link_sends_what_each_rank_has_to_send() -> None:
     assert link.seconds("exchange", 4e9, 2) == pytest.approx(1e-3 + 2.0)
     assert link.seconds("send", 4e9, 4) == pytest.approx(1e-3 + 4.0)
     assert {link.seconds(operation, 4e9, 1) for operation in OPERATIONS} == {0.0}
-    measured = Link(tables={name: Table(((10.0, k), (20.0, 2.0 * k))) for k, name in enumerate(OPERATIONS, 1)})
+    measured = Link(tables={name: HardwareTable(((10.0, k), (20.0, 2.0 * k))) for k, name in enumerate(OPERATIONS, 1)})
     assert [measured.seconds(operation, 20, 2) for operation in OPERATIONS] == [1.0, 2.0, 6.0]
-    assert Link(1e9, tables={"gather": Table(((1.0, 7.0),))}).seconds("gather", 2, 2) == 7.0
+    assert Link(1e9, tables={"gather": HardwareTable(((1.0, 7.0),))}).seconds("gather", 2, 2) == 7.0
     for wrong in (
         {},
         {"bandwidth": 0.0},
         {"bandwidth": 1.0, "latency": -1.0},
-        {"tables": {"send": Table(((1.0, 1.0),))}},
+        {"tables": {"send": HardwareTable(((1.0, 1.0),))}},
     ):
         with pytest.raises(ConfigError, match="link"):
             Link(**wrong)  # type: ignore[arg-type]

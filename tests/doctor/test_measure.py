@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from zeroshard.doctor import measure as module
 from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.hardware import OPERATIONS
-from zeroshard.doctor.measure import Effort, Profile, default_path, measure
+from zeroshard.doctor.measure import Effort, MachineProfile, default_path, measure
 from zeroshard.doctor.profile import Beside, Timing
 from zeroshard.errors import DataError, PlanError
-from zeroshard.planner import measure as module
 
 LITTLE = Effort(box=0.002, copy_bytes=2**16, matrix=64, messages=(2**12, 2**16), disk_bytes=2**20, limit=60.0)
 TABLES = {
@@ -25,7 +25,7 @@ TABLES = {
     },
     "shared": {name: (Timing(1000, 0.1 * k, 0.01 * k),) for k, name in enumerate(OPERATIONS[:2], 1)},
 }
-MADE = Profile(
+MADE = MachineProfile(
     date="2026-01-02T03:04:05+00:00",
     machine="a CPU",
     kind="cpu",
@@ -57,11 +57,11 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 
 @pytest.fixture(scope="module")
-def profile(facts: Facts) -> Profile:
+def profile(facts: Facts) -> MachineProfile:
     return measure(LITTLE, facts, threads=1)
 
 
-def test_everything_is_measured(profile: Profile, facts: Facts) -> None:
+def test_everything_is_measured(profile: MachineProfile, facts: Facts) -> None:
     assert profile.problems == {}
     assert (profile.kind, profile.threads, profile.host_memory) == ("cpu", 1, facts.usable_memory)
     assert set(profile.matrix_flops) == {"fp32", "bf16", "fp16"}
@@ -80,11 +80,11 @@ def test_everything_is_measured(profile: Profile, facts: Facts) -> None:
     assert list(facts.disk.iterdir()) == []  # nothing stays behind
 
 
-def test_the_file_holds_all_of_it(profile: Profile, tmp_path: Path) -> None:
+def test_the_file_holds_all_of_it(profile: MachineProfile, tmp_path: Path) -> None:
     path = tmp_path / "new" / "machine.json"
     for each in (profile, MADE, dataclasses.replace(MADE, beside=None, signal=None, problems={"disk": "full"})):
         each.save(path)
-        assert Profile.load(path) == each
+        assert MachineProfile.load(path) == each
     assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
 
 
@@ -107,15 +107,15 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, change: Any) -> No
     change(content)
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match="zeroshard doctor"):
-        Profile.load(path)
+        MachineProfile.load(path)
 
 
 def test_a_file_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        Profile.load(tmp_path / "none.json")
+        MachineProfile.load(tmp_path / "none.json")
     (tmp_path / "file").write_text("no JSON")
     with pytest.raises(DataError, match="no profile"):
-        Profile.load(tmp_path / "file")
+        MachineProfile.load(tmp_path / "file")
     with pytest.raises(DataError, match="cannot be written"):
         MADE.save(tmp_path / "file" / "machine.json")
 

@@ -12,14 +12,14 @@ from engine.models import batch, build
 from torch import Tensor
 
 import zeroshard as zs
-from zeroshard.memory.transfers import Eager, Executor, Latest, Shuffled, Worker
+from zeroshard.memory.transfers import Eager, Latest, Shuffled, TaskRunner, ThreadRunner
 from zeroshard.platform import real
 
-EXECUTORS: dict[str, Callable[[torch.device, float], Executor]] = {
+EXECUTORS: dict[str, Callable[[torch.device, float], TaskRunner]] = {
     "eager": lambda device, timeout: Eager(),
     "latest": lambda device, timeout: Latest(),
     "shuffled": lambda device, timeout: Shuffled(5),
-    "worker": Worker,
+    "worker": ThreadRunner,
 }
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 

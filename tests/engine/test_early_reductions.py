@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
-from zeroshard.zero.gradients import Gradients
+from zeroshard.zero.gradients import BufferedGradients
 from zeroshard.zero.reductions import Reductions
 
 STEPS, ROWS = 3, 16
@@ -158,9 +158,9 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], early: bool) -> tuple[
     """
     engine = engine_of(mesh, name, plan)
     events: Events = []
-    start, backward = Gradients.start_reduce, torch.autograd.backward
+    start, backward = BufferedGradients.start_reduce, torch.autograd.backward
 
-    def noted_start(gradients: Gradients) -> None:
+    def noted_start(gradients: BufferedGradients) -> None:
         events[-1].append(gradients.flat.unit.label)
         start(gradients)
 
@@ -172,7 +172,7 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], early: bool) -> tuple[
 
     seen = []
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Gradients, "start_reduce", noted_start))
+        stack.enter_context(patch.object(BufferedGradients, "start_reduce", noted_start))
         stack.enter_context(patch.object(torch.autograd, "backward", noted_backward))
         if not early:
             stack.enter_context(patch.object(Reductions, "start_complete", lambda *_: None))

@@ -11,7 +11,7 @@ import torch
 
 from zeroshard.comm.traffic import COMPUTE, DISK, LANES, UPDATE, Purpose
 from zeroshard.errors import OffloadError
-from zeroshard.memory.transfers import Eager, Executor, Latest, Link, Modelled, Shuffled, Task, Worker
+from zeroshard.memory.transfers import Eager, Latest, Modelled, Shuffled, Task, TaskRunner, ThreadRunner, Transfers
 from zeroshard.platform.rehearsed import Clock
 
 CPU = torch.device("cpu")
@@ -19,11 +19,11 @@ DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP
 PATIENCE = 30.0  # seconds after which a test gives up; nothing here takes any
 
 
-EXECUTORS: dict[str, Callable[[], Executor]] = {
+EXECUTORS: dict[str, Callable[[], TaskRunner]] = {
     "eager": Eager,
     "latest": Latest,
     "shuffled": lambda: Shuffled(5),
-    "worker": lambda: Worker(CPU, PATIENCE),
+    "worker": lambda: ThreadRunner(CPU, PATIENCE),
     "modelled": lambda: Modelled(Clock(), lambda task: 1.0),
 }
 every_executor = pytest.mark.parametrize("executor", EXECUTORS)
@@ -33,7 +33,7 @@ def nothing() -> None:
     pass
 
 
-def graph(link: Link, ran: list[int], count: int = 40) -> list[tuple[Task, list[int]]]:
+def graph(link: Transfers, ran: list[int], count: int = 40) -> list[tuple[Task, list[int]]]:
     """Jobs of all lanes, each after up to three earlier ones; each enters its number when it runs."""
     draw, made = random.Random(7), list[tuple[Task, list[int]]]()
     for number in range(count):
@@ -49,7 +49,7 @@ def graph(link: Link, ran: list[int], count: int = 40) -> list[tuple[Task, list[
 
 @every_executor
 def test_each_task_runs_once_and_after_what_it_waits_for(executor: str) -> None:
-    link, ran = Link(EXECUTORS[executor]()), list[int]()
+    link, ran = Transfers(EXECUTORS[executor]()), list[int]()
     tasks = graph(link, ran)
     for task, _ in random.Random(3).sample(tasks, len(tasks)):
         task.wait()
@@ -64,14 +64,14 @@ def test_each_task_runs_once_and_after_what_it_waits_for(executor: str) -> None:
 
 @every_executor
 def test_after_its_wait_a_copy_is_there(executor: str) -> None:
-    link = Link(EXECUTORS[executor]())
+    link = Transfers(EXECUTORS[executor]())
     source, into = torch.arange(6.0), torch.zeros(2, 3, dtype=torch.bfloat16)
     link.copy(source, into, DOWN, "a").wait()
     assert into.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_the_latest_copy_happens_inside_of_its_wait() -> None:
-    link = Link(Latest())
+    link = Transfers(Latest())
     source, into = torch.ones(3), torch.zeros(3)
     first = link.copy(source, into, DOWN, "a")
     second = link.run(nothing, UPDATE, "b")
@@ -83,7 +83,7 @@ def test_the_latest_copy_happens_inside_of_its_wait() -> None:
 
 
 def test_the_latest_task_brings_what_it_waits_for_and_nothing_else() -> None:
-    link, ran = Link(Latest()), list[str]()
+    link, ran = Transfers(Latest()), list[str]()
     first, other, last = (link.run(lambda n=name: ran.append(n), UPDATE, name) for name in ("first", "other", "last"))
     link.run(lambda: ran.append("end"), UPDATE, "end", after=[last, first]).wait()
     assert ran == ["last", "first", "end"]
@@ -91,7 +91,7 @@ def test_the_latest_task_brings_what_it_waits_for_and_nothing_else() -> None:
 
 
 def order(seed: int) -> list[int]:
-    link, ran = Link(Shuffled(seed)), list[int]()
+    link, ran = Transfers(Shuffled(seed)), list[int]()
     for task, _ in graph(link, ran):
         task.wait()
     return ran
@@ -104,7 +104,7 @@ def test_a_seed_has_its_order() -> None:
 
 @every_executor
 def test_an_error_reaches_whoever_waits_for_it_or_for_what_comes_after(executor: str) -> None:
-    link, ran, gate = Link(EXECUTORS[executor]()), list[str](), threading.Event()
+    link, ran, gate = Transfers(EXECUTORS[executor]()), list[str](), threading.Event()
 
     def fail() -> None:
         assert executor != "worker" or gate.wait(PATIENCE)  # so that `early` is there before it fails
@@ -124,7 +124,7 @@ def test_an_error_reaches_whoever_waits_for_it_or_for_what_comes_after(executor:
 
 
 def test_what_never_ends_is_an_error_after_the_timeout() -> None:
-    link, gate = Link(Worker(CPU, timeout=0.05)), threading.Event()
+    link, gate = Transfers(ThreadRunner(CPU, timeout=0.05)), threading.Event()
     task = link.run(lambda: gate.wait(PATIENCE), UPDATE, "h.3")  # type: ignore[arg-type,return-value]
     with pytest.raises(OffloadError, match=r"^update of h\.3 has not ended for 0\.05 s\..* raise timeout\.$"):
         task.wait()
@@ -132,7 +132,7 @@ def test_what_never_ends_is_an_error_after_the_timeout() -> None:
 
 
 def test_lanes_run_beside_each_other_and_the_tasks_of_one_in_their_order() -> None:
-    link, ran = Link(Worker(CPU, PATIENCE)), defaultdict[str, list[int]](list)
+    link, ran = Transfers(ThreadRunner(CPU, PATIENCE)), defaultdict[str, list[int]](list)
     meeting = threading.Barrier(3, timeout=PATIENCE)  # which breaks if one has to wait for another to end
     both = [link.run(lambda: [meeting.wait(), None][1], cause, "meets") for cause in (UPDATE, DISK)]
     tasks = [
@@ -147,7 +147,7 @@ def test_lanes_run_beside_each_other_and_the_tasks_of_one_in_their_order() -> No
 
 
 def test_a_copy_is_made_by_the_caller_if_nothing_is_before_it() -> None:
-    link, gate = Link(Worker(CPU, PATIENCE)), threading.Event()
+    link, gate = Transfers(ThreadRunner(CPU, PATIENCE)), threading.Event()
     source, into, later = torch.ones(2), torch.zeros(2), torch.zeros(2)
     assert link.copy(source, into, UP, "at once").done
     update = link.run(lambda: [gate.wait(PATIENCE), source.fill_(3), None][2], UPDATE, "update")
@@ -159,7 +159,7 @@ def test_a_copy_is_made_by_the_caller_if_nothing_is_before_it() -> None:
 
 
 def test_threads_end_with_their_executor() -> None:
-    link, threads = Link(Worker(CPU, PATIENCE)), list[threading.Thread]()
+    link, threads = Transfers(ThreadRunner(CPU, PATIENCE)), list[threading.Thread]()
     for cause in (UPDATE, DISK):
         link.run(lambda: threads.append(threading.current_thread()), cause, "who").wait()
     assert [thread.is_alive() for thread in threads] == [True, True]
@@ -173,9 +173,9 @@ def test_threads_end_with_their_executor() -> None:
 class Chain:
     """Gradient down, update, parameter up, which take 1, 2 and 4 s of a clock that only they let go on."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: TaskRunner) -> None:
         self.time = 0.0
-        self.link = Link(executor, lambda: self.time)
+        self.link = Transfers(executor, lambda: self.time)
         self.down = self.link.run(self.taking(1), DOWN, "h.0")
         self.update = self.link.run(self.taking(2), UPDATE, "h.0", after=[self.down])
         self.up = self.link.run(self.taking(4), UP, "h.0", after=[self.update])
@@ -211,7 +211,9 @@ class Lanes:
         """Args: seconds that a slice takes, by lane."""
         bandwidths = {lane: 64 / each for lane, each in seconds.items()}
         self.clock = Clock()
-        self.link = Link(Modelled(self.clock, lambda task: task.nbytes / bandwidths[task.lane]), lambda: self.clock.now)
+        self.link = Transfers(
+            Modelled(self.clock, lambda task: task.nbytes / bandwidths[task.lane]), lambda: self.clock.now
+        )
         self.here, self.there = torch.zeros(16), torch.zeros(16)
 
     def update(self, label: str) -> tuple[Task, Task]:
@@ -257,7 +259,7 @@ def test_lanes_run_beside_compute(down: float, host: float, up: float, exposed: 
 
 
 def test_counts_are_by_purpose_and_without_padding() -> None:
-    link = Link(Eager())
+    link = Transfers(Eager())
     for padding in (0, 3):
         link.copy(torch.zeros(10), torch.zeros(10, dtype=torch.bfloat16), DOWN, "a", padding=padding)
     link.copy(torch.zeros(4), torch.zeros(4), UP, "a")

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from zeroshard.errors import OptimizerError
 from zeroshard.offload import compiled, host_adam, kernel, tiled
-from zeroshard.offload.host_adam import Blockwise, Scalars, Split, States, adam_update, backend, stands_for, using
+from zeroshard.offload.host_adam import (
+    Blockwise,
+    HostStates,
+    Scalars,
+    StateSplit,
+    adam_update,
+    backend,
+    stands_for,
+    using,
+)
 from zeroshard.offload.moments import code_map
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -31,12 +40,12 @@ def bits(tensor: Tensor) -> Tensor:
     return plain.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
-def fresh(n: int) -> States:
-    return States(torch.zeros(n), torch.zeros(n), torch.zeros(n))
+def fresh(n: int) -> HostStates:
+    return HostStates(torch.zeros(n), torch.zeros(n), torch.zeros(n))
 
 
-def random_states(n: int) -> States:
-    return States(torch.randn(n), torch.randn(n), torch.rand(n))
+def random_states(n: int) -> HostStates:
+    return HostStates(torch.randn(n), torch.randn(n), torch.rand(n))
 
 
 def gradients(n: int, dtype: torch.dtype, late: bool) -> Tensor:
@@ -57,7 +66,7 @@ def follow(make: Optimizer, n: int, steps: int, dtype: torch.dtype, out_dtype: t
     parameter = torch.nn.Parameter(start.clone())
     optimizer = make([parameter])
     assert stands_for(optimizer) is None
-    before, after, out = States(start, torch.zeros(n), torch.zeros(n)), fresh(n), torch.empty(n, dtype=out_dtype)
+    before, after, out = HostStates(start, torch.zeros(n), torch.zeros(n)), fresh(n), torch.empty(n, dtype=out_dtype)
     for step in range(1, steps + 1):
         gradient = gradients(n, dtype, late=step > steps // 2)
         group = optimizer.param_groups[0]
@@ -132,12 +141,12 @@ def test_what_it_does_not_stand_for_has_a_reason(make: Optimizer, reason: str) -
 def test_in_place_equals_shadows_and_shadows_leave_what_they_read(name: str) -> None:
     n, scalars = 3000, Scalars.of(GROUP, 3, decoupled=True)
     before, after, gradient = random_states(n), fresh(n), torch.randn(n).bfloat16()
-    kept = [getattr(before, field).clone() for field in States.__slots__]
+    kept = [getattr(before, field).clone() for field in HostStates.__slots__]
     with using(name):
         adam_update(gradient, 1.0, scalars, before, after)
-        assert all(torch.equal(getattr(before, f), k) for f, k in zip(States.__slots__, kept, strict=True))
+        assert all(torch.equal(getattr(before, f), k) for f, k in zip(HostStates.__slots__, kept, strict=True))
         adam_update(gradient, 1.0, scalars, before, before)
-    assert all(torch.equal(getattr(before, f), getattr(after, f)) for f in States.__slots__)
+    assert all(torch.equal(getattr(before, f), getattr(after, f)) for f in HostStates.__slots__)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -145,9 +154,9 @@ def test_in_place_equals_shadows_and_shadows_leave_what_they_read(name: str) -> 
 def test_any_alignment_and_nothing_beside_is_touched(name: str, offset: int) -> None:
     n, scalars = 1030, Scalars.of(GROUP, 3, decoupled=True)
     apart = random_states(n)
-    wide = States(*(torch.full((n + 20,), 7.0) for _ in range(3)))
+    wide = HostStates(*(torch.full((n + 20,), 7.0) for _ in range(3)))
     inside = wide.part(offset, offset + n)
-    for field in States.__slots__:
+    for field in HostStates.__slots__:
         getattr(inside, field).copy_(getattr(apart, field))
     gradient, out = torch.randn(n + 20).bfloat16(), torch.full((n + 20,), 7.0, dtype=torch.bfloat16)
     expected = torch.empty(n, dtype=torch.bfloat16)
@@ -156,7 +165,7 @@ def test_any_alignment_and_nothing_beside_is_touched(name: str, offset: int) -> 
         adam_update(gradient[here], 0.5, scalars, inside, inside, out[here])
         adam_update(gradient[here].clone(), 0.5, scalars, apart, apart, expected)
     assert torch.equal(out[here], expected)
-    for whole, part in [(out, expected), *((getattr(wide, f), getattr(apart, f)) for f in States.__slots__)]:
+    for whole, part in [(out, expected), *((getattr(wide, f), getattr(apart, f)) for f in HostStates.__slots__)]:
         assert torch.equal(whole[here], part)
         assert (whole[:offset] == 7).all()
         assert (whole[offset + n :] == 7).all()
@@ -180,12 +189,12 @@ def test_threads_change_nothing(name: str, threads: int) -> None:
         for call in calls:
             call.join()
     for result in results[1:]:
-        assert all(torch.equal(getattr(result, f), getattr(results[0], f)) for f in States.__slots__)
+        assert all(torch.equal(getattr(result, f), getattr(results[0], f)) for f in HostStates.__slots__)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_defaults_of_the_user_are_of_no_effect(name: str) -> None:
-    states, gradient = States(torch.ones(9), *moments_of("8 bit", 9)), torch.ones(9).half()
+    states, gradient = HostStates(torch.ones(9), *moments_of("8 bit", 9)), torch.ones(9).half()
     code_map.cache_clear()
     with using(name), torch.device("meta"):
         adam_update(gradient, 1.0, Scalars.of(GROUP, 1, decoupled=True), states, states)
@@ -195,7 +204,7 @@ def test_defaults_of_the_user_are_of_no_effect(name: str) -> None:
 @pytest.mark.parametrize("name", EXACT)
 def test_nan_and_infinity_go_where_torch_lets_them(name: str) -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, -4.0] * 5))
-    states, out = States(parameter.detach().clone(), torch.zeros(20), torch.zeros(20)), torch.empty(20).half()
+    states, out = HostStates(parameter.detach().clone(), torch.zeros(20), torch.zeros(20)), torch.empty(20).half()
     gradient = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0] * 5)
     parameter.grad = gradient.clone()
     torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1).step()
@@ -217,7 +226,10 @@ def pattern_values() -> Tensor:
 @pytest.mark.parametrize("name", EXACT)
 def test_out_is_rounded_as_torch_rounds(name: str, dtype: torch.dtype) -> None:
     values = pattern_values()
-    states, out = States(values, torch.zeros_like(values), torch.zeros_like(values)), torch.empty_like(values).to(dtype)
+    states, out = (
+        HostStates(values, torch.zeros_like(values), torch.zeros_like(values)),
+        torch.empty_like(values).to(dtype),
+    )
     still = Scalars.of({**GROUP, "lr": 0.0}, 1, decoupled=True)
     with using(name):
         adam_update(torch.zeros_like(out), 1.0, still, states, fresh(values.numel()), out)
@@ -227,7 +239,7 @@ def test_out_is_rounded_as_torch_rounds(name: str, dtype: torch.dtype) -> None:
 
 def test_a_split_master_is_exact_and_its_upper_half_rounded_but_for_ties() -> None:
     values = pattern_values()
-    split = Split.of(values)
+    split = StateSplit.of(values)
     numbers = ~values.isnan()
     assert torch.equal(bits(split.values()), bits(values))
     assert torch.equal(split.values().isnan(), values.isnan())
@@ -242,15 +254,18 @@ def test_a_split_master_is_exact_and_its_upper_half_rounded_but_for_ties() -> No
 def test_a_split_master_follows_the_whole_one_bit_for_bit(name: str, decoupled: bool) -> None:
     n = 2000
     start = torch.randn(n)
-    whole, split = States(start, *(torch.zeros(n) for _ in range(2))), States(Split.of(start), *(torch.zeros(2, n)))
-    after = States(Split.of(torch.zeros(n)), *(torch.zeros(2, n)))
+    whole, split = (
+        HostStates(start, *(torch.zeros(n) for _ in range(2))),
+        HostStates(StateSplit.of(start), *(torch.zeros(2, n))),
+    )
+    after = HostStates(StateSplit.of(torch.zeros(n)), *(torch.zeros(2, n)))
     with using(name):
         for step in range(1, 100):
             gradient, scalars = torch.randn(n).bfloat16(), Scalars.of(GROUP, step, decoupled)
             adam_update(gradient, 1.0, scalars, whole, whole)
             adam_update(gradient, 1.0, scalars, split, after)
             split, after = after, split
-    assert isinstance(split.master, Split)
+    assert isinstance(split.master, StateSplit)
     assert torch.equal(split.master.values(), whole.master)
 
 
@@ -275,9 +290,9 @@ def test_small_moments_are_the_fp32_update_and_then_rounded(name: str, layout: s
     if name == "c++" and kernel.compiler() is None:
         pytest.skip("no C++ compiler")
     n, scalars = 1100, Scalars.of(GROUP, 5, decoupled=True)
-    small = States(torch.randn(n), *moments_of(layout, n))
+    small = HostStates(torch.randn(n), *moments_of(layout, n))
     wide = [m.decode() if isinstance(m, Blockwise) else m.float() for m in (small.exp_avg, small.exp_avg_sq)]
-    exact, gradient = States(small.master.clone(), *wide), torch.randn(n).bfloat16()
+    exact, gradient = HostStates(small.master.clone(), *wide), torch.randn(n).bfloat16()
     gradient[:290] = 0.0
     with using("torch"):
         adam_update(gradient, 1.0, scalars, exact, exact)
@@ -306,7 +321,7 @@ def test_compile_is_within_some_last_places() -> None:
     for result, narrow, name in ((ours, out, "compile"), (theirs, other, "torch")):
         with using(name):
             adam_update(gradient, 0.5, scalars, states, result, narrow)
-    for field in States.__slots__:
+    for field in HostStates.__slots__:
         assert torch.allclose(getattr(ours, field), getattr(theirs, field), rtol=1e-6, atol=1e-6)
     assert torch.allclose(out, other, rtol=2**-7)
 
@@ -324,7 +339,9 @@ def test_compile_sees_no_two_tensors_of_one_storage(monkeypatch: pytest.MonkeyPa
     for name, pages in (("compile", slab), ("torch", wanted)):
         gradient, *values = pages[:4]
         with using(name):
-            adam_update(gradient, 0.5, Scalars.of(GROUP, 5, decoupled=True), States(*values), States(*pages[1:4]))
+            adam_update(
+                gradient, 0.5, Scalars.of(GROUP, 5, decoupled=True), HostStates(*values), HostStates(*pages[1:4])
+            )
     torch.testing.assert_close(slab, wanted, rtol=1e-6, atol=1e-6)
     assert len({tensor.untyped_storage()._cdata for tensor in seen}) == len(seen) == 5
 
@@ -332,7 +349,7 @@ def test_compile_sees_no_two_tensors_of_one_storage(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", EXACT[:1])
 def test_square_roots_of_the_processor_are_correctly_rounded(name: str) -> None:
     n, scalars = 4000, Scalars.of({**GROUP, "lr": 1.0, "weight_decay": 0.0, "eps": 0.0}, 10**9, decoupled=True)
-    states, gradient = States(torch.zeros(n), torch.ones(n), torch.rand(n)), torch.ones(n)
+    states, gradient = HostStates(torch.zeros(n), torch.ones(n), torch.rand(n)), torch.ones(n)
     with using(name):
         adam_update(gradient, 1.0, scalars, states, states, like_torch=False)
     roots = states.exp_avg_sq.double().sqrt().float()
@@ -346,11 +363,11 @@ def test_square_roots_of_the_processor_are_correctly_rounded(name: str) -> None:
         ({"gradient": torch.zeros(10, dtype=torch.int32)}, "int32"),
         ({"gradient": torch.zeros(20)[::2]}, "not contiguous"),
         ({"out": torch.zeros(10)}, "bfloat16 or torch.float16"),
-        ({"before": States(torch.zeros(10).half(), torch.zeros(10), torch.zeros(10))}, "master"),
-        ({"before": States(torch.zeros(10), torch.zeros(10).bfloat16(), torch.zeros(10))}, "layout"),
-        ({"after": States(torch.zeros(10), torch.zeros(10), torch.zeros(10, device="meta"))}, "meta"),
-        ({"after": States(torch.zeros(10), Blockwise.zeros(10, False), torch.zeros(10))}, "signed=True"),
-        ({"after": States(torch.zeros(10), Blockwise.zeros(300, True), torch.zeros(10))}, "codes"),
+        ({"before": HostStates(torch.zeros(10).half(), torch.zeros(10), torch.zeros(10))}, "master"),
+        ({"before": HostStates(torch.zeros(10), torch.zeros(10).bfloat16(), torch.zeros(10))}, "layout"),
+        ({"after": HostStates(torch.zeros(10), torch.zeros(10), torch.zeros(10, device="meta"))}, "meta"),
+        ({"after": HostStates(torch.zeros(10), Blockwise.zeros(10, False), torch.zeros(10))}, "signed=True"),
+        ({"after": HostStates(torch.zeros(10), Blockwise.zeros(300, True), torch.zeros(10))}, "codes"),
     ],
 )
 def test_wrong_tensors_are_refused(change: dict[str, Any], words: str) -> None:
@@ -360,7 +377,10 @@ def test_wrong_tensors_are_refused(change: dict[str, Any], words: str) -> None:
 
 
 def test_out_of_a_split_master_is_refused_and_nothing_is_an_update_of_nothing() -> None:
-    split, scalars = States(Split.of(torch.zeros(4)), torch.zeros(4), torch.zeros(4)), Scalars.of(GROUP, 1, True)
+    split, scalars = (
+        HostStates(StateSplit.of(torch.zeros(4)), torch.zeros(4), torch.zeros(4)),
+        Scalars.of(GROUP, 1, True),
+    )
     with pytest.raises(OptimizerError, match="split master"):
         adam_update(torch.zeros(4), 1.0, scalars, split, split, torch.zeros(4).half())
     adam_update(torch.zeros(0), 1.0, scalars, fresh(0), fresh(0))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.optim import Span, SpanOptimizer
+from zeroshard.optim import SliceSpan, SpanOptimizer
 from zeroshard.units import Index, Unreadable
 
 SHAPES = [torch.Size(shape) for shape in ((3, 5), (7,), (0, 2), (), (4, 4), (9,))]  # 15 + 7 + 0 + 1 + 16 + 9 = 48
@@ -68,7 +68,7 @@ def step_spans(optimizer: SpanOptimizer, index: Index, gradient: Tensor, skipped
     edges = [edge for n in skipped for edge in (index.entries[n].offset, index.entries[n].stop)]
     optimizer.split(number, edges)
 
-    def gradient_of(span: Span) -> Tensor | None:
+    def gradient_of(span: SliceSpan) -> Tensor | None:
         met = {n for n, _, _ in index.overlaps(span.start, span.stop)} or {len(index.entries) - 1}
         assert met <= skipped or not met & skipped
         return None if met <= skipped else gradient[span.start : span.stop].clone()

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import ModelError
-from zeroshard.pipeline.placeholders import Standins
+from zeroshard.pipeline.placeholders import Placeholders
 
 
-def standin(module: nn.Module, *args: Any, standins: Standins | None = None, **kwargs: Any) -> Any:
-    return (standins or Standins()).of(module, module.forward, args, kwargs)
+def standin(module: nn.Module, *args: Any, standins: Placeholders | None = None, **kwargs: Any) -> Any:
+    return (standins or Placeholders()).of(module, module.forward, args, kwargs)
 
 
 def test_a_stand_in_is_one_nan_in_the_right_shape_and_dtype() -> None:
@@ -28,7 +28,7 @@ def test_every_shape_and_mode_of_the_input_has_its_own() -> None:
         def forward(self, x: Tensor, times: int = 1) -> Tensor:
             return x.repeat(times, 2 if self.training else 1)
 
-    module, standins = Mode(), Standins()
+    module, standins = Mode(), Placeholders()
     assert standin(module, torch.zeros(2, 3), standins=standins).shape == (2, 6)
     assert standin(module, torch.zeros(4, 3), standins=standins).shape == (4, 6)
     assert standin(module, torch.zeros(4, 3), times=2, standins=standins).shape == (8, 6)
@@ -64,13 +64,13 @@ def test_a_stand_in_of_a_stand_in_that_is_written_into() -> None:
 
 def test_a_stand_in_to_write_into_has_memory_of_its_own() -> None:
     module = nn.Linear(3, 4)
-    found = Standins().of(module, module.forward, (torch.zeros(2, 3),), {}, writable=True)
+    found = Placeholders().of(module, module.forward, (torch.zeros(2, 3),), {}, writable=True)
     found[0] = 1
     assert found[0].eq(1).all() and found[1].isnan().all()
 
 
 def test_dtypes_are_found_anew_after_forget() -> None:
-    module, standins, tokens = nn.Embedding(5, 3), Standins(), torch.zeros(2, dtype=torch.long)
+    module, standins, tokens = nn.Embedding(5, 3), Placeholders(), torch.zeros(2, dtype=torch.long)
     assert standin(module, tokens, standins=standins).dtype == torch.float32
     module.to(torch.bfloat16)
     assert standin(module, tokens, standins=standins).dtype == torch.float32
@@ -90,19 +90,19 @@ class Peeking(nn.Module):
         return self.inner(x) * scale, x.shape[0]
 
 
-def recorded(module: nn.Module, standins: Standins, *args: Any) -> None:
+def recorded(module: nn.Module, standins: Placeholders, *args: Any) -> None:
     standins.record(module, args, {}, module(*args))
 
 
 def test_a_module_that_cannot_run_on_meta_returns_what_was_recorded() -> None:
-    module, standins = Peeking(4), Standins()
+    module, standins = Peeking(4), Placeholders()
     recorded(module, standins, torch.randn(2, 3))
     tensor, rows = standin(module, torch.randn(2, 3), standins=standins)
     assert (tensor.shape, rows) == ((2, 4), 2)
 
 
 def test_or_what_is_alike_for_another_shape() -> None:
-    module, standins = Peeking(3), Standins()
+    module, standins = Peeking(3), Placeholders()
     recorded(module, standins, torch.randn(2, 3))
     tensor, _ = standin(module, torch.randn(7, 5, 3), standins=standins)
     assert tensor.shape == (7, 5, 3) and tensor.isnan().all()
@@ -120,7 +120,7 @@ def test_or_what_is_alike_for_another_shape() -> None:
     ],
 )
 def test_or_is_refused(module: nn.Module, example: tuple[Tensor, ...] | None, now: tuple[Tensor, ...]) -> None:
-    standins = Standins()
+    standins = Placeholders()
     if example is not None:
         recorded(module, standins, *example)
     said = (
@@ -131,7 +131,7 @@ def test_or_is_refused(module: nn.Module, example: tuple[Tensor, ...] | None, no
 
 
 def test_records_are_of_one_module() -> None:
-    one, other, standins = Peeking(3), Peeking(3), Standins()
+    one, other, standins = Peeking(3), Peeking(3), Placeholders()
     recorded(one, standins, torch.randn(2, 3))
     with pytest.raises(ModelError, match="Peeking"):
         standin(other, torch.randn(2, 3), standins=standins)

@@ -7,7 +7,7 @@ from pipeline.test_partition import instance, transformer
 
 from zeroshard.errors import PlanError
 from zeroshard.pipeline.cluster import Cluster, Level
-from zeroshard.pipeline.partition import OBJECTIVES, Partition, Stage, partition
+from zeroshard.pipeline.partition import OBJECTIVES, Partition, PartitionStage, partition
 from zeroshard.pipeline.profile import LayerCost
 from zeroshard.pipeline.simulated import fastest, timed
 
@@ -15,7 +15,7 @@ LAYERS = [LayerCost("a", 0.1, 0.2, 0, 0, 10**8), LayerCost("b", 0.05, 0.1, 0, 0,
 
 
 def split(*stages: tuple[int, int, int]) -> Partition:
-    return Partition(tuple(Stage(*stage, 0.0, 0.0, 0.0) for stage in stages), 0.0, "by hand")
+    return Partition(tuple(PartitionStage(*stage, 0.0, 0.0, 0.0) for stage in stages), 0.0, "by hand")
 
 
 def test_an_exchange_is_added_to_the_stage_that_binds() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.pipeline.weight_stashing import Versions
+from zeroshard.pipeline.weight_stashing import StashedVersions
 from zeroshard.units import Flat, find_units
 
 
@@ -43,7 +43,7 @@ class Stash:
         self.listen(flat.parameters)
         first, last = self.model.first, self.model.last
         sites: list[list[tuple[nn.Module, str]]] = [[(first, "weight"), (last, "weight")], [(first, "bias")]]
-        self.versions = Versions(flat, buffer, sites, self.ledger, self.listen)
+        self.versions = StashedVersions(flat, buffer, sites, self.ledger, self.listen)
         self.values: dict[int, dict[str, Tensor]] = {0: self.snapshot()}
 
     def listen(self, parameters: Any) -> None:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.engine import backward
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.train.gpt import GPT, GPTConfig
 
 SHAPE = GPTConfig(vocabulary=256, context=64, width=64, heads=2, layers=4)
@@ -37,9 +37,9 @@ def tokens(rows: int) -> dict[str, Tensor]:
     return {"tokens": drawn, "targets": drawn}
 
 
-def task(optimizer: str = "adamw", rows: int = 8, build: Callable[[], nn.Module] = gpt) -> Task:
+def task(optimizer: str = "adamw", rows: int = 8, build: Callable[[], nn.Module] = gpt) -> TrainingTask:
     """The job of the tests."""
-    return Task(build, tokens, OPTIMIZERS[optimizer], rows, SHAPE.context)
+    return TrainingTask(build, tokens, OPTIMIZERS[optimizer], rows, SHAPE.context)
 
 
 def punctual() -> AbstractContextManager[object]:

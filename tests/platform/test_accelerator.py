@@ -12,7 +12,7 @@ from zeroshard.checkpoint import rng
 from zeroshard.comm.mesh import init_mesh
 from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import OffloadError, PlanError
-from zeroshard.memory.transfers import Link, Worker
+from zeroshard.memory.transfers import ThreadRunner, Transfers
 from zeroshard.platform import accelerator
 from zeroshard.platform.real import REAL
 
@@ -238,7 +238,7 @@ class TestWithAnAccelerator:
         assert init_mesh(device="cpu").device == CPU
 
     def test_copies_wait_for_the_compute_before_them_and_results_for_copies(self, calls: Calls) -> None:
-        link, into = Link(Worker(XPU, timeout=10.0)), torch.zeros(2)
+        link, into = Transfers(ThreadRunner(XPU, timeout=10.0)), torch.zeros(2)
         task = link.copy(torch.ones(2), into, Purpose.PARAMETERS_UP, "a")
         stream = "stream 1"  # of two, one for each direction
         handed = [("record", "current", False), ("enter", stream), ("wait", stream), ("record", stream, False)]
@@ -263,7 +263,7 @@ class TestWithAnAccelerator:
         ("cudart", lambda: accelerator.register(XPU, 4096, 4096), OffloadError, "train without offload"),
         ("set_per_process_memory_fraction", lambda: REAL.limit(XPU, 1), PlanError, "leave out device_memory"),
         ("mem_get_info", lambda: accelerator.taken_memory(XPU), PlanError, "use device='cpu'"),
-        ("Stream", lambda: Worker(XPU, 1.0), PlanError, "use device='cpu'"),
+        ("Stream", lambda: ThreadRunner(XPU, 1.0), PlanError, "use device='cpu'"),
         ("Event", lambda: accelerator.record(XPU), PlanError, "use device='cpu'"),
     ])  # fmt: skip
     def test_lacking_names_are_refused_where_they_are_needed(
@@ -288,7 +288,7 @@ class TestOnCuda:
         device = accelerator.pick()
         here = accelerator.page_locked(2**20, torch.float32, device).fill_(3)
         assert here.is_pinned()
-        link, there = Link(Worker(device, timeout=60.0)), torch.zeros(2**20, device=device)
+        link, there = Transfers(ThreadRunner(device, timeout=60.0)), torch.zeros(2**20, device=device)
         task = link.copy(here, there, Purpose.PARAMETERS_UP, "a")
         task.wait()
         assert float(there.sum()) == 3 * 2**20

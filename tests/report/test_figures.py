@@ -8,7 +8,7 @@ import pytest
 from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import memory_figure
-from zeroshard.report.run_folder import MemoryEvent, MemoryStep, TrafficRow, TrainingPoint, read_run
+from zeroshard.report.run_folder import MemoryEvent, MemoryStep, TrafficRecord, TrainingPoint, read_run
 from zeroshard.report.traffic_figure import traffic_figure
 
 from .run_files import training_line, validation_line, write_run
@@ -115,7 +115,7 @@ def test_the_loss_caption_and_readouts_tell_training_and_validation(tmp_path: Pa
 
 
 def test_bars_are_as_long_as_their_elements() -> None:
-    rows = (TrafficRow("reduce", 1000, 500, 0, 1), TrafficRow("agree", math.nan, 250, 0, 1))
+    rows = (TrafficRecord("reduce", 1000, 500, 0, 1), TrafficRecord("agree", math.nan, 250, 0, 1))
     figure = traffic_figure(rows)
     assert figure is not None
     for drawing in figure.drawings:
@@ -124,7 +124,7 @@ def test_bars_are_as_long_as_their_elements() -> None:
 
 
 def test_no_traffic_has_no_chart() -> None:
-    assert traffic_figure((TrafficRow("reduce", 0, 0, 0, 0),)) is None
+    assert traffic_figure((TrafficRecord("reduce", 0, 0, 0, 0),)) is None
 
 
 def _points(exposed: list[dict[str, float]]) -> list[TrainingPoint]:

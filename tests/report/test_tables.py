@@ -1,6 +1,6 @@
 import math
 
-from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow, TrainingPoint
+from zeroshard.report.run_folder import ForecastRecord, MemoryRecord, PredictionRow, TrafficRecord, TrainingPoint
 from zeroshard.report.tables import Row, exposed_table, fields_table, memory_table, prediction_table, traffic_table
 from zeroshard.report.wording import DASH
 
@@ -10,7 +10,7 @@ def _words(row: Row) -> list[str]:
 
 
 def test_formula_and_padding_are_held_against_the_ledger() -> None:
-    table = memory_table((MemoryRow("gradients", 1000.5, 23.5, 1024, 2048),), {"gradients": "hue1"})
+    table = memory_table((MemoryRecord("gradients", 1000.5, 23.5, 1024, 2048),), {"gradients": "hue1"})
     assert table is not None
     assert _words(table.rows[0]) == ["1000.50 B", "23.50 B", "1.00 KiB", "equal", "2.00 KiB"]
     assert table.rows[0].cells[2].exact == "1,024 B"
@@ -18,13 +18,13 @@ def test_formula_and_padding_are_held_against_the_ledger() -> None:
 
 
 def test_a_byte_too_many_is_shown() -> None:
-    table = memory_table((MemoryRow("gradients", 1000, 24, 1025, 1025),), {})
+    table = memory_table((MemoryRecord("gradients", 1000, 24, 1025, 1025),), {})
     assert table is not None
     assert _words(table.rows[0])[3] == "+1 B"
 
 
 def test_sums_leave_out_what_has_no_formula_and_say_so() -> None:
-    rows = (MemoryRow("parameters", 100, 4, 104, 104), MemoryRow("activations", math.nan, math.nan, 500, 900))
+    rows = (MemoryRecord("parameters", 100, 4, 104, 104), MemoryRecord("activations", math.nan, math.nan, 500, 900))
     table = memory_table(rows, {})
     assert table is not None
     assert _words(table.rows[1]) == [DASH, DASH, "500 B", DASH, "900 B"]
@@ -36,9 +36,9 @@ def test_sums_leave_out_what_has_no_formula_and_say_so() -> None:
 
 def test_tiers_below_the_device_are_named_and_summed_apart() -> None:
     rows = (
-        MemoryRow("gradients", 100, 4, 104, 104),
-        MemoryRow("gradients", 4000, 96, 4096, 4096, "host"),
-        MemoryRow("buffers", math.nan, math.nan, 500, 900, "host"),
+        MemoryRecord("gradients", 100, 4, 104, 104),
+        MemoryRecord("gradients", 4000, 96, 4096, 4096, "host"),
+        MemoryRecord("buffers", math.nan, math.nan, 500, 900, "host"),
     )
     table = memory_table(rows, {"gradients": "hue1"})
     assert table is not None
@@ -70,7 +70,7 @@ def test_what_offload_cost_over_all_steps() -> None:
 
 
 def test_traffic_differences_and_sums() -> None:
-    table = traffic_table((TrafficRow("reduce", 1000, 1256, 2512, 2), TrafficRow("gather", 500, 500, 1000, 1)))
+    table = traffic_table((TrafficRecord("reduce", 1000, 1256, 2512, 2), TrafficRecord("gather", 500, 500, 1000, 1)))
     assert table is not None
     assert _words(table.rows[0]) == ["1,000", "1,256", "+256", "2.45 KiB", "2"]
     assert _words(table.sums[0]) == ["1,500", "1,756", "+256", "3.43 KiB", "3"]
@@ -96,7 +96,7 @@ def test_fields_read_as_text() -> None:
 
 def test_what_was_predicted_beside_what_was_measured() -> None:
     numbers = (("memory", "peak", 1024, 1024), ("wire", "reduce", 0, 8), ("time", "step", 0.01, 0.0125))
-    forecast = Forecast(1, 20, tuple(PredictionRow(*row) for row in numbers), ("a step takes longer.",))
+    forecast = ForecastRecord(1, 20, tuple(PredictionRow(*row) for row in numbers), ("a step takes longer.",))
     table = prediction_table(forecast)
     assert table is not None
     assert [(row.name, _words(row)) for row in table.rows] == [

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from zeroshard.errors import ConfigError, NonFiniteError
-from zeroshard.resilience.guard import Guard, Origin, Verdict
+from zeroshard.resilience.guard import Guard, GuardVerdict, Origin
 from zeroshard.train.cursor import Cursor
 
-GOOD, BAD, BACK = Verdict.GOOD, Verdict.BAD, Verdict.ROLL_BACK
+GOOD, BAD, BACK = GuardVerdict.GOOD, GuardVerdict.BAD, GuardVerdict.ROLL_BACK
 NAN, INF = math.nan, math.inf
 
 
-def feed(guard: Guard, values: list[float], first: int = 1, rows: int = 4) -> list[Verdict]:
+def feed(guard: Guard, values: list[float], first: int = 1, rows: int = 4) -> list[GuardVerdict]:
     """The verdicts on values of the steps from `first` on, each of `rows` samples."""
     return [guard.judge(step, value, (step - 1) * rows) for step, value in enumerate(values, first)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.comm.heartbeat import Collective, Failure, Reading
+from zeroshard.comm.heartbeat import Collective, Failure, HeartbeatReading
 from zeroshard.supervisor.decision import Limits, decide, diagnose, finished, pass_on, stop_code, stopped_alone
 from zeroshard.supervisor.records import Culprit, RankState
 
@@ -16,8 +16,8 @@ LIMITS = Limits(timeout=60.0, start=600.0, linger=10.0)
 ECHO = "Connection closed by peer [127.0.0.1]:4711"
 
 
-def reading(rank: int, step: int = 5, **values: Any) -> Reading:
-    return Reading(rank, 1000 + rank, step, **values)
+def reading(rank: int, step: int = 5, **values: Any) -> HeartbeatReading:
+    return HeartbeatReading(rank, 1000 + rank, step, **values)
 
 
 def living(rank: int, **values: Any) -> RankState:

@@ -6,18 +6,18 @@ from typing import Any
 import pytest
 
 from zeroshard.errors import ConfigError
-from zeroshard.supervisor.node import Place, environments, find_place
+from zeroshard.supervisor.node import Node, environments, find_place
 
 SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "40007", "SLURM_JOB_NODELIST": "n[1-4]"}
 K8S = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "job-0.job", "MASTER_PORT": "7000"}
 
 
-def place(environment: dict[str, str], **options: Any) -> Place:
+def place(environment: dict[str, str], **options: Any) -> Node:
     return find_place(environment=environment, **{"nproc_per_node": 2, **options})
 
 
 def test_one_machine_alone() -> None:
-    assert place({}) == Place(processes=2)
+    assert place({}) == Node(processes=2)
     assert place({"MASTER_ADDR": "elsewhere"}).address == "127.0.0.1"  # nobody else needs to find it
 
 
@@ -31,8 +31,8 @@ def test_processes_are_gpus_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "environment, options, expected",
     [
-        (K8S, {"nnodes": 3}, Place(nodes=3, node=1, processes=2, address="job-0.job", port=7000)),
-        ({**K8S, "PET_NNODES": "3"}, {}, Place(nodes=3, node=1, processes=2, address="job-0.job", port=7000)),
+        (K8S, {"nnodes": 3}, Node(nodes=3, node=1, processes=2, address="job-0.job", port=7000)),
+        ({**K8S, "PET_NNODES": "3"}, {}, Node(nodes=3, node=1, processes=2, address="job-0.job", port=7000)),
         (
             {
                 "PET_NNODES": "2",
@@ -42,27 +42,27 @@ def test_processes_are_gpus_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
                 "MASTER_ADDR": "b",
             },
             {},
-            Place(nodes=2, node=1, processes=2, address="a", port=9),
+            Node(nodes=2, node=1, processes=2, address="a", port=9),
         ),
         (
             {**SLURM, "MASTER_ADDR": "head"},
             {"node_rank": 0, "master_port": 5},
-            Place(nodes=4, node=0, processes=2, address="head", port=5),
+            Node(nodes=4, node=0, processes=2, address="head", port=5),
         ),
         (
             {},
             {"nnodes": 2, "node_rank": 1, "master_addr": "x"},
-            Place(nodes=2, node=1, processes=2, address="x", port=29500),
+            Node(nodes=2, node=1, processes=2, address="x", port=29500),
         ),
         (
             {"RANK": "5", "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_NNODES": "4"},
             {"nproc_per_node": None},
-            Place(attempt=2, nested=True),
+            Node(attempt=2, nested=True),
         ),
-        ({"RANK": "5"}, {}, Place(processes=2)),
+        ({"RANK": "5"}, {}, Node(processes=2)),
     ],
 )
-def test_each_launcher(environment: dict[str, str], options: dict[str, Any], expected: Place) -> None:
+def test_each_launcher(environment: dict[str, str], options: dict[str, Any], expected: Node) -> None:
     assert place(environment, **options) == expected
 
 
@@ -72,7 +72,7 @@ def test_the_head_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, 0, "n1\nn2\nn3\nn4\n")
 
     monkeypatch.setattr("subprocess.run", scontrol)
-    assert place(SLURM) == Place(nodes=4, node=2, processes=2, address="n1", port=10000 + 40007 % 20000)
+    assert place(SLURM) == Node(nodes=4, node=2, processes=2, address="n1", port=10000 + 40007 % 20000)
 
     def missing(*args: Any, **options: Any) -> Any:
         raise FileNotFoundError
@@ -103,7 +103,7 @@ def test_places_that_do_not_fit(environment: dict[str, str], options: dict[str, 
 def test_the_environment_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROSHARD_NURSERY", "1")
     monkeypatch.setenv("RANK", "9")
-    here = Place(nodes=3, node=1, processes=2, address="a", port=5)
+    here = Node(nodes=3, node=1, processes=2, address="a", port=5)
     first, second = environments(here, [4, 2, 1], 77)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [first[name] for name in names] == ["4", "0", "7", "2", "a", "77"]
@@ -111,7 +111,7 @@ def test_the_environment_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None
     assert "ZEROSHARD_NURSERY" not in first
     assert "GLOO_SOCKET_IFNAME" not in first
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
-    (alone,) = environments(Place(), [1], 77)
+    (alone,) = environments(Node(), [1], 77)
     assert alone["GLOO_SOCKET_IFNAME"] == "lo" and alone["NCCL_SOCKET_IFNAME"] == "mine"
-    (nested,) = environments(Place(nested=True), [1], 77)
+    (nested,) = environments(Node(nested=True), [1], 77)
     assert nested["RANK"] == "9" and "TORCHELASTIC_USE_AGENT_STORE" not in nested

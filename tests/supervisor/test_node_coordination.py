@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zeroshard.comm.heartbeat import Collective, Reading
-from zeroshard.supervisor.node_coordination import Board, Link, keep_store
+from zeroshard.comm.heartbeat import Collective, HeartbeatReading
+from zeroshard.supervisor.node_coordination import Connection, NodeCoordination, keep_store
 from zeroshard.supervisor.records import RankState
 
 
@@ -22,9 +22,9 @@ def until(condition: Callable[[], Any]) -> Any:
 
 def test_orders_arrive_in_order_and_states_come_back() -> None:
     store = keep_store("127.0.0.1", 0, 20.0, loopback=True)
-    board = Board(store, 2)
+    board = NodeCoordination(store, 2)
     assert list(board.sizes()) == [None] and board.states() == {} and not board.asked()
-    link = Link(dist.TCPStore("127.0.0.1", store.port), 1, 3)
+    link = Connection(dist.TCPStore("127.0.0.1", store.port), 1, 3)
     until(lambda: list(board.sizes()) == [3])
     board.order("start", attempt=0)
     board.order("signal", number=15)
@@ -32,7 +32,7 @@ def test_orders_arrive_in_order_and_states_come_back() -> None:
         {"what": "start", "attempt": 0},
         {"what": "signal", "number": 15},
     ]
-    pulse = Reading(1, 7, 3, waiting=True, collective=Collective("gather", 1, "w"))
+    pulse = HeartbeatReading(1, 7, 3, waiting=True, collective=Collective("gather", 1, "w"))
     state = RankState(rank=1, pulse=pulse, silent=2.0, idle=5.0)
     link.tell([state], 1, False)
     time.sleep(0.6)
@@ -49,7 +49,7 @@ def test_orders_arrive_in_order_and_states_come_back() -> None:
 
 def test_a_silent_node_grows_older() -> None:
     store = dist.HashStore()
-    board = Board(store, 2)
+    board = NodeCoordination(store, 2)
     message = '{"number": %d, "processes": 1, "asked": false, "obeyed": 0, "states": [%s]}'
     state = '{"rank": 1, "host": "", "running": 0, "exit": null, "exited": 0, "silent": 0, "idle": 0, '
     state += '"suspended": false, "pulse": null, "failure": null, "stack": ""}'
@@ -67,7 +67,7 @@ def test_a_silent_node_grows_older() -> None:
 
 def test_a_store_that_is_gone_is_noticed() -> None:
     kept: list[Any] = [keep_store("127.0.0.1", 0, 20.0, loopback=True)]
-    link = Link(dist.TCPStore("127.0.0.1", kept[0].port), 1, 1)
+    link = Connection(dist.TCPStore("127.0.0.1", kept[0].port), 1, 1)
     until(lambda: kept[0].check(["node/1"]))
     kept.clear()
     until(lambda: link.lost)
@@ -79,4 +79,4 @@ def test_a_store_that_does_not_answer_node_0_ends_the_job_and_not_its_supervisor
             raise dist.DistNetworkError("Socket Timeout")
 
     with pytest.raises(OSError, match=r"does not answer \(Socket Timeout\)"):
-        list(Board(Silent(), 2).sizes())  # type: ignore[arg-type]
+        list(NodeCoordination(Silent(), 2).sizes())  # type: ignore[arg-type]

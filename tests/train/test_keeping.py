@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.checkpoint import Disk, committed
+from zeroshard.checkpoint import CheckpointDisk, committed
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.run_lock import Owner
 from zeroshard.engine import Engine
@@ -174,11 +174,11 @@ def test_a_full_disk_is_a_warning(
 ) -> None:
     full = {"step-00000003", "step-00000006"}
 
-    def reached(self: Disk, operation: str, path: Path) -> None:
+    def reached(self: CheckpointDisk, operation: str, path: Path) -> None:
         if operation == "flush" and path.parent.name.split(".")[0] in full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Disk, "reached", reached)
+    monkeypatch.setattr(CheckpointDisk, "reached", reached)
     done = run(config, Mesh())
     assert done is not None
     output = capsys.readouterr().out.replace("\n", " ")

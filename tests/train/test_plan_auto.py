@@ -22,7 +22,7 @@ from zeroshard.platform.rehearsed import Rehearsal
 from zeroshard.report import write_report
 from zeroshard.train import planning
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.forecast import Comparison, Forecast, Measured
+from zeroshard.train.forecast import Forecast, ForecastComparison, Measured
 from zeroshard.train.gpt import SIZES, GPTConfig
 from zeroshard.train.options import parse
 from zeroshard.train.planning import plan_ahead
@@ -188,5 +188,5 @@ def measured(**given: Any) -> Measured:
     ],
 )
 def test_a_missed_bar_names_its_cause(given: dict[str, Any], sentence: str | None) -> None:
-    found = Comparison(prediction(), measured(**given), "Rates: made up.", 20).warnings
+    found = ForecastComparison(prediction(), measured(**given), "Rates: made up.", 20).warnings
     assert [bool(re.search(sentence or "$^", text)) for text in found] == ([True] if sentence else []), found

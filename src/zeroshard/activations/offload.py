@@ -39,7 +39,7 @@ from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.memory.transfers import Link, Task
+from zeroshard.memory.transfers import Task, Transfers
 
 ALIGNED = 64  # bytes; no kernel looks at more of an address
 SMALLEST = 2**14  # bytes; below it a copy costs more than it frees
@@ -66,7 +66,9 @@ class ActivationStore:
 
     moves = True
 
-    def __init__(self, link: Link, host: HostMemory, ledger: Ledger, smallest: int = SMALLEST, window: int = 2) -> None:
+    def __init__(
+        self, link: Transfers, host: HostMemory, ledger: Ledger, smallest: int = SMALLEST, window: int = 2
+    ) -> None:
         self._link, self._host, self._ledger = link, host, ledger
         self._smallest, self._window = smallest, window
         self._regions: dict[_Key, _Region] = {}

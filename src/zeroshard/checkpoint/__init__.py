@@ -4,8 +4,8 @@ This package knows files, names and boxes; `zeroshard.engine.state` knows which 
 """
 
 from zeroshard.checkpoint.boxes import Box
-from zeroshard.checkpoint.commit import Order, write
-from zeroshard.checkpoint.disk import Disk
+from zeroshard.checkpoint.commit import WriteOrder, write
+from zeroshard.checkpoint.disk import CheckpointDisk
 from zeroshard.checkpoint.folder import clear, committed, find_checkpoint, name_of, put_aside, retain
 from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
@@ -18,16 +18,16 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "Box",
-    "Disk",
+    "CheckpointDisk",
     "Meeting",
     "Notes",
-    "Order",
     "Piece",
     "Reader",
     "Saving",
     "Slot",
     "Snapshot",
     "WeightFiles",
+    "WriteOrder",
     "clear",
     "committed",
     "find_checkpoint",

@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint.boxes import Box
-from zeroshard.checkpoint.disk import Disk
+from zeroshard.checkpoint.disk import CheckpointDisk
 from zeroshard.checkpoint.folder import retain
-from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, FileEntry, Manifest, file_of, read_manifest
+from zeroshard.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, file_of, read_manifest
 from zeroshard.checkpoint.stream import Slot, in_order, write_tensors
-from zeroshard.checkpoint.writer import Board, Piece
+from zeroshard.checkpoint.writer import Coordination, Piece
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 
 
 @dataclass(slots=True)
-class Order:
+class WriteOrder:
     """One checkpoint as one rank is to write it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Order:
     facts: dict[str, Any]
     merge: Callable[[list[dict[str, Any]]], dict[str, Any]]
     keep: int | None = None
-    disk: Disk = field(default_factory=Disk)
+    disk: CheckpointDisk = field(default_factory=CheckpointDisk)
 
     @property
     def temporary(self) -> Path:
@@ -54,7 +54,7 @@ class Order:
         return self.path.with_name(f"{self.path.name}.tmp-{self.token}")
 
 
-def write(order: Order, mesh: Mesh, board: Board) -> None:
+def write(order: WriteOrder, mesh: Mesh, board: Coordination) -> None:
     """Carry out an order; every rank calls it, and all succeed or all raise.
 
     Raises:
@@ -85,7 +85,7 @@ def write(order: Order, mesh: Mesh, board: Board) -> None:
         mesh.pulse.committed(order.facts["step"])
 
 
-def _write_shard(order: Order, file: str) -> dict[str, Any]:
+def _write_shard(order: WriteOrder, file: str) -> dict[str, Any]:
     """Write a rank's pieces; what the manifest must know of them."""
     pieces = sorted(order.pieces, key=lambda piece: in_order(piece.values.dtype))
     chunks = [Chunk(file, piece.box, ()) for piece in pieces]
@@ -101,7 +101,7 @@ def _write_shard(order: Order, file: str) -> dict[str, Any]:
     return {"file": file, "nbytes": done.nbytes, "header_crc32": done.header_crc32, "rows": rows}
 
 
-def _commit(order: Order, parts: list[list[Any]]) -> str | None:
+def _commit(order: WriteOrder, parts: list[list[Any]]) -> str | None:
     """Write the manifest and let the checkpoint exist; returns what went wrong."""
     disk, path, temporary = order.disk, order.path, order.temporary
     try:
@@ -126,14 +126,14 @@ def _commit(order: Order, parts: list[list[Any]]) -> str | None:
     return None
 
 
-def _manifest(order: Order, parts: list[list[Any]]) -> Manifest:
+def _manifest(order: WriteOrder, parts: list[list[Any]]) -> Manifest:
     """What all ranks wrote."""
     manifest = Manifest({**order.merge([facts for _, _, facts in parts]), "ranks": len(parts)})
     chunks: dict[str, list[Chunk]] = {}
     for _, words, _ in parts:
         manifest.files[words["file"]] = FileEntry(words["nbytes"], words["header_crc32"])
         for name, shape, dtype, start, lengths, blocks in words["rows"]:
-            entry = Entry(tuple(shape), getattr(torch, dtype), ())
+            entry = TensorEntry(tuple(shape), getattr(torch, dtype), ())
             known = manifest.tensors.setdefault(name, entry)
             if known != entry:
                 raise CheckpointError(

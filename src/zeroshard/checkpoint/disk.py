@@ -10,7 +10,7 @@ from typing import BinaryIO
 BUFFER = 2**20  # bytes of small writes that are collected
 
 
-class Disk:
+class CheckpointDisk:
     """Writes files and folders so that they survive a loss of power once they are synced.
 
     Every operation first calls `reached` with its name and path, which does nothing here.

@@ -4,7 +4,7 @@ import contextlib
 import re
 from pathlib import Path
 
-from zeroshard.checkpoint.disk import Disk
+from zeroshard.checkpoint.disk import CheckpointDisk
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.errors import CheckpointError
@@ -35,25 +35,25 @@ def find_checkpoint(path: Path) -> Path:
     return path
 
 
-def put_aside(path: Path, disk: Disk | None = None) -> Path:
+def put_aside(path: Path, disk: CheckpointDisk | None = None) -> Path:
     """Rename a damaged checkpoint to `NAME.bad`, so that it is no candidate any more; nothing is deleted."""
     for number in range(1000):
         aside = path.with_name(f"{path.name}.bad" + (f"-{number}" if number else ""))
         if not aside.exists():
             break
-    (disk or Disk()).rename(path, aside)
+    (disk or CheckpointDisk()).rename(path, aside)
     return aside
 
 
-def clear(folder: Path, disk: Disk | None = None) -> None:
+def clear(folder: Path, disk: CheckpointDisk | None = None) -> None:
     """Remove what a run that died left half written or half removed; only for whoever writes alone."""
     if folder.is_dir():
         for path in folder.iterdir():
             if LEFT_OVER.fullmatch(path.name):
-                (disk or Disk()).remove(path)
+                (disk or CheckpointDisk()).remove(path)
 
 
-def retain(newest: Path, keep: int, disk: Disk) -> None:
+def retain(newest: Path, keep: int, disk: CheckpointDisk) -> None:
     """Of the checkpoints beside `newest`, keep so many that there are `keep` with it; the oldest go first.
 
     Raises:

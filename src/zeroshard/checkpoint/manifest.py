@@ -63,7 +63,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor: its shape, its dtype and its chunks."""
 
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class Manifest:
 
     facts: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     def dump(self) -> bytes:
         """The content of the file, in the format that is written.
@@ -184,7 +184,7 @@ def _parsed(table: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry], version: int) -> Entry:
+def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry], version: int) -> TensorEntry:
     kind, colon, _ = name.partition(":")
     if not kind or not colon or not name.isprintable():
         raise ValueError(f"the tensor {name!r} has no kind, or no name to be read")
@@ -209,7 +209,7 @@ def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry], versio
     copies = bool(chunks) and all(chunk.box == whole for chunk in chunks)
     if not (copies if kind in COPIES else tiles((chunk.box for chunk in chunks), whole.shape)):
         raise ValueError(f"the chunks of {name!r} are not the whole of it")
-    return Entry(shape, dtype, tuple(chunks))
+    return TensorEntry(shape, dtype, tuple(chunks))
 
 
 def _range(start: Any, stop: Any, what: str) -> Box:

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zeroshard.checkpoint.boxes import Box, copy_common, cut, extent
-from zeroshard.checkpoint.manifest import MANIFEST, Chunk, Entry, file_of, read_manifest
+from zeroshard.checkpoint.manifest import MANIFEST, Chunk, TensorEntry, file_of, read_manifest
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 from zeroshard.errors import CheckpointError, DamagedError
 
@@ -109,7 +109,7 @@ class Reader:
                 except CheckpointError as error:
                     yield str(error)
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor '{name}'.")
         return self.tensors[name]

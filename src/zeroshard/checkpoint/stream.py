@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.checkpoint.disk import Disk
+from zeroshard.checkpoint.disk import CheckpointDisk
 from zeroshard.errors import CheckpointError
 
 BLOCK = 2**22  # bytes under one digest
@@ -92,7 +92,11 @@ def blocks_of(values: torch.Tensor) -> list[memoryview]:
 
 
 def write_tensors(
-    disk: Disk, path: Path, slots: list[Slot], values: Iterable[torch.Tensor], metadata: dict[str, str] | None = None
+    disk: CheckpointDisk,
+    path: Path,
+    slots: list[Slot],
+    values: Iterable[torch.Tensor],
+    metadata: dict[str, str] | None = None,
 ) -> Written:
     """Write and sync a safetensors file; `values` are those of `slots`, which are sorted by `in_order`.
 

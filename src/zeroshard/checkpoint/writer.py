@@ -93,7 +93,7 @@ class Snapshot:
             self._ledger.take(Category.BUFFERS, new.nbytes, "checkpoint", tier="host")
 
 
-class Board(Protocol):
+class Coordination(Protocol):
     """How ranks tell each other how far they are; calls come in the same order on all ranks."""
 
     def collect(self, word: Any) -> list[Any]:

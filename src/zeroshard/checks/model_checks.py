@@ -17,7 +17,7 @@ from zeroshard.parameters.writes import Writes
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.weights import ABSENT
 from zeroshard.units.hooks import Hook
-from zeroshard.units.watched_parameters import Watched
+from zeroshard.units.watched_parameters import WatchedParameter
 
 WRAPPERS = {  # classes that make their own gradients or slices, and the way to the model inside
     "DistributedDataParallel": "its .module",
@@ -79,7 +79,7 @@ def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> Non
 def _has_engine(module: nn.Module) -> bool:
     """Whether an engine was made for it, or was about to be made when something failed."""
     hooks = module._forward_pre_hooks.values()
-    watched = any(isinstance(p, Watched) and p.watcher() is not None for p in module._parameters.values())
+    watched = any(isinstance(p, WatchedParameter) and p.watcher() is not None for p in module._parameters.values())
     return watched or any(isinstance(hook, Hook) for hook in hooks)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from zeroshard.doctor.checkup import Finding, Level, judge
 from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.measure import Effort, measure
-from zeroshard.doctor.profile import PAIR, Profile, Timing, default_path
+from zeroshard.doctor.profile import PAIR, MachineProfile, Timing, default_path
 from zeroshard.errors import ConfigError
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.report.plain_table import plain_table
@@ -93,7 +93,7 @@ def _threads(facts: Facts) -> int:
     return int(given) if given.isdecimal() and int(given) else max(1, facts.usable_cores // PAIR)
 
 
-def _unmeasured(profile: Profile) -> Iterator[Finding]:
+def _unmeasured(profile: MachineProfile) -> Iterator[Finding]:
     for name, found in profile.problems.items():
         level: Level = "error" if name == "network" else "warning"
         yield Finding(f"measuring {name}", level, found, way_out=PROBLEMS[name])
@@ -115,14 +115,14 @@ def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
     console.print(table)
 
 
-def _print_profile(console: Console, profile: Profile) -> None:
+def _print_profile(console: Console, profile: MachineProfile) -> None:
     console.print(_rates(profile))
     sizes = next((rows for operations in profile.collectives.values() for rows in operations.values()), ())
     if sizes:
         console.print(_collectives(profile, [row.nbytes for row in sizes]))
 
 
-def _rates(profile: Profile) -> Table:
+def _rates(profile: MachineProfile) -> Table:
     threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"
     table = plain_table(f"{profile.machine}, {threads} per process, torch {profile.torch}")
     table.add_column("")
@@ -143,7 +143,7 @@ def _rates(profile: Profile) -> Table:
     return table
 
 
-def _collectives(profile: Profile, sizes: Sequence[int]) -> Table:
+def _collectives(profile: MachineProfile, sizes: Sequence[int]) -> Table:
     signal = ""
     if profile.signal is not None:
         words = _milliseconds(profile.signal)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from zeroshard.checkpoint import Disk, Reader, Slot, write_tensors
+from zeroshard.checkpoint import CheckpointDisk, Reader, Slot, write_tensors
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.stream import in_order
 from zeroshard.checkpoint.weights import INDEX, SINGLE
@@ -123,7 +123,7 @@ def write_export(export: Export, reader: Reader, out: Path) -> None:
         CheckpointError: the folder cannot be written, or a value does not fit the dtype. DamagedError: the checkpoint
             is not what was written.
     """
-    disk, temporary = Disk(), out.with_name(f"{out.name}.tmp-{time.time_ns():x}")
+    disk, temporary = CheckpointDisk(), out.with_name(f"{out.name}.tmp-{time.time_ns():x}")
     room = torch.empty(
         max((slot.nbytes for part in export.shards.values() for slot in part), default=0), dtype=torch.uint8
     )

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from zeroshard.errors import ConfigError, PlanError
 from zeroshard.pipeline.cluster import Cluster, format_size, parse_size
-from zeroshard.pipeline.partition import Partition, Shape, Stage, partition
+from zeroshard.pipeline.partition import Partition, PartitionStage, Shape, partition
 from zeroshard.pipeline.profile import LayerCost, Profile
 from zeroshard.pipeline.simulated import SIMULATED, fastest
 from zeroshard.report.plain_table import plain_table
@@ -208,7 +208,7 @@ def _stage_table(layers: Sequence[LayerCost], chosen: Partition) -> Table:
     return table
 
 
-def _span(layers: Sequence[LayerCost], stage: Stage) -> str:
+def _span(layers: Sequence[LayerCost], stage: PartitionStage) -> str:
     first, last = layers[stage.first].name, layers[stage.last].name
     return first if stage.first == stage.last else f"{first} … {last} ({stage.last - stage.first + 1})"
 

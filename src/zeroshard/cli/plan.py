@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from zeroshard.doctor.hardware import Machines
-from zeroshard.doctor.profile import Profile, default_path
+from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import ConfigError, DataError
 from zeroshard.pipeline.cluster import parse_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import describe, left_out, short
@@ -220,13 +220,13 @@ def described_machines(options: PlanOptions, profile: Path) -> Machines:
 
 def _this_machine(profile: Path, count: int) -> Machines:
     try:
-        measured = Profile.load(profile)
+        measured = MachineProfile.load(profile)
     except DataError as error:
         raise ConfigError(f"{error} Or name a device: --gpu A100-80.") from error
     return measured.machines(count, measured.transport)
 
 
-def described_task(options: PlanOptions, devices: int) -> tuple[Task, Plan]:
+def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Plan]:
     """What is to be trained, and what all plans have in common.
 
     Raises:
@@ -244,7 +244,7 @@ def described_task(options: PlanOptions, devices: int) -> tuple[Task, Plan]:
     return language_task(config, rows), replace(config.plan, **options.fields)
 
 
-def _with_events(found: Found, number: int, task: Task, machines: Machines) -> Found:
+def _with_events(found: Found, number: int, task: TrainingTask, machines: Machines) -> Found:
     """With memory over the step for one plan, from a rehearsal of all its blocks where only some were rehearsed."""
     chosen = _numbered(number, found, "explain")
     if not chosen.events:
@@ -259,7 +259,7 @@ def _numbered(number: int, found: Found, option: str) -> Prediction:
     return found.best[number - 1]
 
 
-def _write_plans(options: PlanOptions, found: Found, task: Task) -> list[Path]:
+def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list[Path]:
     """Write the plans that are to be kept."""
     wanted = [(1, options.out)] if options.out else []
     wanted += [options.write] if options.write else []
@@ -272,7 +272,7 @@ def _write_plans(options: PlanOptions, found: Found, task: Task) -> list[Path]:
     return [path for _, path in wanted]
 
 
-def plan_toml(prediction: Prediction, task: Task, options: PlanOptions) -> str:
+def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
     """The plan as `zeroshard train --config` takes it; of a model of one's own, as `zs.Plan` takes it."""
     usual = (Plan() if options.own else TrainConfig().plan).as_dict()
     plan = _differing(prediction.plan.as_dict(), usual)
@@ -295,7 +295,7 @@ def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str,
     return table
 
 
-def _as_json(found: Found, machines: Machines, task: Task, files: Sequence[Path]) -> dict[str, Any]:
+def _as_json(found: Found, machines: Machines, task: TrainingTask, files: Sequence[Path]) -> dict[str, Any]:
     return {
         "model": task.name,
         "rows": task.rows,

@@ -94,10 +94,10 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> None:
 
     They are started once. How long they may take is not judged: their collectives have a timeout.
     """
-    from zeroshard.supervisor import Job, Limits, Place, set_threads, supervise
+    from zeroshard.supervisor import Job, Limits, Node, set_threads, supervise
 
     set_threads(ranks)
-    limits, place = Limits(timeout=math.inf, linger=math.inf), Place(processes=ranks)
+    limits, place = Limits(timeout=math.inf, linger=math.inf), Node(processes=ranks)
     job = Job(command=("train", *argv), place=place, limits=limits, max_restarts=0, grace=math.inf, reports=None)
     sys.exit(supervise(job))
 

@@ -88,7 +88,7 @@ class SimulateOptions:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Simulated:
     """One schedule, simulated.
 
     Attributes:
@@ -238,7 +238,7 @@ def _check(options: SimulateOptions) -> None:
         raise ConfigError(f"schedule={options.schedule!r} has no vertical sync, which is for pipedream; leave it out.")
 
 
-def _simulated(options: SimulateOptions, name: str) -> Outcome:
+def _simulated(options: SimulateOptions, name: str) -> Simulated:
     chunks = options.chunks
     if options.all:
         chunks = max(2, chunks) if name == "interleaved" else 1
@@ -251,7 +251,7 @@ def _simulated(options: SimulateOptions, name: str) -> Outcome:
     if steps < 1:
         raise ConfigError(f"steps is {steps}; it must be 1 or more.")
     lists = pipeline.stretch(steps)
-    return Outcome(pipeline, steps, costs, first_layers, simulate(lists, layout, costs), peaks(lists, chunks))
+    return Simulated(pipeline, steps, costs, first_layers, simulate(lists, layout, costs), peaks(lists, chunks))
 
 
 def _layout(options: SimulateOptions, chunks: int) -> Layout:
@@ -308,7 +308,7 @@ def _backward(options: SimulateOptions) -> tuple[float, float, float]:
     return whole, first, second
 
 
-def _write(options: SimulateOptions, outcomes: Sequence[Outcome]) -> dict[str, Path]:
+def _write(options: SimulateOptions, outcomes: Sequence[Simulated]) -> dict[str, Path]:
     """Write the pictures and the trace that were asked for; returns where."""
     files = {"svg": options.svg, "png": options.png, "trace": options.trace}
     if not any(files.values()):
@@ -342,7 +342,7 @@ def _drawn(kind: str, timelines: Sequence[Timeline], title: str) -> bytes:
     return timeline_png(timelines, title)
 
 
-def _overview(outcomes: Sequence[Outcome]) -> Table:
+def _overview(outcomes: Sequence[Simulated]) -> Table:
     table = Table(title=f"All schedules, {outcomes[0].shape}")
     table.add_column("schedule", no_wrap=True)
     for column in ("step", "bubble", "of ideal", "steady bubble", "in flight", "versions"):
@@ -361,7 +361,7 @@ def _overview(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def _ranks_table(outcome: Outcome) -> Table:
+def _ranks_table(outcome: Simulated) -> Table:
     facts = outcome.ranks()
 
     def time(seconds: float) -> str:
@@ -380,7 +380,7 @@ def _ranks_table(outcome: Outcome) -> Table:
     return table
 
 
-def _summary(outcome: Outcome) -> str:
+def _summary(outcome: Simulated) -> str:
     run = outcome.simulation
     lines = [
         f"step time          {_time(outcome.step_seconds)}",

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.hang_detector import PATIENCE, Watch
+from zeroshard.comm.hang_detector import PATIENCE, HangDetector
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.process_groups import ABANDONED
 from zeroshard.comm.rendezvous import SHORTEST, give_up
@@ -38,7 +38,7 @@ REMEMBERED = 32  # messages per channel whose names a rank can still tell
 LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The place of one collective: its group, its number there (from 1), and its name.
 
     The group of a message is its channel, "source>destination"; its number counts the messages there.
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 class Pending:
     """A collective under way; `wait` returns when its result may be used."""
 
-    def __init__(self, comm: "Comm", work: dist.Work | None, place: Place, purpose: Purpose) -> None:
+    def __init__(self, comm: "Comm", work: dist.Work | None, place: Position, purpose: Purpose) -> None:
         self._comm = comm
         self._work = work
         self._place = place
@@ -103,7 +103,7 @@ class Exchange(Pending):
         scratch: what holds the copies, to be handed back to its arena after `done`; None if they are read in place.
     """
 
-    def __init__(self, comm: "Comm", work: dist.Work, place: Place, purpose: Purpose, arrival: Arrival) -> None:
+    def __init__(self, comm: "Comm", work: dist.Work, place: Position, purpose: Purpose, arrival: Arrival) -> None:
         super().__init__(comm, work, place, purpose)
         self._arrival = arrival
         self.scratch = arrival.scratch
@@ -151,7 +151,7 @@ class Comm:
         self._network = mesh.platform.network(mesh.rank, mesh.ranks, mesh.device)
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
-        self._watch: Watch | None = None
+        self._watch: HangDetector | None = None
         self._said: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def reset(self) -> None:
@@ -279,7 +279,7 @@ class Comm:
             Pending(self, work, place, Purpose.CONTROL).wait()
         return everyone()
 
-    def wait(self, work: dist.Work, place: Place) -> None:
+    def wait(self, work: dist.Work, place: Position) -> None:
         """Wait for `work`, looking for the reason when it takes long."""
         if ">" in place.group:
             self._wait_for_message(work, place)
@@ -301,7 +301,7 @@ class Comm:
         if published:
             self.withdraw()
 
-    def explain(self, place: Place, expired: bool) -> None:
+    def explain(self, place: Position, expired: bool) -> None:
         """Say in the store what this rank waits for, and compare with what the others say.
 
         Raises:
@@ -323,7 +323,7 @@ class Comm:
         except dist.DistError:
             give_up(self.mesh.store)
 
-    def break_messages(self, place: Place | None) -> None:
+    def break_messages(self, place: Position | None) -> None:
         """Let the wait at `place` fail."""
         group = self._groups["reduce" if place is not None and place.group.endswith("backward") else "gather"]
         other = (self.mesh.rank + 1) % self.mesh.ranks
@@ -333,12 +333,12 @@ class Comm:
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 
-    def _wait_for_message(self, work: dist.Work, place: Place) -> None:
+    def _wait_for_message(self, work: dist.Work, place: Position) -> None:
         """[Note: watched messages] gloo breaks a group when a wait for a message times out, so the wait has no
         timeout; a thread of its own looks for the reason when it takes long, and breaks the group when it finds one.
         """
         if self._watch is None:
-            self._watch = Watch(self)
+            self._watch = HangDetector(self)
         self._watch.since, self._watch.place = time.monotonic(), place
         try:
             with self._naming(place):
@@ -350,22 +350,22 @@ class Comm:
         finally:
             self._watch.place = None
 
-    def _enter(self, group: str, purpose: Purpose, label: str) -> tuple[Place, Count]:
+    def _enter(self, group: str, purpose: Purpose, label: str) -> tuple[Position, Count]:
         place = self._place(group, f"{purpose} of {label}")
         self.digests[group] = zlib.crc32(place.label.encode(), self.digests[group])
         return place, self.counts[purpose]
 
     def _channel(
         self, source: int, destination: int, purpose: Purpose, label: str
-    ) -> tuple[Place, Count, dist.ProcessGroup | None]:
+    ) -> tuple[Position, Count, dist.ProcessGroup | None]:
         backward = purpose in BACKWARDS
         place = self._place(f"{source}>{destination}{' backward' if backward else ''}", label)
         self._said[place.group].append((place.number, label))
         return place, self.counts[purpose], self._groups["reduce" if backward else "gather"]
 
-    def _place(self, group: str, label: str) -> Place:
+    def _place(self, group: str, label: str) -> Position:
         self._started[group] += 1
-        place = Place(group, self._started[group], label)
+        place = Position(group, self._started[group], label)
         if self.mesh.pulse is not None:
             self.mesh.pulse.start(place)
         return place
@@ -381,16 +381,16 @@ class Comm:
         count.sent_nbytes += nbytes * (ranks - 1) // ranks if sent else 0
         count.calls += 1
 
-    def _naming(self, place: Place) -> "_Naming":
+    def _naming(self, place: Position) -> "_Naming":
         return _Naming(self, place)
 
-    def _publish(self, place: Place) -> None:
+    def _publish(self, place: Position) -> None:
         said = {group: list(labels) for group, labels in self._said.items()}
         where = {"place": [place.group, place.number, place.label], "started": self._started, "said": said}
         assert self.mesh.store is not None
         self.mesh.store.set(f"where/{self.mesh.rank}", json.dumps(where))
 
-    def _compare(self, place: Place, expired: bool) -> None:
+    def _compare(self, place: Position, expired: bool) -> None:
         """Raise when another rank provably waits for something else, or when the time is up."""
         rank, store = self.mesh.rank, self.mesh.store
         assert store is not None
@@ -406,7 +406,7 @@ class Comm:
             if not words:  # withdrawn between the two calls: that rank goes on
                 continue
             there = json.loads(words)
-            theirs = Place(*there["place"])
+            theirs = Position(*there["place"])
             if not (_in(other, place.group) and _in(rank, theirs.group)):
                 continue
             apart = there["started"].get(place.group, 0) < place.number and self._started[theirs.group] < theirs.number
@@ -453,7 +453,7 @@ def _disagreement(rank: int, label: str, other: int, theirs: str) -> str:
 class _Naming:
     """Turns a backend's error into a `CommError` that names the operation; lets a timeout through as `TimeoutError`."""
 
-    def __init__(self, comm: Comm, place: Place) -> None:
+    def __init__(self, comm: Comm, place: Position) -> None:
         self._comm = comm
         self._place = place
 

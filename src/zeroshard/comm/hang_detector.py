@@ -11,7 +11,7 @@ from zeroshard.errors import CommError
 PATIENCE = 2.0  # seconds of waiting before a rank says where it is
 
 
-class Watched(Protocol):
+class WatchedWait(Protocol):
     """What is told when a wait takes long."""
 
     mesh: Mesh
@@ -26,7 +26,7 @@ class Watched(Protocol):
         """Let the wait fail."""
 
 
-class Watch(threading.Thread):
+class HangDetector(threading.Thread):
     """Looks after a wait for a message that takes long.
 
     Attributes:
@@ -35,7 +35,7 @@ class Watch(threading.Thread):
         found: why it can never end.
     """
 
-    def __init__(self, comm: Watched) -> None:
+    def __init__(self, comm: WatchedWait) -> None:
         super().__init__(name="zeroshard watch", daemon=True)
         self._comm = weakref.ref(comm)
         self.place: Any = None

@@ -31,7 +31,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class HeartbeatReading:
     """What a pulse said when it was read.
 
     Attributes:
@@ -76,7 +76,7 @@ class Failure:
     trace: str = ""
 
 
-class Pulse:
+class Heartbeat:
     """The writing end, in the rank's own process. Opened a second time, a file keeps what it says.
 
     Args:
@@ -142,7 +142,7 @@ class Pulse:
         _MAIN.pack_into(self._map, _AT_SINCE, time.monotonic())
 
 
-def read_pulse(path: Path) -> Reading | None:
+def read_pulse(path: Path) -> HeartbeatReading | None:
     """What the pulse at `path` says; None while there is none."""
     try:
         blob = path.read_bytes()
@@ -152,7 +152,7 @@ def read_pulse(path: Path) -> Reading | None:
         return None
     _, rank, pid = _BORN.unpack_from(blob, _AT_BORN)
     waiting, number, group, label = _COLLECTIVE.unpack_from(blob, _AT_COLLECTIVE)
-    return Reading(
+    return HeartbeatReading(
         rank=rank,
         pid=pid,
         step=_STEP.unpack_from(blob, _AT_STEP)[0],

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from zeroshard.comm.heartbeat import Pulse
+from zeroshard.comm.heartbeat import Heartbeat
 from zeroshard.comm.process_groups import Lease, is_open, lease, roll_call
 from zeroshard.comm.rendezvous import connect, give_up, limit_waits, naming, wait_for_all
 from zeroshard.comm.run_lock import Owner
@@ -69,7 +69,7 @@ class Mesh:
     store: Store | None = None
     failures: Store | None = None
     timeout: float = 300.0
-    pulse: Pulse | None = None
+    pulse: Heartbeat | None = None
     platform: Platform = REAL
     lease: Lease | None = field(default=None, repr=False, compare=False)
 
@@ -223,13 +223,13 @@ def _check_address_space() -> None:
             )
 
 
-def _pulse() -> Pulse | None:
+def _pulse() -> Heartbeat | None:
     """Where this process tells its supervisor what it does."""
     path = os.environ.get("ZEROSHARD_PULSE")
-    return Pulse(Path(path), int(os.environ.get("RANK", "0"))) if path else None
+    return Heartbeat(Path(path), int(os.environ.get("RANK", "0"))) if path else None
 
 
-def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Pulse | None = None) -> Mesh:
+def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Heartbeat | None = None) -> Mesh:
     """The mesh of some processes of the initialised world, in the order of `members`.
 
     Every process of the world must call this with the same members, also those that are not among them (they get

@@ -32,7 +32,7 @@ EXAMPLE = 'device = "A100-80", nodes = 4, per_node = 8, inside_gbps = 1800, betw
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class HardwareTable:
     """Measured times by size.
 
     Attributes:
@@ -152,7 +152,7 @@ class Link:
 
     bandwidth: float | None = None
     latency: float = 0.0
-    tables: Mapping[str, Table] = field(default_factory=dict)
+    tables: Mapping[str, HardwareTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.bandwidth is None and any(operation not in self.tables for operation in OPERATIONS):

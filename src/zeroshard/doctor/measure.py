@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from zeroshard.doctor.facts import Facts
-from zeroshard.doctor.profile import PAIR, Beside, Profile, Timing, default_path
+from zeroshard.doctor.profile import PAIR, Beside, MachineProfile, Timing, default_path
 from zeroshard.platform import accelerator
 
-__all__ = ["Effort", "Profile", "default_path", "measure"]
+__all__ = ["Effort", "MachineProfile", "default_path", "measure"]
 
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST = 64  # rows of a matrix
@@ -56,7 +56,9 @@ class Effort:
     limit: float = 40.0
 
 
-def measure(effort: Effort, facts: Facts, threads: int, say: Callable[[str], object] = lambda what: None) -> Profile:
+def measure(
+    effort: Effort, facts: Facts, threads: int, say: Callable[[str], object] = lambda what: None
+) -> MachineProfile:
     """Measure this machine; what cannot be measured is named in the profile.
 
     Args:
@@ -78,7 +80,7 @@ def measure(effort: Effort, facts: Facts, threads: int, say: Callable[[str], obj
     write, read = _disk(facts, effort, problems)
     say("two processes together")
     pair = _pair(effort, threads, device.type if facts.gpus >= PAIR else "cpu", problems)
-    return Profile(
+    return MachineProfile(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         machine=accelerator.title(device) or facts.processor,
         kind=device.type,

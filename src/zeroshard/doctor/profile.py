@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from zeroshard.doctor.hardware import OPERATIONS, Device, Link, Machines, Table
+from zeroshard.doctor.hardware import OPERATIONS, Device, HardwareTable, Link, Machines
 from zeroshard.errors import DataError, PlanError
 
 VERSION = 1
@@ -34,7 +34,7 @@ class Beside(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class MachineProfile:
     """What was measured on one machine.
 
     Attributes:
@@ -102,7 +102,7 @@ class Profile:
             raise DataError(f"The profile {path} cannot be written ({error.strerror}); name another file.") from error
 
     @classmethod
-    def load(cls, path: Path) -> "Profile":
+    def load(cls, path: Path) -> "MachineProfile":
         """Read what `save` wrote.
 
         Raises:
@@ -185,7 +185,7 @@ class Profile:
                 "run `zeroshard doctor` again."
             )
         tables = {
-            operation: Table(tuple((row.nbytes, getattr(row, clock)) for row in rows))
+            operation: HardwareTable(tuple((row.nbytes, getattr(row, clock)) for row in rows))
             for operation, rows in found.items()
         }
         return Link(
@@ -204,8 +204,8 @@ def default_path(environment: Mapping[str, str]) -> Path:
     return cache / "zeroshard" / "machine.json"
 
 
-def _profile(content: Any) -> Profile:
-    names = {entry.name for entry in dataclasses.fields(Profile)}
+def _profile(content: Any) -> MachineProfile:
+    names = {entry.name for entry in dataclasses.fields(MachineProfile)}
     if not isinstance(content, dict) or content.get("version") != VERSION:
         version = content.get("version") if isinstance(content, dict) else content
         raise ValueError(f"its version is {version!r}, and this program reads {VERSION}")
@@ -217,7 +217,7 @@ def _profile(content: Any) -> Profile:
         for transport, operations in content.pop("collectives").items()
     }
     _check_numbers(content)
-    return Profile(
+    return MachineProfile(
         **content,
         beside=None if beside is None else Beside(**beside),
         signal=None if signal is None else Timing(**signal),

@@ -16,7 +16,7 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Place
 from zeroshard.parts.technique import NewAxis, Technique
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.whole import Whole
+from zeroshard.pipeline.whole import WholeModel
 
 Partition = list[list[int]]  # of the ranks of a stage
 
@@ -37,7 +37,9 @@ class Axes:
         PlanError: the ranks do not divide as they should.
     """
 
-    def __init__(self, stage: Stage | Whole, shard_group: int | None, techniques: Sequence[Technique] = ()) -> None:
+    def __init__(
+        self, stage: Stage | WholeModel, shard_group: int | None, techniques: Sequence[Technique] = ()
+    ) -> None:
         self._stage, self._shard_ranks, self._techniques = stage, shard_group, techniques
         self.world = stage.world
         self.alike = self.world if stage.mesh is stage.world.mesh else Comm(stage.mesh)

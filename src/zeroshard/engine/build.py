@@ -16,7 +16,7 @@ from zeroshard.engine.axes import Axes
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.host_tiers import LowerTiers, units_below
+from zeroshard.offload.host_tiers import HostTiers, units_below
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
@@ -31,17 +31,17 @@ from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.whole import Whole as WholeModel
+from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser
-from zeroshard.zero import Accumulation, ByChunk, ByPass, Gatherer, Gradients, Residency
+from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
 from zeroshard.zero.byte_formulas import BytesPerParameter
 from zeroshard.zero.gradient_buffer import GradientBuffer
-from zeroshard.zero.reduce import AllReduce, Alone, Direct, Scatter
+from zeroshard.zero.reduce import AllReduce, Direct, OwnSlice, Scatter
 from zeroshard.zero.sums import BufferSum, DeviceSum
 from zeroshard.zero.weights import Keeper, Mapped, OnDevice, Sliced, Whole
 
@@ -91,7 +91,7 @@ class Builder:
         self._precision = Precision.named(plan.precision)
         self._arena = Arena(ledger, comm.buffer)
         self._splits: dict[nn.Parameter, Split] = {}
-        self._lower: LowerTiers | None = None
+        self._lower: HostTiers | None = None
         self._late = LateUpdates()
         self._whole: Callable[[Flat, Comm, Ledger, bool], Whole] = Whole
         if plan.overlap_gather:
@@ -183,7 +183,7 @@ class Builder:
                 f"offload='optimizer' and zero=0 do not combine on {ranks} ranks: each would update all the states on "
                 f"the same hosts. Use zero=1, 2 or 3; or one rank."
             )
-        self._lower = LowerTiers(policy, self._comm.mesh, self._ledger, optimizer, self._plan.timeout)
+        self._lower = HostTiers(policy, self._comm.mesh, self._ledger, optimizer, self._plan.timeout)
         return units_below(units, policy.fraction) if policy.optimizer else set()
 
     def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer:
@@ -381,7 +381,9 @@ class Builder:
         lower, rank = self._lower, place.slices.rank
         return HostSum(lower.link, lower.host, self._arena, flat, dtype, rank, lower.policy.delayed_update)
 
-    def _gradients(self, flat: Flat, place: Place, accumulation: Accumulation, total: GradientSum | None) -> Gradients:
+    def _gradients(
+        self, flat: Flat, place: Place, accumulation: Accumulation, total: GradientSum | None
+    ) -> BufferedGradients:
         """Buffer, sum and reduction of a flat's gradients.
 
         Args:
@@ -395,7 +397,7 @@ class Builder:
         kept = not residency.slice_gradients or alone
         buffer = GradientBuffer(flat, comm, ledger, arena, sums if locally else flat.dtype, kept)
         opens = kept and buffer.dtype == flat.dtype and (alone or not accumulation.reduced) and self._plan.pipelined
-        reduction: Reduction = Alone()
+        reduction: Reduction = OwnSlice()
         if total is None and alone:
             total = BufferSum(buffer)
         elif total is None:
@@ -409,7 +411,7 @@ class Builder:
         elif not alone:
             reduction = Direct(buffer, total, place.divisor)
         interval = flat.index.interval(comm.mesh.rank)
-        return Gradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not below)
+        return BufferedGradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not below)
 
     def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, axis: Axis | None) -> None:
         """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of an axis."""

@@ -12,7 +12,7 @@ from zeroshard.precision.loss_scaling import LossScaler
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-class Judge:
+class Decision:
     """Decides from the same numbers on every rank.
 
     Attributes:

@@ -26,7 +26,7 @@ from zeroshard.comm.traffic import merged
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Builder, OptimizerLike
-from zeroshard.engine.decision import Judge
+from zeroshard.engine.decision import Decision
 from zeroshard.engine.forward import Forward
 from zeroshard.engine.gradient_accumulation import OneStage
 from zeroshard.engine.policies import cut_of, techniques_of
@@ -37,7 +37,7 @@ from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
 from zeroshard.parts.batch import loss_in
-from zeroshard.parts.steps import Order, StepResult, Verdict
+from zeroshard.parts.steps import StepOrder, StepResult, Verdict
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.pipeline.steps import PipelineOrder
@@ -105,7 +105,7 @@ class Engine(Readings):
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied = tied_names(model)
-        self._judge = Judge(self.plan)
+        self._judge = Decision(self.plan)
         builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, lambda: self._judge.scale)
         self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
@@ -371,7 +371,7 @@ class Engine(Readings):
         self._order.reloaded()
         self._reset_counts()
 
-    def _make_order(self) -> Order:
+    def _make_order(self) -> StepOrder:
         """Steps over one stage or several."""
         plan, stage, parts = self.plan, self._stage, self._assembly.parts
         if isinstance(stage, Stage):

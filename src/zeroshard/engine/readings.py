@@ -11,16 +11,16 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.traffic import BETWEEN_TIERS, Count, Purpose
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
-from zeroshard.engine.decision import Judge
+from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
 from zeroshard.memory import transfers as link
 from zeroshard.memory.ledger import Event, Ledger
 from zeroshard.parts.late_updates import Guesses
 from zeroshard.parts.planned import Work
-from zeroshard.parts.steps import Order
+from zeroshard.parts.steps import StepOrder
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.whole import Whole
+from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.run import Timed
@@ -37,7 +37,7 @@ class Trace:
     """
 
     actions: list[Timed] = field(default_factory=list)
-    tasks: list[link.Span] = field(default_factory=list)
+    tasks: list[link.TaskSpan] = field(default_factory=list)
 
 
 class Readings:
@@ -50,9 +50,9 @@ class Readings:
     _assembly: Assembly
     _counts: Mapping[Purpose, Count]
     _axes: Axes
-    _judge: Judge
-    _order: Order
-    _stage: Stage | Whole
+    _judge: Decision
+    _order: StepOrder
+    _stage: Stage | WholeModel
     _state: State
 
     @property

@@ -9,7 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import Box, Meeting, Notes, Order, Piece, Reader, Saving, Snapshot, WeightFiles, rng, write
+from zeroshard.checkpoint import (
+    Box,
+    Meeting,
+    Notes,
+    Piece,
+    Reader,
+    Saving,
+    Snapshot,
+    WeightFiles,
+    WriteOrder,
+    rng,
+    write,
+)
 from zeroshard.checkpoint.facts import check_facts, plain, unfit
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
@@ -19,7 +31,7 @@ from zeroshard.optim.restoring import WAY_OUT, Saved
 from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.whole import Whole
+from zeroshard.pipeline.whole import WholeModel
 from zeroshard.units.index import Entry
 
 
@@ -32,7 +44,7 @@ class State:
         assembly: Assembly,
         axes: Axes,
         ledger: Ledger,
-        stage: Stage | Whole,
+        stage: Stage | WholeModel,
         tied: dict[str, str],
     ) -> None:
         self._tied = tied
@@ -53,7 +65,7 @@ class State:
             CheckpointError: the path exists or cannot be made, `facts` is no JSON; or with `wait`, what went wrong.
         """
         mesh, comm = self._world.mesh, self._world
-        order = Order(path, "", [], {}, _merged, keep)
+        order = WriteOrder(path, "", [], {}, _merged, keep)
         order.token = self._begin(order, facts)
         order.facts = self._facts(facts)
         if wait:
@@ -125,7 +137,7 @@ class State:
             part.weights.publish()
             part.weights.published()
 
-    def _begin(self, order: Order, facts: dict[str, Any]) -> str:
+    def _begin(self, order: WriteOrder, facts: dict[str, Any]) -> str:
         """Let all ranks agree that a checkpoint can be begun; the token of this try."""
         problem = found = None
         if self._world.mesh.rank == 0:

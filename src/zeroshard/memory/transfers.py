@@ -29,7 +29,7 @@ from zeroshard.platform import accelerator
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TaskSpan:
     """When a task ran, or the main thread computed (cause `COMPUTE`), in seconds of the link's clock."""
 
     label: str
@@ -54,7 +54,7 @@ class Task:
                  "signal", "start", "work")  # fmt: skip
 
     def __init__(
-        self, link: "Link", work: Callable[[], None], cause: str, label: str, nbytes: int, after: Sequence["Task"]
+        self, link: "Transfers", work: Callable[[], None], cause: str, label: str, nbytes: int, after: Sequence["Task"]
     ) -> None:
         self.link, self.cause, self.label, self.nbytes = link, cause, label, nbytes
         self.work: Callable[[], None] | None = work
@@ -105,10 +105,10 @@ class Task:
         self.work, self.done = None, True
         spans = self.link.spans  # once: another thread may put it away
         if spans is not None:
-            spans.append(Span(self.label, self.cause, self.start, self.end))
+            spans.append(TaskSpan(self.label, self.cause, self.start, self.end))
 
 
-class Executor(Protocol):
+class TaskRunner(Protocol):
     """When tasks run."""
 
     def begin(self, task: Task) -> None:
@@ -169,7 +169,7 @@ class Shuffled:
                 task.run()
 
 
-class Worker:
+class ThreadRunner:
     """Jobs on threads of the host, one per lane, each in the order in which they came; copies at once, if they can.
 
     On a GPU a copy is handed to the stream of its lane, and whoever waits lets the current stream wait for it.
@@ -276,7 +276,7 @@ class Modelled:
         task.start = max([self._clock.now, self._free[task.lane], *(before.end for before in task.after)])
         task.end = self._free[task.lane] = task.start + self._seconds(task)
         if task.link.spans:
-            task.link.spans[-1] = Span(task.label, task.cause, task.start, task.end)
+            task.link.spans[-1] = TaskSpan(task.label, task.cause, task.start, task.end)
 
     def finish(self, task: Task) -> None:
         """Let the time pass that is left, by what ran in it."""
@@ -284,7 +284,7 @@ class Modelled:
             self._clock.spend(seconds, cause)
 
 
-class Link:
+class Transfers:
     """All copies between tiers, and all host jobs, of one engine.
 
     Args:
@@ -298,11 +298,11 @@ class Link:
         stalls: (cause, event before, event after) of waits on a GPU that were not yet added to `exposed`.
     """
 
-    def __init__(self, executor: Executor, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, executor: TaskRunner, now: Callable[[], float] = time.perf_counter) -> None:
         self.executor, self.now = executor, now
         self.counts: dict[Purpose, Count] = {}
         self.exposed: defaultdict[str, float] = defaultdict(float)
-        self.spans: list[Span] | None = None
+        self.spans: list[TaskSpan] | None = None
         self.stalls: list[tuple[str, torch.Event, torch.Event]] = []
 
     def copy(
@@ -348,9 +348,9 @@ class Link:
             raise task.error
 
     @contextmanager
-    def traced(self) -> Iterator[list[Span]]:
+    def traced(self) -> Iterator[list[TaskSpan]]:
         """Keep when tasks inside run, and what is noted; the list is complete when the block ends."""
-        spans: list[Span] = []
+        spans: list[TaskSpan] = []
         self.spans = spans
         try:
             yield spans
@@ -360,7 +360,7 @@ class Link:
     def note(self, label: str, start: float) -> None:
         """Enter what the main thread has computed since `start`, if anybody asks."""
         if self.spans is not None:
-            self.spans.append(Span(label, COMPUTE, start, self.now()))
+            self.spans.append(TaskSpan(label, COMPUTE, start, self.now()))
 
     def reset(self) -> tuple[dict[Purpose, Count], dict[str, float]]:
         """Begin to count anew; returns what was counted."""

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.offload.host_states import Scalars, States
+from zeroshard.offload.host_states import HostStates, Scalars
 from zeroshard.offload.tiled import TILE, close, opened
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def update(
-    gradient: Tensor, factor: float, scalars: Scalars, before: States, after: States, out: Tensor | None = None
+    gradient: Tensor, factor: float, scalars: Scalars, before: HostStates, after: HostStates, out: Tensor | None = None
 ) -> None:
     """As `host_adam.adam_update`, but for the last place."""
     numbers = gradient.new_tensor([factor, *astuple(scalars)], dtype=torch.float32)
@@ -29,10 +29,10 @@ def update(
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
         a, b = before.part(start, stop), after.part(start, stop)
-        values = tuple(opened(getattr(a, name), getattr(b, name)) for name in States.__slots__)
+        values = tuple(opened(getattr(a, name), getattr(b, name)) for name in HostStates.__slots__)
         tiles = tuple(each.clone() for each in values)
         _compiled()(gradient[start:stop].clone(), numbers, tiles)
-        for tile, made, name in zip(tiles, values, States.__slots__, strict=True):
+        for tile, made, name in zip(tiles, values, HostStates.__slots__, strict=True):
             close(made.copy_(tile), getattr(b, name))
         if out is not None:
             out[start:stop].copy_(tiles[0])

@@ -26,10 +26,20 @@ from torch import Tensor
 
 from zeroshard.errors import OptimizerError
 from zeroshard.offload import compiled, kernel, tiled
-from zeroshard.offload.host_states import Moment, Scalars, Split, States, stands_for
+from zeroshard.offload.host_states import HostStates, Moment, Scalars, StateSplit, stands_for
 from zeroshard.offload.moments import BLOCK, Blockwise, code_map
 
-__all__ = ["BACKENDS", "Blockwise", "Scalars", "Split", "States", "adam_update", "backend", "stands_for", "using"]
+__all__ = [
+    "BACKENDS",
+    "Blockwise",
+    "HostStates",
+    "Scalars",
+    "StateSplit",
+    "adam_update",
+    "backend",
+    "stands_for",
+    "using",
+]
 
 BACKENDS = ("c++", "compile", "torch")
 KINDS = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
@@ -42,8 +52,8 @@ def adam_update(
     gradient: Tensor,
     factor: float,
     scalars: Scalars,
-    before: States,
-    after: States,
+    before: HostStates,
+    after: HostStates,
     out: Tensor | None = None,
     threads: int | None = None,
     like_torch: bool = True,
@@ -109,7 +119,9 @@ def _first() -> str:
     if compiles:
         try:
             one = torch.ones(1, dtype=torch.float32, device="cpu")
-            compiled.update(one, 1.0, PROOF, States(one, one, one), States(one.clone(), one.clone(), one.clone()))
+            compiled.update(
+                one, 1.0, PROOF, HostStates(one, one, one), HostStates(one.clone(), one.clone(), one.clone())
+            )
             warnings.warn(
                 f"Updates on the host go through torch.compile, inexact in the last place: {reason}", stacklevel=4
             )
@@ -129,11 +141,11 @@ def _prove() -> None:
     random = torch.Generator().manual_seed(0)
     values = torch.randn(4, 1003, generator=random, dtype=torch.float32, device="cpu")
     gradient, master, exp_avg, exp_avg_sq = values
-    before = States(master, exp_avg, exp_avg_sq.square())
-    ours, torchs = (States(*(torch.empty_like(master) for _ in States.__slots__)) for _ in range(2))
+    before = HostStates(master, exp_avg, exp_avg_sq.square())
+    ours, torchs = (HostStates(*(torch.empty_like(master) for _ in HostStates.__slots__)) for _ in range(2))
     kernel.library().zeroshard_adam(ctypes.byref(describe(gradient, 0.5, PROOF, before, ours, like_torch=True)), 1)
     tiled.update(gradient, 0.5, PROOF, before, torchs)
-    if not all(torch.equal(getattr(ours, name), getattr(torchs, name)) for name in States.__slots__):
+    if not all(torch.equal(getattr(ours, name), getattr(torchs, name)) for name in HostStates.__slots__):
         raise OptimizerError("On this machine the kernel's results are not torch's, bit for bit.")
 
 
@@ -141,16 +153,16 @@ def describe(
     gradient: Tensor,
     factor: float,
     scalars: Scalars,
-    before: States,
-    after: States,
+    before: HostStates,
+    after: HostStates,
     out: Tensor | None = None,
     like_torch: bool = True,
-) -> kernel.Update:
+) -> kernel.KernelUpdate:
     """The update as the kernel takes it; the tensors must outlive it."""
     roots, set_threads, roots_mode = kernel.torch_roots() if like_torch else (None, None, 0)
     names = ("master", "exp_avg", "exp_avg_sq")
     signed, unsigned = (_map(s) for s in (True, False))
-    return kernel.Update(
+    return kernel.KernelUpdate(
         n=gradient.numel(),
         gradient=gradient.data_ptr(),
         out=None if out is None else out.data_ptr(),
@@ -174,23 +186,23 @@ def _map(signed: bool) -> kernel.Map:
     return kernel.Map(tables.values.data_ptr(), tables.bounds.data_ptr(), tables.lowest.data_ptr())
 
 
-def _values(vector: Tensor | Split | Moment) -> kernel.Values:
-    if isinstance(vector, Split):
+def _values(vector: Tensor | StateSplit | Moment) -> kernel.Values:
+    if isinstance(vector, StateSplit):
         return kernel.Values(vector.hi.data_ptr(), vector.lo.data_ptr())
     if isinstance(vector, Blockwise):
         return kernel.Values(vector.codes.data_ptr(), vector.scales.data_ptr())
     return kernel.Values(vector.data_ptr(), None)
 
 
-def _kind(vector: Tensor | Split | Moment) -> int:
-    if isinstance(vector, Split):
+def _kind(vector: Tensor | StateSplit | Moment) -> int:
+    if isinstance(vector, StateSplit):
         return kernel.SPLIT
     if isinstance(vector, Blockwise):
         return kernel.SIGNED if vector.signed else kernel.UNSIGNED
     return KINDS[vector.dtype]
 
 
-def _check(gradient: Tensor, before: States, after: States, out: Tensor | None) -> None:
+def _check(gradient: Tensor, before: HostStates, after: HostStates, out: Tensor | None) -> None:
     """The kernel trusts what it is given, so nothing wrong may reach it."""
     n = gradient.numel()
     half, full = (torch.bfloat16, torch.float16), (torch.float32,)
@@ -198,7 +210,7 @@ def _check(gradient: Tensor, before: States, after: States, out: Tensor | None) 
     if out is not None:
         _check_one("out", out, n, half)
     for states in (before, after):
-        if isinstance(states.master, Split):
+        if isinstance(states.master, StateSplit):
             _check_one("the master's upper half", states.master.hi, n, (torch.bfloat16,))
             _check_one("the master's lower half", states.master.lo, n, (torch.int16,))
         else:
@@ -211,9 +223,9 @@ def _check(gradient: Tensor, before: States, after: States, out: Tensor | None) 
             _check_one(f"the scales of {name}", moment.scales, math.ceil(n / BLOCK), full)
             if moment.signed is not signed:
                 raise OptimizerError(f"{name} has signed={moment.signed}; it needs signed={signed}.")
-    if any(_kind(getattr(before, name)) != _kind(getattr(after, name)) for name in States.__slots__):
+    if any(_kind(getattr(before, name)) != _kind(getattr(after, name)) for name in HostStates.__slots__):
         raise OptimizerError("States before and after an update differ in layout; give both the same dtypes.")
-    if out is not None and isinstance(before.master, Split):
+    if out is not None and isinstance(before.master, StateSplit):
         raise OptimizerError("A split master leaves nothing for `out`: its upper half is the parameter. Pass no `out`.")
 
 

@@ -75,7 +75,7 @@ def stands_for(optimizer: Optimizer) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class StateSplit:
     """fp32 values [n] as bf16 and a remainder: (hi << 16) + lo are their bits, exactly.
 
     `hi` is the working parameter: the value rounded to the nearest bf16. On an exact tie it is the one away from zero,
@@ -90,7 +90,7 @@ class Split:
     lo: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> "Split":
+    def of(cls, values: Tensor) -> "StateSplit":
         """Split fp32 values [n]. A NaN becomes the one with the plainest bits, lest it round to a number."""
         parts = cls(torch.empty_like(values, dtype=torch.bfloat16), torch.empty_like(values, dtype=torch.int16))
         parts.write(values)
@@ -112,7 +112,7 @@ Moment = Tensor | Blockwise
 
 
 @dataclass(slots=True)
-class States:
+class HostStates:
     """Adam's states of n elements, on the CPU, contiguous.
 
     Attributes:
@@ -121,18 +121,18 @@ class States:
         exp_avg_sq: the second: fp32 or bf16 [n], or 8-bit and unsigned.
     """
 
-    master: Tensor | Split
+    master: Tensor | StateSplit
     exp_avg: Moment
     exp_avg_sq: Moment
 
-    def part(self, start: int, stop: int) -> "States":
+    def part(self, start: int, stop: int) -> "HostStates":
         """Elements [start, stop), as views; `start` must be a multiple of 256 where a moment has 8 bits."""
         master = self.master
-        if isinstance(master, Split):
-            cut: Tensor | Split = Split(master.hi[start:stop], master.lo[start:stop])
+        if isinstance(master, StateSplit):
+            cut: Tensor | StateSplit = StateSplit(master.hi[start:stop], master.lo[start:stop])
         else:
             cut = master[start:stop]
-        return States(cut, _part(self.exp_avg, start, stop), _part(self.exp_avg_sq, start, stop))
+        return HostStates(cut, _part(self.exp_avg, start, stop), _part(self.exp_avg_sq, start, stop))
 
 
 def _part(moment: Moment, start: int, stop: int) -> Moment:

@@ -14,7 +14,7 @@ import torch
 from zeroshard.comm.traffic import UPDATE, Purpose
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
-from zeroshard.memory.transfers import Link, Task
+from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.parts.planned import Planned, Wire, Work, below
 from zeroshard.units import Flat, norm_of
 
@@ -37,7 +37,7 @@ class HostSum:
     adds, apart = False, True
 
     def __init__(
-        self, link: Link, host: HostMemory, arena: Arena, flat: Flat, dtype: torch.dtype, rank: int,
+        self, link: Transfers, host: HostMemory, arena: Arena, flat: Flat, dtype: torch.dtype, rank: int,
         spare: bool = False,
     ) -> None:  # fmt: skip
         self._link, self._host, self._arena, self._flat, self.dtype = link, host, arena, flat, dtype

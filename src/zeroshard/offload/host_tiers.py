@@ -11,7 +11,7 @@ from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import ModelError, OptimizerError
 from zeroshard.memory import Disk, Room
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.memory.transfers import Link, Task
+from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.offload.host_adam import stands_for
 from zeroshard.offload.moments import BLOCK
 from zeroshard.offload.policy import Offload
@@ -24,7 +24,7 @@ PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; second
 SPARED = 4  # of the host memory that is free at the start, the part that shadow pages may take
 
 
-class LowerTiers:
+class HostTiers:
     """The tiers below the device of one engine; keeps slices of parameters there for `zero.weights.Sliced`.
 
     Attributes:
@@ -46,7 +46,7 @@ class LowerTiers:
         self.policy, self._device, self.ranks = policy, mesh.device, mesh.ranks
         platform = mesh.platform
         self.host = platform.host(ledger, mesh.device)
-        self.link = Link(platform.executor(mesh.device, timeout), mesh.now)
+        self.link = Transfers(platform.executor(mesh.device, timeout), mesh.now)
         self.disk: Disk | None = None
         if policy.disk is not None:
             self.disk = platform.disk(Path(policy.disk), ledger, timeout)

@@ -22,8 +22,8 @@ from zeroshard.comm.traffic import UPDATE, Purpose
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Arena
 from zeroshard.memory.transfers import Task
-from zeroshard.offload.host_tiers import LowerTiers
-from zeroshard.offload.slices import Form, Pages, Piece
+from zeroshard.offload.host_tiers import HostTiers
+from zeroshard.offload.slices import Form, Pages, SlicePiece
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.late_updates import Guesses, LateUpdates
 from zeroshard.parts.weights import Weights
@@ -32,7 +32,7 @@ WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong guesses among
 
 
 @dataclass(slots=True)
-class Update:
+class HostUpdate:
     """One slice's update under way.
 
     Attributes:
@@ -57,8 +57,8 @@ class Update:
 class Speculation:
     """An update that ran before it was known whether it should: as it was begun, and the pages that it wrote."""
 
-    update: Update
-    pieces: Sequence[Piece]
+    update: HostUpdate
+    pieces: Sequence[SlicePiece]
     factor: float
     puts: int
     shadow: Pages
@@ -81,7 +81,7 @@ class Speculations:
         scale: the loss scale of the step under way.
     """
 
-    def __init__(self, lower: LowerTiers, scale: Callable[[], float], guesses: Guesses) -> None:
+    def __init__(self, lower: HostTiers, scale: Callable[[], float], guesses: Guesses) -> None:
         self._lower, self._scale, self._guesses = lower, scale, guesses
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
 
@@ -101,7 +101,7 @@ class Speculations:
             return None
         return self._lower.shadows.take(form)
 
-    def take_over(self, update: Update, before: Pages) -> None:
+    def take_over(self, update: HostUpdate, before: Pages) -> None:
         """An update before the verdict was right; `before` are the pages that it read."""
         before.reader = update.task
         self._lower.shadows.give(before)
@@ -134,7 +134,7 @@ class HostUpdates(LateUpdates):
     """
 
     def __init__(
-        self, lower: LowerTiers, optimizer: SpanOptimizer, arena: Arena, scale: Callable[[], float], units: int,
+        self, lower: HostTiers, optimizer: SpanOptimizer, arena: Arena, scale: Callable[[], float], units: int,
         gathers: bool,
     ) -> None:  # fmt: skip
         super().__init__(lower.link)
@@ -142,10 +142,10 @@ class HostUpdates(LateUpdates):
         self.link, self.host, self.arena = lower.link, lower.host, arena
         self._root = units - 1
         self._gathers, self._publishes = gathers, lower.ranks > 1 and not gathers
-        self._todo: list[tuple[int, Callable[[float, bool], Update]]] = []
-        self._rising: list[tuple[Update, Task]] = []
+        self._todo: list[tuple[int, Callable[[float, bool], HostUpdate]]] = []
+        self._rising: list[tuple[HostUpdate, Task]] = []
         self._used: list[tuple[Task, torch.Tensor]] = []
-        self._late: list[Update] = []
+        self._late: list[HostUpdate] = []
         self.speculations = Speculations(lower, scale, self.guesses)
         self._adams: list[Speculates] = []
 
@@ -160,7 +160,7 @@ class HostUpdates(LateUpdates):
         for updater in self._adams:
             updater.adopt()
 
-    def tell(self, unit: int, begin: Callable[[float, bool], Update]) -> None:
+    def tell(self, unit: int, begin: Callable[[float, bool], HostUpdate]) -> None:
         """Let `start` begin an update of a unit, with the factor on its gradients and whether it is late."""
         self._todo.append((self._turn(unit), begin))
 
@@ -214,7 +214,7 @@ class HostUpdates(LateUpdates):
         """All units, if any are updated here; where they are gathered for use, that waits for their updates."""
         return units if self._policy.optimizer and not self._gathers else ()
 
-    def rise(self, update: Update) -> None:
+    def rise(self, update: HostUpdate) -> None:
         """Let new weights come to where forwards find them."""
         weights, link, task = update.weights, self.link, update.task
         after = [] if task is None else [task]
@@ -239,7 +239,7 @@ class HostUpdates(LateUpdates):
             self.rise(update)
         self._late.clear()
 
-    def _settle(self, items: Sequence[tuple[Update, Task]]) -> None:
+    def _settle(self, items: Sequence[tuple[HostUpdate, Task]]) -> None:
         for item in items:
             update, task = item
             self._rising.remove(item)

@@ -45,7 +45,7 @@ class Map(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("values", "bounds", "lowest"))
 
 
-class Update(ctypes.Structure):
+class KernelUpdate(ctypes.Structure):
     """One update; field by field the struct of the same name in the source."""
 
     _fields_ = (
@@ -86,7 +86,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise OptimizerError(f"The host Adam's kernel cannot be loaded: {error}. Delete {built}.") from error
     for function in (kernel.zeroshard_adam, kernel.zeroshard_traffic):
-        function.argtypes, function.restype = [ctypes.POINTER(Update), ctypes.c_int32], None
+        function.argtypes, function.restype = [ctypes.POINTER(KernelUpdate), ctypes.c_int32], None
     return kernel
 
 

@@ -16,8 +16,8 @@ import torch
 from zeroshard.comm.traffic import DISK, UPDATE
 from zeroshard.memory import Disk, Extent, HostMemory
 from zeroshard.memory.ledger import Category
-from zeroshard.memory.transfers import Link, Task
-from zeroshard.offload.host_adam import Scalars, States, adam_update
+from zeroshard.memory.transfers import Task, Transfers
+from zeroshard.offload.host_adam import HostStates, Scalars, adam_update
 from zeroshard.offload.moments import BLOCK, Blockwise
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,7 +25,7 @@ Moment = torch.Tensor | Blockwise
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlicePiece:
     """Elements [start, stop) of a slice that are updated alike, and how; `block` is the first of their scales."""
 
     start: int
@@ -72,9 +72,9 @@ class Pages:
         self.reader: Task | None = None
         self.master = self.buffers[0].view(torch.float32)[: form.numel]
 
-    def states(self, start: int, stop: int, block: int) -> States:
+    def states(self, start: int, stop: int, block: int) -> HostStates:
         """The states of elements [start, stop), whose scales begin at `block`."""
-        return States(self.master[start:stop], *(self._moment(number, start, stop, block) for number in (0, 1)))
+        return HostStates(self.master[start:stop], *(self._moment(number, start, stop, block) for number in (0, 1)))
 
     def _moment(self, number: int, start: int, stop: int, block: int) -> Moment:
         values = self.buffers[1 + number]
@@ -121,7 +121,7 @@ class HostSlice:
     """
 
     def __init__(
-        self, link: Link, host: HostMemory, form: Form, label: str, padding: int = 0, disk: Disk | None = None
+        self, link: Transfers, host: HostMemory, form: Form, label: str, padding: int = 0, disk: Disk | None = None
     ) -> None:
         self._link, self._host, self._label, self._disk = link, host, label, disk
         self.form = form
@@ -176,7 +176,7 @@ class HostSlice:
 
     def update(
         self,
-        parts: Sequence[Piece],
+        parts: Sequence[SlicePiece],
         gradient: torch.Tensor,
         factor: float,
         out: torch.Tensor | None,
@@ -285,7 +285,7 @@ def expanded(moment: Moment) -> torch.Tensor:
 
 
 def _update(
-    parts: Sequence[Piece],
+    parts: Sequence[SlicePiece],
     gradient: torch.Tensor,
     factor: float,
     out: torch.Tensor | None,

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from zeroshard.offload.host_states import Moment, Scalars, Split, States
+from zeroshard.offload.host_states import HostStates, Moment, Scalars, StateSplit
 from zeroshard.offload.moments import Blockwise
 
 TILE = 2**18  # elements
 
 
 def update(
-    gradient: Tensor, factor: float, scalars: Scalars, before: States, after: States, out: Tensor | None = None
+    gradient: Tensor, factor: float, scalars: Scalars, before: HostStates, after: HostStates, out: Tensor | None = None
 ) -> None:
     """As `host_adam.adam_update`."""
     n = gradient.numel()
@@ -36,9 +36,9 @@ def update(
             out[start:stop].copy_(p)
 
 
-def opened(old: Tensor | Split | Blockwise, new: Tensor | Split | Blockwise) -> Tensor:
+def opened(old: Tensor | StateSplit | Blockwise, new: Tensor | StateSplit | Blockwise) -> Tensor:
     """The values of `old` in fp32, to be updated in place: in `new` itself where that is fp32."""
-    if isinstance(old, Split):
+    if isinstance(old, StateSplit):
         return old.values()
     if isinstance(old, Blockwise):
         return old.decode()
@@ -47,9 +47,9 @@ def opened(old: Tensor | Split | Blockwise, new: Tensor | Split | Blockwise) -> 
     return old.float()
 
 
-def close(values: Tensor, place: Tensor | Split | Moment) -> None:
+def close(values: Tensor, place: Tensor | StateSplit | Moment) -> None:
     """Write updated fp32 values where they belong, unless they were updated there."""
-    if isinstance(place, Split):
+    if isinstance(place, StateSplit):
         place.write(values)
     elif isinstance(place, Blockwise):
         made = Blockwise.encode(values, place.signed)

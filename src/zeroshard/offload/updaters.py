@@ -12,9 +12,9 @@ from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category
 from zeroshard.offload.host_adam import Scalars
 from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.host_updates import HostUpdates, Speculation, Update
+from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
 from zeroshard.offload.moments import Blockwise
-from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, Piece, expanded
+from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.updater import MasterUpdater
 from zeroshard.parts.gradients import Gradients
@@ -52,7 +52,7 @@ class HostUpdater(MasterUpdater):
         staging = self._updates.host.borrow(self.values.numel() * self.weights.flat.dtype.itemsize)
         out = staging.view(self.weights.flat.dtype)
         out.copy_(self.values)
-        self._updates.rise(Update(self.weights, self.unit, self.start, None, out, staging))
+        self._updates.rise(HostUpdate(self.weights, self.unit, self.start, None, out, staging))
 
     def planned(self) -> Iterator[Planned]:
         """Master weights, and states that torch.optim makes in memory of its own, by 2101.06840, section 4."""
@@ -158,7 +158,7 @@ class HostAdam(HostUpdater):
     def _per_element(self, value: Any, span: Span) -> bool:
         return isinstance(value, Blockwise) or super()._per_element(value, span)
 
-    def _begin(self, written: bytes, factor: float, late: bool) -> Update:
+    def _begin(self, written: bytes, factor: float, late: bool) -> HostUpdate:
         """Begin one step with the sum times `factor`, or take over what has run ahead and was right.
 
         Args:
@@ -181,7 +181,9 @@ class HostAdam(HostUpdater):
         self._sum.reader = update.task
         return update
 
-    def _launch(self, pieces: Sequence[Piece], factor: float, aside: bool, shadow: Pages | None = None) -> Update:
+    def _launch(
+        self, pieces: Sequence[SlicePiece], factor: float, aside: bool, shadow: Pages | None = None
+    ) -> HostUpdate:
         """Begin one update.
 
         Args:
@@ -196,7 +198,7 @@ class HostAdam(HostUpdater):
         after = [*self._sum.arrived, *([shadow.reader] if shadow is not None and shadow.reader is not None else [])]
         task = self._home.update(pieces, self._sum.sum, factor, out, after, shadow)
         source = self.values if out is None else out
-        return Update(self.weights, self.unit, self.start, task, source, staging, placed)
+        return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed)
 
     def _speculate(self) -> None:
         """Begin an update on shadow pages, if its gradient seems complete ([Note: speculation])."""
@@ -207,7 +209,7 @@ class HostAdam(HostUpdater):
             update = self._launch(pieces, factor, aside=True, shadow=shadow)
             self._ahead = Speculation(update, pieces, factor, self._sum.puts, shadow)
 
-    def _pieces(self, spans: Sequence[Span]) -> list[Piece]:
+    def _pieces(self, spans: Sequence[Span]) -> list[SlicePiece]:
         """What an update does with each of some spans; states that are not there yet begin at zero."""
         optimizer, pieces = self._optimizer.optimizer, []
         for span in spans:
@@ -222,7 +224,7 @@ class HostAdam(HostUpdater):
             group = optimizer.param_groups[span.group]
             _refuse_options(group)
             scalars = Scalars.of(group, int(state["step"]) + 1, group["decoupled_weight_decay"])
-            pieces.append(Piece(start, stop, self._home.block_of(start), scalars))
+            pieces.append(SlicePiece(start, stop, self._home.block_of(start), scalars))
         return pieces
 
     def _lay_out(self) -> None:

@@ -4,6 +4,6 @@ Read `probe` (whether an optimizer treats each element alone), `spans` (its para
 """
 
 from zeroshard.optim.probe import StateLayout, check_elementwise, fresh_state
-from zeroshard.optim.spans import Span, SpanOptimizer
+from zeroshard.optim.spans import SliceSpan, SpanOptimizer
 
-__all__ = ["Span", "SpanOptimizer", "StateLayout", "check_elementwise", "fresh_state"]
+__all__ = ["SliceSpan", "SpanOptimizer", "StateLayout", "check_elementwise", "fresh_state"]

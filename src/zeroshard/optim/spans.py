@@ -22,7 +22,7 @@ from zeroshard.units import Index, Unreadable
 UNKNOWN = StateLayout(0, 0)  # where nobody asks what states should take
 
 
-class Span:
+class SliceSpan:
     """Elements [start, stop) of a flat buffer, of one parameter group, as one optimizer tensor."""
 
     def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor) -> None:
@@ -48,14 +48,14 @@ class SpanOptimizer:
     ) -> None:
         self.optimizer, self.layout = optimizer, layout
         self._ledger = ledger
-        self._spans: list[list[Span]] = []
+        self._spans: list[list[SliceSpan]] = []
         self._tiers: list[str | None] = []
         self._states_bytes = {"device": 0, "host": 0}  # in the ledger, beside what others enter
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars
         self._templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_by_hand)
-        self._fresh: list[tuple[Span, dict[str, Any]]] = []
+        self._fresh: list[tuple[SliceSpan, dict[str, Any]]] = []
 
     def add(
         self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
@@ -69,15 +69,15 @@ class SpanOptimizer:
             tier: of the ledger, on which the optimizer's states are; None where somebody else enters them.
         """
         stop = start + owned.numel()
-        spans: list[Span] = []
+        spans: list[SliceSpan] = []
         for number, low, high in index.overlaps(start, stop):
             if spans and spans[-1].group == groups[number]:
                 spans[-1].stop = high
             else:
-                spans.append(Span(low, high, groups[number], owned[:0]))
+                spans.append(SliceSpan(low, high, groups[number], owned[:0]))
         if index.padding_in(start, stop):
             if not spans:
-                spans.append(Span(start, stop, groups[-1], owned[:0]))
+                spans.append(SliceSpan(start, stop, groups[-1], owned[:0]))
             spans[-1].stop = stop
         for span in spans:
             span.tensor = torch.nn.Parameter(owned[span.start - start : span.stop - start])
@@ -129,14 +129,14 @@ class SpanOptimizer:
                 "Call engine.step()."
             )
 
-    def spans(self, number: int) -> list[Span]:
+    def spans(self, number: int) -> list[SliceSpan]:
         """The spans of one flat."""
         return self._spans[number]
 
     def split(self, number: int, cuts: Sequence[int]) -> None:
         """Cut the spans of one flat at the given elements, with their states."""
         before = self._spans[number]
-        after: list[Span] = []
+        after: list[SliceSpan] = []
         for span in before:
             inner = [cut for cut in sorted(set(cuts)) if span.start < cut < span.stop]
             after.extend(self._split(span, [span.start, *inner, span.stop]) if inner else [span])
@@ -149,11 +149,11 @@ class SpanOptimizer:
         for span in self._spans[number]:
             span.tensor.data = owned[span.start - start : span.stop - start]
 
-    def step(self, number: int, gradient_of: Callable[[Span], torch.Tensor | None]) -> None:
+    def step(self, number: int, gradient_of: Callable[[SliceSpan], torch.Tensor | None]) -> None:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
         self._step(self._spans[number], gradient_of)
 
-    def _step(self, spans: Sequence[Span], gradient_of: Callable[[Span], torch.Tensor | None]) -> None:
+    def _step(self, spans: Sequence[SliceSpan], gradient_of: Callable[[SliceSpan], torch.Tensor | None]) -> None:
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
         for span in spans:
@@ -195,12 +195,12 @@ class SpanOptimizer:
                 self._ledger.take(Category.BUFFERS, more, "optimizer scalars", tier=place)
                 self._seen_bytes[place] = nbytes
 
-    def _split(self, span: Span, places: list[int]) -> list[Span]:
+    def _split(self, span: SliceSpan, places: list[int]) -> list[SliceSpan]:
         state = self.optimizer.state.pop(span.tensor, {})
         parts = []
         for low, high in itertools.pairwise(places):
             a, b = low - span.start, high - span.start
-            part = Span(low, high, span.group, span.tensor.detach()[a:b])
+            part = SliceSpan(low, high, span.group, span.tensor.detach()[a:b])
             _hold(part)
             if state:
                 self.optimizer.state[part.tensor] = {k: _part(v, span.tensor.shape, a, b) for k, v in state.items()}
@@ -213,7 +213,7 @@ class SpanOptimizer:
             group["params"] = [s.tensor for spans in self._spans for s in spans if s.group == number]
 
 
-def _hold(span: Span) -> None:
+def _hold(span: SliceSpan) -> None:
     """Let the gradient of a span refuse to be read: the engine has it, but for the moment of the span's step."""
     if span.held is None:
         real = type(span.tensor.detach()) is torch.Tensor  # with values, unlike those of a rehearsal

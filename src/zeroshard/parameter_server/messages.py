@@ -20,7 +20,7 @@ SERVER = 0  # the rank that has it
 WORDS = 512  # bytes of an error that are told
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a reply is."""
 
     WEIGHTS = 0
@@ -40,13 +40,13 @@ def exchange(comm: Comm, wire: Wire, present: Sequence[bool] | None) -> Reply:
         sent += [comm.send(buffer, SERVER, Purpose.REPAY_GRADIENTS, "gradients") for buffer in wire.buffers]
     for message in sent:
         message.wait()
-    kind, reply = Kind.WAIT, None
-    while kind is Kind.WAIT:
+    kind, reply = MessageKind.WAIT, None
+    while kind is MessageKind.WAIT:
         frame = torch.empty(5, dtype=torch.float64)
         comm.receive(frame, SERVER, Purpose.CONTROL, "reply of the parameter server").wait()
-        kind = Kind(int(frame[0]))
+        kind = MessageKind(int(frame[0]))
         reply = Reply(int(frame[1]), int(frame[2]), int(frame[3]), float(frame[4]))
-    if kind is Kind.FAILURE:
+    if kind is MessageKind.FAILURE:
         words = torch.empty(WORDS, dtype=torch.uint8)
         comm.receive(words, SERVER, Purpose.CONTROL, "failure of the run").wait()
         raise CommError(words.numpy().tobytes().decode(errors="ignore").strip())
@@ -64,7 +64,7 @@ def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
         wire: likewise.
     """
 
-    def tell(kind: Kind, reply: Reply) -> None:
+    def tell(kind: MessageKind, reply: Reply) -> None:
         frame = torch.tensor([kind, *astuple(reply)], dtype=torch.float64)
         comm.send(frame, worker, Purpose.CONTROL, "reply of the parameter server").wait()
 
@@ -76,14 +76,16 @@ def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
             pushes, *present = request.tolist()
             for buffer in wire.buffers if pushes else ():
                 comm.receive(buffer, worker, Purpose.REPAY_GRADIENTS, "gradients").wait()
-            reply = server.exchange(worker, wire, present if pushes else None, lambda: tell(Kind.WAIT, Reply(0, 0)))
-            tell(Kind.WEIGHTS, reply)
+            reply = server.exchange(
+                worker, wire, present if pushes else None, lambda: tell(MessageKind.WAIT, Reply(0, 0))
+            )
+            tell(MessageKind.WEIGHTS, reply)
             for buffer in wire.buffers:
                 comm.send(buffer, worker, Purpose.LEND_WEIGHTS, "weights").wait()
     except BaseException as error:
         server.fail(CommError(f"worker {worker} is gone before its finish(): {error}"))  # or it has failed before
         with contextlib.suppress(CommError):  # it may be the one that is gone
-            tell(Kind.FAILURE, Reply(0, 0))
+            tell(MessageKind.FAILURE, Reply(0, 0))
             words = server.words.encode()[:WORDS].ljust(WORDS)
             message = torch.frombuffer(bytearray(words), dtype=torch.uint8)
             comm.send(message, worker, Purpose.CONTROL, "failure of the run").wait()

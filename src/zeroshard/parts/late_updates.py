@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zeroshard.comm.traffic import Count, Purpose
-from zeroshard.memory.transfers import Span
+from zeroshard.memory.transfers import TaskSpan
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Guesses:
     undone: int = 0
 
 
-class Watched(Protocol):
+class TracedWork(Protocol):
     """What runs beside the main thread, on a clock."""
 
     def note(self, label: str, start: float) -> None:
@@ -34,7 +34,7 @@ class Watched(Protocol):
     def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
         """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
 
-    def traced(self) -> AbstractContextManager[list[Span]]:
+    def traced(self) -> AbstractContextManager[list[TaskSpan]]:
         """Keep when what is inside runs."""
 
 
@@ -52,7 +52,7 @@ class Nothing:
         """Nothing is copied."""
         return {}, {}
 
-    def traced(self) -> AbstractContextManager[list[Span]]:
+    def traced(self) -> AbstractContextManager[list[TaskSpan]]:
         """Nothing is to be kept."""
         return nullcontext([])
 
@@ -68,8 +68,8 @@ class LateUpdates:
         guesses: of those that ran before the verdict.
     """
 
-    def __init__(self, beside: Watched | None = None) -> None:
-        self.beside: Watched = beside if beside is not None else Nothing()
+    def __init__(self, beside: TracedWork | None = None) -> None:
+        self.beside: TracedWork = beside if beside is not None else Nothing()
         self.guesses = Guesses()
 
     def adopt(self) -> None:

@@ -149,7 +149,7 @@ class Decides(Protocol):
         """The verdict on gradients of this norm, loss scale included."""
 
 
-class Order(Protocol):
+class StepOrder(Protocol):
     """Steps as lists of actions: over one stage, or over several.
 
     Attributes:

@@ -19,7 +19,7 @@ from zeroshard.checkpoint import Piece, Reader
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.whole import Whole
+from zeroshard.pipeline.whole import WholeModel
 
 Shape = tuple[int, ...]
 
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 class Buffers:
     """The persistent buffers of one rank's model, by their names in its state dict."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, stage: Stage | Whole) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, stage: Stage | WholeModel) -> None:
         self._model, self._mesh, self._stage = model, mesh, stage
         self._made = {name: _shape(buffer) for name, _, _, buffer in self._all()}
 

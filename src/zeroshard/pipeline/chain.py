@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.gates import Gate, activation_at, with_activation
-from zeroshard.pipeline.placeholders import Standins
-from zeroshard.pipeline.probe import Probe, Writes, all_trainable, unchanged, without_weights
+from zeroshard.pipeline.placeholders import Placeholders
+from zeroshard.pipeline.probe import BufferWrites, Probe, all_trainable, unchanged, without_weights
 from zeroshard.units import find_units
 
 PREFIX, SUFFIX = "prefix", "suffix"
@@ -93,7 +93,7 @@ class Chain:
         self._gates += [Gate(self.enter, self._paths[module], module) for module in around]
         self._learned = {module for gate in self._gates if gate.learned for module in gate.module.modules()}
         self.frames = frames
-        self.standins = Standins()
+        self.standins = Placeholders()
         self.written: dict[tuple[nn.Module, str], set[int]] = {}
         self.layers = self._find_layers(model, frames, forward, device)
         places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
@@ -235,7 +235,7 @@ class Chain:
             if apart and device is not None:
                 stack.enter_context(without_weights(model, frames, probe, self._learned, device))
             changed = stack.enter_context(unchanged(model))
-            writes = Writes(module for module in self._paths if module not in self._learned)
+            writes = BufferWrites(module for module in self._paths if module not in self._learned)
             probe.on_phase = writes.look
             try:
                 output = forward()

@@ -30,7 +30,7 @@ TIE = 1 - 1e-12  # a cut must be better than no cut by more than rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PartitionStage:
     """Layers `first` to `last` (both included) on `replicas` devices; times are seconds per microbatch of the pipeline,
     as the objective counts them.
 
@@ -63,7 +63,7 @@ class Partition:
         seconds: predicted time per microbatch, that of the slowest stage or message.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PartitionStage, ...]
     seconds: float
     objective: str
 
@@ -154,7 +154,7 @@ def _does_not_fit(task: "_Task") -> PlanError:
     )
 
 
-def _kept(task: "_Task", stages: Sequence[Stage]) -> Iterator[Stage]:
+def _kept(task: "_Task", stages: Sequence[PartitionStage]) -> Iterator[PartitionStage]:
     """The stages with their time in all and what their devices keep."""
     for number, stage in enumerate(stages):
         versions = -(-sum(other.replicas for other in stages[number:]) // stage.replicas)
@@ -272,9 +272,9 @@ class _Device:
             return math.inf
         return task.objective.leaf(task, i, j, self.versions)
 
-    def stages(self, i: int, j: int) -> list[Stage]:
+    def stages(self, i: int, j: int) -> list[PartitionStage]:
         """The one stage."""
-        return [Stage(i, j, 1, self.task.seconds(i, j), 0.0, 0.0)]
+        return [PartitionStage(i, j, 1, self.task.seconds(i, j), 0.0, 0.0)]
 
 
 class _Table:
@@ -297,9 +297,9 @@ class _Table:
             self._fill(i)
         return self.values[i][self.count][j]
 
-    def stages(self, i: int, j: int) -> list[Stage]:
+    def stages(self, i: int, j: int) -> list[PartitionStage]:
         """The stages of `best(i, j)`, with the times of one copy of this component."""
-        found: list[Stage] = []
+        found: list[PartitionStage] = []
         for first, last, n, rest, cut in self._chain(i, j):
             sync = self._sync(first, last, n, cut)
             parts = [self._copied(stage, n, sync) for stage in self._inner(n, rest).stages(first, last)]
@@ -372,7 +372,7 @@ class _Table:
             j, m = s, m - n
         return [(i, j, m, self.count - m, False), *reversed(chain)]
 
-    def _copied(self, stage: Stage, n: int, sync: float) -> Stage:
+    def _copied(self, stage: PartitionStage, n: int, sync: float) -> PartitionStage:
         """One of the stages inside, with n copies that exchange their gradients for `sync` seconds."""
         objective, send = self.task.objective, stage.send_seconds
         return replace(
@@ -384,5 +384,5 @@ class _Table:
         )
 
 
-def _sending(stage: Stage, seconds: float) -> Stage:
+def _sending(stage: PartitionStage, seconds: float) -> PartitionStage:
     return replace(stage, send_seconds=max(stage.send_seconds, seconds))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from zeroshard.errors import ModelError
 
 
-class Standins:
+class Placeholders:
     """Remembers, for each module and shape of its input, the shape of its output."""
 
     def __init__(self) -> None:

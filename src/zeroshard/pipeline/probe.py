@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.gates import Gate, activation_at, place_of_activation, with_activation
-from zeroshard.pipeline.placeholders import Standins
+from zeroshard.pipeline.placeholders import Placeholders
 from zeroshard.platform import accelerator
 
 SPREAD = 0.02  # of random weights
@@ -43,7 +43,7 @@ class Probe:
         on_phase: called when a phase ends, with its number.
     """
 
-    def __init__(self, blocks: set[nn.Module], standins: Standins, device: torch.device | None = None) -> None:
+    def __init__(self, blocks: set[nn.Module], standins: Placeholders, device: torch.device | None = None) -> None:
         self._blocks, self._standins, self._device = blocks, standins, device
         self.order: list[nn.Module] = []
         self.phases: dict[nn.Module, set[int]] = {}
@@ -126,7 +126,7 @@ class Probe:
         return with_activation(tree, place, marked)
 
 
-class Writes:
+class BufferWrites:
     """In which phases of a forward the buffers of some modules are written.
 
     Attributes:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from zeroshard.errors import PlanError
 from zeroshard.pipeline.cluster import Cluster
-from zeroshard.pipeline.partition import OBJECTIVES, SHAPES, Partition, Shape, Stage, partition
+from zeroshard.pipeline.partition import OBJECTIVES, SHAPES, Partition, PartitionStage, Shape, partition
 from zeroshard.pipeline.profile import LayerCost
 from zeroshard.schedule import Layout, PipelineSchedule
 from zeroshard.schedule.simulate import Costs, simulate
@@ -63,7 +63,7 @@ def timed(layers: Sequence[LayerCost], split: Partition, cluster: Cluster) -> Pa
     return Partition(tuple(stages), seconds, SIMULATED)
 
 
-def _stages(layers: Sequence[LayerCost], split: Partition, cluster: Cluster) -> Iterator[Stage]:
+def _stages(layers: Sequence[LayerCost], split: Partition, cluster: Cluster) -> Iterator[PartitionStage]:
     """Its stages on devices one after another, as the engine numbers its ranks."""
     first = 0
     for number, stage in enumerate(split.stages):
@@ -90,7 +90,7 @@ def _bandwidth(cluster: Cluster, first: int, last: int) -> float:
     return crossed
 
 
-def _simulated(layers: Sequence[LayerCost], stages: Sequence[Stage], bound: float) -> float:
+def _simulated(layers: Sequence[LayerCost], stages: Sequence[PartitionStage], bound: float) -> float:
     """Seconds per microbatch in the rhythm of a long stretch."""
     layout = Layout(tuple(stage.replicas for stage in stages))
     forward = [sum(y.forward_seconds for y in layers[s.first : s.last + 1]) for s in stages]

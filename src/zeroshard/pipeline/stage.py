@@ -28,7 +28,7 @@ from zeroshard.pipeline.chain import Chain, Layer
 from zeroshard.pipeline.deferred import Deferral
 from zeroshard.pipeline.measure import measure
 from zeroshard.pipeline.policy import Cut, Pipeline
-from zeroshard.pipeline.whole import DtypeOf, Whole
+from zeroshard.pipeline.whole import DtypeOf, WholeModel
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
 from zeroshard.units import Unit
@@ -230,7 +230,7 @@ class Stage:
         return bisect_right(self.firsts[:-1], layer) - 1
 
 
-def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -> Stage | Whole:
+def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -> Stage | WholeModel:
     """This rank's part of `model`; a collective call.
 
     Args:
@@ -241,7 +241,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
         ModelError: no chain, or too few blocks. PlanError: the ranks do not fit the stages.
     """
     if not cut.pipeline.cuts:
-        return Whole(model, cut, mesh)
+        return WholeModel(model, cut, mesh)
     pipeline = cut.schedule(mesh.ranks, ())
     if example is None:
         raise PlanError("A pipeline is cut on an example: pass Engine(..., example=one microbatch).")

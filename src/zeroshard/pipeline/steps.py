@@ -20,7 +20,7 @@ from zeroshard.pipeline.executor import Executor, Microbatch
 from zeroshard.pipeline.messages import Shape
 from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
-from zeroshard.pipeline.weight_stashing import Versions
+from zeroshard.pipeline.weight_stashing import StashedVersions
 from zeroshard.schedule import Kind
 
 PURPOSES = {
@@ -219,4 +219,4 @@ def _stash(stage: Stage, parts: Parts, backward: Backwards) -> None:
     for part, gradients in parts.trained:
         sites = [list(stage.chain.sites(parameter)) for parameter in part.flat.parameters]
         listen, ledger = partial(backward.listen, gradients), parts.arena.ledger
-        part.versions = Versions(part.flat, part.weights.full, sites, ledger, listen, stage.versions - 1)
+        part.versions = StashedVersions(part.flat, part.weights.full, sites, ledger, listen, stage.versions - 1)

@@ -16,7 +16,7 @@ from zeroshard.units import Flat
 Site = tuple[nn.Module, str]  # a module and the name of a parameter in it
 
 
-class Versions:
+class StashedVersions:
     """The versions of one flat's weights.
 
     Args:

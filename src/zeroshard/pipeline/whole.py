@@ -18,7 +18,7 @@ from zeroshard.units import Unit, find_units
 DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
 
-class Whole:
+class WholeModel:
     """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
 
     number, is_last, versions, borrowed_versions, ranks_per_lane = 0, True, 1, 1, 1

@@ -11,10 +11,10 @@ from zeroshard.comm.shared_memory import SharedMemory, share
 from zeroshard.comm.transport import Network
 from zeroshard.memory import Disk, HostMemory, Room, find_rooms
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.transfers import Executor, Worker
+from zeroshard.memory.transfers import TaskRunner, ThreadRunner
 from zeroshard.platform import accelerator
 
-executor_of: Callable[[torch.device, float], Executor] = Worker  # tests put others in its place
+executor_of: Callable[[torch.device, float], TaskRunner] = ThreadRunner  # tests put others in its place
 
 
 class Platform:
@@ -72,7 +72,7 @@ class Platform:
         """
         return Disk(folder, ledger, timeout)
 
-    def executor(self, device: torch.device, timeout: float) -> Executor:
+    def executor(self, device: torch.device, timeout: float) -> TaskRunner:
         """What carries out copies between tiers and jobs of the host."""
         return executor_of(device, timeout)
 

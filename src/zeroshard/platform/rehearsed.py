@@ -23,7 +23,7 @@ from zeroshard.comm.shared_memory import SharedMemory, Signal
 from zeroshard.comm.transport import Arrival, Group, Network, Scratch, Sizes
 from zeroshard.memory import Disk, HostMemory, ImaginedDisk, Room
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.transfers import Executor, Modelled, Task
+from zeroshard.memory.transfers import Modelled, Task, TaskRunner
 from zeroshard.platform.real import Platform
 
 WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes, the ranks that take part
@@ -143,7 +143,7 @@ class Rehearsal(Platform):
         """A disk that is only counted."""
         return ImaginedDisk(ledger, self.below)
 
-    def executor(self, device: torch.device, timeout: float) -> Executor:
+    def executor(self, device: torch.device, timeout: float) -> TaskRunner:
         """Tasks on the clock of the rehearsal."""
         return Modelled(self.clock, self.task_seconds)
 

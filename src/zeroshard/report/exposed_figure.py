@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from zeroshard.report.figure import Figure, LegendEntry
 from zeroshard.report.run_folder import TrainingPoint
-from zeroshard.report.scales import Axis, covering_axis, fitted_axis
+from zeroshard.report.scales import ChartAxis, covering_axis, fitted_axis
 from zeroshard.report.series import thin
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, band_path
 from zeroshard.report.wording import format_duration, format_exact
@@ -59,7 +59,7 @@ def _total(point: TrainingPoint) -> float:
     return sum(point.exposed.values())
 
 
-def _steps(span: tuple[float, float], frame: Frame) -> Axis:
+def _steps(span: tuple[float, float], frame: Frame) -> ChartAxis:
     return fitted_axis("step", *span, frame.x_ticks, whole=True)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from zeroshard.report.figure import Figure, LegendEntry
-from zeroshard.report.run_folder import Run, TrainingPoint, ValidationPoint
-from zeroshard.report.scales import Axis, covering_axis, fitted_axis
+from zeroshard.report.run_folder import RunRecord, TrainingPoint, ValidationPoint
+from zeroshard.report.scales import ChartAxis, covering_axis, fitted_axis
 from zeroshard.report.series import running_mean, smoothing_radius, thin
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, Point, crosses_path, dots_path, line_path
 from zeroshard.report.wording import format_decimal, format_exact
@@ -31,7 +31,7 @@ class _Curves:
     caption: str
 
 
-def loss_figure(run: Run) -> Figure | None:
+def loss_figure(run: RunRecord) -> Figure | None:
     """The chart, or None when no step has a finite training loss."""
     training, validation = _points(run.training), _points(run.validation)
     if not training:
@@ -97,7 +97,7 @@ def _draw(curves: _Curves, frame: Frame) -> Markup:
     return canvas.to_markup()
 
 
-def _placed(points: list[Point], frame: Frame, x: Axis, y: Axis) -> list[Point]:
+def _placed(points: list[Point], frame: Frame, x: ChartAxis, y: ChartAxis) -> list[Point]:
     return [(frame.x(x.fraction(step)), frame.y(y.fraction(value))) for step, value in points]
 
 

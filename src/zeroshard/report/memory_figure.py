@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from zeroshard.report.figure import Figure, LegendEntry
 from zeroshard.report.run_folder import MemoryEvent, MemoryStep
-from zeroshard.report.scales import Axis, bytes_axis, fitted_axis
+from zeroshard.report.scales import ChartAxis, bytes_axis, fitted_axis
 from zeroshard.report.series import thin
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame, band_path
 from zeroshard.report.wording import format_bytes, format_exact
@@ -82,7 +82,7 @@ def _span(step: MemoryStep) -> tuple[float, float]:
     return start, end + (0.02 * (end - start) or 1e-3)
 
 
-def _time_axis(step: MemoryStep, frame: Frame) -> Axis:
+def _time_axis(step: MemoryStep, frame: Frame) -> ChartAxis:
     start, end = _span(step)
     return fitted_axis("ms", start * 1e3, end * 1e3, frame.x_ticks)
 
@@ -126,7 +126,7 @@ def _draw(step: MemoryStep, kept: list[_Change], marked: list[_Change], caption:
     return canvas.to_markup()
 
 
-def _draw_marks(canvas: Canvas, marked: list[_Change], x: Axis) -> None:
+def _draw_marks(canvas: Canvas, marked: list[_Change], x: ChartAxis) -> None:
     frame = canvas.frame
     for number, change in enumerate(marked, 1):
         place = frame.x(x.fraction(change.event.t * 1e3))

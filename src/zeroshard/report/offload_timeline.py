@@ -25,8 +25,8 @@ from zeroshard.report.timeline_figure import (
     TOP,
     WIDEST,
     Fill,
+    Labels,
     Picture,
-    Words,
     picture_svg,
     place_axis,
 )
@@ -146,12 +146,12 @@ def place_lanes(timeline: OffloadTimeline) -> Picture:
     picture = Picture(width, 0, f"{name}, offloaded")
     scale = (width - LEFT - RIGHT) / end
     notes = "  \N{MIDDLE DOT}  ".join(_notes(timeline))
-    picture.words.append(Words(LEFT, TOP + 14, name, "name", 13))
-    picture.words.append(Words(LEFT + 18 + 7.8 * len(name), TOP + 14, notes, "quiet", 12))
+    picture.words.append(Labels(LEFT, TOP + 14, name, "name", 13))
+    picture.words.append(Labels(LEFT + 18 + 7.8 * len(name), TOP + 14, notes, "quiet", 12))
     top = y = TOP + HEAD
     for lane, row in timeline.rows():
         picture.lanes.append((LEFT, y, end * scale, ROW - 4))
-        picture.words.append(Words(LEFT - 8, y + ROW / 2 + 2, LANE_NAMES[lane], "quiet", 11.5, "end"))
+        picture.words.append(Labels(LEFT - 8, y + ROW / 2 + 2, LANE_NAMES[lane], "quiet", 11.5, "end"))
         for span in row:
             _place(picture, span, y, scale)
         if len(timeline.spans) <= TIPS:
@@ -209,7 +209,7 @@ def _place(picture: Picture, span: LaneSpan, y: float, scale: float) -> None:
     name = span.label.partition("[")[0]  # without the dtype of the buffer
     fitting = [words for words in (name, name.rpartition(".")[2]) if LETTER * SIZE * len(words) <= wide - 6]
     if fitting:
-        picture.words.append(Words(left + wide / 2, middle + 0.36 * SIZE, fitting[0], fill, SIZE, "middle"))
+        picture.words.append(Labels(left + wide / 2, middle + 0.36 * SIZE, fitting[0], fill, SIZE, "middle"))
 
 
 def _tip(span: LaneSpan) -> str:
@@ -227,7 +227,7 @@ def _legend(picture: Picture, y: float) -> float:
         if x + 22 + 6.6 * len(name) > picture.width - RIGHT:
             x, y = LEFT, y + 20
         picture.swatches.append((x, y - 10, 12, 12, fill))
-        picture.words.append(Words(x + 17, y, name, "quiet", 12))
+        picture.words.append(Labels(x + 17, y, name, "quiet", 12))
         x += 35 + 6.6 * len(name)
     return y
 

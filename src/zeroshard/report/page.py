@@ -15,7 +15,7 @@ from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.offload_timeline import read_offload_timeline, write_offload_timeline
-from zeroshard.report.run_folder import Run, Summary, read_run
+from zeroshard.report.run_folder import RunRecord, Summary, read_run
 from zeroshard.report.tables import exposed_table, fields_table, memory_table, prediction_table, traffic_table
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
@@ -54,7 +54,7 @@ def compose(**content: object) -> str:
     return template.render(style=Markup(_resource("style.css")), script=Markup(_resource("hover.js")), **content)
 
 
-def _page(run: Run, timeline: TimelineSection | None) -> str:
+def _page(run: RunRecord, timeline: TimelineSection | None) -> str:
     summary = run.summary
     tables = (
         (prediction_table(run.forecast), None),
@@ -82,12 +82,12 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _styles(run: Run) -> dict[str, str]:
+def _styles(run: RunRecord) -> dict[str, str]:
     """Colour class by category, the same in chart and table."""
     return {name: hue(i) for i, name in enumerate(run.memory.categories)} if run.memory else {}
 
 
-def _facts(run: Run) -> Facts:
+def _facts(run: RunRecord) -> Facts:
     summary = run.summary
     validation = summary.validation_bits_per_byte
     if not math.isfinite(validation) and run.validation:
@@ -131,7 +131,7 @@ def _pipeline(plan: dict[str, object]) -> str:
     return f"{stages} stages{each}, {schedule}" if schedule else f"{stages} stages{each}"
 
 
-def _course(run: Run) -> Facts:
+def _course(run: RunRecord) -> Facts:
     """How the run went, counted over its steps."""
     steps = run.training
     rates = [point.tokens_per_s for point in steps if math.isfinite(point.tokens_per_s)]

@@ -52,7 +52,7 @@ class ValidationPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRow:
+class MemoryRecord:
     """Bytes of one ledger category on one rank: the formula, its padding, the ledger at rest and at its highest.
 
     ``tier`` is where they are: "device", "host" or "disk".
@@ -67,7 +67,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficRow:
+class TrafficRecord:
     """What one purpose put on the wire in one step."""
 
     purpose: str
@@ -120,7 +120,7 @@ class PredictionRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class ForecastRecord:
     """What was predicted of one rank beside what it took up to a step, and which bars were missed."""
 
     rank: float
@@ -144,12 +144,12 @@ class Summary:
     seconds: float
     corpus: dict[str, object]
     plan: dict[str, object]
-    memory: tuple[MemoryRow, ...]
-    traffic: tuple[TrafficRow, ...]
+    memory: tuple[MemoryRecord, ...]
+    traffic: tuple[TrafficRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecord:
     """All that a report is made from; ``notes`` say in whole sentences what was missing or set aside."""
 
     path: Path
@@ -158,7 +158,7 @@ class Run:
     summary: Summary
     memory: MemoryStep | None
     timelines: Timelines | None
-    forecast: Forecast | None
+    forecast: ForecastRecord | None
     notes: tuple[str, ...]
 
 
@@ -190,7 +190,7 @@ class Record:
         return [Record(item) for item in value] if isinstance(value, list) else []
 
 
-def read_run(run: Path) -> Run:
+def read_run(run: Path) -> RunRecord:
     """Read a run folder; ReportError when it or its training lines are missing."""
     lines, unreadable = _metric_lines(_metrics_file(run))
     notes: list[str] = []
@@ -215,7 +215,7 @@ def read_run(run: Path) -> Run:
     timelines = _timelines(run / TIMELINE, notes)
     forecast = _forecast(run / PREDICTION, notes)
     ordered = tuple(training[step] for step in sorted(training))
-    return Run(run, ordered, _validation(lines), summary, memory, timelines, forecast, tuple(notes))
+    return RunRecord(run, ordered, _validation(lines), summary, memory, timelines, forecast, tuple(notes))
 
 
 def _metrics_file(run: Path) -> Path:
@@ -310,16 +310,16 @@ def _summary(record: Record) -> Summary:
     )
 
 
-def _memory_row(row: Record) -> MemoryRow:
+def _memory_row(row: Record) -> MemoryRecord:
     keys = ("planned_bytes", "padding_bytes", "measured_bytes", "peak_bytes")
     planned, padding, measured, peak = (row.number(key) for key in keys)
     tier = row.text("tier") or "device"  # runs before offload do not say it
-    return MemoryRow(row.text("category"), planned, padding, measured, peak, tier)
+    return MemoryRecord(row.text("category"), planned, padding, measured, peak, tier)
 
 
-def _traffic_row(row: Record) -> TrafficRow:
+def _traffic_row(row: Record) -> TrafficRecord:
     numbers = ("planned_elements", "measured_elements", "measured_bytes", "calls")
-    return TrafficRow(row.text("purpose"), *(row.number(key) for key in numbers))
+    return TrafficRecord(row.text("purpose"), *(row.number(key) for key in numbers))
 
 
 def _memory(record: Record) -> MemoryStep | None:
@@ -343,7 +343,7 @@ def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
     return MemoryEvent(row.number("t"), row.text("label"), tuple(n if math.isfinite(n) else 0.0 for n in nbytes))
 
 
-def _forecast(path: Path, notes: list[str]) -> Forecast | None:
+def _forecast(path: Path, notes: list[str]) -> ForecastRecord | None:
     """What was predicted, where anything was and the run came far enough to compare it."""
     record = _json_file(path, "", notes) if path.is_file() else Record(None)
     rows = [(row, row.number("predicted"), row.number("measured")) for row in record.records("rows")]
@@ -352,7 +352,7 @@ def _forecast(path: Path, notes: list[str]) -> Forecast | None:
     told = record.fields.get("warnings")
     warnings = tuple(map(str, told)) if isinstance(told, list) else ()
     kept = tuple(PredictionRow(row.text("part"), row.text("name"), *numbers) for row, *numbers in rows)
-    return Forecast(record.number("rank"), record.number("step"), kept, warnings)
+    return ForecastRecord(record.number("rank"), record.number("step"), kept, warnings)
 
 
 def _timelines(path: Path, notes: list[str]) -> Timelines | None:

@@ -7,7 +7,7 @@ from zeroshard.report.wording import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ChartAxis:
     """A range of data with its ticks: what both the grid lines and the points are placed by."""
 
     label: str
@@ -32,26 +32,28 @@ def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
     return [round(k * step, decimals) for k in range(first, max(last, first + 1) + 1)]
 
 
-def covering_axis(label: str, low: float, high: float) -> Axis:
+def covering_axis(label: str, low: float, high: float) -> ChartAxis:
     """An axis that ends on round ticks outside the data."""
     ticks = nice_ticks(low, high)
-    return Axis(label, ticks[0], ticks[-1], tuple((tick, _tick_label(tick)) for tick in ticks))
+    return ChartAxis(label, ticks[0], ticks[-1], tuple((tick, _tick_label(tick)) for tick in ticks))
 
 
-def fitted_axis(label: str, low: float, high: float, target: int = 8, whole: bool = False) -> Axis:
+def fitted_axis(label: str, low: float, high: float, target: int = 8, whole: bool = False) -> ChartAxis:
     """An axis that ends with the data, round ticks inside; ``whole`` drops ticks between integers."""
     if high <= low:
         low, high = low - 0.5, low + 0.5
     ticks = [t for t in nice_ticks(low, high, target) if low <= t <= high and not (whole and t % 1)]
-    return Axis(label, low, high, tuple((tick, _tick_label(tick)) for tick in ticks))
+    return ChartAxis(label, low, high, tuple((tick, _tick_label(tick)) for tick in ticks))
 
 
-def bytes_axis(label: str, high: float) -> Axis:
+def bytes_axis(label: str, high: float) -> ChartAxis:
     """From zero to a round number of binary units (200 MiB, not 209,715,200)."""
     unit = 1024.0 ** min(max(int(math.log2(max(high, 1.0)) // 10), 0), 3)
     name = format_bytes(unit).split(" ")[1]
     ticks = nice_ticks(0.0, max(high / unit, 1.0), 4)
-    return Axis(label, 0.0, ticks[-1] * unit, tuple((tick * unit, f"{_tick_label(tick)} {name}") for tick in ticks))
+    return ChartAxis(
+        label, 0.0, ticks[-1] * unit, tuple((tick * unit, f"{_tick_label(tick)} {name}") for tick in ticks)
+    )
 
 
 def _tick_label(tick: float) -> str:

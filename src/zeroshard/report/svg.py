@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from zeroshard.report.scales import Axis
+from zeroshard.report.scales import ChartAxis
 
 Point = tuple[float, float]
 
@@ -74,7 +74,7 @@ class Canvas:
         if data:
             ET.SubElement(self.root, "path", {"class": style, "d": data})
 
-    def axes(self, x: Axis, y: Axis) -> None:
+    def axes(self, x: ChartAxis, y: ChartAxis) -> None:
         """Grid lines at the y ticks, tick marks at the x ticks, and what both axes measure."""
         frame = self.frame
         foot = frame.y(0)

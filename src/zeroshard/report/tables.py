@@ -9,7 +9,7 @@ from statistics import median
 
 from zeroshard.parts.settings import flat
 from zeroshard.report.exposed_figure import causes_of
-from zeroshard.report.run_folder import Forecast, MemoryRow, PredictionRow, TrafficRow, TrainingPoint
+from zeroshard.report.run_folder import ForecastRecord, MemoryRecord, PredictionRow, TrafficRecord, TrainingPoint
 from zeroshard.report.wording import (
     DASH,
     format_bytes,
@@ -48,7 +48,7 @@ class Table:
     note: str
 
 
-def memory_table(rows: tuple[MemoryRow, ...], styles: Mapping[str, str]) -> Table | None:
+def memory_table(rows: tuple[MemoryRecord, ...], styles: Mapping[str, str]) -> Table | None:
     """Bytes per rank: formula, padding, ledger, their difference, peak; None without rows."""
     if not rows:
         return None
@@ -63,11 +63,11 @@ def memory_table(rows: tuple[MemoryRow, ...], styles: Mapping[str, str]) -> Tabl
     )
 
 
-def traffic_table(rows: tuple[TrafficRow, ...]) -> Table | None:
+def traffic_table(rows: tuple[TrafficRecord, ...]) -> Table | None:
     """Elements and bytes on the wire in one step; None without rows."""
     if not rows:
         return None
-    total = TrafficRow(
+    total = TrafficRecord(
         "All purposes",
         sum(row.planned_elements for row in rows),
         sum(row.measured_elements for row in rows),
@@ -100,7 +100,7 @@ def exposed_table(points: Sequence[TrainingPoint]) -> Table | None:
     )
 
 
-def prediction_table(forecast: Forecast | None) -> Table | None:
+def prediction_table(forecast: ForecastRecord | None) -> Table | None:
     """Memory, traffic and time of a step as predicted before the run and as measured; None without a prediction."""
     if forecast is None:
         return None
@@ -120,7 +120,7 @@ def fields_table(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     return tuple((name.replace("_", " ").replace(".", ": "), _plain(name, value)) for name, value in flat(fields))
 
 
-def _memory_row(row: MemoryRow, styles: Mapping[str, str]) -> Row:
+def _memory_row(row: MemoryRecord, styles: Mapping[str, str]) -> Row:
     """Below the device its tier stands beside the category, and no colour, since the chart is of the device."""
     name = row.category.replace("_", " ")
     if row.tier == "device":
@@ -128,14 +128,14 @@ def _memory_row(row: MemoryRow, styles: Mapping[str, str]) -> Row:
     return Row(f"{name}, {row.tier}", _memory_cells(row))
 
 
-def _memory_sums(rows: Sequence[MemoryRow], named: bool) -> list[Row]:
+def _memory_sums(rows: Sequence[MemoryRecord], named: bool) -> list[Row]:
     """The sums of one tier, which is named where there are several."""
     place = f", {rows[0].tier}" if named else ""
     planned = [row for row in rows if math.isfinite(row.planned_bytes)]
     everything = sum(row.measured_bytes for row in rows)
     sums = [Row(f"All categories{place}", (*[Cell(DASH)] * 2, _bytes(everything), *[Cell(DASH)] * 2))]
     if planned:
-        total = MemoryRow(
+        total = MemoryRecord(
             "with a formula",
             sum(row.planned_bytes for row in planned),
             sum(_or_zero(row.padding_bytes) for row in planned),
@@ -147,7 +147,7 @@ def _memory_sums(rows: Sequence[MemoryRow], named: bool) -> list[Row]:
     return sums
 
 
-def _memory_cells(row: MemoryRow) -> tuple[Cell, ...]:
+def _memory_cells(row: MemoryRecord) -> tuple[Cell, ...]:
     difference = row.measured_bytes - row.planned_bytes - _or_zero(row.padding_bytes)
     return (
         _bytes(row.planned_bytes),
@@ -162,7 +162,7 @@ def _exposed_cells(seconds: Sequence[float]) -> tuple[Cell, ...]:
     return tuple(Cell(format_duration(n)) for n in (sum(seconds), median(seconds), max(seconds)))
 
 
-def _traffic_row(row: TrafficRow) -> Row:
+def _traffic_row(row: TrafficRecord) -> Row:
     cells = (
         Cell(format_exact(row.planned_elements)),
         Cell(format_exact(row.measured_elements)),

@@ -6,7 +6,7 @@ from functools import cache
 
 from PIL import Image, ImageDraw, ImageFont
 
-from zeroshard.report.timeline_figure import INK, LANE, PAGE, QUIET, Words, lay_out
+from zeroshard.report.timeline_figure import INK, LANE, PAGE, QUIET, Labels, lay_out
 from zeroshard.schedule.simulate import Timeline
 
 SCALE = 2  # pixels of the image per pixel of the layout
@@ -47,7 +47,7 @@ def timeline_png(timelines: Sequence[Timeline], title: str = "") -> bytes:
     return file.getvalue()
 
 
-def _write(draw: ImageDraw.ImageDraw, words: Words) -> None:
+def _write(draw: ImageDraw.ImageDraw, words: Labels) -> None:
     if isinstance(words.style, str):
         colour = QUIET[0] if words.style == "quiet" else INK[0]
     else:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from markupsafe import Markup
 
 from zeroshard.report.figure import Figure, LegendEntry
-from zeroshard.report.run_folder import TrafficRow
+from zeroshard.report.run_folder import TrafficRecord
 from zeroshard.report.svg import NARROW, WIDE, Canvas, Frame
 from zeroshard.report.wording import format_count
 
@@ -15,7 +15,7 @@ _BAR = 12.0
 _VALUE_ROOM = 84.0
 
 
-def traffic_figure(rows: tuple[TrafficRow, ...]) -> Figure | None:
+def traffic_figure(rows: tuple[TrafficRecord, ...]) -> Figure | None:
     """The chart, or None when nothing was sent and nothing was to be."""
     sizes = [n for row in rows for n in (row.planned_elements, row.measured_elements) if math.isfinite(n) and n > 0]
     if not sizes:
@@ -28,7 +28,7 @@ def traffic_figure(rows: tuple[TrafficRow, ...]) -> Figure | None:
     )
 
 
-def _draw(rows: tuple[TrafficRow, ...], largest: float, caption: str, frame: Frame) -> Markup:
+def _draw(rows: tuple[TrafficRecord, ...], largest: float, caption: str, frame: Frame) -> Markup:
     frame = replace(frame, height=_ROW * len(rows), left=2.0, right=_VALUE_ROOM)
     canvas = Canvas(frame, caption)
     for i, row in enumerate(rows):

@@ -14,7 +14,7 @@ from zeroshard.memory.ledger import MODEL_STATES, Category
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Rehearsed, Task, rehearse
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.reproduce.claim import Claim, Reading, Say
 from zeroshard.train.family import gpt_parameters, gpt_task
 from zeroshard.train.gpt import GPTConfig
@@ -71,7 +71,7 @@ def _rehearsed(plan: Plan) -> Rehearsed:
     return rehearse(_task(SMALL), plan, 0, 1, 1)
 
 
-def _task(config: GPTConfig) -> Task:
+def _task(config: GPTConfig) -> TrainingTask:
     """The optimizer is the plain AdamW, whose place the host's own Adam can take."""
     return replace(gpt_task(config), optimizer=torch.optim.AdamW)
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.predict.rehearse import Task, rehearse
+from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.search.largest import Largest, largest, state_bytes_of, states_along
 from zeroshard.reproduce.claim import Claim, Reading, Say
 from zeroshard.train.family import gpt_family, gpt_parameters, gpt_task
@@ -37,7 +37,7 @@ VOLUME = ("2", "2", "2", "3")
 GROWTH = (1, 4, 16, 64)
 
 
-def sized(size: str) -> Callable[[int], Task]:
+def sized(size: str) -> Callable[[int], TrainingTask]:
     """Models of a size of table 1, by layers: with all, as many tokens in the vocabulary as give the parameters."""
     parameters, width, heads, layers = SHAPES[size]
     vocabulary = math.ceil((parameters - gpt_parameters(width, layers, 0)) / width)

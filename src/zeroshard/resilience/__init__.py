@@ -4,7 +4,7 @@ Read `checkpoints` (save, keep, resume), `guard` (go back where the loss is not 
 """
 
 from zeroshard.resilience.checkpoints import Checkpoints, resume
-from zeroshard.resilience.guard import Guard, Verdict
+from zeroshard.resilience.guard import Guard, GuardVerdict
 from zeroshard.resilience.straggler import Straggler, Stragglers
 
-__all__ = ["Checkpoints", "Guard", "Straggler", "Stragglers", "Verdict", "resume"]
+__all__ = ["Checkpoints", "Guard", "GuardVerdict", "Straggler", "Stragglers", "resume"]

@@ -23,7 +23,7 @@ REMEMBERED = 8  # bad values that an error can still tell
 SHOWN = 5  # good values in an error
 
 
-class Verdict(StrEnum):
+class GuardVerdict(StrEnum):
     """What a step was."""
 
     GOOD = "good"
@@ -81,7 +81,7 @@ class Guard:
         self._told: list[str] = []  # bad steps, for people
         self.origin: Origin | None = None
 
-    def judge(self, step: int, value: float, position: int) -> Verdict:
+    def judge(self, step: int, value: float, position: int) -> GuardVerdict:
         """The verdict on a step.
 
         Args:
@@ -98,18 +98,18 @@ class Guard:
             self._row, self.origin = 0, None
             if step >= self._last_bad + self._window:
                 self._used = 0
-            return Verdict.GOOD
+            return GuardVerdict.GOOD
         self._row += 1
         self._last_bad = max(self._last_bad, step)
         self.origin = self.origin or Origin(step, position)
         beside = "" if median is None else f" beside a median of {median:.4g}"
         self._told = [*self._told, f"{value:.4g} in step {step}{beside}"][-REMEMBERED:]
         if self._row < self._patience:
-            return Verdict.BAD
+            return GuardVerdict.BAD
         if self._used >= self._rollbacks:
             raise self.give_up(f"the run has gone back {self._used} times, of {self._rollbacks} allowed")
         self._used += 1
-        return Verdict.ROLL_BACK
+        return GuardVerdict.ROLL_BACK
 
     def choose(self, checkpoints: Iterable[int]) -> int | None:
         """The checkpoint to go back to, by the steps taken before each; None if all are later than the bad steps."""

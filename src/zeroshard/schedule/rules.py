@@ -242,7 +242,7 @@ def names(numbers: Iterable[object]) -> str:
 
 
 @dataclass(slots=True)
-class RankState:
+class ScheduleState:
     """What one rank has gone through."""
 
     last: int
@@ -253,7 +253,7 @@ class RankState:
     collectives: list[tuple[int, str]] = field(default_factory=list)  # with their places
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, ranks: int, last: int) -> "RankState":
+    def of(cls, schedule: Schedule, rank: int, ranks: int, last: int) -> "ScheduleState":
         """Follow a rank's list from its start to its end; `last` is the model's last chunk."""
         state = cls(last)
         for action in schedule:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zeroshard.errors import PlanError
 from zeroshard.schedule.actions import COMPUTE, Action, Kind, Schedule
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
-from zeroshard.schedule.rules import ANSWER, QUESTION, RankState, names, refusal
+from zeroshard.schedule.rules import ANSWER, QUESTION, ScheduleState, names, refusal
 
 
 def verify(lists: Sequence[Schedule]) -> None:
@@ -27,7 +27,7 @@ def verify(lists: Sequence[Schedule]) -> None:
             where none can go on.
     """
     last = max((action.chunk for schedule in lists for action in schedule), default=-1)
-    ranks = [RankState.of(schedule, rank, len(lists), last) for rank, schedule in enumerate(lists)]
+    ranks = [ScheduleState.of(schedule, rank, len(lists), last) for rank, schedule in enumerate(lists)]
     together = _Together(lists, ranks)
     together.check_microbatches(last)
     together.check_collectives()
@@ -66,7 +66,7 @@ def _content(action: Action) -> _Content:
 class _Together:
     """What ranks must agree on."""
 
-    def __init__(self, lists: Sequence[Schedule], ranks: Sequence[RankState]) -> None:
+    def __init__(self, lists: Sequence[Schedule], ranks: Sequence[ScheduleState]) -> None:
         self.lists = lists
         self.ranks = ranks
         self.members: dict[int, list[int]] = defaultdict(list)  # ranks by chunk

@@ -7,6 +7,6 @@ them together. `node` reads from the environment which node this is, and `crash`
 
 from zeroshard.supervisor.decision import Limits
 from zeroshard.supervisor.leader import Job, supervise
-from zeroshard.supervisor.node import Place, find_place, set_threads
+from zeroshard.supervisor.node import Node, find_place, set_threads
 
-__all__ = ["Job", "Limits", "Place", "find_place", "set_threads", "supervise"]
+__all__ = ["Job", "Limits", "Node", "find_place", "set_threads", "supervise"]

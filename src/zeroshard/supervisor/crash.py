@@ -8,16 +8,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zeroshard.comm.heartbeat import Reading
+from zeroshard.comm.heartbeat import HeartbeatReading
 from zeroshard.supervisor.decision import signal_name
-from zeroshard.supervisor.records import Culprit, RankState, Verdict
+from zeroshard.supervisor.records import Culprit, FailureVerdict, RankState
 from zeroshard.version import __version__
 
 NO_STACK = "none: the process did not answer (it had ended, was stopped, or never started)"
 
 
 def write_report(
-    folder: Path, command: Sequence[str], attempt: int, culprit: Culprit, verdict: Verdict, states: Sequence[RankState]
+    folder: Path,
+    command: Sequence[str],
+    attempt: int,
+    culprit: Culprit,
+    verdict: FailureVerdict,
+    states: Sequence[RankState],
 ) -> Path | None:
     """Write what happened; returns where, or None if it cannot be written."""
     now = datetime.now(UTC)
@@ -58,7 +63,7 @@ def _rank(state: RankState) -> dict[str, Any]:
     }
 
 
-def _pulse(pulse: Reading | None) -> dict[str, Any] | None:
+def _pulse(pulse: HeartbeatReading | None) -> dict[str, Any] | None:
     if pulse is None:
         return None
     said = {**asdict(pulse), "collective": pulse.collective._asdict()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroshard.comm.heartbeat import Collective
-from zeroshard.supervisor.records import Culprit, RankState, Verdict
+from zeroshard.supervisor.records import Culprit, FailureVerdict, RankState
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on the command line
 INTERRUPTED = 128 + signal.SIGINT  # the code of whatever Ctrl-C stopped, as shells have it
@@ -63,7 +63,7 @@ def diagnose(states: Sequence[RankState], limits: Limits) -> Culprit | None:
     return _failed(states) or _silent(states, limits) or _left(states, limits) or _stalled(states, limits)
 
 
-def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: int) -> Verdict:
+def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: int) -> FailureVerdict:
     """Whether to try again after the last of several failures.
 
     Args:
@@ -73,26 +73,28 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
     """
     last = culprits[-1]
     if last.exit == WRONG_INPUT:
-        return Verdict(False, WRONG_INPUT, "wrong options, data or models are the same at every attempt")
+        return FailureVerdict(False, WRONG_INPUT, "wrong options, data or models are the same at every attempt")
     if last.kind == "node":
-        return Verdict(False, FAILED, "the job cannot go on without a node")
+        return FailureVerdict(False, FAILED, "the job cannot go on without a node")
     if last.exit == STOPPED:
-        return Verdict(False, STOPPED, "it was stopped on request")
+        return FailureVerdict(False, STOPPED, "it was stopped on request")
     if _error(last) is not None and any(_error(last) == _error(before) for before in culprits[:-1]):
-        return Verdict(False, FAILED, "the same step failed twice with the same error")
+        return FailureVerdict(False, FAILED, "the same step failed twice with the same error")
     best, spent = -1, 0
     for newest in committed:
         best, spent = max(best, newest), 1 if newest > best else spent + 1
     if spent > max_restarts:
         since = f"since the checkpoint of step {best}" if best >= 0 else "and no checkpoint"
-        return Verdict(False, FAILED, f"{_times(max_restarts)} {since}" if max_restarts else "no restarts are allowed")
-    return Verdict(True, FAILED, f"restart {spent} of {max_restarts}")
+        return FailureVerdict(
+            False, FAILED, f"{_times(max_restarts)} {since}" if max_restarts else "no restarts are allowed"
+        )
+    return FailureVerdict(True, FAILED, f"restart {spent} of {max_restarts}")
 
 
-def pass_on(culprit: Culprit) -> Verdict:
+def pass_on(culprit: Culprit) -> FailureVerdict:
     """Under a launcher that decides on restarts itself: leave as the rank did."""
     code = culprit.exit or FAILED
-    return Verdict(False, code if code > 0 else 128 - code, "the launcher decides what follows")
+    return FailureVerdict(False, code if code > 0 else 128 - code, "the launcher decides what follows")
 
 
 def stop_code(states: Sequence[RankState], killed: bool, interrupted: bool = False) -> int:

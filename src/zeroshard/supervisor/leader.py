@@ -24,10 +24,10 @@ from zeroshard.supervisor.decision import (
     stop_code,
     stopped_alone,
 )
-from zeroshard.supervisor.node import Place, environments
-from zeroshard.supervisor.node_coordination import Board, Link, keep_store
-from zeroshard.supervisor.processes import GRACE, Crew
-from zeroshard.supervisor.records import Culprit, RankState, Verdict
+from zeroshard.supervisor.node import Node, environments
+from zeroshard.supervisor.node_coordination import Connection, NodeCoordination, keep_store
+from zeroshard.supervisor.processes import GRACE, Processes
+from zeroshard.supervisor.records import Culprit, FailureVerdict, RankState
 from zeroshard.supervisor.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Job:
     """
 
     command: tuple[str, ...]
-    place: Place
+    place: Node
     limits: Limits = Limits()
     max_restarts: int = 3
     grace: float = 30.0
@@ -66,7 +66,7 @@ def supervise(job: Job) -> int:
     stopped on request by ranks that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
     """
     with scratch_folder() as folder:
-        crew = Crew(job.command, folder)
+        crew = Processes(job.command, folder)
         try:
             with _requests() as requests:
                 if job.place.node == 0:
@@ -79,9 +79,9 @@ def supervise(job: Job) -> int:
 class _Leader:
     """Node 0, which decides; all there is on one machine."""
 
-    def __init__(self, job: Job, crew: Crew, requests: list[int]) -> None:
+    def __init__(self, job: Job, crew: Processes, requests: list[int]) -> None:
         self._job, self._crew, self._requests = job, crew, requests
-        self._board: Board | None = None
+        self._board: NodeCoordination | None = None
         self._sizes = [job.place.processes]
         self._store: Store | None = None
         self._started = 0.0
@@ -118,7 +118,7 @@ class _Leader:
         place, patience = self._job.place, self._job.limits.start
         if place.nodes == 1:
             return
-        self._board = Board(keep_store(place.address, place.port, patience, loopback=False), place.nodes)
+        self._board = NodeCoordination(keep_store(place.address, place.port, patience, loopback=False), place.nodes)
         deadline = time.monotonic() + patience
         while None in (sizes := [place.processes, *self._board.sizes()]):
             if time.monotonic() > deadline or self._requests:
@@ -213,9 +213,9 @@ class _Leader:
         reason = f"went with the supervisor of node {', '.join(map(str, sorted(lost)))}, which does not answer"
         return Culprit(ranks=ranks, kind="node", reason=reason)
 
-    def _verdict(self, culprits: Sequence[Culprit], newest: Sequence[int]) -> Verdict:
+    def _verdict(self, culprits: Sequence[Culprit], newest: Sequence[int]) -> FailureVerdict:
         if self._requests:
-            return Verdict(False, STOPPED, "a stop was asked for")
+            return FailureVerdict(False, STOPPED, "a stop was asked for")
         if self._job.place.nested:
             return pass_on(culprits[-1])
         return decide(culprits, newest, self._job.max_restarts)
@@ -231,7 +231,7 @@ class _Leader:
         return code
 
 
-def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
+def _follow(job: Job, crew: Processes, requests: list[int]) -> int:
     """Another node than 0: obey, and tell what is seen; returns the exit code that node 0 decides."""
     from torch.distributed import DistError
 
@@ -243,7 +243,7 @@ def _follow(job: Job, crew: Crew, requests: list[int]) -> int:
     except DistError as error:
         _say(f"node {place.node} cannot reach node 0 at {place.address}:{place.port}: {str(error).splitlines()[0]}")
         return FAILED
-    link = Link(store, place.node, place.processes)
+    link = Connection(store, place.node, place.processes)
     while True:
         while not link.orders.empty():
             order = link.orders.get()
@@ -286,7 +286,7 @@ def _requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _line(culprit: Culprit, verdict: Verdict, report: Path | None) -> str:
+def _line(culprit: Culprit, verdict: FailureVerdict, report: Path | None) -> str:
     where = f"Report: {report}" if report is not None else "The report could not be written"
     what = "starting again" if verdict.restart else "stopping"
     return f"{culprit}; {what}: {verdict.why}. {where}"

@@ -14,7 +14,7 @@ SLURM_PORTS = (10000, 20000)  # first, and how many: below those that Linux hand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Node:
     """This node among all, and its processes.
 
     Attributes:
@@ -55,7 +55,7 @@ def find_place(
     master_addr: str | None = None,
     master_port: int | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Place:
+) -> Node:
     """The place that options give, and otherwise the environment.
 
     Raises:
@@ -68,7 +68,7 @@ def find_place(
                 "RANK is set, so another launcher has placed this process; leave out --nnodes, --node-rank, "
                 "--master-addr and --master-port, or give --nproc-per-node as well."
             )
-        return Place(attempt=_number(given, "TORCHELASTIC_RESTART_COUNT") or 0, nested=True)
+        return Node(attempt=_number(given, "TORCHELASTIC_RESTART_COUNT") or 0, nested=True)
     nodes = _first(nnodes, _number(given, "PET_NNODES", "SLURM_NNODES"), 1)
     names = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID")
     node = _first(node_rank, _number(given, *names), 0 if nodes == 1 else -1)
@@ -82,7 +82,7 @@ def find_place(
     by_job = PORT if job is None else SLURM_PORTS[0] + job % SLURM_PORTS[1]
     port = _first(master_port, _number(given, "PET_MASTER_PORT", "MASTER_PORT"), by_job)
     processes = _gpus() or 1 if nproc_per_node is None else nproc_per_node
-    return Place(nodes=nodes, node=node, processes=processes, address=address, port=port)
+    return Node(nodes=nodes, node=node, processes=processes, address=address, port=port)
 
 
 def set_threads(processes: int) -> None:
@@ -90,7 +90,7 @@ def set_threads(processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
 
 
-def environments(place: Place, sizes: list[int], port: int) -> list[dict[str, str]]:
+def environments(place: Node, sizes: list[int], port: int) -> list[dict[str, str]]:
     """The environment of each worker of this node.
 
     Args:

@@ -57,7 +57,7 @@ def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Sto
     return store
 
 
-class Board:
+class NodeCoordination:
     """Node 0's end.
 
     Args:
@@ -135,7 +135,7 @@ class Board:
             raise OSError(f"the store in which the nodes meet does not answer ({first}); is `lo` up?") from error
 
 
-class Link(threading.Thread):
+class Connection(threading.Thread):
     """Another node's end: a thread, because a store behind a network that is cut answers late or never.
 
     Attributes:

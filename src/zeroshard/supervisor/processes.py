@@ -41,7 +41,7 @@ class Worker:
     ended: float | None = None
 
 
-class Crew:
+class Processes:
     """The workers of this node, one attempt after another.
 
     Args:

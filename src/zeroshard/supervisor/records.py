@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroshard.comm.heartbeat import Collective, Failure, Reading
+from zeroshard.comm.heartbeat import Collective, Failure, HeartbeatReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class RankState:
     silent: float = 0.0
     idle: float = 0.0
     suspended: bool = False
-    pulse: Reading | None = None
+    pulse: HeartbeatReading | None = None
     failure: Failure | None = None
     stack: str = ""
 
@@ -65,7 +65,7 @@ class RankState:
         """What `as_dict` gave, after a way through JSON."""
         pulse, failure = values["pulse"], values["failure"]
         if pulse is not None:
-            pulse = Reading(**{**pulse, "collective": Collective(*pulse["collective"])})
+            pulse = HeartbeatReading(**{**pulse, "collective": Collective(*pulse["collective"])})
         return cls(**{**values, "pulse": pulse, "failure": None if failure is None else Failure(**failure)})
 
 
@@ -101,7 +101,7 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FailureVerdict:
     """What follows from the end of an attempt.
 
     Attributes:

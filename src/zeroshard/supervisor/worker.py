@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing import process
 from pathlib import Path
 
-from zeroshard.comm.heartbeat import Pulse, write_failure
+from zeroshard.comm.heartbeat import Heartbeat, write_failure
 from zeroshard.supervisor import fork_server
 
 BEAT = 0.5  # seconds between heartbeats
@@ -40,7 +40,7 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
     with open(path.with_suffix(STACKS), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
-        pulse = Pulse(path, int(environment["RANK"]))
+        pulse = Heartbeat(path, int(environment["RANK"]))
         threading.Thread(target=_beat, args=(pulse,), name="zeroshard heartbeat", daemon=True).start()
         _seed_afresh()
         code = _end(path, command)
@@ -118,7 +118,7 @@ def _seed_afresh() -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _beat(pulse: Pulse) -> None:
+def _beat(pulse: Heartbeat) -> None:
     while True:
         pulse.beat()
         time.sleep(BEAT)

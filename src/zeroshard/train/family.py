@@ -7,7 +7,7 @@ import torch
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.search.largest import Counts, Family, Largest, Rung, largest
 from zeroshard.train.gpt import GPT, SIZES, GPTConfig
 
@@ -30,7 +30,7 @@ def gpt_parameters(width: int, layers: int, vocabulary: int = VOCABULARY) -> int
     return vocabulary * width + layers * (12 * width**2 + 2 * width) + width
 
 
-def gpt_task(config: GPTConfig, rows: int = 1) -> Task:
+def gpt_task(config: GPTConfig, rows: int = 1) -> TrainingTask:
     """The task of training a `GPT` with AdamW.
 
     Args:
@@ -38,7 +38,7 @@ def gpt_task(config: GPTConfig, rows: int = 1) -> Task:
     """
     parameters = gpt_parameters(config.width, config.layers, config.vocabulary)
     name = f"{people(parameters)}: {config.layers} x {config.width}"
-    return Task(
+    return TrainingTask(
         partial(_model, config),
         partial(_batch, config.context),
         partial(torch.optim.AdamW, fused=True),
@@ -96,7 +96,7 @@ def people(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _of(width: int, heads: int, sequence: int, vocabulary: int, rows: int, layers: int) -> Task:
+def _of(width: int, heads: int, sequence: int, vocabulary: int, rows: int, layers: int) -> TrainingTask:
     return gpt_task(GPTConfig(vocabulary, sequence, width, heads, layers), rows)
 
 

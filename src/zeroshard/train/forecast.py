@@ -120,7 +120,7 @@ class Forecast:
         """Whether now is the time to compare."""
         return self._taken == self.last > 0
 
-    def compare(self) -> "Comparison":
+    def compare(self) -> "ForecastComparison":
         """All ranks' numbers put together; a collective call."""
         wire = {row.purpose: row.measured_bytes for row in self._engine.traffic()}
         walls, cpus, optimizing, waiting = map(median, zip(*self._times, strict=True))
@@ -131,7 +131,7 @@ class Forecast:
         memory, allocated, wire, _, _, _ = everyone[self.prediction.rank]
         _, _, _, wall, cpu, causes = max(everyone, key=lambda rank: float(rank[3]))
         measured = Measured(memory=memory, allocated=allocated, wire=wire, wall=wall, cpu=cpu, causes=causes)
-        return Comparison(self.prediction, measured, self.rates, self.last)
+        return ForecastComparison(self.prediction, measured, self.rates, self.last)
 
     @property
     def _tracked(self) -> int:
@@ -169,7 +169,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ForecastComparison:
     """Predicted beside measured."""
 
     prediction: Prediction

@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, ConfigError, DataError, Stopped
-from zeroshard.resilience import Checkpoints, Guard, Verdict, resume
+from zeroshard.resilience import Checkpoints, Guard, GuardVerdict, resume
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.corpus import Corpus
 from zeroshard.train.cursor import Cursor
@@ -112,7 +112,7 @@ class Keeping:
         if self.guard is None:
             return step
         verdict = self.guard.judge(step, loss, position)
-        if verdict is not Verdict.ROLL_BACK:
+        if verdict is not GuardVerdict.ROLL_BACK:
             return step
         origin, reached = self.guard.origin, self.cursor.position
         assert origin is not None

@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroshard.errors import ModelError
 from zeroshard.plan import Plan
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.gpt import GPT
@@ -22,7 +22,7 @@ from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.tokenizer import load_tokenizer
 
 
-def language_task(config: TrainConfig, rows: int) -> Task:
+def language_task(config: TrainConfig, rows: int) -> TrainingTask:
     """The task of `zeroshard train` with these options.
 
     Args:
@@ -41,7 +41,7 @@ def language_task(config: TrainConfig, rows: int) -> Task:
     return _task(config, lambda: built().module, partial(_tokens, model, config.sequence), rows)
 
 
-def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Task:
+def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> TrainingTask:
     """The task of training the module that a function of the user's makes.
 
     Args:
@@ -103,10 +103,12 @@ def imported(name: str) -> Callable[..., Any]:
     return function
 
 
-def _task(config: TrainConfig, build: Callable[[], nn.Module], batch: Callable[[int], Any], rows: int) -> Task:
+def _task(config: TrainConfig, build: Callable[[], nn.Module], batch: Callable[[int], Any], rows: int) -> TrainingTask:
     optimizer = partial(make_optimizer, config)
     below = partial(make_optimizer, replace(config, plan=Plan(offload="optimizer")))
-    return Task(build, batch, optimizer, rows, config.sequence, config.model, whole_model=True, host_optimizer=below)
+    return TrainingTask(
+        build, batch, optimizer, rows, config.sequence, config.model, whole_model=True, host_optimizer=below
+    )
 
 
 def _tokens(built: BuiltModel, sequence: int, rows: int) -> dict[str, torch.Tensor]:

@@ -56,7 +56,7 @@ class OffloadTrace:
         self._engine = engine
         self._begin = engine.mesh.now()
         self._ends: list[float] = []
-        self._spans: list[link.Span] = []
+        self._spans: list[link.TaskSpan] = []
         self._exposed: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager

@@ -8,7 +8,7 @@ from torch import nn
 
 from zeroshard.units.find import Unit
 from zeroshard.units.index import Index
-from zeroshard.units.watched_parameters import Watched, set_values, values_of
+from zeroshard.units.watched_parameters import WatchedParameter, set_values, values_of
 
 SMALL = 2**14  # elements; below it, what Python does for a tensor takes longer than copying it
 
@@ -87,7 +87,9 @@ class Flat:
         Args:
             here: whether their values are on this rank now.
         """
-        if all(type(parameter) is nn.Parameter or isinstance(parameter, Watched) for parameter in self.parameters):
+        if all(
+            type(parameter) is nn.Parameter or isinstance(parameter, WatchedParameter) for parameter in self.parameters
+        ):
             self.kinds = kinds
             self._show(here)
 

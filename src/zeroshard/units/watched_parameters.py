@@ -63,7 +63,7 @@ class Watcher(Protocol):
         """
 
 
-class Watched(nn.Parameter):
+class WatchedParameter(nn.Parameter):
     """A parameter whose `.data` belongs to a watcher ([Note: watched parameters]); its copies are plain parameters."""
 
     @classmethod
@@ -105,7 +105,7 @@ class Watched(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad)
 
 
-class Absent(Watched):
+class Absent(WatchedParameter):
     """A watched parameter whose values are not on this rank ([Note: absent values])."""
 
     @classmethod
@@ -136,7 +136,7 @@ def kinds_for(watcher: Watcher) -> tuple[type[nn.Parameter], type[nn.Parameter]]
     """The classes of one engine's parameters while their values are here, and while they are absent."""
     owner = weakref.ref(watcher)
 
-    class Parameter(Watched):
+    class Parameter(WatchedParameter):
         @classmethod
         def watcher(cls) -> Watcher | None:
             return owner()

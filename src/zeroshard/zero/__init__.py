@@ -8,15 +8,15 @@ Read `residency`, `weights`, `gradients` (`buffer`, `reduce`, `sums`), then the 
 from zeroshard.zero.byte_formulas import StateBytes, state_bytes, wire_elements
 from zeroshard.zero.gather_order import ByPass
 from zeroshard.zero.gatherer import ByChunk, Gatherer, PassKind
-from zeroshard.zero.gradients import Accumulation, Gradients
+from zeroshard.zero.gradients import Accumulation, BufferedGradients
 from zeroshard.zero.residency import Residency
 
 __all__ = [
     "Accumulation",
+    "BufferedGradients",
     "ByChunk",
     "ByPass",
     "Gatherer",
-    "Gradients",
     "PassKind",
     "Residency",
     "StateBytes",

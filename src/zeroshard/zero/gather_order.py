@@ -22,7 +22,7 @@ from zeroshard.zero.gatherer import Gatherer, PassKind
 DETOUR, WORD = "unit", 32  # the first word of one who wants a unit off the list; characters of a rank's words
 
 
-class Order:
+class GatherOrder:
     """The units that one kind of pass gathers, in order; `settled` once the ranks have merged their records."""
 
     def __init__(self, units: list[int], settled: bool = False) -> None:
@@ -35,7 +35,7 @@ class Order:
 class Pass:
     """One walk under way: how far it has come, and what this rank really used."""
 
-    def __init__(self, kind: PassKind, order: Order) -> None:
+    def __init__(self, kind: PassKind, order: GatherOrder) -> None:
         self.kind = kind
         self.order = order
         self.cursor = 0  # entries of the order that are behind us
@@ -57,7 +57,7 @@ class ByPass(Gatherer):
         self._units = units
         self._shards = shards
         self._comm = comm
-        self._orders: dict[PassKind, Order] = {}
+        self._orders: dict[PassKind, GatherOrder] = {}
         self._passes: list[Pass] = []
         self._begun = 0
         self._pins = 0  # contexts under way that keep everything here
@@ -82,7 +82,7 @@ class ByPass(Gatherer):
             CommError: another rank begins another kind of pass, or is at another one.
         """
         if self._pins:  # everything is here, on every rank: nothing to agree on
-            self._passes.append(Pass(kind, Order([], settled=True)))
+            self._passes.append(Pass(kind, GatherOrder([], settled=True)))
             return
         self._begun += 1
         self._meet(f"{kind} {self._begun}")
@@ -91,7 +91,7 @@ class ByPass(Gatherer):
             _insert(order.units, number, backwards=kind is PassKind.BACKWARD)
         if kind is PassKind.BACKWARD and self._detours:
             head = [unit for unit in order.units[:1] if unit == len(self._units) - 1]
-            order = Order([*head, *reversed(self._detours), *order.units[len(head) :]], settled=True)
+            order = GatherOrder([*head, *reversed(self._detours), *order.units[len(head) :]], settled=True)
         elif self._ended is PassKind.BACKWARD:
             self._detours.clear()
         self._ended = kind
@@ -215,11 +215,11 @@ class ByPass(Gatherer):
         self._pins -= 1
         self.free_all()
 
-    def _order(self, kind: PassKind) -> Order:
+    def _order(self, kind: PassKind) -> GatherOrder:
         if kind not in self._orders:
             root, forward = len(self._units) - 1, self._orders.get(PassKind.FORWARD)
             others = list(range(root)) if forward is None else [unit for unit in forward.units if unit != root]
-            self._orders[kind] = Order([root, *(others[::-1] if kind is PassKind.BACKWARD else others)])
+            self._orders[kind] = GatherOrder([root, *(others[::-1] if kind is PassKind.BACKWARD else others)])
         return self._orders[kind]
 
     def _advance(self, walk: Pass, place: int) -> None:

@@ -43,7 +43,7 @@ class Accumulation:
     reduced: bool = False
 
 
-class Gradients:
+class BufferedGradients:
     """The gradients of a trainable flat.
 
     Args:

@@ -18,7 +18,7 @@ from zeroshard.zero.gradient_buffer import GradientBuffer
 from zeroshard.zero.mean import add_mean
 
 
-class Alone:
+class OwnSlice:
     """One rank whose gradients stay where they are: nothing ever leaves.
 
     Attributes:
@@ -55,7 +55,7 @@ class Alone:
         yield Purpose.REDUCE_GRADIENTS, 0
 
 
-class Direct(Alone):
+class Direct(OwnSlice):
     """One rank that has the slice alone, and whose sum is not the gradient buffer.
 
     Args:
@@ -84,7 +84,7 @@ class Direct(Alone):
             self._buffer.drop()
 
 
-class Scatter(Alone):
+class Scatter(OwnSlice):
     """Every slice goes to the rank that owns it, which adds the ranks' copies in rank order (1910.02054, section 5).
 
     Args:

@@ -18,7 +18,7 @@ from zeroshard.errors import PlanError
 from zeroshard.memory.transfers import Eager
 from zeroshard.offload.moments import code_map
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Rehearsed, Task, rehearse
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.planner.predict.result import Found
 from zeroshard.planner.search.auto import best_plans
 from zeroshard.planner.search.search import search
@@ -55,8 +55,8 @@ def gpt() -> nn.Module:
         return GPT(replace(SHAPE, layers=2))
 
 
-def task(optimizer: str = "adamw", rows: int = ROWS) -> Task:
-    return Task(gpt, tokens, OPTIMIZERS[optimizer], rows, SHAPE.context)
+def task(optimizer: str = "adamw", rows: int = ROWS) -> TrainingTask:
+    return TrainingTask(gpt, tokens, OPTIMIZERS[optimizer], rows, SHAPE.context)
 
 
 class Layers(nn.Module):
@@ -72,8 +72,8 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def quick(rows: int = 1) -> Task:
-    return Task(Layers, lambda rows: {"x": torch.zeros(rows, 256, 64)}, OPTIMIZERS["adamw"], rows)
+def quick(rows: int = 1) -> TrainingTask:
+    return TrainingTask(Layers, lambda rows: {"x": torch.zeros(rows, 256, 64)}, OPTIMIZERS["adamw"], rows)
 
 
 def run(mesh: zs.Mesh, plan: dict[str, Any], optimizer: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_a_share_of_many_blocks_is_predicted_as_it_is_rehearsed(share: float) ->
         with torch.device("meta"):
             return GPT(replace(SHAPE, layers=8))
 
-    job = Task(build, tokens, OPTIMIZERS["adamw"], ROWS, SHAPE.context)
+    job = TrainingTask(build, tokens, OPTIMIZERS["adamw"], ROWS, SHAPE.context)
     plan = zs.Plan.from_dict({**STATES, "zero": 2, "precision": "bf16", "offload.fraction": share})
     found, whole = predict(job, plan, one(GIB), ROWS), rehearse(job, plan, 0, 1, ROWS, one(GIB))
     assert sum(found.memory.values()) == whole.peak_bytes

@@ -14,7 +14,7 @@ import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.planner.predict.cuts import layers_of
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Task, rehearse
+from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.shallow import deepen, probes, stacks_of
 from zeroshard.planner.predict.timed import predict_really
 from zeroshard.planner.search.search import search
@@ -117,7 +117,7 @@ def words(rows: int) -> dict[str, torch.Tensor]:
 def test_models_of_transformers_within_a_percent(kind: str, recomputes: bool) -> None:
     make = partial(torch.optim.AdamW, lr=1e-3)
     plan = zs.Plan(zero=0)
-    job = Task(partial(causal_model, kind, recomputes), words, make, 8, 48)
+    job = TrainingTask(partial(causal_model, kind, recomputes), words, make, 8, 48)
     predicted = predict(job, plan, ALONE, 8)
     assert predicted.mode == "shallow-real"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -131,7 +131,7 @@ def test_models_of_transformers_within_a_percent(kind: str, recomputes: bool) ->
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_mixtures_are_cut_and_rehearsed_without_values(kind: str) -> None:
     """Their grouped product is in fp32, and torch's own stand-in for it refuses all but bf16."""
-    job = Task(partial(causal_model, kind, False), words, partial(torch.optim.AdamW, lr=1e-3), 2, 48)
+    job = TrainingTask(partial(causal_model, kind, False), words, partial(torch.optim.AdamW, lr=1e-3), 2, 48)
     assert len(layers_of(job, PAIR, 1).names) == 6
     without = rehearse(job, zs.Plan(zero=0), 0, 1, 2)
     with_values = rehearse(replace(job, values=True), zs.Plan(zero=0), 0, 1, 2)

@@ -10,7 +10,7 @@ from planner.rehearsed import task
 
 import zeroshard as zs
 from zeroshard.doctor.hardware import Machines
-from zeroshard.planner import private
+from zeroshard.planner.predict import torch_internals as private
 from zeroshard.planner.predict.rehearse import rehearse
 from zeroshard.planner.predict.torch_internals import Results, fakes
 

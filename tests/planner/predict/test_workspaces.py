@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.workspaces import beside_results
 
 CPU = Machines(Device("some CPU", "cpu", 2**36, {"fp32": 5e10}, 1e10, 5e-6), 1, 1, Link(1e9), Link(1e9))
@@ -57,7 +57,7 @@ def images(rows: int, side: int = SIDE) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rows, side", [(4, 64), (16, 32)])
 def test_a_residual_network_within_a_percent(rows: int, side: int) -> None:
     make, plan = partial(torch.optim.SGD, lr=0.1), zs.Plan(zero=0)
-    predicted = predict(Task(ResNet, partial(images, side=side), make, rows), plan, CPU, rows)
+    predicted = predict(TrainingTask(ResNet, partial(images, side=side), make, rows), plan, CPU, rows)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         engine = zs.Engine(ResNet(), make, plan, mesh=zs.Mesh())
         batch = images(rows, side)

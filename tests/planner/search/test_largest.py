@@ -10,9 +10,9 @@ import pytest
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.plan import Plan
-from zeroshard.planner import largest as module
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.planner.search import largest as module
 from zeroshard.planner.search.largest import (
     Family,
     Largest,
@@ -28,7 +28,7 @@ from zeroshard.train.gpt import GPTConfig
 ROOMY = 10**9
 
 
-def gpt(width: int, layers: int) -> Task:
+def gpt(width: int, layers: int) -> TrainingTask:
     return gpt_task(GPTConfig(vocabulary=33, context=8, width=width, heads=2, layers=layers))
 
 
@@ -47,11 +47,11 @@ def found_name(found: Largest) -> tuple[str, int] | None:
 
 
 @pytest.fixture
-def once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Task, Plan, int, int], int]:
+def once(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainingTask, Plan, int, int], int]:
     """Every rehearsal only once."""
     seen: dict[tuple[str, Plan], int] = {}
 
-    def cached(task: Task, plan: Plan, ranks: int, rows: int) -> int:
+    def cached(task: TrainingTask, plan: Plan, ranks: int, rows: int) -> int:
         if (task.name, plan) not in seen:
             seen[task.name, plan] = state_bytes_of(task, plan, ranks, rows)
         return seen[task.name, plan]
@@ -61,7 +61,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Task, Plan, int, int], in
 
 
 def test_the_largest_by_states_is_that_of_looking_at_every_member(
-    once: Callable[[Task, Plan, int, int], int],
+    once: Callable[[TrainingTask, Plan, int, int], int],
 ) -> None:
     plan = Plan(zero=2, transport="network")
     needed = [once(gpt(int(width), layers), plan, 3, 1) for width, layers in MEMBERS]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.plan import Plan
-from zeroshard.planner import search as searching
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
-from zeroshard.planner.search.progress import Progress
+from zeroshard.planner.search import search as searching
+from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.search import search
 
 WIDTH = 64
@@ -33,8 +33,8 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def job(rows: int = 16) -> Task:
-    return Task(Layers, lambda rows: torch.ones(rows, WIDTH), torch.optim.Adam, rows)
+def job(rows: int = 16) -> TrainingTask:
+    return TrainingTask(Layers, lambda rows: torch.ones(rows, WIDTH), torch.optim.Adam, rows)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     plans: list[Plan] = []
     predict = searching.predict
 
-    def heard(task: Task, plan: Plan, *given: Any, **more: Any) -> Prediction:
+    def heard(task: TrainingTask, plan: Plan, *given: Any, **more: Any) -> Prediction:
         plans.append(plan)
         return predict(task, plan, *given, **more)
 
@@ -88,7 +88,7 @@ def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     """Four seconds per plan, and four times as many with stages."""
     clock = iter([0.0, 4.0, 8.0, 24.0])
     alone, staged = Plan(zero=0), Plan(zero=0, pipeline_parallel=2, microbatches=2)
-    progress = Progress({alone: 2, staged: 2}, lambda: next(clock))
+    progress = SearchProgress({alone: 2, staged: 2}, lambda: next(clock))
     progress.begin(alone)
     assert progress.look(alone) == "0/4 plans: "
     assert progress.look(replace(alone, microbatches=2)) == "1/4 plans, about 36 s left: "

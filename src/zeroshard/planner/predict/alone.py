@@ -7,7 +7,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.needs import Needs, Times, needs_of
-from zeroshard.planner.predict.rehearse import Rehearsed, Task, rehearse
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.planner.predict.values import refuse_too_large
 from zeroshard.schedule.few import ALIKE
@@ -15,7 +15,7 @@ from zeroshard.schedule.few import ALIKE
 FEW_TIMED, STEP_TIMED = 4, 4  # blocks that are run, and further ones: far enough apart for what is measured
 
 
-class Alone:
+class Unstaged:
     """How such plans are rehearsed; a `planner.ways.Way`."""
 
     work = 1.0
@@ -25,7 +25,7 @@ class Alone:
         return blocks * plan.microbatches
 
     def needs(
-        self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+        self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
         """One rank."""
         plan, m = on_machines(plan, machines), plan.microbatches
@@ -38,7 +38,7 @@ class Alone:
             seen.append(rehearse(probe, less, 0, machines.count, rows // m * few, machines))
         return [needs_of(seen[-1], seen, deep, m - few)]
 
-    def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """One rank, from steps really taken."""
         plan, m = on_machines(plan, machines), plan.microbatches
         deep = _deeper(plan, task.look.stacks, FEW_TIMED + STEP_TIMED)

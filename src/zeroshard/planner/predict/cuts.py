@@ -17,7 +17,7 @@ from zeroshard.pipeline.measure import measure
 from zeroshard.pipeline.partition import partition
 from zeroshard.pipeline.profile import LayerCost
 from zeroshard.planner.predict.memory_tracker import Tracker
-from zeroshard.planner.predict.rehearse import Rates, Task, quiet
+from zeroshard.planner.predict.rehearse import Rates, TrainingTask, quiet
 from zeroshard.planner.predict.shallow import FEW, cut, stacks_of
 from zeroshard.planner.predict.torch_internals import Results, fakes
 from zeroshard.platform.rehearsed import Clock
@@ -46,7 +46,7 @@ class Layers:
         return tuple(self.names[stage.first] for stage in found.stages[1:])
 
 
-def layers_of(task: Task, machines: Machines, rows: int) -> Layers:
+def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
     """Rehearse a model layer by layer; of one long stack of equal blocks, few of them.
 
     Args:

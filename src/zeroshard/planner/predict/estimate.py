@@ -13,7 +13,7 @@ from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.predict.states import Sizes, least_bytes, states_of
 
@@ -32,7 +32,7 @@ class Estimator:
     two: Prediction
 
     @classmethod
-    def of(cls, task: Task, base: Plan, machines: Machines, sizes: Sizes) -> "Estimator":
+    def of(cls, task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes) -> "Estimator":
         """Rehearse one rank alone.
 
         Raises:

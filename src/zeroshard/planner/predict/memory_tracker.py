@@ -30,7 +30,7 @@ from zeroshard.planner.predict.torch_internals import (
 
 
 @dataclass(slots=True)
-class Peak:
+class MemoryPeak:
     """The highest that memory stood.
 
     Attributes:
@@ -82,7 +82,7 @@ class Tracker(DispatchMode):
         self._shared: dict[int, int] = {}  # ranks that have a storage in common; 0 for one that is not on the device
         self._looks, self._has_below = True, False
         self.current = 0
-        self.peaks: dict[str, Peak] = {}
+        self.peaks: dict[str, MemoryPeak] = {}
 
     def __torch_dispatch__(
         self, func: Packet, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -157,13 +157,13 @@ class Tracker(DispatchMode):
             self._list = None
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """The most in any phase."""
-        return max(self.peaks.values(), key=lambda peak: peak.nbytes, default=Peak())
+        return max(self.peaks.values(), key=lambda peak: peak.nbytes, default=MemoryPeak())
 
     def start_again(self) -> None:
         """Let all peaks start from what is alive."""
-        self.peaks = {self.phase(): Peak(self.current, self.note())}
+        self.peaks = {self.phase(): MemoryPeak(self.current, self.note())}
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
@@ -200,7 +200,7 @@ class Tracker(DispatchMode):
             phase = self.phase()
             highest = self.peaks.get(phase)
             if highest is None or self.current > highest.nbytes:
-                self.peaks[phase] = Peak(self.current, self.note())
+                self.peaks[phase] = MemoryPeak(self.current, self.note())
         if self._list is not None:
             self._list()
 

@@ -8,13 +8,13 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.alone import on_machines
 from zeroshard.planner.predict.needs import Needs
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.predict.values import with_values
 from zeroshard.planner.predict.ways import way_of
 
 
-def predict(task: Task, plan: Plan, machines: Machines, rows: int, deep: bool = False) -> Prediction:
+def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep: bool = False) -> Prediction:
     """What a plan needs on the rank that needs most, and how long a step takes.
 
     Args:
@@ -32,7 +32,7 @@ def predict(task: Task, plan: Plan, machines: Machines, rows: int, deep: bool = 
 
 
 def put_together(
-    needs: Sequence[Needs], task: Task, plan: Plan, machines: Machines, rows: int, timed: bool = False
+    needs: Sequence[Needs], task: TrainingTask, plan: Plan, machines: Machines, rows: int, timed: bool = False
 ) -> Prediction:
     """The prediction that follows from what was rehearsed: one rank, or one of each of some stages."""
     ranks, choices = machines.count, choices_of(plan)

@@ -45,7 +45,7 @@ OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """What is to be trained.
 
     Attributes:
@@ -139,7 +139,7 @@ class Rehearsed:
 
 
 def rehearse(
-    task: Task,
+    task: TrainingTask,
     plan: Plan,
     rank: int,
     ranks: int,
@@ -186,7 +186,9 @@ def rehearse(
 class _Stage:
     """The engine on its stage."""
 
-    def __init__(self, task: Task, plan: Plan, rows: int, where: tuple[int, int, Rehearsal], tracker: Tracker) -> None:
+    def __init__(
+        self, task: TrainingTask, plan: Plan, rows: int, where: tuple[int, int, Rehearsal], tracker: Tracker
+    ) -> None:
         rank, ranks, rehearsal = where
         mesh = Mesh(rank, ranks, platform=rehearsal)
         self._tracker, self._mesh, self._plan, self._choices = tracker, mesh, plan, choices_of(plan)

@@ -9,7 +9,7 @@ from zeroshard.comm.collectives import Purpose
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
-from zeroshard.planner.predict.rehearse import Rehearsed, Task, messages_of, rehearse
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, messages_of, rehearse
 from zeroshard.planner.predict.result import Span
 from zeroshard.planner.predict.shallow import Stack, deepen, shallow
 from zeroshard.planner.predict.values import refuse_too_large
@@ -34,14 +34,14 @@ class Staged:
         return plan.pipeline.stages
 
     def needs(
-        self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+        self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
         """The first and the last stage, with few of their blocks; or all of them."""
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
         depths = _depths(plan, stacks or ())
         return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in chosen]
 
-    def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """All stages, whole, from steps really taken."""
         first = plan.pipeline_schedule(machines.count).layout.first_ranks
         refuse_too_large(task, plan, machines, rows)
@@ -58,7 +58,7 @@ class Staged:
 class _Job:
     """A stage whose numbers are wanted; `depths` are the blocks of every chunk, by the list in which they stand."""
 
-    task: Task
+    task: TrainingTask
     plan: Plan
     machines: Machines
     rows: int

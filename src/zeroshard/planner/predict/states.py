@@ -6,7 +6,7 @@ from zeroshard.optim import check_elementwise
 from zeroshard.parts.choice import States
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.rehearse import Task, quiet
+from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.units import find_units
 
@@ -28,7 +28,7 @@ class Sizes:
     state_bytes: int
 
 
-def sizes_of(task: Task) -> Sizes:
+def sizes_of(task: TrainingTask) -> Sizes:
     """Look at the model and try the optimizer.
 
     Raises:

@@ -12,12 +12,14 @@ import torch
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import put_together
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.predict.ways import way_of
 
 
-def predict_really(task: Task, plan: Plan, machines: Machines, rows: int, threads: int | None = None) -> Prediction:
+def predict_really(
+    task: TrainingTask, plan: Plan, machines: Machines, rows: int, threads: int | None = None
+) -> Prediction:
     """What a plan needs and how long its step takes, from steps really taken.
 
     Args:

@@ -8,14 +8,14 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.rehearse import Task, rehearse
+from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 
 BIASED = "Without values transformers builds other masks, and this machine cannot hold it with: up to 6 % high."
 STATES_EACH = 16  # bytes per parameter in fp32, AdamW
 ROOM = 0.7  # of this machine's free memory
 
 
-def with_values(task: Task, plan: Plan, machines: Machines, rows: int) -> tuple[Task, tuple[str, ...]]:
+def with_values(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> tuple[TrainingTask, tuple[str, ...]]:
     """The task on tensors with values, where the model needs them and this machine can hold them."""
     if not task.values and not task.look.needs_values:
         return task, ()
@@ -27,7 +27,7 @@ def with_values(task: Task, plan: Plan, machines: Machines, rows: int) -> tuple[
     return task, ()
 
 
-def refuse_too_large(task: Task, plan: Plan, machines: Machines, rows: int) -> None:
+def refuse_too_large(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> None:
     """Refuse a rehearsal on tensors with values that this machine cannot hold.
 
     Raises:

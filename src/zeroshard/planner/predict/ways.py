@@ -5,9 +5,9 @@ from typing import Protocol
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.predict.alone import Alone
+from zeroshard.planner.predict.alone import Unstaged
 from zeroshard.planner.predict.needs import Needs, Times
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.shallow import Stack
 from zeroshard.planner.predict.stages import Staged
 
@@ -23,7 +23,7 @@ class Way(Protocol):
         """What a rehearsal of everything goes through, of a model with so many blocks."""
 
     def needs(
-        self, task: Task, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
+        self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
         """The numbers of ranks, of which one is the fullest.
 
@@ -32,7 +32,7 @@ class Way(Protocol):
             stacks: the repeated blocks of the model, of which few are rehearsed; without, everything is.
         """
 
-    def timed(self, task: Task, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
+    def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """The same, from steps really taken.
 
         Raises:
@@ -45,4 +45,4 @@ class Way(Protocol):
 
 def way_of(plan: Plan) -> Way:
     """The way for a plan."""
-    return Staged() if plan.pipelined else Alone()
+    return Staged() if plan.pipelined else Unstaged()

@@ -16,7 +16,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import BatchError, CommError, PlanError, ZeroshardError
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.choices import choices_of
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Refusal
 from zeroshard.planner.predict.torch_internals import is_fake
 from zeroshard.planner.search.search import Say, search
@@ -56,7 +56,7 @@ def plan_for(
     return replace(Plan.from_dict(answer["plan"]), transport=base.transport)
 
 
-def best_plans(task: Task, machines: Machines, base: Plan, say: Say) -> Found:
+def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say) -> Found:
     """The plans that fit, of which there is one at least.
 
     Raises:
@@ -142,7 +142,7 @@ def on_rank_zero(mesh: Mesh, work: Callable[[Say], Any], label: str, say: Say = 
     return value
 
 
-def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Task:
+def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> TrainingTask:
     """What training a module on batches like this one is.
 
     Raises:
@@ -167,7 +167,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Task:
             f"The optimizer is {optimizer!r}; give a torch.optim class, such as torch.optim.AdamW, or a function of "
             f"the parameters."
         )
-    return Task(
+    return TrainingTask(
         build=lambda: _hollow(model),
         batch=lambda rows: tree_map(lambda leaf: _rows(leaf, rows), batch),
         optimizer=make,

@@ -13,7 +13,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.alone import on_machines
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Task, rehearse, states_of
+from zeroshard.planner.predict.rehearse import TrainingTask, rehearse, states_of
 from zeroshard.planner.predict.result import MARGIN, Prediction
 from zeroshard.planner.predict.shallow import FEW
 
@@ -37,7 +37,7 @@ class Rung:
     name: str
     fewest: int
     most: int
-    of: Callable[[int], Task]
+    of: Callable[[int], TrainingTask]
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,13 @@ def largest(
     return _Climb(family, on_machines(plan, machines), machines, rows, counts, say).run()
 
 
-def state_bytes_of(task: Task, plan: Plan, ranks: int, rows: int = 1) -> int:
+def state_bytes_of(task: TrainingTask, plan: Plan, ranks: int, rows: int = 1) -> int:
     """Bytes of model states on the fullest rank after a step, from the ledger of the engine, rehearsed whole."""
     firsts = plan.pipeline_schedule(ranks).layout.first_ranks
     return max(states_of(rehearse(task, plan, rank, ranks, rows).states) for rank in firsts)
 
 
-def states_along(of: Callable[[int], Task], plan: Plan, ranks: int, layers: int, rows: int = 1) -> int:
+def states_along(of: Callable[[int], TrainingTask], plan: Plan, ranks: int, layers: int, rows: int = 1) -> int:
     """`state_bytes_of` the member with so many layers, from those with two and three; for plans without stages."""
     if layers <= FEW_STATES + 1:
         return state_bytes_of(of(layers), plan, ranks, rows)
@@ -160,7 +160,7 @@ def states_along(of: Callable[[int], Task], plan: Plan, ranks: int, layers: int,
     return low + (layers - FEW_STATES) * (high - low)
 
 
-def parameters_of(task: Task) -> int:
+def parameters_of(task: TrainingTask) -> int:
     """Parameters of the model, each counted once."""
     return task.look.parameters
 
@@ -241,7 +241,7 @@ class _Climb:
             self._members[at] = Member(task.name, layers, parameters_of(task), *self._needed(task))
         return self._members[at]
 
-    def _needed(self, task: Task) -> tuple[int, Prediction | None]:
+    def _needed(self, task: TrainingTask) -> tuple[int, Prediction | None]:
         if self.counts == "states":
             return state_bytes_of(task, self.plan, self.machines.count, self.rows), None
         every_layer = not self.plan.pipelined  # of a pipeline, the first and the last stage have all theirs

@@ -9,7 +9,7 @@ from zeroshard.planner.predict.ways import way_of
 
 
 @dataclass
-class Progress:
+class SearchProgress:
     """What is left of a search that tries one group of plans after another.
 
     Attributes:

@@ -21,12 +21,12 @@ from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.cuts import Layers, layers_of
 from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import Task
+from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of
 from zeroshard.planner.predict.timed import predict_really
 from zeroshard.planner.predict.ways import way_of
-from zeroshard.planner.search.progress import Progress
+from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import lacking, short
 from zeroshard.zero import choice as zero
 
@@ -48,7 +48,7 @@ class Shape:
 
 
 def search(
-    task: Task,
+    task: TrainingTask,
     machines: Machines,
     base: Plan | None = None,
     top: int = 5,
@@ -99,14 +99,14 @@ def search(
 class _Hunt:
     """One search under way."""
 
-    task: Task
+    task: TrainingTask
     machines: Machines
     base: Plan
     say: Say
     fitting: list[Prediction] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     looked_at: int = 0
-    progress: Progress = field(default_factory=lambda: Progress({}))
+    progress: SearchProgress = field(default_factory=lambda: SearchProgress({}))
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
@@ -153,7 +153,7 @@ class _Hunt:
             expected[shape.plan] = 1
             if guesses:
                 expected[shape.plan] = shape.offer.order.looks(counts, guesses) + shape.offer.most_faster
-        self.progress = Progress(expected)
+        self.progress = SearchProgress(expected)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
     def try_shape(self, shape: Shape) -> None:

@@ -9,7 +9,7 @@ import torch
 from zeroshard.comm.mesh import cache_home, local_ranks
 from zeroshard.doctor.facts import memory_limit, processor
 from zeroshard.doctor.hardware import Device, Link, Machines, preset, preset_names
-from zeroshard.doctor.profile import Profile, default_path
+from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import PlanError
 from zeroshard.platform import accelerator
 
@@ -32,7 +32,7 @@ def machines_here(ranks: int, kind: str, profile: Path | None = None) -> Machine
     """
     per_node = min(ranks, local_ranks() or ranks)
     path = profile or default_path({"XDG_CACHE_HOME": cache_home()})
-    measured = Profile.load(path) if path.exists() else None
+    measured = MachineProfile.load(path) if path.exists() else None
     if measured is not None and measured.kind == kind:
         memory = free_memory() // per_node if kind == "cpu" else None
         one = measured.machines(per_node, measured.transport if ranks == per_node else "network", memory=memory)
