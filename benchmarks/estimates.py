@@ -89,7 +89,7 @@ def measured(run: Any, options: argparse.Namespace) -> Row:
     found = [launch(__file__, words, run.ranks, python, env, 300.0) for _ in range(options.rounds)]
     heard = [[rank["peak"] for rank in ranks] for ranks in found]
     peaks = [min(column) for column in zip(*heard, strict=True)]
-    if "stages" not in run.plan:
+    if "pipeline_parallel" not in run.plan:
         peaks = [min(peaks)] * run.ranks
     return {"peak_bytes": peaks, "states_bytes": found[0][0]["states"], "heard_bytes": heard}
 

@@ -8,6 +8,7 @@ from zeroshard.parts.settings import flat
 
 
 def settings_of(plan: Plan, names: Iterable[str]) -> dict[str, Any]:
-    """Settings by names such as "offload.disk"; those of groups by the group's name where they have a short form."""
+    """Settings by names such as "offload.disk"; the first setting of a group by the group's name."""
     every = dict(flat(plan.as_dict()))
-    return {name: every[name] if name in every else getattr(plan, name) for name in names}
+    firsts = {"pipeline_parallel": "stages", "offload": "parts", "loss_scale": "value"}
+    return {name: every[f"{name}.{firsts[name]}" if name in firsts else name] for name in names}

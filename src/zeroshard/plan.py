@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 SEARCHED = (  # by `Plan.auto`, which keeps all other settings
-    *("zero", "shard_group", "microbatches", "pipeline_parallel", "recompute", "offload", "overlap_gather"),
+    *("zero", "shard_group", "microbatches", "recompute", "overlap_gather", "offload.parts", "offload.fraction"),
+    *(f"pipeline_parallel.{name}" for name in ("stages", "schedule", "virtual_stages", "replicas", "split")),
+    "pipeline_parallel.vertical_sync",
 )
 GROUPS: dict[str, Any] = {"loss_scale": LossScale, "pipeline_parallel": Pipeline, "offload": Offload}
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -185,8 +187,9 @@ class Plan:
             machines: a `zeroshard.doctor.hardware.Machines`; by default this machine, as `zeroshard doctor` measured
                 it, else as its GPU is known by name, else with rates that are assumed.
             ranks: how many ranks there will be; by default as many as the launcher started.
-            base: what is kept: precision, clipping, seed and the like. Fields that are searched are left at their
-                defaults: zero, shard_group, microbatches, pipeline_parallel, recompute, offload, overlap_gather.
+            base: what is kept: precision, clipping, seed and the like. Settings that are searched are left at their
+                defaults: zero, shard_group, microbatches, recompute, overlap_gather, offload.parts, offload.fraction,
+                and of pipeline_parallel stages, schedule, virtual_stages, replicas, split and vertical_sync.
             say: told on rank 0 what is being looked at, and in the end what was chosen and why.
 
         Raises:

@@ -150,7 +150,7 @@ def bad_loss(mesh: zs.Mesh, settings: dict[str, Any]) -> Any:
     found = []
     for step in range(3):
         before = engine.state_dict()
-        here = "stages" in settings or mesh.rank == mesh.ranks - 1
+        here = "pipeline_parallel" in settings or mesh.rank == mesh.ranks - 1
         batch = x, bad if step == 1 and here else good
         try:
             skipped: Any = engine.train_step(batch).skipped

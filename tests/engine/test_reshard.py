@@ -51,7 +51,7 @@ class Mixed(Plain):
 
 def make(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
     torch.manual_seed(0)
-    example = (batch(0, 0, 1, 2), 0) if "stages" in plan else None
+    example = (batch(0, 0, 1, 2), 0) if "pipeline_parallel" in plan else None
     whole = zs.Plan.from_dict({"pipeline_parallel.balance": "parameters", **plan})
     return zs.Engine(Mixed(), OPTIMIZERS["adamw"], whole, mesh=mesh, example=example)
 

@@ -137,7 +137,7 @@ def test_a_full_configuration(tmp_path: Path) -> None:
         ({"communication_data_type": "FP32"}, {"reduce_dtype": "fp32"}),
         ({"bfloat16": {"enabled": True}}, {"precision": "bf16", "nonfinite": "skip"}),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {"precision": "bf16", "nonfinite": "ignore"}),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16", "loss_scale.value": 128.0}),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16", "loss_scale": 128.0}),
         ({"gradient_clipping": 0}, {"clip_norm": None}),
         ({"gradient_accumulation_steps": 4}, {"microbatches": 4, "reduce_every": "auto"}),
         ({"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1}}, {"reduce_every": "step"}),

@@ -225,7 +225,7 @@ class TestDisksThatFail:
             str(disk.folder),
             "free",
             "No space left",
-            "offload_",
+            "offload.",
         ):
             assert part in str(error.value)
         assert ledger.total("disk") == os.fstat(disk._file).st_size == PAGE

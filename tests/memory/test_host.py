@@ -86,7 +86,7 @@ class TestSlabs:
         ledger = Ledger({"host": 4 * PAGE})
         memory = host(ledger)
         memory.slab(3 * PAGE + 1, torch.uint8, STATES, "m")
-        with pytest.raises(BudgetExceeded, match=r"v needs 4,096 bytes of optimizer states on the host.*offload_disk"):
+        with pytest.raises(BudgetExceeded, match=r"v needs 4,096 bytes of optimizer states on the host.*offload\.disk"):
             memory.slab(1, torch.uint8, STATES, "v")
         assert ledger.total("host") == 4 * PAGE
 

@@ -343,7 +343,7 @@ class Integers(Plain):
         return self.blocks[1](self.blocks[0](tokens).argmax(-1)).square().mean()
 
 
-NO_CHAIN = "so the model is no chain; name other blocks with units=(...), or use stages=1."
+NO_CHAIN = "so the model is no chain; name other blocks with units=(...), or use pipeline_parallel=1."
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (Around, "'blocks.1' uses something made with 'embed.weight' that does not come through the layer before it, "),
     (Far, f"'blocks.1' uses what entered 'blocks.0', past the layers between, {NO_CHAIN}"),
@@ -352,15 +352,15 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (Biased, f"'blocks.0' uses something made with 'table.weight' that does not come through the layer before it, "
      f"{NO_CHAIN}"),
     (lambda: build("Twice"), "The block 'blocks.0' runs twice in one forward, so the model is no chain of blocks; name "
-     "other blocks with units=(...), or use stages=1."),
+     "other blocks with units=(...), or use pipeline_parallel=1."),
     (Unused, "The block 'blocks.1' did not run in a forward of the example; name the blocks of the chain with "
      "units=(...)."),
     (lambda: build("CheckpointedInside"), "The block 'blocks.0' did not run in a forward of the example"),
     (lambda: build("Tiny"), "The model has no repeated blocks to cut between; name its blocks with units=(...), or use "
-     "stages=1."),
+     "pipeline_parallel=1."),
     *((kind, "The block 'blocks.0' runs under torch.no_grad or torch.utils.checkpoint, which hide from a stage what "
        "its backward needs; switch that off in the model (recompute='chunk' recomputes whole chunks instead), name "
-       "other blocks with units=(...), or use stages=1.")
+       "other blocks with units=(...), or use pipeline_parallel=1.")
       for kind in (WithoutGradients, lambda: build("Checkpointed"), lambda: build("CheckpointedReentrant"))),
     (Integers, "The block 'blocks.0' takes or returns no floating-point tensor to hand on to the next stage; name "
      "other blocks with units=(...)."),

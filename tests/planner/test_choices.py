@@ -72,7 +72,9 @@ def test_stages_are_offered_as_far_as_there_are_blocks() -> None:
     assert (two.lanes, two.settings["zero"], list(two.counts)) == (4, 1, [2, 4, 8])
     assert "5 blocks for 8 stages" in eight.why
     assert [dict(more) for more in two.faster(4, site(8, 8, 64, 5))] == list(pipeline.FASTER)
-    assert [more["schedule"] for more in four.faster(4, site(8, 8, 64, 5))] == ["zb-h1"]  # 8 chunks of 5 blocks
+    assert [more["pipeline_parallel.schedule"] for more in four.faster(4, site(8, 8, 64, 5))] == [
+        "zb-h1"
+    ]  # 8 chunks of 5 blocks
 
 
 def test_a_model_that_is_no_chain_is_refused_once() -> None:

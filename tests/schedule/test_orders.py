@@ -125,7 +125,7 @@ def test_warm_up_of_replicated_stages(replicas: tuple[int, ...], expected: list[
         ("gpip", FOUR, 4, "schedules are naive, gpipe"),
         ("gpipe", FOUR, 0, "1 or more"),
         ("1f1b", Layout.equal(2, 2), 4, "schedule='interleaved'"),
-        ("zb-h1", Layout.equal(2, 2), 4, "chunks=1"),
+        ("zb-h1", Layout.equal(2, 2), 4, "virtual_stages=1"),
         ("interleaved", Layout.equal(4, 2), 6, "multiple of 4"),
         ("interleaved", Layout.equal(4, 2), 3, "multiple of 4"),
         ("2bw", FOUR, 3, "from 4 microbatches"),

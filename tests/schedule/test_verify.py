@@ -71,7 +71,9 @@ def pipelines(draw: st.DrawFn, most: int = 6) -> PipelineSchedule:
 def test_every_pipeline_is_accepted(pipeline: PipelineSchedule, steps: int, gathers: bool) -> None:
     event(pipeline.name)
     lists = pipeline.stretch(steps)
-    verify([with_gathers(actions) for actions in lists] if gathers else lists)
+    if gathers and not pipeline.streams:  # streams keep whole versions of the weights, so plans refuse them at stage 3
+        lists = [with_gathers(actions) for actions in lists]
+    verify(lists)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_changed_action_is_refused(
 ) -> None:
     """Of every kind, one that is left out, or of another version, microbatch or peer."""
     lists = pipeline.stretch(steps)
-    if gathers:
+    if gathers and not pipeline.streams:
         lists = [with_gathers(actions) for actions in lists]
     may_lack = {Kind.DROP, *([Kind.REDUCE] if pipeline.reduce_each else [])}  # a leak, and the next one takes it along
     for kind in sorted({action.kind for actions in lists for action in actions}):

@@ -287,8 +287,8 @@ def _in_turn(parts: Parts) -> list[tuple[Part, Gradients, int]]:
     for part, gradients in parts.trained:
         found.append((part, gradients, place))
         place += len(part.flat.parameters)
-    root = parts.units[-1]
-    return sorted(found, key=lambda item: item[0].flat.unit is not root)
+    roots = parts.units[-1:]  # none on a stage without parameters
+    return sorted(found, key=lambda item: item[0].flat.unit not in roots)
 
 
 def _nonfinite(part: Part, gradients: Gradients) -> list[str]:

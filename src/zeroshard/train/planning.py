@@ -15,6 +15,7 @@ from rich.text import Text
 
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ConfigError
+from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import Prediction
@@ -132,7 +133,8 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
         return None
     if ranks != mesh.ranks or before.batch * lanes_of(before.plan, ranks) != _rows(config, mesh):
         return None
-    return folder, replace(config.plan, **{name: getattr(before.plan, name) for name in SEARCHED})
+    chosen = dict(flat(before.plan.as_dict()))
+    return folder, config.plan.with_settings({name: chosen[name] for name in SEARCHED})
 
 
 def _prediction(found: Mapping[str, Any]) -> Prediction:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, init_mesh
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import BatchError, CommError, PlanError, ZeroshardError
+from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import TrainingTask
@@ -79,12 +80,11 @@ def refuse_chosen(base: Plan) -> None:
     Raises:
         PlanError: naming the first such field.
     """
-    usual = {field.name: field.default for field in fields(Plan)}
+    usual, given = dict(flat(Plan().as_dict())), dict(flat(base.as_dict()))
     for name in SEARCHED:
-        if getattr(base, name) != usual[name]:
+        if given[name] != usual[name]:
             raise PlanError(
-                f"{name} is {getattr(base, name)!r}, and the search for a plan chooses it; leave {name} out, or do not "
-                f"search."
+                f"{name} is {given[name]!r}, and the search for a plan chooses it; leave {name} out, or do not search."
             )
 
 
