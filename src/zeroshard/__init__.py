@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zeroshard.errors import ZeroshardError
-from zeroshard.plan import Plan
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from zeroshard.offload.policy import Offload
     from zeroshard.parameter_server import AsynchronousTrainer
     from zeroshard.pipeline.policy import Pipeline
+    from zeroshard.plan import Plan
     from zeroshard.precision.policy import LossScale
     from zeroshard.resilience import Checkpoints, Guard
 else:
@@ -29,6 +29,7 @@ else:
         "LossScale": "precision.policy",
         "Offload": "offload.policy",
         "Pipeline": "pipeline.policy",
+        "Plan": "plan",
         "Checkpoints": "resilience",
         "Guard": "resilience",
     }
@@ -42,18 +43,16 @@ else:
             if error.name != f"{__name__}.{name}":
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        if name == "Plan":
+            home.Plan.search = _search
         return globals().setdefault(name, getattr(home, name)) if name in _HOMES else home
+
+    def _search(*job: object) -> object:
+        return import_module(f"{__name__}.planner.search.auto").plan_for(*job)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
-
-def _search(*job: object) -> Plan:
-    found: Plan = import_module("zeroshard.planner.search.auto").plan_for(*job)
-    return found
-
-
-Plan.search = _search
 
 __all__ = [
     "AsynchronousTrainer",

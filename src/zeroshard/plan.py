@@ -73,7 +73,7 @@ class Plan:
         "microbatches": ("--gradient-accumulation-steps",),
         "clip_norm": ("--max-grad-norm",),
     }
-    search: ClassVar[Callable[..., "Plan"]]  # the planner's, set by `zeroshard`: it runs the engine, and stands above
+    search: ClassVar[Callable[..., "Plan"] | None] = None  # the planner's, which runs engines; `zeroshard` sets it
     zero: Literal[0, 1, 2, 3] = 2
     """ZeRO stage: 0 keeps everything on every rank, 1 slices optimizer states, 2 gradients too, 3 parameters too."""
     shard_group: int | None = None
@@ -196,6 +196,10 @@ class Plan:
             PlanError: no plan fits, with the way out; or arguments that contradict each other.
             ModelError, OptimizerError, BatchError: what no plan can train.
         """
+        if cls.search is None:
+            raise PlanError(
+                "Plan.auto needs the planner, which this Plan lacks: take it by `from zeroshard import Plan`."
+            )
         return cls.search(model, batch, optimizer, machines, ranks, base, say)
 
     @classmethod

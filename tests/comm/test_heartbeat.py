@@ -89,7 +89,7 @@ def test_last_words(tmp_path: Path) -> None:
         write_failure(path, error, first=False)
     words = read_failure(path)
     assert words is not None and (words.type, words.message, words.first) == ("ValueError", "seven\nlines", False)
-    assert "test_pulse.py" in words.trace and words.when <= time.monotonic()
+    assert "test_heartbeat.py" in words.trace and words.when <= time.monotonic()
     path.with_suffix(".failure").write_text("{")
     assert read_failure(path) is None
     write_failure(tmp_path / "gone" / "rank-0.pulse", ValueError())  # the supervisor's folder is gone: no error

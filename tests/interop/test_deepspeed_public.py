@@ -15,7 +15,7 @@ CPU = {"device": "cpu", "pin_memory": True}
 LEFT = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
 )
-FP16 = {"loss_scale": 0, "loss_scale.window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+FP16 = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
 EITHER = {"fp16": {"enabled": "auto", **FP16}, "bf16": {"enabled": "auto"}}
 BUCKETS = {
     **{"allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True, "reduce_scatter": True},
