@@ -91,7 +91,7 @@ def _forecast(step: Any) -> dict[str, float]:
     engine, measured, simulated = step.engine, [], []
     for _ in range(5):
         engine.world.agree(b"", "start of a timeline")
-        with engine.tracing() as trace:
+        with engine.trace() as trace:
             step()
         mine = [[str(action), start, end] for action, start, end in trace.actions]
         everyone = [[(Action.parse(t), a, b) for t, a, b in rank] for rank in engine.world.agree_on(mine, "timeline")]

@@ -134,9 +134,9 @@ def _memory(step: Any, engine: Any, device: str) -> Row:
     if engine is None:
         step()
     else:
-        with engine.recording() as events:
+        with engine.trace(memory=True) as trace:
             step()
-        row["ledger_bytes"] = max(sum(event.nbytes.values()) for event in events)
+        row["ledger_bytes"] = max(sum(event.nbytes.values()) for event in trace.memory)
     return row
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -421,18 +422,16 @@ def test_a_recorded_step_sees_what_is_on_the_device_and_the_hosts_pool_is_used_a
     device, below = (bench.ledger.account(Category.ACTIVATIONS, tier) for tier in ("device", "host"))
     x = torch.randn(100, 16)
     for recorded in (True, False, True):
-        if recorded:
-            bench.ledger.record()
-        bench.ledger.reset_peaks()
-        with bench.saving(model):
-            loss = model(x).sum()
-        assert bench.held() == 12 * in_pages(x.nbytes) == bench.ledger.total("host")
-        loss.backward()
-        del loss
-        assert bench.nothing_is_left()
-        assert (device.current, below.current, bench.ledger.total("host")) == (0, 0, 12 * in_pages(x.nbytes))
-        assert 2 * x.nbytes <= device.peak <= 4 * x.nbytes if recorded else not device.peak
-        bench.ledger.stop()
+        with bench.ledger.recorded([]) if recorded else nullcontext():
+            bench.ledger.reset_peaks()
+            with bench.saving(model):
+                loss = model(x).sum()
+            assert bench.held() == 12 * in_pages(x.nbytes) == bench.ledger.total("host")
+            loss.backward()
+            del loss
+            assert bench.nothing_is_left()
+            assert (device.current, below.current, bench.ledger.total("host")) == (0, 0, 12 * in_pages(x.nbytes))
+            assert 2 * x.nbytes <= device.peak <= 4 * x.nbytes if recorded else not device.peak
 
 
 def test_within_a_budget_of_the_device_fewer_are_under_way() -> None:

@@ -40,28 +40,28 @@ def follow(mesh: zs.Mesh, name: str, plan: dict[str, Any], script: str, rows: in
     """
     model = build(name, seed=mesh.rank)
     engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan.from_dict(plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
-    spans = engine._order.interpreter.spans = []
     seen: dict[str, Any] = {"lane": engine.lane, "layers": engine.layers}
     seen |= {"losses": [], "norms": [], "skipped": [], "evaluations": []}
-    for event in script:
-        batch = (data(engine.steps, engine.lane, engine.lanes, rows), engine.steps)
-        if event == "s":
-            result = engine.train_step(batch)
-            seen["losses"].append(None if result.loss is None else result.loss.item())
-            seen["norms"].append(result.grad_norm)
-            seen["skipped"].append(result.skipped)
-        elif event == "e":
-            with torch.no_grad():
-                seen["evaluations"].append(engine(*batch).item())
-        else:
-            engine.flush()
-    row = engine.memory()["parameters"]
-    seen["parameter bytes"] = (row.measured_bytes, row.planned_bytes)
-    seen["weights"] = engine.state_dict()
+    with engine.trace() as trace:
+        for event in script:
+            batch = (data(engine.steps, engine.lane, engine.lanes, rows), engine.steps)
+            if event == "s":
+                result = engine.train_step(batch)
+                seen["losses"].append(None if result.loss is None else result.loss.item())
+                seen["norms"].append(result.grad_norm)
+                seen["skipped"].append(result.skipped)
+            elif event == "e":
+                with torch.no_grad():
+                    seen["evaluations"].append(engine(*batch).item())
+            else:
+                engine.flush()
+        row = engine.memory()["parameters"]
+        seen["parameter bytes"] = (row.measured_bytes, row.planned_bytes)
+        seen["weights"] = engine.state_dict()
     assert engine.pipeline is not None
-    timed = {action.kind for action, _, _ in spans}
+    timed = {action.kind for action, _, _ in trace.actions}
     seen["promised"] = [str(a) for a in engine.pipeline.stretch(len(script))[mesh.rank] if a.kind in timed]
-    seen["actions"] = [str(action) for action, _, _ in spans]
+    seen["actions"] = [str(action) for action, _, _ in trace.actions]
     return seen
 
 

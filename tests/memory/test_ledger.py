@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import BudgetExceeded
-from zeroshard.memory.ledger import Arena, Category, Ledger
+from zeroshard.memory.ledger import Arena, Category, Event, Ledger
 
 CPU = torch.device("cpu")
 
@@ -84,31 +84,34 @@ def test_the_message_says_what_is_held_and_what_to_do() -> None:
 
 def test_what_does_not_fit_leaves_no_trace() -> None:
     ledger = Ledger({"device": 10})
-    ledger.record()
-    with pytest.raises(BudgetExceeded, match="nothing"):
+    events: list[Event] = []
+    with ledger.recorded(events), pytest.raises(BudgetExceeded, match="nothing"):
         ledger.empty(100, torch.float32, CPU, Category.BUFFERS, "too much", padding=1)
     account = ledger.account(Category.BUFFERS)
     assert (account.current, account.peak, account.padding) == (0, 0, 0)
-    assert [event.label for event in ledger.stop()] == ["start"]
+    assert [event.label for event in events] == ["start"]
 
 
 def test_a_recording_keeps_every_change_on_the_device() -> None:
     ledger = Ledger()
     ledger.take(Category.PARAMETERS, 8, "before")
-    assert not ledger.recording and ledger.stop() == []
-    ledger.record()
-    assert ledger.recording
-    ledger.take(Category.GRADIENTS, 4, "gradients")
-    ledger.take(Category.GRADIENTS, 4, "elsewhere", tier="host")
-    ledger.give(Category.GRADIENTS, 4, "elsewhere", tier="host")
-    ledger.give(Category.GRADIENTS, 4, "gradients")
-    events = ledger.stop()
+    assert not ledger.recording
+    events: list[Event] = []
+    inner: list[Event] = []
+    with ledger.recorded(events):
+        assert ledger.recording
+        ledger.take(Category.GRADIENTS, 4, "gradients")
+        ledger.take(Category.GRADIENTS, 4, "elsewhere", tier="host")
+        ledger.give(Category.GRADIENTS, 4, "elsewhere", tier="host")
+        with ledger.recorded(inner):
+            ledger.give(Category.GRADIENTS, 4, "gradients")
     assert [(e.label, e.nbytes["parameters"], e.nbytes["gradients"]) for e in events] == [
         ("start", 8, 0),
         ("gradients", 8, 4),
         ("free gradients", 8, 0),
     ]
     assert all(a.t <= b.t for a, b in itertools.pairwise(events)) and events[0].t >= 0
+    assert [(e.label, e.nbytes["gradients"]) for e in inner] == [("start", 4), ("free gradients", 0)]
     ledger.take(Category.GRADIENTS, 4, "after")
     assert len(events) == 3 and not ledger.recording
 

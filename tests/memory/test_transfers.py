@@ -11,7 +11,17 @@ import torch
 
 from zeroshard.comm.traffic import COMPUTE, DISK, LANES, UPDATE, Purpose
 from zeroshard.errors import OffloadError
-from zeroshard.memory.transfers import Eager, Latest, Modelled, Shuffled, Task, TaskRunner, ThreadRunner, Transfers
+from zeroshard.memory.transfers import (
+    Eager,
+    Latest,
+    Modelled,
+    Shuffled,
+    Task,
+    TaskRunner,
+    TaskSpan,
+    ThreadRunner,
+    Transfers,
+)
 from zeroshard.platform.rehearsed import Clock
 
 CPU = torch.device("cpu")
@@ -283,7 +293,8 @@ def test_a_trace_keeps_what_runs_inside() -> None:
     lanes = Lanes(down=1, host=2, up=4)
     lanes.link.note("before", 0)
     lanes.update("before")[1].wait()
-    with lanes.link.traced() as spans:
+    spans: list[TaskSpan] = []
+    with lanes.link.traced(spans):
         begin = lanes.clock.now
         lanes.clock.spend(3)
         lanes.link.note("forward", begin)
@@ -295,6 +306,7 @@ def test_a_trace_keeps_what_runs_inside() -> None:
 
 def test_a_trace_has_times_of_the_clock_of_the_link() -> None:
     chain = Chain(Latest())
-    with chain.link.traced() as spans:
+    spans: list[TaskSpan] = []
+    with chain.link.traced(spans):
         chain.up.wait()
     assert [(span.cause, span.start, span.end) for span in spans] == [(DOWN, 0, 1), (UPDATE, 1, 3), (UP, 3, 7)]

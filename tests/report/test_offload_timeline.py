@@ -205,7 +205,7 @@ def test_what_an_engine_does_becomes_a_timeline(tmp_path: Path) -> None:
 
 def test_where_nothing_is_offloaded_actions_alone_are_traced() -> None:
     engine = zs.Engine(build("Plain", seed=0), ADAMW, zs.Plan(microbatches=2))
-    with engine.tracing() as trace:
+    with engine.trace() as trace:
         engine.train_step((batch(0, 0, 1, 8), 0))
     assert [str(action) for action, _, _ in trace.actions] == ["F0.0@0", "B0.0@0", "F0.1@0", "B0.1@0", "UPDATE0@0"]
     assert all(start <= end for _, start, end in trace.actions) and trace.tasks == []

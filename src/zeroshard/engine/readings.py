@@ -1,8 +1,7 @@
 """What an engine says of itself: its place among the ranks, its tables, and its traces."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -13,31 +12,16 @@ from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
-from zeroshard.memory import transfers as link
-from zeroshard.memory.ledger import Event, Ledger
+from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.late_updates import Guesses
 from zeroshard.parts.planned import Work
 from zeroshard.parts.steps import StepOrder
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
+from zeroshard.parts.trace import Trace, traced
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.schedule import PipelineSchedule
-from zeroshard.schedule.run import Timed
-
-
-@dataclass(slots=True)
-class Trace:
-    """When things ran.
-
-    Attributes:
-        actions: forwards, backwards and updates of the schedule, with start and end in seconds of a clock that the
-            processes of a machine share.
-        tasks: copies and jobs of the host, and the computing between them, where something is offloaded.
-    """
-
-    actions: list[Timed] = field(default_factory=list)
-    tasks: list[link.TaskSpan] = field(default_factory=list)
 
 
 class Readings:
@@ -75,19 +59,15 @@ class Readings:
         """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
         return self._assembly.late.guesses
 
-    @contextmanager
-    def tracing(self) -> Iterator[Trace]:
+    def trace(self, memory: bool = False) -> AbstractContextManager[Trace]:
         """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.
 
-        On a GPU, copies are entered when they are handed to their streams.
+        On a GPU, copies are entered when they are handed to their streams. A trace may be inside of another.
+
+        Args:
+            memory: keep every change of memory too, activations included, which slows the forward down.
         """
-        trace = Trace()
-        with self._assembly.late.beside.traced() as trace.tasks:
-            self._order.interpreter.spans = trace.actions
-            try:
-                yield trace
-            finally:
-                self._order.interpreter.spans = None
+        return traced(self._order.interpreter, self._assembly.late.beside, self.ledger if memory else None)
 
     @property
     def lane(self) -> int:
@@ -162,7 +142,3 @@ class Readings:
             updates,
             plan.reductions // around if plan.reductions > 1 else 1,
         )
-
-    def recording(self) -> AbstractContextManager[list[Event]]:
-        """Keep every change of memory inside, activations included; the list is filled when the block ends."""
-        return self.ledger.recorded()

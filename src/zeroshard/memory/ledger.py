@@ -8,7 +8,7 @@ A byte that is not taken here is a byte that no table shows, so all buffers of t
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -57,10 +57,10 @@ class Event:
 
 @dataclass(slots=True)
 class Recording:
-    """The events between `Ledger.record()` and `Ledger.stop()`."""
+    """Where a `Ledger.recorded` that is under way enters its events, and when it began."""
 
     start: float
-    events: list[Event] = field(default_factory=list)
+    events: list[Event]
 
 
 class Ledger:
@@ -80,7 +80,7 @@ class Ledger:
         self._accounts: dict[tuple[str, Category], Account] = {
             (tier, category): Account() for tier in WAYS_OUT for category in Category
         }
-        self._recording: Recording | None = None
+        self._recordings: list[Recording] = []
         self.way_out: Callable[[int, int], str] | None = None
 
     def empty(
@@ -165,11 +165,6 @@ class Ledger:
         for account in self._accounts.values():
             account.peak = account.current
 
-    def record(self) -> None:
-        """Keep every change from now on, for the picture of memory over one step."""
-        self._recording = Recording(self._now())
-        self._note("start")
-
     @property
     def limits_activations(self) -> bool:
         """Whether what autograd saves must be entered, because the device has a budget."""
@@ -178,27 +173,22 @@ class Ledger:
     @property
     def recording(self) -> bool:
         """Whether changes are being kept."""
-        return self._recording is not None
-
-    def stop(self) -> list[Event]:
-        """End the recording and return its events."""
-        recording, self._recording = self._recording, None
-        return recording.events if recording else []
+        return bool(self._recordings)
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Event]]:
-        """Record inside; the list is filled when the block ends."""
-        events: list[Event] = []
-        self.record()
+    def recorded(self, events: list[Event]) -> Iterator[None]:
+        """Add to `events` every change on the device inside, after one event called "start"."""
+        recording = Recording(self._now(), events)
+        events.append(Event(0.0, "start", self.snapshot()))
+        self._recordings.append(recording)
         try:
-            yield events
+            yield
         finally:
-            events.extend(self.stop())
+            self._recordings = [other for other in self._recordings if other is not recording]
 
     def _note(self, label: str) -> None:
-        if self._recording is not None:
-            elapsed = self._now() - self._recording.start
-            self._recording.events.append(Event(elapsed, label, self.snapshot()))
+        for recording in self._recordings:
+            recording.events.append(Event(self._now() - recording.start, label, self.snapshot()))
 
 
 class Arena:

@@ -103,8 +103,7 @@ class Task:
             self.error = error
         self.end = self.link.now()
         self.work, self.done = None, True
-        spans = self.link.spans  # once: another thread may put it away
-        if spans is not None:
+        for spans in self.link.spans:  # read once: another thread may begin or end a trace
             spans.append(TaskSpan(self.label, self.cause, self.start, self.end))
 
 
@@ -275,8 +274,8 @@ class Modelled:
             task.run()
         task.start = max([self._clock.now, self._free[task.lane], *(before.end for before in task.after)])
         task.end = self._free[task.lane] = task.start + self._seconds(task)
-        if task.link.spans:
-            task.link.spans[-1] = TaskSpan(task.label, task.cause, task.start, task.end)
+        for spans in task.link.spans:
+            spans[-1] = TaskSpan(task.label, task.cause, task.start, task.end)
 
     def finish(self, task: Task) -> None:
         """Let the time pass that is left, by what ran in it."""
@@ -294,7 +293,7 @@ class Transfers:
     Attributes:
         counts: what was copied, by purpose, since the last `reset`.
         exposed: seconds that the main thread stood still, by cause, since the last `reset`.
-        spans: when tasks ran; None while nobody asks.
+        spans: lists to which tasks that have run are added, one for each trace under way.
         stalls: (cause, event before, event after) of waits on a GPU that were not yet added to `exposed`.
     """
 
@@ -302,7 +301,7 @@ class Transfers:
         self.executor, self.now = executor, now
         self.counts: dict[Purpose, Count] = {}
         self.exposed: defaultdict[str, float] = defaultdict(float)
-        self.spans: list[TaskSpan] | None = None
+        self.spans: tuple[list[TaskSpan], ...] = ()
         self.stalls: list[tuple[str, torch.Event, torch.Event]] = []
 
     def copy(
@@ -348,19 +347,18 @@ class Transfers:
             raise task.error
 
     @contextmanager
-    def traced(self) -> Iterator[list[TaskSpan]]:
-        """Keep when tasks inside run, and what is noted; the list is complete when the block ends."""
-        spans: list[TaskSpan] = []
-        self.spans = spans
+    def traced(self, spans: list[TaskSpan]) -> Iterator[None]:
+        """Add to `spans` when tasks inside run, and what is noted; the list is complete when the block ends."""
+        self.spans = (*self.spans, spans)
         try:
-            yield spans
+            yield
         finally:
-            self.spans = None
+            self.spans = tuple(other for other in self.spans if other is not spans)
 
     def note(self, label: str, start: float) -> None:
-        """Enter what the main thread has computed since `start`, if anybody asks."""
-        if self.spans is not None:
-            self.spans.append(TaskSpan(label, COMPUTE, start, self.now()))
+        """Enter what the main thread has computed since `start` into every trace under way."""
+        for spans in self.spans:
+            spans.append(TaskSpan(label, COMPUTE, start, self.now()))
 
     def reset(self) -> tuple[dict[Purpose, Count], dict[str, float]]:
         """Begin to count anew; returns what was counted."""

@@ -34,8 +34,8 @@ class TracedWork(Protocol):
     def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
         """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
 
-    def traced(self) -> AbstractContextManager[list[TaskSpan]]:
-        """Keep when what is inside runs."""
+    def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
+        """Add to `spans` when what is inside runs."""
 
 
 class Nothing:
@@ -52,9 +52,9 @@ class Nothing:
         """Nothing is copied."""
         return {}, {}
 
-    def traced(self) -> AbstractContextManager[list[TaskSpan]]:
+    def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
         """Nothing is to be kept."""
-        return nullcontext([])
+        return nullcontext()
 
 
 class LateUpdates:

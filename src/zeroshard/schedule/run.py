@@ -1,6 +1,7 @@
 """The interpreter: carries out one rank's list, action by action, whatever the number of stages."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from zeroshard.schedule.actions import Action, Kind, Schedule
 
@@ -16,12 +17,12 @@ class Interpreter:
 
     Attributes:
         now: as given.
-        spans: computes and updates that have run; None while nobody traces.
+        spans: lists to which computes and updates that have run are added, one for each trace under way.
     """
 
     def __init__(self, handlers: Mapping[Kind, Handler], now: Callable[[], float]) -> None:
         self._handlers, self.now = handlers, now
-        self.spans: list[Timed] | None = None
+        self.spans: tuple[list[Timed], ...] = ()
 
     def run(self, actions: Schedule) -> None:
         """Carry out actions in order."""
@@ -30,5 +31,16 @@ class Interpreter:
 
     def note(self, action: Action, start: float) -> None:
         """Enter an action that has run since `start`, which may be later than that of its handler: it waits before."""
-        if self.spans is not None:
-            self.spans.append((action, start, self.now()))
+        if self.spans:
+            span = (action, start, self.now())
+            for spans in self.spans:
+                spans.append(span)
+
+    @contextmanager
+    def traced(self, spans: list[Timed]) -> Iterator[None]:
+        """Add to `spans` what runs inside, as (action, start, end) in seconds of the clock."""
+        self.spans = (*self.spans, spans)
+        try:
+            yield
+        finally:
+            self.spans = tuple(other for other in self.spans if other is not spans)

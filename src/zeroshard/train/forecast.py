@@ -94,7 +94,7 @@ class Forecast:
         if number == TRACKED and self.last:
             self._track(batch)
         if self._tracker is not None and number == self._tracked:
-            self._tracking.enter_context(self._engine.recording())
+            self._tracking.enter_context(self._engine.trace(memory=True))
             self._tracker.start_again()
         self._optimizing = 0.0
         accelerator.synchronize(self._device)

@@ -249,7 +249,7 @@ class Run:
         if step == begin:
             engine.flush()
             engine.world.agree(b"", "start of the timeline")
-            self._trace = self._tracing.enter_context(engine.tracing())
+            self._trace = self._tracing.enter_context(engine.trace())
         done = self._step(step, samples)
         if step == last:
             engine.flush()
@@ -301,9 +301,9 @@ class Run:
         watched = nullcontext() if self._forecast is None else self._forecast.step(batch)
         try:
             if step == RECORDED_STEP:
-                with watched, engine.recording() as events:
+                with watched, engine.trace(memory=True) as trace:
                     result = engine.train_step(batch)
-                self.folder.write_memory(events, self.engine.mesh.rank)
+                self.folder.write_memory(trace.memory, self.engine.mesh.rank)
             else:
                 with watched:
                     result = engine.train_step(batch)

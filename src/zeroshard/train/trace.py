@@ -62,7 +62,7 @@ class OffloadTrace:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Add the step that is taken inside."""
-        with self._engine.tracing() as trace:
+        with self._engine.trace() as trace:
             yield
         self._ends.append(self._engine.mesh.now() - self._begin)
         self._spans += trace.tasks

@@ -222,7 +222,7 @@ class _Stage:
         self._marks.clear()
         start = clock.now
         note = tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note())))
-        with engine.tracing() as trace, engine.recording(), note:
+        with engine.trace(memory=True) as trace, note:
             engine.train_step(self._batch)
         phases |= {phase: peak.snapshot for phase, peak in tracker.peaks.items()}
         for phase, memory in before.items():
@@ -254,7 +254,7 @@ class _Stage:
         while len(steps) < TIMED or (time.perf_counter() - began < LEAST_SECONDS and len(steps) < MOST_TIMED):
             clock.spent.clear()
             self._marks.clear()
-            with engine.tracing() as trace:
+            with engine.trace() as trace:
                 self._last = time.process_time()
                 engine.train_step(self._batch)
                 self._tick()
