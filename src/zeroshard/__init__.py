@@ -3,12 +3,30 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from zeroshard.errors import ZeroshardError
+from zeroshard.errors import (
+    BatchError,
+    BudgetExceeded,
+    CheckpointError,
+    CheckpointWarning,
+    CommError,
+    ConfigError,
+    DamagedError,
+    DataError,
+    DivergenceError,
+    ModelError,
+    NonFiniteError,
+    OffloadError,
+    OptimizerError,
+    PlanError,
+    ReportError,
+    Stopped,
+    ZeroshardError,
+)
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
     from zeroshard.comm.mesh import Mesh, init_mesh
-    from zeroshard.engine import Engine, StepResult
+    from zeroshard.engine import Engine, StepResult, Trace
     from zeroshard.interop import DeepSpeedWeights, from_deepspeed
     from zeroshard.offload.policy import Offload
     from zeroshard.parameter_server import AsynchronousTrainer
@@ -24,6 +42,7 @@ else:
         "AsynchronousTrainer": "parameter_server",
         "Engine": "engine",
         "StepResult": "engine",
+        "Trace": "engine",
         "Mesh": "comm.mesh",
         "init_mesh": "comm.mesh",
         "LossScale": "precision.policy",
@@ -51,21 +70,39 @@ else:
         return import_module(f"{__name__}.planner.search.auto").plan_for(*job)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        """The public names alone."""
+        return sorted(__all__)
 
 
 __all__ = [
     "AsynchronousTrainer",
+    "BatchError",
+    "BudgetExceeded",
+    "CheckpointError",
+    "CheckpointWarning",
     "Checkpoints",
+    "CommError",
+    "ConfigError",
+    "DamagedError",
+    "DataError",
     "DeepSpeedWeights",
+    "DivergenceError",
     "Engine",
     "Guard",
     "LossScale",
     "Mesh",
+    "ModelError",
+    "NonFiniteError",
     "Offload",
+    "OffloadError",
+    "OptimizerError",
     "Pipeline",
     "Plan",
+    "PlanError",
+    "ReportError",
     "StepResult",
+    "Stopped",
+    "Trace",
     "ZeroshardError",
     "__version__",
     "from_deepspeed",
