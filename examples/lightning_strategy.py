@@ -58,6 +58,6 @@ with tempfile.TemporaryDirectory() as folder:
         Path(folder) / "run", weights_only=False
     )  # a folder; trainer.fit(..., ckpt_path=...) goes on from it
 engine = trainer.strategy.engine
-if engine.mesh.rank == 0:
+if engine.rank == 0:
     print({name: round(value.item(), 3) for name, value in trainer.callback_metrics.items()})
     print(engine.memory())

@@ -38,7 +38,7 @@ for step in range(80):
     result = engine.train_step(batch(64, seed=1 + engine.lanes * step + engine.lane))  # one batch for both stages
 with torch.no_grad():
     loss = engine(*batch(256, seed=0))  # a call of all ranks, and an answer to all
-print(f"rank {engine.mesh.rank} has {', '.join(engine.layers)}\n", end="", flush=True)  # in one piece
+print(f"rank {engine.rank} has {', '.join(engine.layers)}\n", end="", flush=True)  # in one piece
 if engine.reports:
     print(f"step {result.step}: loss {result.loss:.3f}, and {loss:.3f} on other rows")
     print(*engine.schedule[:12], "...")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -354,6 +354,15 @@ class Engine(Readings):
         self.world.agree(b"", "load weights")
         self._state.load_weights(Path(path))
         self._take_over()
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the model into training mode, or with `mode=False` into evaluation mode, as `nn.Module.train` does."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the model into evaluation mode (dropout off, running statistics in use), as `nn.Module.eval` does."""
+        return self.train(False)
 
     def check_replicas(self) -> None:
         """Compare what several ranks hold of the same weights and states; a collective call.

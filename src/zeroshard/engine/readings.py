@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
@@ -27,8 +28,11 @@ from zeroshard.schedule import PipelineSchedule
 class Readings:
     """The part of an engine that only reads."""
 
+    model: nn.Module
     plan: Plan
     mesh: Mesh
+    steps: int
+    skipped: int
     ledger: Ledger
     comm: Comm
     _assembly: Assembly
@@ -38,6 +42,33 @@ class Readings:
     _order: StepOrder
     _stage: Stage | WholeModel
     _state: State
+
+    def __repr__(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return (
+            f"Engine of {type(self.model).__name__} ({self._state.numel:,} parameters)\n  {self.plan!r}\n"
+            f"  rank {self.rank} of {self.ranks} on {self.device}, {self.steps} steps{skipped}"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes, and batches belong."""
+        return self.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """This process among all, from 0."""
+        return self.mesh.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train together."""
+        return self.mesh.ranks
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

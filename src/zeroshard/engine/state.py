@@ -1,6 +1,7 @@
 """A model's parts as the logical tensors of a checkpoint, and back."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,11 @@ class State:
                 if part.gradients is not None and part.flat.label in reader.facts["gradient_layouts"]:
                     part.gradients.layout = reader.facts["gradient_layouts"][part.flat.label]
         return reader.facts
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters of the model, those of other stages included."""
+        return sum(map(math.prod, self._shapes().values()))
 
     @property
     def nbytes(self) -> int:

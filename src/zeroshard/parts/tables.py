@@ -69,7 +69,7 @@ class _Table(Generic[Row]):
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         dicts = [self._shown(row) for row in self.as_dicts()]
         cells = [[key.replace("_", " ") for key in dicts[0]], *([_text(v) for v in row.values()] for row in dicts)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
