@@ -131,13 +131,13 @@ def _refuse_load(
         if parameter is None or prefix + name not in values or (forward.writes.allowed and not assign):
             continue
         part = part_of.get(id(parameter))
-        way = "Write `with engine.gathered(): model.load_state_dict(...)` on every rank, or engine.load_weights(path)"
+        whole = "Call engine.load_state_dict(state) or engine.load_weights(path) on every rank"
+        way = f"{whole}, or write `with engine.gathered(): model.load_state_dict(...)`"
         if staged:
+            way = whole
             lost = "the model is cut into stages, and each rank has only its own"
-            way = "Call load_state_dict before the engine is made, or engine.load_weights(path) after it"
         elif assign:
             lost = "assign=True puts new tensors into the model, and the engine updates the old ones"
-            way += ", with assign=False"
         elif part is None or part.lost is None:
             continue
         else:

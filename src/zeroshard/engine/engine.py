@@ -36,6 +36,7 @@ from zeroshard.engine.update import Update
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
+from zeroshard.parameters.given import LoadedKeys
 from zeroshard.parts.batch import loss_in
 from zeroshard.parts.steps import StepOrder, StepResult, Verdict
 from zeroshard.pipeline.buffers import whole_state_dict
@@ -354,6 +355,33 @@ class Engine(Readings):
         self.world.agree(b"", "load weights")
         self._state.load_weights(Path(path))
         self._take_over()
+
+    @told
+    def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> LoadedKeys:
+        """Start from a complete state dict, as `state_dict()` of an engine or a model gives it; a collective call.
+
+        Under every plan, pipelines too. fp32 master weights take its values as they are; optimizer states stay as they
+        are. Load hooks of modules are not called. A model that a host cannot hold whole reads files: `load_weights`.
+
+        Args:
+            state: by name, whole tensors in the shapes of the model's own `state_dict()`; the same on every rank, or
+                on rank 0 alone, and None on the others. Buffers may be each rank's own.
+            strict: refuse names that are missing or unknown; otherwise they are returned, and weights that are missing
+                stay as they are.
+
+        Raises:
+            CheckpointError: it is of another model; or ranks give different values. PlanError: the call is inside of
+                `gathered()`.
+        """
+        if self._forward.writes.allowed:
+            raise PlanError(
+                "engine.load_state_dict() was called inside `with engine.gathered():`, at whose end the gathered "
+                "copies become the weights, so what is loaded would be lost. Call it outside of the block."
+            )
+        self.flush()
+        keys = self._state.load_state_dict(state, strict)
+        self._take_over()
+        return keys
 
     def train(self, mode: bool = True) -> Self:
         """Put the model into training mode, or with `mode=False` into evaluation mode, as `nn.Module.train` does."""

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved
+from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts
 from zeroshard.pipeline.stage import Stage
@@ -106,12 +107,39 @@ class State:
         Raises:
             CheckpointError: they are of another model.
         """
-        problem: CheckpointError | None = None
-        try:
+
+        def opened() -> WeightFiles:
             source = WeightFiles(path, self._tied)
             ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers has it
             source.fit(self._shapes(), dict(self._buffer_shapes()), ignored)
             self._check_shapes(source)
+            return source
+
+        self._take_weights(opened)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool) -> LoadedKeys:
+        """Take weights and buffers alone from a state dict, that of rank 0 where others have None; a collective call.
+
+        Raises:
+            CheckpointError: it is of another model, or ranks give different ones.
+        """
+        whole, shapes = shared(state, self._world), self._shapes()
+        given = GivenWeights(whole, self._model, self._tied)
+
+        def opened() -> GivenWeights:
+            given.fit(shapes, strict)
+            return given
+
+        check_same(whole, shapes.keys() | self._tied.keys(), self._world)
+        self._take_weights(opened)
+        given.set_extras()
+        return given.keys
+
+    def _take_weights(self, opened: Callable[[], WeightFiles | GivenWeights]) -> None:
+        """Take weights and buffers from what is opened, and raise on all ranks what one of them met."""
+        problem: CheckpointError | None = None
+        try:
+            source = opened()
             for part in self._parts.all:
                 with part.updater.at_hand(writes=True):
                     self._load_weights(part, source)
@@ -275,7 +303,7 @@ class State:
                 kept = name not in module._non_persistent_buffers_set
                 yield f"{path}.{name}" if path else name, tuple(buffer.shape) if kept else None
 
-    def _check_shapes(self, reader: "Reader | WeightFiles") -> None:
+    def _check_shapes(self, reader: Reader | WeightFiles) -> None:
         mine = self._shapes()
         theirs = {name: reader.shape(f"weight:{name}") for name in reader.names("weight")}
         for name in sorted(mine.keys() | theirs.keys()):
@@ -292,7 +320,7 @@ class State:
                     saved.check(part.flat.index.entries[number].name, span.group)
         return saved
 
-    def _load_weights(self, part: Part, reader: "Reader | WeightFiles") -> None:
+    def _load_weights(self, part: Part, reader: Reader | WeightFiles | GivenWeights) -> None:
         values, start = part.updater.values, part.updater.start
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
             entry = part.flat.index.entries[number]

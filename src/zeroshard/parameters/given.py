@@ -1,0 +1,267 @@
+"""A state dict in memory as the source of an engine's weights, read by range and box as the files of a checkpoint are.
+
+[Note: one state dict] Every rank keeps its own part of what it is given, so ranks that give different values would mix
+two models. Checksums of the parameters are compared first. Buffers are each rank's own and may differ, as those of
+`engine.state_dict()` do.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zeroshard.checkpoint import Box
+from zeroshard.comm.collectives import Comm
+from zeroshard.errors import CheckpointError
+from zeroshard.units.digest import digest_of
+
+Shape = tuple[int, ...]
+NAMED = 5  # names in a message
+EXTRA = "_extra_state"  # under which a module's state dict holds what `get_extra_state` returns
+
+
+class LoadedKeys(NamedTuple):
+    """The names that did not match in `engine.load_state_dict`, as `nn.Module.load_state_dict` returns them.
+
+    Attributes:
+        missing_keys: of the model, that the state dict lacks.
+        unexpected_keys: of the state dict, that the model lacks.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class GivenWeights:
+    """Reads tensors of a state dict, as a `Reader` reads those of a checkpoint; one that is missing stays as it is.
+
+    Tensors are asked for as `weight:NAME` or `buffer:NAME`.
+
+    Args:
+        state: by name, the whole tensors.
+        tied: of parameters with several names, each further name and the first.
+
+    Attributes:
+        path: the state dict, in a message.
+        keys: the names that did not match.
+    """
+
+    path = "The state dict"
+
+    def __init__(self, state: Mapping[str, Any], model: nn.Module, tied: Mapping[str, str]) -> None:
+        self._state, self._model = state, model
+        self._first = {**tied, **_further_buffers(model)}
+        self.keys = LoadedKeys([], [])
+
+    def fit(self, parameters: Mapping[str, Shape], strict: bool) -> None:
+        """Compare names and shapes with those of the model.
+
+        Args:
+            parameters: the shapes of all, by the first name of each.
+            strict: refuse names that do not match.
+
+        Raises:
+            CheckpointError: names do not match; or shapes, kinds of numbers, or two names of one parameter differ.
+        """
+        buffers = {name: tuple(buffer.shape) for name, buffer in _buffers(self._model)}
+        shapes = {**buffers, **parameters}
+        extras = set(_extras(self._model))
+        given = {self._first.get(name, name) for name in self._state}
+        missing = sorted((shapes.keys() | extras) - given)
+        unexpected = sorted(n for n in self._state if self._first.get(n, n) not in shapes and n not in extras)
+        self.keys = LoadedKeys(missing, unexpected)
+        if strict and (missing or unexpected):
+            parts = [f"lacks {_some(missing)}"] if missing else []
+            parts += [f"holds {_some(unexpected)}, which the model does not have"] if unexpected else []
+            raise CheckpointError(
+                f"{self.path} is of another model: it {' and '.join(parts)}. Name the tensors as engine.state_dict() "
+                f"does, or take those that match: engine.load_state_dict(state, strict=False)."
+            )
+        known = sorted(set(self._state) - set(unexpected) - extras)
+        for name in known:
+            first = self._first.get(name, name)
+            self._check(name, shapes[first], first in parameters)
+        for name in known:
+            self._compare(name, self._first.get(name, name))
+
+    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None = None) -> None:
+        """Fill `into` (1-D) with elements of a tensor.
+
+        Args:
+            start: the first element, in the row-major order of `box`; those behind it follow.
+            box: the part of the tensor that is wanted, such as a rank's share; all of it by default.
+        """
+        values = self._values(name)
+        if values is not None:
+            inside = values if box is None else values[box.slices(Box.whole(tuple(values.shape)))]
+            into.copy_(inside.reshape(-1)[start : start + into.numel()])
+
+    def shape(self, name: str) -> Shape | None:
+        """The shape of a tensor, or None if it is not there."""
+        values = self._values(name)
+        return None if values is None else tuple(values.shape)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor that is there, flat and in its own dtype."""
+        values = self._values(name)
+        assert values is not None, name
+        return values.reshape(-1)
+
+    def set_extras(self) -> None:
+        """Give modules with `set_extra_state` theirs."""
+        for key, module in _extras(self._model).items():
+            if key in self._state:
+                module.set_extra_state(self._state[key])
+
+    def _values(self, name: str) -> torch.Tensor | None:
+        """A tensor, under the first of its names that is there."""
+        wanted = name.partition(":")[2]
+        names = [wanted, *(other for other, first in self._first.items() if first == wanted)]
+        return next((self._state[each].detach() for each in names if each in self._state), None)
+
+    def _check(self, name: str, needed: Shape, floating: bool) -> None:
+        """Refuse what is no tensor of this shape."""
+        value = self._state[name]
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{self.path} holds a {type(value).__name__} under '{name}', and a tensor is needed.")
+        if tuple(value.shape) != needed:
+            raise CheckpointError(
+                f"{self.path} is of another model: '{name}' is {tuple(value.shape)} there and {needed} here. Build the "
+                f"model that was trained there."
+            )
+        if floating and not value.is_floating_point():
+            raise CheckpointError(
+                f"{self.path} holds '{name}' as {value.dtype} and the model has floating-point numbers. Give weights "
+                f"that are not quantized."
+            )
+
+    def _compare(self, name: str, first: str) -> None:
+        """Refuse two values under two names of one tensor."""
+        value = self._state[name]
+        kept = self._state.get(first, value)
+        if kept is not value and not torch.allclose(kept, value.to(kept), rtol=0, atol=0, equal_nan=True):
+            raise CheckpointError(
+                f"{self.path} holds other values under '{name}' than under '{first}', and in this model they are one. "
+                f"Build the model that was trained there."
+            )
+
+
+def shared(state: Mapping[str, Any] | None, world: Comm) -> Mapping[str, Any]:
+    """The state dict on every rank: its own, or that of rank 0 where the others have None; a collective call.
+
+    Raises:
+        CheckpointError: on all ranks, where one gives no state dict, or two give different values.
+    """
+    everyone = world.agree_on(_described(state), "state dicts")
+    for rank, described in enumerate(everyone):
+        if "problem" in described:
+            raise CheckpointError(f"engine.load_state_dict() on rank {rank} {described['problem']}")
+    if any("none" in described for described in everyone):
+        return _from_rank_0(state, world, everyone)
+    assert state is not None
+    return state
+
+
+def check_same(state: Mapping[str, Any], names: set[str], world: Comm) -> None:
+    """Compare the parameters that ranks give ([Note: one state dict]); a collective call.
+
+    Args:
+        names: of the parameters.
+
+    Raises:
+        CheckpointError: two ranks give different values.
+    """
+    given = {name: values for name, values in state.items() if name in names and isinstance(values, torch.Tensor)}
+    given = {name: values for name, values in state.items() if name in names and isinstance(values, torch.Tensor)}
+    mine = {name: digest_of([values.detach().reshape(-1)]) for name, values in given.items() if values.numel()}
+    everyone = world.agree_on(mine, "digests of state dicts")
+    for rank, digests in enumerate(everyone):
+        for name in sorted(digests.keys() | everyone[0].keys()):
+            if digests.get(name) != everyone[0].get(name):
+                raise CheckpointError(
+                    f"Ranks 0 and {rank} give engine.load_state_dict() different values of '{name}'. Give the same "
+                    f"state dict on every rank, or give it on rank 0 and None on the others."
+                )
+
+
+def _described(state: Any) -> dict[str, Any]:
+    """A rank's state dict in words that JSON holds."""
+    if state is None:
+        return {"none": True}
+    if not isinstance(state, Mapping):
+        return {
+            "problem": f"was given a {type(state).__name__}, and takes the mapping that engine.state_dict() returns; "
+            f"files are read by engine.load_weights(path)."
+        }
+    tensors = {k: [list(v.shape), str(v.dtype)] for k, v in state.items() if isinstance(v, torch.Tensor)}
+    meta = next((k for k, v in state.items() if isinstance(v, torch.Tensor) and v.is_meta), None)
+    if meta is not None:
+        return {"problem": f"was given '{meta}' on the meta device, where there are no values."}
+    return {"tensors": tensors}
+
+
+def _from_rank_0(state: Mapping[str, Any] | None, world: Comm, everyone: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """What rank 0 alone has, sent to all, tensor by tensor."""
+    rank = world.mesh.rank
+    having = [number for number, described in enumerate(everyone) if "none" not in described]
+    if having != [0]:
+        raise CheckpointError(
+            f"engine.load_state_dict() was given a state dict on ranks {having} of {len(everyone)}. Give the same on "
+            f"every rank, or give it on rank 0 and None on the others."
+        )
+    tensors = everyone[0]["tensors"]
+    rest, problem = {}, None
+    if state is not None:
+        rest = {key: value for key, value in state.items() if key not in tensors}
+        try:
+            json.dumps(rest)
+        except (TypeError, ValueError):
+            problem = f"{_some(sorted(rest))} cannot be sent to other ranks: give the state dict on every rank"
+            rest = {}
+    (rest, problem), *_ = world.agree_on([rest, problem], "extra states")
+    if problem:
+        raise CheckpointError(f"engine.load_state_dict(): {problem}.")
+    whole: dict[str, Any] = dict(rest)
+    for key, (shape, dtype) in tensors.items():
+        value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=world.mesh.device)
+        if rank == 0 and state is not None:
+            value.copy_(state[key])
+        world.broadcast(value, f"given {key}", 0)
+        whole[key] = value.cpu()
+    return whole
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict holds, by the first name of each."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _further_buffers(model: nn.Module) -> dict[str, str]:
+    """Of buffers of modules with several names, each further name and the first."""
+    firsts = {id(module): path for path, module in model.named_modules()}
+    return {
+        f"{path}.{name}": f"{firsts[id(module)]}.{name}" if firsts[id(module)] else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers
+        if path != firsts[id(module)]
+    }
+
+
+def _extras(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that keep more than tensors, by its name in a state dict."""
+    return {
+        f"{path}.{EXTRA}" if path else EXTRA: module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _some(names: list[str]) -> str:
+    """At most `NAMED` names."""
+    listed = ", ".join(f"'{name}'" for name in names[:NAMED])
+    return listed + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
