@@ -36,6 +36,19 @@ def test_an_argument_of_another_kind(arguments: tuple[Any, ...], kind: type[Exce
         zs.Engine(*arguments, mesh=zs.Mesh())
 
 
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"mesh": 2}, r"The mesh is 2 \(int\), and it must be what zs\.init_mesh\(\) returns"),
+    ({"loss": "mse"}, r"loss is 'mse' \(str\), and it must be a function; write for example loss=lambda output, batch"),
+    ({"initialise": True}, r"initialise is True \(bool\), and it must be a function; .*reset_parameters"),
+]
+
+
+@pytest.mark.parametrize("options, message", OPTIONS)
+def test_an_option_of_another_kind(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        zs.Engine(MODEL, SGD, **{"mesh": zs.Mesh(), **options})
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, SGD, lambda ps: torch.optim.SGD(ps, lr=0.1)])
 def test_arguments_of_the_right_kinds(optimizer: Any) -> None:
     model = nn.Linear(4, 1)

@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ModelError, OptimizerError, PlanError
 from zeroshard.plan import Plan
 
 ORDER = "Engine(model, optimizer, plan) takes an nn.Module, an optimizer and a zs.Plan, in this order"
 DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16"}
+CALLED = {  # each argument that is a function, and an example
+    "loss": "write for example loss=lambda output, batch: F.mse_loss(output, batch[1])",
+    "initialise": "write for example initialise=lambda module: module.reset_parameters()",
+}
 LONGEST = 60  # characters of a value that are shown
 
 
@@ -40,6 +45,22 @@ def check_arguments(model: Any, optimizer: Any, plan: Any) -> None:
         raise OptimizerError(f"The optimizer is {_found(optimizer)}. {ORDER}{_place_of(optimizer, 'second')}.")
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"The plan is {_found(plan)}, and it must be a zs.Plan; {_plan_meant(plan)}.")
+
+
+def check_options(mesh: Any, **functions: Any) -> None:
+    """Refuse a mesh of another kind, and what is to be called and cannot be; None is left out.
+
+    Args:
+        functions: by name, the arguments that are called.
+
+    Raises:
+        PlanError: naming what was found, what is needed, and the way out.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise PlanError(f"The mesh is {_found(mesh)}, and it must be what zs.init_mesh() returns; or leave it out.")
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise PlanError(f"{name} is {_found(value)}, and it must be a function; {CALLED[name]}, or leave it out.")
 
 
 def _plan_meant(plan: Any) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from zeroshard.checkpoint import Saving
 from zeroshard.checkpoint.saving import Savings
 from zeroshard.checks.alike import check_alike, check_settings, tied_names
-from zeroshard.checks.arguments import check_arguments
+from zeroshard.checks.arguments import check_arguments, check_options
 from zeroshard.checks.model_checks import check_model, guard
 from zeroshard.checks.refused import told
 from zeroshard.checks.replicas import check_replicas
@@ -88,6 +88,7 @@ class Engine(Readings):
         example: Any = None,
     ) -> None:
         check_arguments(model, optimizer, plan)
+        check_options(mesh, loss=loss, initialise=initialise)
         check_model(model)
         self.model = model
         self.plan = plan or Plan()
