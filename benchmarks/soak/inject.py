@@ -46,7 +46,7 @@ def nan(number: float) -> None:
     first: list[int] = []
 
     def watching(self: Run, at: int, samples: list[int]) -> Any:
-        size = self.config.batch * self.engine.lanes
+        size = self.config.batch_per_rank * self.engine.lanes
         first[:] = [sample for sample in samples if (number - 1) * size <= sample < number * size]
         return step(self, at, samples)
 

@@ -22,8 +22,8 @@ from zeroshard.comm.heartbeat import HeartbeatReading, read_pulse
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).with_name("inject.py")
-TRAIN = "--model tiny --sequence 16 --batch 2 --warmup-steps 5 --dropout 0.1 --validate-every 0 --validation-rows 4"
-TRAIN += " --sample-tokens 0 --device cpu --checkpoint-every 5"
+TRAIN = "--model tiny --sequence 16 --batch-per-rank 2 --warmup-steps 5 --dropout 0.1 --validate-every 0"
+TRAIN += " --validation-rows 4 --sample-tokens 0 --device cpu --checkpoint-every 5"
 PATIENCE = 900.0  # seconds that anything may take on a machine that is busy with other things
 POLL = 0.02
 

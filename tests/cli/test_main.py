@@ -23,7 +23,8 @@ from zeroshard.train.options import parse
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-SHORT = ["--sequence", "16", "--batch", "2", "--validation-rows", "2", "--sample-tokens", "4", "--warmup-steps", "2"]
+SHORT = ["--sequence", "16", "--batch-per-rank", "2", "--validation-rows", "2"]
+SHORT += ["--sample-tokens", "4", "--warmup-steps", "2"]
 
 
 def started(words: list[str], folder: Path) -> "subprocess.Popen[str]":

@@ -135,7 +135,7 @@ def test_json_holds_everything(read: Callable[..., str]) -> None:
     assert content["plans"][0]["plan"]["zero"] == 3
     assert Plan.from_dict(content["plans"][1]["plan"]) == BEST[1].plan
     assert [refused["why"] for refused in content["refused"]] == [refused.why for refused in REFUSED]
-    assert (content["looked_at"], content["rows"], content["sequence"]) == (42, 32, 256)
+    assert (content["looked_at"], content["global_batch"], content["sequence"]) == (42, 32, 256)
     assert all(Path(file).exists() for file in content["files"]) and len(content["files"]) == 5
 
 
@@ -144,7 +144,7 @@ def test_train_takes_the_file_of_a_plan(read: Callable[..., str], number: int) -
     assert "Wrote plan.toml" in read("--write", str(number), "plan.toml", "--optimizer", "sgd")
     config = load_toml(Path("plan.toml"), TrainConfig)
     assert config.plan == BEST[number - 1].plan
-    assert (config.model, config.sequence, config.batch, config.optimizer) == ("tiny", 256, 4, "sgd")
+    assert (config.model, config.sequence, config.batch_per_rank, config.optimizer) == ("tiny", 256, 4, "sgd")
     assert config.ranks == BEST[number - 1].ranks
 
 
@@ -214,7 +214,7 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_an_own_model_is_found_by_rehearsal(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", f"{mine}:Net", "--batch-of", f"{mine}:batch", "--gpu", "A100-80", "--rows", "1"]
+    words = ["--model", f"{mine}:Net", "--batch-of", f"{mine}:batch", "--gpu", "A100-80", "--global-batch", "1"]
     run_plan([*words, "--json", "--out", "own.toml"], {})
     (found,) = json.loads(capsys.readouterr().out)["plans"]
     parameters = 64 * 256 + 256 + 256 + 1
@@ -225,7 +225,7 @@ def test_a_plan_of_an_own_model_is_found_by_rehearsal(mine: str, capsys: pytest.
 
 
 def test_an_own_language_model_needs_no_batches(mine: str) -> None:
-    task, _ = described_task(PlanOptions(model=f"{mine}:gpt", rows=2, sequence=7), 1)
+    task, _ = described_task(PlanOptions(model=f"{mine}:gpt", global_batch=2, sequence=7), 1)
     shapes = {name: tuple(part.shape) for name, part in task.batch(2).items()}
     assert shapes == {"tokens": (2, 7), "targets": (2, 7)}
     assert next(task.build().parameters()).is_meta
@@ -349,7 +349,7 @@ def test_the_largest_model_under_each_plan(monkeypatch: pytest.MonkeyPatch, caps
     ]
     asked: list[Any] = []
     monkeypatch.setattr(plan_command, "largest_table", lambda *given, **_: asked.append(given) or found)
-    run_plan([*ON_A100, "--largest", "--rows", "16", "--sequence", "512", "--precision", "fp16"], {})
+    run_plan([*ON_A100, "--largest", "--global-batch", "16", "--sequence", "512", "--precision", "fp16"], {})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "The largest GPT on 8 x A100-80 (80.00 GiB), 2 rows of 512 tokens per device"
     row = next(line for line in lines if line.startswith("zero 3"))

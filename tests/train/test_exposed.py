@@ -14,7 +14,8 @@ from zeroshard.train.options import parse
 from zeroshard.train.progress import in_words
 from zeroshard.train.run import run as run_job
 
-SHORT = ["--sequence", "32", "--batch", "2", "--validation-rows", "4", "--sample-tokens", "0", "--no-checkpoint"]
+SHORT = ["--sequence", "32", "--batch-per-rank", "2", "--validation-rows", "4"]
+SHORT += ["--sample-tokens", "0", "--no-checkpoint"]
 
 
 @pytest.fixture(scope="module")

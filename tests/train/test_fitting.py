@@ -11,7 +11,7 @@ from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
 from zeroshard.train.run import run
 
-SHORT = ["--sequence", "32", "--batch", "2", "--steps", "2", "--validation-rows", "2", "--sample-tokens", "0"]
+SHORT = ["--sequence", "32", "--batch-per-rank", "2", "--steps", "2", "--validation-rows", "2", "--sample-tokens", "0"]
 
 
 def train(folder: Path, *words: str) -> None:

@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> TrainConfig:
     text.mkdir()
     for number in range(3):
         (text / f"{number}.txt").write_text("".join(f"line {n} of file {number}: {n * n}\n" for n in range(300)))
-    options: dict[str, Any] = {"sequence": 16, "batch": 2, "steps": 12, "warmup_steps": 2, "dropout": 0.1}
+    options: dict[str, Any] = {"sequence": 16, "batch_per_rank": 2, "steps": 12, "warmup_steps": 2, "dropout": 0.1}
     options |= {"validate_every": 0, "validation_rows": 2, "sample_tokens": 0, "checkpoint_every": 3}
     return TrainConfig(plan=PLAN, data=(text,), out=tmp_path / "runs", **options)
 

@@ -21,7 +21,8 @@ from zeroshard.train.options import parse
 from zeroshard.train.run import run as run_job
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["--sequence", "32", "--batch", "2", "--validation-rows", "4", "--sample-tokens", "8", "--warmup-steps", "2"]
+SHORT = ["--sequence", "32", "--batch-per-rank", "2", "--validation-rows", "4"]
+SHORT += ["--sample-tokens", "8", "--warmup-steps", "2"]
 
 
 def zeroshard(*words: str, cwd: Path, ranks: int | None = 2, code: int = 0) -> str:
@@ -139,8 +140,8 @@ WRONG = [
     (["--zero", "7"], "7", 2),
     (["--ranks", "0"], "ranks is 0; it must be 1 or more", 2),
     (
-        ["--batch", "3", "--microbatches", "2"],
-        "batch is 3 rows per rank and microbatches is 2, which does not divide it",
+        ["--batch-per-rank", "3", "--microbatches", "2"],
+        "batch_per_rank is 3 and microbatches is 2, which does not divide it",
         2,
     ),
     (["--data", "nowhere"], "nowhere does not exist", 2),
@@ -337,7 +338,7 @@ def test_what_both_ranks_find_wrong_is_said_once(text: Path, tmp_path: Path) -> 
         "3",
         "--pipeline-parallel.schedule",
         "interleaved",
-        "--batch",
+        "--batch-per-rank",
         "4",
         "--microbatches",
         "2",

@@ -30,7 +30,8 @@ from zeroshard.train.run import run
 from zeroshard.train.toml_config import dump_toml, load_toml
 
 JOB = Path(__file__).parent / "auto_job.py"
-SHORT = "--model mini --sequence 16 --batch 1 --steps 20 --validation-rows 2 --sample-tokens 0 --warmup-steps 2"
+SHORT = "--model mini --sequence 16 --batch-per-rank 1 --steps 20 --validation-rows 2 --sample-tokens 0"
+SHORT += " --warmup-steps 2"
 
 
 @pytest.fixture
@@ -70,14 +71,14 @@ def test_one_process_keeps_its_plan(words: list[str], monkeypatch: pytest.Monkey
     check_compared(folder, 0)
     assert "Predicted and measured" in write_report(folder).read_text()
     kept = load_toml(folder / "config.toml", TrainConfig)
-    assert (kept.planning, kept.plan.zero, kept.batch) == ("given", 0, 1)
+    assert (kept.planning, kept.plan.zero, kept.batch_per_rank) == ("given", 0, 1)
 
     monkeypatch.setattr(planning, "best_plans", None)
     for path in (folder, folder / "checkpoints" / "step-00000022"):
         given = parse(TrainConfig, [*words, "--plan", "auto", "--resume", str(path)], "train")
         assert plan_ahead(given, Mesh())[0].plan == kept.plan
         with pytest.raises(TypeError, match="not callable"):  # other rows, so it is chosen anew
-            plan_ahead(replace(given, batch=2), Mesh())
+            plan_ahead(replace(given, batch_per_rank=2), Mesh())
     (folder / "summary.json").unlink()  # as if it had been cut off
     more = ["--plan", "auto", "--steps", "24", "--resume", "auto", "--precision", "bf16"]
     again = run(parse(TrainConfig, [*words, *more], "train"), Mesh())
@@ -104,10 +105,10 @@ def test_stages_leave_the_rows_of_a_step_as_they_are(
     tasks = []
     monkeypatch.setattr(planning, "best_plans", lambda task, *rest: tasks.append(task) or found)
     mesh = Mesh(0, 4, platform=Rehearsal(range(4)))
-    config = parse(TrainConfig, [*words, "--plan", "auto", "--batch", "4", "--transport", "network"], "train")
+    config = parse(TrainConfig, [*words, "--plan", "auto", "--batch-per-rank", "4", "--transport", "network"], "train")
     chosen, outlook = plan_ahead(config, mesh)
     assert tasks[0].rows == 16 == 8 * 2  # two lanes of two stages each
-    assert (chosen.batch, chosen.planning, chosen.plan) == (8, "given", replace(plan, transport="network"))
+    assert (chosen.batch_per_rank, chosen.planning, chosen.plan) == (8, "given", replace(plan, transport="network"))
     assert outlook.prediction == replace(found.best[0], events=())
     assert "2 stages 1f1b x 2, zero 1, fp32, 4 microbatches" in capsys.readouterr().out
 

@@ -76,7 +76,7 @@ class PlanOptions:
     """TOML file of the devices, the nodes and the links."""
     per_node: int | None = None
     """Devices in one node; 8 by default."""
-    rows: int | None = None
+    global_batch: int | None = None
     """Rows of one step, over all devices; 4 per device by default."""
     sequence: int | None = None
     """Tokens of a row; by default what a built-in size was made for, else 1024."""
@@ -106,7 +106,7 @@ class PlanOptions:
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "per_node", "rows", "sequence", "top", "explain", "ranks"):
+        for name in ("gpus", "per_node", "global_batch", "sequence", "top", "explain", "ranks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more.")
@@ -236,7 +236,7 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
     if sequence is None:
         sequence = SIZES[options.model].context if options.model in SIZES else 1 if options.batch_of else SEQUENCE
     config = TrainConfig(model=options.model, sequence=sequence, optimizer=options.optimizer)
-    rows = options.rows or ROWS * devices
+    rows = options.global_batch or ROWS * devices
     if options.own:
         return own_task(config, rows, options.batch_of), Plan(**options.fields)
     if options.batch_of is not None:
@@ -279,7 +279,7 @@ def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) 
     about = f"# {short(prediction.plan, prediction.ranks)}; {prediction.batch} rows of one step per rank or replica\n"
     if options.own:
         return about + tomli_w.dumps(plan)
-    job: dict[str, Any] = {"model": options.model, "sequence": task.sequence, "batch": prediction.batch}
+    job: dict[str, Any] = {"model": options.model, "sequence": task.sequence, "batch_per_rank": prediction.batch}
     job |= {"optimizer": options.optimizer, "ranks": prediction.ranks}
     return about + tomli_w.dumps({**job, "plan": plan})
 
@@ -298,7 +298,7 @@ def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str,
 def _as_json(found: Found, machines: Machines, task: TrainingTask, files: Sequence[Path]) -> dict[str, Any]:
     return {
         "model": task.name,
-        "rows": task.rows,
+        "global_batch": task.rows,
         "sequence": task.sequence,
         "machines": str(machines),
         "rates": machines.device.source,
@@ -349,7 +349,7 @@ def _print_explained(console: Console, chosen: Prediction, number: int) -> None:
 
 def _print_largest(options: PlanOptions, machines: Machines) -> None:
     """The largest GPT under each stage of ZeRO."""
-    rows, sequence = max(1, (options.rows or 0) // machines.count), options.sequence or SEQUENCE
+    rows, sequence = max(1, (options.global_batch or 0) // machines.count), options.sequence or SEQUENCE
     plans = [replace(plan, **options.fields) for plan in default_plans(machines, rows)]
     with _status() as say:
         found = largest_table(machines, rows, sequence, plans, say=say)

@@ -10,6 +10,8 @@ import tyro
 from zeroshard.errors import ConfigError
 from zeroshard.plan import Plan, renamed
 
+RENAMED_OPTIONS = {"batch": "batch_per_rank"}  # options of stored run folders, by their earlier names
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -34,7 +36,7 @@ class TrainConfig:
     """bytes, or the path of a tokenizer.json (extra: hf)."""
     sequence: int = 256
     """Tokens per row that the model predicts."""
-    batch: int = 4
+    batch_per_rank: int = 4
     """Rows per rank and step, all microbatches together."""
     steps: int = 800
     """Steps of the whole run."""
@@ -94,9 +96,9 @@ class TrainConfig:
     for every rank."""
 
     def __post_init__(self) -> None:
-        least = {"sequence": 1, "batch": 1, "steps": 1, "warmup_steps": 0, "validate_every": 0, "validation_rows": 1}
-        least |= {"checkpoint_every": 0, "keep": 1, "rollbacks": 0, "patience": 1, "check_replicas": 0}
-        for name, low in {**least, "sample_tokens": 0}.items():
+        least = {"sequence": 1, "batch_per_rank": 1, "steps": 1, "warmup_steps": 0, "validate_every": 0}
+        least |= {"validation_rows": 1, "checkpoint_every": 0, "keep": 1, "rollbacks": 0, "patience": 1}
+        for name, low in {**least, "check_replicas": 0, "sample_tokens": 0}.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {low} or more.")
         if self.ranks is not None and self.ranks < 1:
@@ -114,19 +116,23 @@ class TrainConfig:
                 "trace draws the stages of a pipeline, or what is offloaded; set pipeline_parallel to 2 or more, or "
                 "offload, or leave trace out."
             )
-        if self.batch % self.plan.microbatches:
+        if self.batch_per_rank % self.plan.microbatches:
             raise ConfigError(
-                f"batch is {self.batch} rows per rank and microbatches is {self.plan.microbatches}, which does not "
-                f"divide it; make batch a multiple of {self.plan.microbatches}."
+                f"batch_per_rank is {self.batch_per_rank} and microbatches is {self.plan.microbatches}, which does not "
+                f"divide it; make batch_per_rank a multiple of {self.plan.microbatches}."
             )
         if not self.prompt:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")
 
     @staticmethod
     def stored(table: Mapping[str, Any]) -> dict[str, Any]:
-        """A file's table, with the plan of a run folder of an earlier version under its names of today."""
+        """A file's table, with the options of a run folder of an earlier version under their names of today."""
         plan = table.get("plan")
-        return {**table, "plan": renamed(plan)} if isinstance(plan, Mapping) else dict(table)
+        if not isinstance(plan, Mapping):
+            return dict(table)  # no run folder: its file always has the plan's table
+        earlier = {name: today for name, today in RENAMED_OPTIONS.items() if today not in table}
+        options = {earlier.get(name, name): value for name, value in table.items()}
+        return {**options, "plan": renamed(plan)}
 
     def _check_guard(self) -> None:
         """What the guard of the loss needs."""

@@ -40,11 +40,11 @@ def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, 
 def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int) -> str:
     machines = machines_here(mesh.ranks, mesh.device.type, profile)
     machines = replace(machines, device=replace(machines.device, memory_bytes=machines.device.overhead_bytes + budget))
-    task = language_task(config, config.batch * mesh.ranks)
+    task = language_task(config, config.batch_per_rank * mesh.ranks)
     closest, least = config.plan, 0
-    for plan in _leaner(config.plan, config.batch, mesh.ranks):
+    for plan in _leaner(config.plan, config.batch_per_rank, mesh.ranks):
         try:
-            found = predict(task, plan, machines, config.batch)
+            found = predict(task, plan, machines, config.batch_per_rank)
         except ZeroshardError:
             continue  # refused by the engine
         if "host" in found.full:

@@ -72,7 +72,7 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
     if config.planning == "auto":
         plan = replace(Plan.from_dict(answer["plan"]), transport=config.plan.transport)
         batch = _rows(config, mesh) // lanes_of(plan, mesh.ranks)
-        config = replace(config, planning="given", plan=plan, batch=batch)
+        config = replace(config, planning="given", plan=plan, batch_per_rank=batch)
     found = answer["prediction"]
     return config, Outlook(None if found is None else _prediction(found), answer["rates"])
 
@@ -94,8 +94,8 @@ def lanes_of(plan: Plan, ranks: int) -> int:
 def _rows(config: TrainConfig, mesh: Mesh) -> int:
     """Of one step, all lanes together."""
     if config.planning == "auto":
-        return config.batch * mesh.ranks
-    return config.batch * lanes_of(config.plan, mesh.ranks)
+        return config.batch_per_rank * mesh.ranks
+    return config.batch_per_rank * lanes_of(config.plan, mesh.ranks)
 
 
 def _answer(config: TrainConfig, mesh: Mesh, profile: Path | None, say: Say) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
         ranks = json.loads((folder / SAME).read_text()).get("ranks")
     except (ConfigError, OSError, ValueError):
         return None
-    if ranks != mesh.ranks or before.batch * lanes_of(before.plan, ranks) != _rows(config, mesh):
+    if ranks != mesh.ranks or before.batch_per_rank * lanes_of(before.plan, ranks) != _rows(config, mesh):
         return None
     chosen = dict(flat(before.plan.as_dict()))
     return folder, config.plan.with_settings({name: chosen[name] for name in SEARCHED})

@@ -152,7 +152,7 @@ class Run:
             self._forecast = self._begin_forecast(config.steps - first)
             while step < config.steps:
                 position = keeping.cursor.position
-                samples = keeping.cursor.take(config.batch * self.engine.lanes)
+                samples = keeping.cursor.take(config.batch_per_rank * self.engine.lanes)
                 done = self._traced_step(step, first, samples)
                 if done.loss is not None:
                     losses[step + 1] = done.loss
@@ -167,7 +167,7 @@ class Run:
     def _header(self) -> dict[str, str]:
         """What is trained, on what, how, and where it is kept."""
         config, corpus, engine = self.config, self.text.corpus, self.engine
-        rows = config.batch * engine.lanes
+        rows = config.batch_per_rank * engine.lanes
         mesh = self.engine.mesh
         ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)} on {mesh.device.type}"
         return {
@@ -281,7 +281,7 @@ class Run:
             "loss": done.loss,
             "bits_per_byte": self.text.bits_per_byte(done.loss),
             "grad_norm": result.grad_norm,
-            "tokens_per_s": config.batch * config.sequence * engine.lanes / elapsed,
+            "tokens_per_s": config.batch_per_rank * config.sequence * engine.lanes / elapsed,
             "learning_rate": rate,
             "loss_scale": result.loss_scale if config.plan.scales_loss else None,
             "skipped": result.skipped,
@@ -336,7 +336,7 @@ class Run:
         self.built.module.eval()
         with torch.no_grad():
             for tokens in validation_windows(
-                self.text.validation, config.sequence, 2 * config.batch, engine.lane, engine.lanes, rows
+                self.text.validation, config.sequence, 2 * config.batch_per_rank, engine.lane, engine.lanes, rows
             ):
                 self._phase("validation")
                 total += float(self.built.loss(self.engine, tokens.to(mesh.device))) * len(tokens)
@@ -401,7 +401,7 @@ class Run:
         config = self.config
         if not config.plan.pipelined:
             return None
-        rows = self.batches.rows(range(config.batch))[: config.batch // config.plan.microbatches]
+        rows = self.batches.rows(range(config.batch_per_rank))[: config.batch_per_rank // config.plan.microbatches]
         return self.built.batch(rows)
 
     def _sample(self) -> str:
