@@ -105,9 +105,9 @@ def check_options(command: str, words: list[str], page: Path) -> None:
             check_options("train", behind[1:], page)
     if command in ("launch", "checkpoint") and words and f"{command} {words[0]}" in COMMANDS:
         command, words = f"{command} {words[0]}", words[1:]
-    known = {*COMMANDS, "launch", "checkpoint", "--help", "-h", "--version"}
+    known = {*COMMANDS, "launch", "checkpoint", "--help", "--help-all", "-h", "--version"}
     assert command in known, f"{page.name}: there is no command {command}"
-    words = [word for word in words if word not in ("--help", "...")]
+    words = [word for word in words if word not in ("--help", "--help-all", "...")]
     for option in ("--config",):
         if option in words:
             assert len(words) > words.index(option) + 1, f"{page.name}: {option} has no value"
@@ -186,7 +186,7 @@ def test_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str])
 def test_options_in_prose_exist(page: Path) -> None:
     kinds = (*COMMANDS.values(), zs.Plan)
     options = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)}
-    known = {f"--{name}" for name in options} | {"--config", "--help", "--version", "--plan"}
+    known = {f"--{name}" for name in options} | {"--config", "--help", "--help-all", "--version", "--plan"}
     for name in quoted(page):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", name):
             ours = not re.match(r"(torchrun|pip|pytest|git|python)\b", name)

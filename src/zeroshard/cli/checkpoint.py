@@ -109,9 +109,9 @@ def run_checkpoint(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: none of the four. CheckpointError: no checkpoint there, or one that cannot be compared.
     """
-    from zeroshard.train.options import parse
+    from zeroshard.train.options import HELP, parse
 
-    if argv[:1] in (["-h"], ["--help"]):
+    if argv and argv[0] in HELP:
         print(USAGE)
         return
     if not argv or argv[0] not in OPTIONS:

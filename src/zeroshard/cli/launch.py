@@ -211,10 +211,10 @@ def run_launch(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: no such cluster, an option or a command that cannot be, or a file that exists.
     """
-    from zeroshard.train.options import parse
+    from zeroshard.train.options import HELP, parse
 
     own, words = split(argv)
-    if own[:1] in (["-h"], ["--help"]):
+    if own and own[0] in HELP:
         print(USAGE)
         return
     if not own or own[0] not in CLUSTERS:

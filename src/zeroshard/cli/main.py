@@ -34,7 +34,8 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard profile    measure the layers of a model on this machine: time, activations, parameters
   zeroshard partition  split a profiled model into stages and replicas for a cluster
 
-zeroshard COMMAND --help lists the options of a command; zeroshard --version says the version."""
+zeroshard COMMAND --help lists the options of a command, those of a first run where there are many, and --help-all
+lists all; zeroshard --version says the version."""
 
 AGAIN = "ZEROSHARD_AGAIN"  # holds the command that goes on with a run, for the ranks that are started
 
@@ -70,7 +71,7 @@ def _command(words: list[str]) -> None:
     commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
     commands |= {"partition": _partition, "run": _run, "launch": _cluster, "checkpoint": _checkpoint, "export": _export}
     commands |= {"doctor": _doctor, "reproduce": _reproduce}
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "--help-all"):
         print(USAGE)
         sys.exit(0 if words else 2)
     if words[0] == "--version":

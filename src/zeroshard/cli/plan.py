@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import tomli_w
 from rich.console import Console
@@ -56,6 +56,9 @@ ROWS, SEQUENCE = 4, 1024  # per device; tokens where the model does not say
 class PlanOptions:
     """Look for plans that fit and are fast, before anything runs: the engine itself is rehearsed under each of them."""
 
+    ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
+        ("batch_per_rank", "batch", "rows"), ("global_batch", "the rows of one step over all devices")
+    )
     model: str = MODEL
     """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or
     module:function, of a function of your own that returns the model."""

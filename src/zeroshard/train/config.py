@@ -21,13 +21,22 @@ class TrainConfig:
         "ranks": ("--nproc-per-node",),
         "out": ("--output-dir",),
     }
+    FIRST: ClassVar[Sequence[str]] = (  # fields, here and in the plan, whose options `--help` shows
+        *("model", "data", "sequence", "batch_per_rank", "steps", "optimizer", "learning_rate", "out", "resume"),
+        *("checkpoint_every", "ranks", "device", "planning", "zero", "precision", "microbatches", "clip_norm"),
+        *("recompute", "seed", "device_memory", "pipeline_parallel", "offload"),
+    )
+    SECTIONS: ClassVar[Mapping[str, str]] = {  # of the help, by their first fields
+        **{"model": "model and text", "sequence": "training", "validate_every": "validation and generated text"},
+        **{"out": "run folder and checkpoints", "rollbacks": "bad steps", "check_replicas": "checks and records"},
+        **{"ranks": "ranks and device", "planning": "choice of the plan"},
+    }
+    ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "global_batch": ("batch_per_rank", "the rows of one rank: the global batch divided by the number of ranks"),
+        "batch": ("batch_per_rank", "the rows of one rank and step"),
+    }
     plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
     """How to train."""
-    planning: Annotated[Literal["given", "auto"], tyro.conf.arg(name="plan")] = "given"
-    """Train as the options of the plan say ("given"), or as the fastest plan that fits ("auto"): found before the run,
-    which keeps it; options that a search does not choose hold for it too."""
-    predict: bool = False
-    """Predict memory, traffic and time of the given plan, and compare after 20 steps; "auto" always does."""
     model: str = "tiny"
     """A built-in size (tiny, small, medium, gpt2, gpt2-xl), or a Hugging Face folder or config.json (extra: hf)."""
     data: tuple[Path, ...] = ()
@@ -94,6 +103,11 @@ class TrainConfig:
     device: str = "auto"
     """Where to train: cpu, cuda (ROCm too), or another accelerator by torch's name; auto takes one when there is one
     for every rank."""
+    planning: Annotated[Literal["given", "auto"], tyro.conf.arg(name="plan")] = "given"
+    """Train as the options of the plan say ("given"), or as the fastest plan that fits ("auto"): found before the run,
+    which keeps it; options that a search does not choose hold for it too."""
+    predict: bool = False
+    """Predict memory, traffic and time of the given plan, and compare after 20 steps; "auto" always does."""
 
     def __post_init__(self) -> None:
         least = {"sequence": 1, "batch_per_rank": 1, "steps": 1, "warmup_steps": 0, "validate_every": 0}

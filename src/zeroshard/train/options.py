@@ -2,7 +2,8 @@
 
 Fields that are dataclasses only group options, which have flat names. A field that is a plain value or a group of
 settings (`int | Pipeline`) is an option of its own name, for the group's first setting, and one for each other setting:
-`--pipeline-parallel 4 --pipeline-parallel.schedule gpipe`. A class may give other names of options in `ALIASES`.
+`--pipeline-parallel 4 --pipeline-parallel.schedule gpipe`. A class may give other names of options in `ALIASES`, and in
+`ELSEWHERE` options that other commands or versions have: by name, the one to use instead and its meaning.
 """
 
 import argparse
@@ -11,10 +12,12 @@ import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from zeroshard.errors import ConfigError
+from zeroshard.train.help_page import POSITIONAL, help_page, kind_of
 from zeroshard.train.toml_config import group_in, load_toml
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     Config = TypeVar("Config", bound=DataclassInstance)
 else:
     Config = TypeVar("Config")
+
+HELP = {"-h": False, "--help": False, "--help-all": True}  # whether the help shows every option
 
 
 def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
@@ -37,17 +42,30 @@ def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
     first = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     known, rest = first.parse_known_args(list(argv))
+    given = None if known.config is None else load_toml(known.config, cls)
+    words = rest[: rest.index("--")] if "--" in rest else rest
+    asked = [HELP[word] for word in words if word in HELP]
+    if asked:
+        print(help_page(cls, given, prog, any(asked)), end="")
+        raise SystemExit(0)
     options = _options_of(cls)
-    default = tyro.MISSING_NONPROP if known.config is None else _spelled_out(load_toml(known.config, cls), options)
-    about = "--config FILE reads options from a TOML file first; the command line overrides them."
-    description = f"{cls.__doc__ or ''}\n\n{about}"
-    found: Any = tyro.cli(options, args=rest, prog=prog, default=default, description=description)
+    default = tyro.MISSING_NONPROP if given is None else _spelled_out(given, options)
     try:
+        _refuse_elsewhere(cls, words)
+        found: Any = tyro.cli(options, args=rest, prog=prog, default=default)
         config: Config = found.chosen()
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     return config
+
+
+def _refuse_elsewhere(cls: Any, words: Sequence[str]) -> None:
+    """Raise `ConfigError` for an option that only another command or version has."""
+    for word in (word.partition("=")[0] for word in words if word.startswith("--")):
+        instead, meaning = getattr(cls, "ELSEWHERE", {}).get(word[2:].replace("-", "_"), ("", ""))
+        if instead:
+            raise ConfigError(f"There is no option {word} here; use --{instead.replace('_', '-')}, {meaning}.")
 
 
 class _Options:
@@ -81,8 +99,10 @@ def _options_of(cls: Any) -> Any:
             hint = _settings_of(group, name, known)
             space["__annotations__"][name] = hint
             space[name] = dataclasses.field(default_factory=partial(_default, field, hint))
-        elif known:
-            space["__annotations__"][name] = Annotated[hints[name], tyro.conf.arg(aliases=known)]
+        else:
+            space["__annotations__"][name] = _described(hints[name], known)
+            if field.default_factory is not dataclasses.MISSING:
+                space[name] = dataclasses.field(default_factory=field.default_factory)
     made = type(cls.__name__, (_Options, cls), space)
     return dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(made)
 
@@ -90,12 +110,28 @@ def _options_of(cls: Any) -> Any:
 @cache
 def _settings_of(group: Any, name: str, aliases: tuple[str, ...]) -> Any:
     """A group of which the first setting is an option of the name of the whole."""
-    first = dataclasses.fields(group)[0].name
-    hint = get_type_hints(group, include_extras=True)[first]
-    called = tyro.conf.arg(name=name.replace("_", "-"), prefix_name=False, aliases=aliases or None)
-    space = {"__annotations__": {first: Annotated[hint, called]}, "__doc__": group.__doc__, "made": group}
-    space |= {"__module__": group.__module__, first: dataclasses.fields(group)[0].default}
+    hints = get_type_hints(group, include_extras=True)
+    first, *others = dataclasses.fields(group)
+    called = tyro.conf.arg(name=name.replace("_", "-"), prefix_name=False)
+    space = {
+        "__annotations__": {
+            first.name: Annotated[_described(hints[first.name], aliases), called],
+            **{field.name: _described(hints[field.name]) for field in others},
+        },
+        **{"__doc__": group.__doc__, "made": group, "__module__": group.__module__},
+    }
     return dataclasses.dataclass(frozen=True, repr=False)(type(group.__name__, (_Options, group), space))
+
+
+def _described(hint: Any, aliases: tuple[str, ...] = ()) -> Any:
+    """The type of an option with its other names, and with its values and its default as the help shows them."""
+    kind = None if hint is bool or POSITIONAL in get_args(hint) else kind_of(hint)
+    return Annotated[hint, tyro.conf.arg(metavar=kind, help_behavior_hint=_default_hint, aliases=aliases or None)]
+
+
+def _default_hint(text: str) -> str:
+    """A default behind the meaning of an option."""
+    return "" if text in ("None", "", "''") else f"(default: {text})"
 
 
 def _default(field: "dataclasses.Field[Any]", options: Any) -> Any:

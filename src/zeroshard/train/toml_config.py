@@ -3,7 +3,8 @@
 Fields that are dataclasses themselves only group options: their options stand in a file at top level or in a table
 named after the field. An option may be called like a group (`tyro.conf.arg(name=...)`): in a file, a table is the group
 then, and anything else the option. An option that is a plain value or a group of settings may be a table. A class that
-was stored under other names gives `stored`, which upgrades a table.
+was stored under other names gives `stored`, which upgrades a table; `ELSEWHERE` names options of other classes, and
+those to use instead.
 """
 
 import dataclasses
@@ -102,10 +103,13 @@ def _given(
             inside, hint = options[name]
             yield inside, key, value, hint
         else:
-            raise ConfigError(_unknown(key, sorted({*options, *hints}), file))
+            instead = ", ".join(getattr(cls, "ELSEWHERE", {}).get(name, ()))
+            raise ConfigError(_unknown(key, sorted({*options, *hints}), instead, file))
 
 
-def _unknown(key: str, valid: list[str], file: Path) -> str:
+def _unknown(key: str, valid: list[str], instead: str, file: Path) -> str:
+    if instead:
+        return f"{file} has an unknown option {key}; use {instead}"
     near = difflib.get_close_matches(key.replace("-", "_"), valid, n=1)
     way_out = f"did you mean {near[0]}?" if near else f"the options there are {', '.join(valid)}"
     return f"{file} has an unknown option {key}; {way_out}"
