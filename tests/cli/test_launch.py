@@ -273,7 +273,7 @@ def test_templates_are_part_of_the_package() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     globs = config["tool"]["setuptools"]["package-data"]["zeroshard"]
     files = [
-        f"clusters/{path.name}"
+        f"cli/clusters/{path.name}"
         for path in (ROOT / "src" / "zeroshard" / "cli" / "clusters").iterdir()
         if path.is_file()
     ]

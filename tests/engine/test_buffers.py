@@ -101,7 +101,7 @@ def trained(mesh: zs.Mesh, plan: dict[str, Any], counts: bool = True, path: str 
         engine.train_step(rows(step, engine.lane))
     if path is not None:
         engine.save(path, wait=True)
-    return engine.lane, engine.state_dict(), engine.ledger.account(zs.ledger.Category.BUFFERS).current
+    return engine.lane, engine.state_dict(), engine.ledger.account(zs.memory.ledger.Category.BUFFERS).current
 
 
 def close(found: Tensor, wanted: Tensor, name: str) -> None:

@@ -282,7 +282,7 @@ def views_under_stage_3(mesh: zs.Mesh) -> Any:
     engine = zs.Engine(
         view_stack(), lambda ps: torch.optim.SGD(ps, lr=0.1), zs.Plan(zero=3, transport="network"), mesh=mesh
     )
-    buffers = engine.ledger.account(zs.ledger.Category.BUFFERS)
+    buffers = engine.ledger.account(zs.memory.ledger.Category.BUFFERS)
     before = buffers.current
     seen = []
     for step in range(2):
@@ -660,9 +660,9 @@ def adapter_peak(mesh: zs.Mesh) -> tuple[int, int, int]:
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(step + mesh.rank), requires_grad=True)
         loss = engine(x)
         engine.ledger.reset_peaks()
-        before = engine.ledger.account(zs.ledger.Category.BUFFERS).current
+        before = engine.ledger.account(zs.memory.ledger.Category.BUFFERS).current
         engine.backward(loss)
-        peak = engine.ledger.account(zs.ledger.Category.BUFFERS).peak - before
+        peak = engine.ledger.account(zs.memory.ledger.Category.BUFFERS).peak - before
         engine.step()
     units = [sum(part.weights.full.numel() * 4 for part in parts) for parts in engine._assembly.parts.of_units]
     return peak, max(units), sum(units)

@@ -109,7 +109,7 @@ def tables(mesh: zs.Mesh, plan: dict[str, Any], name: str) -> Any:
     steps(engine, 0, 6)
     memory = {row.category: (row.planned_bytes, row.padding_bytes, row.measured_bytes) for row in engine.memory()}
     traffic = {row.purpose: (row.planned_elements, row.measured_elements) for row in engine.traffic()}
-    return memory, traffic, engine.ledger.account(zs.ledger.Category.BUFFERS).current
+    return memory, traffic, engine.ledger.account(zs.memory.ledger.Category.BUFFERS).current
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def buffers(mesh: zs.Mesh, microbatches: int) -> list[int]:
     seen = []
     for step in range(8):
         steps(engine, step, step + 1)
-        seen.append(engine.ledger.account(zs.ledger.Category.BUFFERS).current)
+        seen.append(engine.ledger.account(zs.memory.ledger.Category.BUFFERS).current)
     return seen
 
 

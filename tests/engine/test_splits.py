@@ -247,7 +247,7 @@ def disagree(mesh: zs.Mesh) -> str:
     engine.backward(engine(rows(0, engine.lane), kind_of(0, False)))
     if mesh.rank < 2:
         axis = engine._axes.new["tensor"]
-        axis.comm.gather(torch.zeros(2), torch.zeros(1), zs.comm.Purpose.SETUP, "one more").wait()
+        axis.comm.gather(torch.zeros(2), torch.zeros(1), zs.comm.traffic.Purpose.SETUP, "one more").wait()
     try:
         engine.step()
     except zs.errors.CommError as error:

@@ -207,7 +207,7 @@ def test_what_fits_without_offload_is_not_offloaded_unless_asked() -> None:
 def test_what_moves_least_is_found_first(plan: dict[str, Any], share: float) -> None:
     found = searched(budget(plan))
     assert [(p.plan.offloading.parts, p.plan.offloading.fraction) for p in found.best] == [(plan["offload"], share)]
-    tried = {(r.plan.offload, r.plan.offloading.fraction) for r in found.refused}
+    tried = {(r.plan.offloading.parts, r.plan.offloading.fraction) for r in found.refused}
     assert ("", 1.0) in tried and (plan["offload"], share) not in tried
 
 
