@@ -67,6 +67,7 @@ else:
         return globals().setdefault(name, getattr(home, name)) if name in _HOMES else home
 
     def _search(*job: object) -> object:
+        """The search of the planner; `Plan.auto` gives it its arguments, in their order."""
         return import_module(f"{__name__}.planner.search.auto").plan_for(*job)
 
     def __dir__() -> list[str]:

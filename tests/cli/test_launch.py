@@ -178,7 +178,7 @@ def test_the_parts_of_a_kubernetes_job_agree(capsys: pytest.CaptureFixture[str])
     assert 0 < options.grace < pod["terminationGracePeriodSeconds"]
 
 
-@pytest.mark.parametrize("word", ["--help", "-h"])
+@pytest.mark.parametrize("word", ["--help", "-h", "--help-all"])
 def test_help_names_the_clusters(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["launch", word])
     said = capsys.readouterr().out

@@ -98,7 +98,7 @@ def test_the_command_that_goes_on() -> None:
     assert resuming(start, ["--resume=runs/1"], "2") == "OMP_NUM_THREADS=2 zeroshard train --resume auto"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["train", "--help-all"]])
 def test_nobody_reads_the_help_to_its_end(words: list[str], tmp_path: Path) -> None:
     process = started([sys.executable, "-m", "zeroshard", *words], tmp_path)
     assert process.stdout is not None and process.stderr is not None
