@@ -166,7 +166,7 @@ def measure(name: str, case: Case, steps: int) -> Row:
         for cause in sorted({cause for each in exposed[WARM:] for cause in each})
     }
     offloads = engine.family == "zeroshard" and "offload" in engine.settings
-    row["guesses"] = [made.guesses.taken, made.guesses.undone] if offloads else None
+    row["guesses"] = [made.speculation_counts.taken, made.speculation_counts.undone] if offloads else None
     row["optimizer"] = type(getattr(made.optimizer, "optimizer", made.optimizer)).__name__ if made else None
     return {**row, "torch": torch.__version__, "parameters": trial.parameters}
 

@@ -35,7 +35,9 @@ def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
 plan = zs.Plan(pipeline_parallel=zs.Pipeline(2, schedule="1f1b"), microbatches=8, clip_norm=1.0)
 engine = zs.Engine(Net(), partial(torch.optim.AdamW, lr=1e-3), plan, example=batch(8, seed=0))  # one microbatch
 for step in range(80):
-    result = engine.train_step(batch(64, seed=1 + engine.lanes * step + engine.lane))  # one batch for both stages
+    result = engine.train_step(
+        batch(64, seed=1 + engine.data_ranks * step + engine.data_rank)
+    )  # one batch for both stages
 with torch.no_grad():
     loss = engine(*batch(256, seed=0))  # a call of all ranks, and an answer to all
 print(f"rank {engine.rank} has {', '.join(engine.layers)}\n", end="", flush=True)  # in one piece

@@ -46,7 +46,7 @@ def nan(number: float) -> None:
     first: list[int] = []
 
     def watching(self: Run, at: int, samples: list[int]) -> Any:
-        size = self.config.batch_per_rank * self.engine.lanes
+        size = self.config.batch_per_rank * self.engine.data_ranks
         first[:] = [sample for sample in samples if (number - 1) * size <= sample < number * size]
         return step(self, at, samples)
 
@@ -116,8 +116,8 @@ def samples(_: float) -> None:
     start = f"{os.environ['TMPDIR']} {os.environ['ZEROSHARD_ATTEMPT']}"
 
     def telling(self: Run, at: int, taken: list[int]) -> Any:
-        size = len(taken) // self.engine.lanes
-        mine = taken[self.engine.lane * size : (self.engine.lane + 1) * size]
+        size = len(taken) // self.engine.data_ranks
+        mine = taken[self.engine.data_rank * size : (self.engine.data_rank + 1) * size]
         line = {"start": start, "step": at + 1, "rank": self.mesh.rank, "samples": mine}
         file = os.open(self.folder.path / "samples.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, (json.dumps(line) + "\n").encode())

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from zeroshard.checkpoint import Reader, committed
-from zeroshard.comm.heartbeat import HeartbeatReading, read_pulse
+from zeroshard.comm.heartbeat import HeartbeatReading, read_heartbeat
 
 ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).with_name("inject.py")
@@ -108,7 +108,7 @@ class Job:
         attempts = {int(path.name[8:]): path for path in self._temporary.glob("zeroshard-*/attempt-*")}
         if not attempts:
             return {}
-        readings = [read_pulse(path) for path in attempts[max(attempts)].glob("rank-*.pulse")]
+        readings = [read_heartbeat(path) for path in attempts[max(attempts)].glob("rank-*.pulse")]
         return {found.rank: found for found in readings if found is not None and psutil.pid_exists(found.pid)}
 
     @property

@@ -176,7 +176,7 @@ class Plan:
     ) -> "Plan":
         """The fastest plan that fits; found by rehearsing the engine on tensors without values, which takes no memory.
 
-        A step is as many rows as one batch has, times the number of ranks. With stages there are fewer lanes than
+        A step is as many rows as one batch has, times the number of ranks. With stages there are fewer data ranks than
         ranks, and each takes as many more rows. In a job of several processes all must call this: rank 0 plans, and
         all get its plan.
 

@@ -9,38 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.comm.heartbeat import Collective, Heartbeat, HeartbeatReading, read_failure, read_pulse, write_failure
+from zeroshard.comm.heartbeat import (
+    Collective,
+    Heartbeat,
+    HeartbeatReading,
+    read_failure,
+    read_heartbeat,
+    write_failure,
+)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert read_pulse(tmp_path / "none") is None
+    assert read_heartbeat(tmp_path / "none") is None
     (tmp_path / "half").write_bytes(b"zspulse1" + bytes(100))
-    assert read_pulse(tmp_path / "half") is None
+    assert read_heartbeat(tmp_path / "half") is None
     (tmp_path / "unborn").write_bytes(bytes(512))  # the file is there before the rank has written its name
-    assert read_pulse(tmp_path / "unborn") is None
+    assert read_heartbeat(tmp_path / "unborn") is None
 
 
 def test_every_field(tmp_path: Path) -> None:
     before = time.monotonic()
-    pulse = Heartbeat(tmp_path / "p", 3)
-    fresh = read_pulse(tmp_path / "p")
+    heartbeat = Heartbeat(tmp_path / "p", 3)
+    fresh = read_heartbeat(tmp_path / "p")
     assert fresh is not None
     assert before <= fresh.since <= time.monotonic() and before <= fresh.alive <= time.monotonic()
     assert fresh == HeartbeatReading(rank=3, pid=os.getpid(), since=fresh.since, alive=fresh.alive)
-    pulse.phase("validation")
-    pulse.step(17)
-    pulse.committed(10)
-    pulse.start(("gather", 4, "block.1"))
-    pulse.enter(("gather", 3, "block.0"))
-    pulse.beat()
-    found = read_pulse(tmp_path / "p")
+    heartbeat.phase("validation")
+    heartbeat.step(17)
+    heartbeat.committed(10)
+    heartbeat.start(("gather", 4, "block.1"))
+    heartbeat.enter(("gather", 3, "block.0"))
+    heartbeat.beat()
+    found = read_heartbeat(tmp_path / "p")
     assert found is not None and found.since > fresh.since and found.alive > fresh.alive
     where = Collective("gather", 3, "block.0")
     assert found == HeartbeatReading(3, os.getpid(), 17, 10, "validation", True, where, found.since, found.alive)
-    pulse.leave()
-    left = read_pulse(tmp_path / "p")
+    heartbeat.leave()
+    left = read_heartbeat(tmp_path / "p")
     assert left is not None and (left.waiting, left.collective) == (False, where) and left.since > found.since
-    pulse.close()
+    heartbeat.close()
 
 
 def test_opened_again_it_keeps_what_it_says(tmp_path: Path) -> None:
@@ -49,16 +56,16 @@ def test_opened_again_it_keeps_what_it_says(tmp_path: Path) -> None:
     second = Heartbeat(tmp_path / "p", 1)
     second.committed(4)
     first.phase("saving")
-    found = read_pulse(tmp_path / "p")
+    found = read_heartbeat(tmp_path / "p")
     assert found is not None and (found.step, found.committed, found.phase) == (5, 4, "saving")
 
 
 @pytest.mark.parametrize("text, kept", [("x" * 100, "x" * 64), ("", ""), ("é" * 40, "é" * 32), ("a\0b", "a")])
 def test_long_and_strange_texts_are_cut(tmp_path: Path, text: str, kept: str) -> None:
-    pulse = Heartbeat(tmp_path / "p", 0)
-    pulse.phase(text)
-    pulse.start((text, 1, text * 9))
-    found = read_pulse(tmp_path / "p")
+    heartbeat = Heartbeat(tmp_path / "p", 0)
+    heartbeat.phase(text)
+    heartbeat.start((text, 1, text * 9))
+    found = read_heartbeat(tmp_path / "p")
     assert found is not None and found.phase == kept and found.rank == 0
     assert found.collective.number == 1 and len(found.collective.label.encode()) <= 200
 
@@ -75,7 +82,7 @@ def test_a_killed_process_leaves_its_pulse(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGKILL)
-    found = read_pulse(tmp_path / "p")
+    found = read_heartbeat(tmp_path / "p")
     assert found is not None and (found.rank, found.pid, found.step) == (2, process.pid, 9)
     assert found.waiting and found.collective == ("reduce", 7, "head")
 

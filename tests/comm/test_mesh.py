@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeroshard import Mesh, init_mesh
 from zeroshard.comm.collectives import Comm, Position
-from zeroshard.comm.heartbeat import Heartbeat, read_pulse
+from zeroshard.comm.heartbeat import Heartbeat, read_heartbeat
 from zeroshard.comm.mesh import attempt, keep_freed_memory, part_of
 from zeroshard.errors import CommError, PlanError
 
@@ -161,22 +161,22 @@ def test_each_attempt_has_its_own_keys_in_a_store_that_stays(monkeypatch: pytest
 def test_the_pulse_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ZEROSHARD_PULSE", str(tmp_path / "p"))
     mesh = init_mesh(device="cpu")
-    assert mesh.pulse is not None
-    mesh.pulse.step(4)
-    found = read_pulse(tmp_path / "p")
+    assert mesh.heartbeat is not None
+    mesh.heartbeat.step(4)
+    found = read_heartbeat(tmp_path / "p")
     assert found is not None and (found.step, found.rank) == (4, 0)
 
 
 def pulses(mesh: Mesh, folder: str) -> list[Any]:
     """What the pulse says after an agreement in a part of the mesh, and whether a rank alone keeps it."""
     path = Path(folder) / f"{mesh.rank}"
-    mine = dataclasses.replace(mesh, pulse=Heartbeat(path, mesh.rank))
+    mine = dataclasses.replace(mesh, heartbeat=Heartbeat(path, mesh.rank))
     part = part_of(mine, [[0, 1], [2]], "pulses")
     comm = Comm(part)
     comm.agree(b"", "first")
     comm.agree(b"", "second")
-    found = read_pulse(path)
-    assert found is not None and part.pulse is mine.pulse
+    found = read_heartbeat(path)
+    assert found is not None and part.heartbeat is mine.heartbeat
     return [list(found.collective), found.waiting]
 
 

@@ -74,13 +74,13 @@ def comes_late(mesh: zs.Mesh) -> tuple[str, int]:
         except CommError as error:
             told = str(error)
     Comm(mesh).agree(b"", "now")
-    return told, engine_on(mesh, shard_group=1).lanes
+    return told, engine_on(mesh, shard_group=1).data_ranks
 
 
 def test_a_rank_that_comes_late_to_an_engine(pool: Pool) -> None:
-    (told, lanes), other = pool.run(comes_late, 2)
+    (told, data_ranks), other = pool.run(comes_late, 2)
     assert "Rank 0 waited 1 s for rank 1 of 2 to make an engine of ranks 0-1" in told
-    assert (lanes, other) == (2, ("", 2))
+    assert (data_ranks, other) == (2, ("", 2))
 
 
 def test_a_rank_that_fails_before_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:

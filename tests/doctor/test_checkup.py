@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from zeroshard.doctor.checkup import Finding, judge
+from zeroshard.doctor.checkup import Finding, findings_of
 from zeroshard.doctor.facts import Facts, core_quota, gather_facts, memory_limit, processor
 
 GOOD = Facts(
@@ -47,14 +47,14 @@ GOOD = Facts(
 
 def findings(**wrong: Any) -> list[Finding]:
     """All that is not well."""
-    return [finding for finding in judge(dataclasses.replace(GOOD, **wrong)) if finding.level != "ok"]
+    return [finding for finding in findings_of(dataclasses.replace(GOOD, **wrong)) if finding.level != "ok"]
 
 
 def test_all_is_well_where_all_is_well() -> None:
     assert findings() == []
-    subjects = [finding.subject for finding in judge(GOOD)]
+    subjects = [finding.subject for finding in findings_of(GOOD)]
     assert len(set(subjects)) == len(subjects) == 15
-    assert not any(finding.needed for finding in judge(GOOD))
+    assert not any(finding.needed for finding in findings_of(GOOD))
 
 
 WRONG: list[tuple[dict[str, Any], str, str, str, str]] = [
@@ -181,4 +181,11 @@ def test_the_facts_are_those_of_this_machine(tmp_path: Path, monkeypatch: pytest
     assert facts.disk_free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2)
     assert set(facts.interfaces) <= {name for _, name in socket.if_nameindex()}
     assert 1 <= facts.usable_cores <= facts.allowed_cores <= facts.cores
-    assert {finding.subject for finding in judge(facts)} >= {"Python", "torch", "GPU", "memory", "network", "disk"}
+    assert {finding.subject for finding in findings_of(facts)} >= {
+        "Python",
+        "torch",
+        "GPU",
+        "memory",
+        "network",
+        "disk",
+    }

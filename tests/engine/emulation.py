@@ -59,7 +59,7 @@ class Case:
         return [stage for stage, replicas in enumerate(self.per_stage) for _ in range(replicas)]
 
     @property
-    def lanes(self) -> int:
+    def data_ranks(self) -> int:
         """Batches per step: with unlike numbers of replicas all share one."""
         return self.per_stage[0] if len(set(self.per_stage)) == 1 else 1
 
@@ -146,7 +146,9 @@ class Emulation:
             else:
                 self.flush()
                 if event == "e":
-                    evaluations.append([self.evaluate(len(self.losses), lane) for lane in range(self.case.lanes)])
+                    evaluations.append(
+                        [self.evaluate(len(self.losses), data_rank) for data_rank in range(self.case.data_ranks)]
+                    )
         return evaluations
 
     def flush(self) -> None:
@@ -158,16 +160,16 @@ class Emulation:
     def step(self, number: int) -> None:
         """All microbatches of all lanes."""
         case = self.case
-        lanes = [data(number, lane, case.lanes, case.rows) for lane in range(case.lanes)]
+        data_ranks = [data(number, data_rank, case.data_ranks, case.rows) for data_rank in range(case.data_ranks)]
         self.losses.append({})
         for k in range(case.microbatches):
-            for lane, batch in enumerate(lanes):
+            for data_rank, batch in enumerate(data_ranks):
                 first, last = (len(batch) * end // case.microbatches for end in (k, k + 1))
                 share = (last - first) / len(batch) if case.every > 1 else 1.0
-                self.losses[-1][k, lane] = self._microbatch(batch[first:last], number, share)
+                self.losses[-1][k, data_rank] = self._microbatch(batch[first:last], number, share)
 
-    def evaluate(self, number: int, lane: int) -> float:
-        batch = data(number, lane, self.case.lanes, self.case.rows)
+    def evaluate(self, number: int, data_rank: int) -> float:
+        batch = data(number, data_rank, self.case.data_ranks, self.case.rows)
         return functional_call(self.model, self.weights(), (batch, number)).item()
 
     def weights(self) -> dict[str, Tensor]:
@@ -179,8 +181,10 @@ class Emulation:
         case, replicas = self.case, self.case.per_stage[-1]
         replica = rank - case.ranks.index(case.stages - 1)
         found = self.losses[number]
-        mine = [v for (k, lane), v in found.items() if (lane if case.lanes > 1 else k % replicas) == replica]
-        rows = len(data(number, 0, case.lanes, case.rows))
+        mine = [
+            v for (k, data_rank), v in found.items() if (data_rank if case.data_ranks > 1 else k % replicas) == replica
+        ]
+        rows = len(data(number, 0, case.data_ranks, case.rows))
         ends = [rows * k // case.microbatches for k in range(case.microbatches + 1)]
         shares = [b - a for a, b in pairwise(ends)] if case.every > 1 else [1] * len(mine)
         return sum(loss * share for loss, share in zip(mine, shares, strict=True)) / sum(shares)

@@ -185,7 +185,7 @@ def _train(engine: zs.Engine, steps: range) -> dict[str, Any]:
     losses, norms = [], []
     rows = ROWS * (MANY if engine.plan.offloading.activations else 1)
     for step in steps:
-        result = engine.train_step((batch(step, engine.lane, engine.lanes, rows), step))
+        result = engine.train_step((batch(step, engine.data_rank, engine.data_ranks, rows), step))
         losses.append(None if result.loss is None else result.loss.item())
         norms.append(None if result.grad_norm is None else repr(result.grad_norm))  # JSON knows no NaN
     return {"losses": losses, "norms": norms}

@@ -45,7 +45,7 @@ def take_steps(
     """Loss and gradient norm of each step; of a spike the loss is multiplied by 1000, and of a negative one by inf."""
     found = []
     for step in range(first, first + steps):
-        inputs = batch(step, engine.lane, engine.lanes, rows), step
+        inputs = batch(step, engine.data_rank, engine.data_ranks, rows), step
         if step in spikes or -step in spikes:
             loss = engine(*inputs)
             engine.backward(loss * (1e3 if step in spikes else torch.inf))

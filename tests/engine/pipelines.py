@@ -14,9 +14,9 @@ from zeroshard.train.corpus import Batches, standard_library_corpus
 from zeroshard.train.gpt import GPT, GPTConfig
 
 
-def data(step: int, lane: int, lanes: int, rows: int) -> Tensor:
-    """Lane `lane`'s part of the global batch [rows, 6] of a step."""
-    return batch(step, lane, lanes, rows)
+def data(step: int, data_rank: int, data_ranks: int, rows: int) -> Tensor:
+    """Lane `data_rank`'s part of the global batch [rows, 6] of a step."""
+    return batch(step, data_rank, data_ranks, rows)
 
 
 def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], steps: int, rows: int, optimizer: str = "adamw") -> Any:
@@ -26,7 +26,7 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], steps: int, rows: int,
     engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan.from_dict(plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
     losses = []
     for step in range(steps):
-        result = engine.train_step((data(step, engine.lane, engine.lanes, rows), step))
+        result = engine.train_step((data(step, engine.data_rank, engine.data_ranks, rows), step))
         losses.append(None if result.loss is None else result.loss.item())
     engine.flush()
     return losses, engine.state_dict()
@@ -40,11 +40,11 @@ def follow(mesh: zs.Mesh, name: str, plan: dict[str, Any], script: str, rows: in
     """
     model = build(name, seed=mesh.rank)
     engine = zs.Engine(model, OPTIMIZERS[optimizer], zs.Plan.from_dict(plan), mesh=mesh, example=(data(0, 0, 1, 2), 0))
-    seen: dict[str, Any] = {"lane": engine.lane, "layers": engine.layers}
+    seen: dict[str, Any] = {"data_rank": engine.data_rank, "layers": engine.layers}
     seen |= {"losses": [], "norms": [], "skipped": [], "evaluations": []}
     with engine.trace() as trace:
         for event in script:
-            batch = (data(engine.steps, engine.lane, engine.lanes, rows), engine.steps)
+            batch = (data(engine.steps, engine.data_rank, engine.data_ranks, rows), engine.steps)
             if event == "s":
                 result = engine.train_step(batch)
                 seen["losses"].append(None if result.loss is None else result.loss.item())
@@ -94,7 +94,7 @@ def train_gpt(mesh: zs.Mesh, plan: dict[str, Any], updates: int, rows: int, rate
         factor = min(1.0, 10 * done + 0.05) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
         for group in engine.optimizer.param_groups:
             group["lr"] = rate * factor
-        tokens = train.rows(range(step * rows * each, (step + 1) * rows * each), engine.lane, engine.lanes)
+        tokens = train.rows(range(step * rows * each, (step + 1) * rows * each), engine.data_rank, engine.data_ranks)
         engine.train_step((tokens[:, :-1], tokens[:, 1:]))
     with torch.no_grad():
         tokens = validation.rows(range(256))

@@ -125,7 +125,7 @@ class Run:
         tick(self.scheduler)
         self.fed += 1
         self.taken += 1
-        self.log.append(("loss", (engine.lane, None if result.loss is None else result.loss.item())))
+        self.log.append(("loss", (engine.data_rank, None if result.loss is None else result.loss.item())))
         self.log.append(("norm", result.grad_norm))
         self.log.append(("skipped", result.skipped))
         self.log.append(("scale", result.loss_scale))
@@ -157,7 +157,7 @@ class Run:
         plan, late = self.engine.plan, self.engine.plan.offloading.optimizer
         if self.case.model == "Sometimes" and number % 3 == 2:
             return True  # a block is left out
-        if purpose.startswith("send") and self.case.rows // self.engine.lanes % plan.microbatches:
+        if purpose.startswith("send") and self.case.rows // self.engine.data_ranks % plan.microbatches:
             return True  # messages are planned for microbatches of one size
         if self.case.model == "Twice" and plan.zero == 3 and purpose in STREAMED:
             return True  # known: its first block has left when it is used again, so it is gathered once more
@@ -173,7 +173,7 @@ class Run:
         engine = self.engine
         if event == "evaluate":
             with torch.no_grad():
-                self.log.append(("evaluation", (engine.lane, engine(self.batch(number), number).item())))
+                self.log.append(("evaluation", (engine.data_rank, engine(self.batch(number), number).item())))
         elif event in ("gathered", "write"):
             if engine.plan.pipelined:
                 return
@@ -214,7 +214,7 @@ class Run:
 
     def batch(self, number: int) -> Tensor:
         """This lane's part."""
-        return batch(number, self.engine.lane, self.engine.lanes, self.case.rows)
+        return batch(number, self.engine.data_rank, self.engine.data_ranks, self.case.rows)
 
     def weights(self, word: str) -> None:
         """Enter the whole weights."""

@@ -98,7 +98,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _of_lanes(values: list[tuple[int, float | None]]) -> float:
     """The mean over lanes of what their ranks say."""
-    by_lane = {lane: value for lane, value in values if value is not None}
+    by_lane = {data_rank: value for data_rank, value in values if value is not None}
     return sum(by_lane.values()) / len(by_lane)
 
 
@@ -270,9 +270,9 @@ def _against_emulation(emulated: Asynchronous, case: Case, answers: list[dict[st
         for number, (found, value) in enumerate(zip(losses, expected, strict=False)):
             if not _near(found, value, rtol):
                 return [f"rank {rank}: the loss of step {number} is {found} and the equations' {value}"]
-        for (_, (lane, found)), values in zip(_entries(answer["log"], "evaluation"), evaluations, strict=True):
-            if not _near(found, values[lane], rtol):
-                return [f"rank {rank}: an evaluation is {found} and the equations' {values[lane]}"]
+        for (_, (data_rank, found)), values in zip(_entries(answer["log"], "evaluation"), evaluations, strict=True):
+            if not _near(found, values[data_rank], rtol):
+                return [f"rank {rank}: an evaluation is {found} and the equations' {values[data_rank]}"]
         apart = {name: (answer["log"][-1][1][name].float() - value.float()).abs() for name, value in wanted.items()}
         worst = max(apart, key=lambda name: float(apart[name].max()))
         told = f"rank {rank}: {worst} is off by {float(apart[worst].max()):.3g} from the equations"

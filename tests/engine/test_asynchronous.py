@@ -65,7 +65,7 @@ def test_losses_and_weights_follow_the_papers_equations(pool: Pool, case: Case) 
         else:
             expected = [emulation.mean_loss(number, rank) for number in range(case.script.count("s"))]
             torch.testing.assert_close(mine["losses"], expected, rtol=1e-5, atol=0)
-        expected = [values[mine["lane"]] for values in evaluations]
+        expected = [values[mine["data_rank"]] for values in evaluations]
         torch.testing.assert_close(mine["evaluations"], expected, rtol=1e-5, atol=0)
         for name, value in emulation.weights().items():
             torch.testing.assert_close(mine["weights"][name], value, rtol=1e-5, atol=1e-5)
@@ -79,7 +79,7 @@ def test_the_trace_tells_the_promised_versions(pool: Pool, case: Case) -> None:
         assert mine["actions"] == mine["promised"]
         stage, replicas = case.ranks[rank], case.per_stage[case.ranks[rank]]
         actions = [Action.parse(text) for text in mine["actions"]]
-        fed = range(len(case.script) * case.microbatches // (1 if case.lanes > 1 else replicas))
+        fed = range(len(case.script) * case.microbatches // (1 if case.data_ranks > 1 else replicas))
         own = [rank - case.ranks.index(stage) + replicas * k for k in fed]
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             versions = [(a.microbatch, a.version) for a in actions if a.kind is kind]

@@ -66,19 +66,19 @@ def made(counts: bool = True) -> nn.Module:
     return Counting(counts)
 
 
-def rows(step: int, lane: int = 0) -> Tensor:
-    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(10 * step + lane))
+def rows(step: int, data_rank: int = 0) -> Tensor:
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(10 * step + data_rank))
 
 
 @functools.cache
-def plain(counts: bool, lanes: int = 1, steps: int = STEPS) -> list[dict[str, Tensor]]:
+def plain(counts: bool, data_ranks: int = 1, steps: int = STEPS) -> list[dict[str, Tensor]]:
     """Of each lane, weights and buffers of a loop that takes microbatches one by one, and averages over the lanes."""
-    models = [made(counts) for _ in range(lanes)]
+    models = [made(counts) for _ in range(data_ranks)]
     optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
     for step in range(steps):
-        for lane, model in enumerate(models):
-            optimizers[lane].zero_grad()
-            for part in rows(step, lane).chunk(MICROBATCHES):
+        for data_rank, model in enumerate(models):
+            optimizers[data_rank].zero_grad()
+            for part in rows(step, data_rank).chunk(MICROBATCHES):
                 (model(part) / MICROBATCHES).backward()
         for together in zip(*(model.parameters() for model in models), strict=True):
             mean = torch.stack([p.grad for p in together if p.grad is not None]).mean(0)
@@ -98,10 +98,10 @@ def engine_of(mesh: zs.Mesh, plan: dict[str, Any], counts: bool = True) -> zs.En
 def trained(mesh: zs.Mesh, plan: dict[str, Any], counts: bool = True, path: str | None = None) -> Any:
     engine = engine_of(mesh, plan, counts)
     for step in range(STEPS):
-        engine.train_step(rows(step, engine.lane))
+        engine.train_step(rows(step, engine.data_rank))
     if path is not None:
         engine.save(path, wait=True)
-    return engine.lane, engine.state_dict(), engine.ledger.account(zs.memory.ledger.Category.BUFFERS).current
+    return engine.data_rank, engine.state_dict(), engine.ledger.account(zs.memory.ledger.Category.BUFFERS).current
 
 
 def close(found: Tensor, wanted: Tensor, name: str) -> None:
@@ -128,9 +128,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_buffers_are_those_of_a_plain_loop(pool: Pool, name: str) -> None:
     """Each microbatch once and in order, recomputed or not; every rank takes out those of its lane."""
     ranks, plan = PLANS[name]
-    lanes = ranks // plan.get("pipeline_parallel", 1)
-    for lane, state, _ in pool.run(trained, ranks, plan):
-        check(state, plain(True, lanes)[lane])
+    data_ranks = ranks // plan.get("pipeline_parallel", 1)
+    for data_rank, state, _ in pool.run(trained, ranks, plan):
+        check(state, plain(True, data_ranks)[data_rank])
     if name == "gpipe":
         assert plain(True)[0]["seen"] == STEPS * MICROBATCHES
         assert plain(True)[0]["blocks.3.norm.num_batches_tracked"] == STEPS * MICROBATCHES
@@ -162,8 +162,8 @@ def loaded(mesh: zs.Mesh, plan: dict[str, Any], path: str) -> Any:
     engine = engine_of(mesh, plan)
     engine.load(path)
     before = engine.state_dict()
-    engine.train_step(rows(STEPS, engine.lane))
-    return engine.lane, before, engine.state_dict()
+    engine.train_step(rows(STEPS, engine.data_rank))
+    return engine.data_rank, before, engine.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_a_checkpoint_has_the_buffers_of_every_stage(pool: Pool, tmp_path: Path,
     ranks, plan = PLANS[source]
     saved = pool.run(trained, ranks, plan, True, str(tmp_path / "a"))
     ranks, plan = PLANS[target]
-    for lane, before, after in pool.run(loaded, ranks, plan, str(tmp_path / "a")):
-        check(before, next(state for other, state, _ in saved if other == lane))
-        check(after, plain(True, ranks // plan.get("pipeline_parallel", 1), STEPS + 1)[lane])
+    for data_rank, before, after in pool.run(loaded, ranks, plan, str(tmp_path / "a")):
+        check(before, next(state for other, state, _ in saved if other == data_rank))
+        check(after, plain(True, ranks // plan.get("pipeline_parallel", 1), STEPS + 1)[data_rank])
 
 
 class Shared(Counting):

@@ -111,7 +111,7 @@ def train(mesh: zs.Mesh, model: str, plan: zs.Plan, executor: str, folder: str =
         engine = make(mesh, model, plan, seed=mesh.rank)
         losses, norms = [], []
         for step in range(STEPS):
-            result = engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step))
+            result = engine.train_step((batch(step, engine.data_rank, engine.data_ranks, ROWS), step))
             losses.append(result.loss.item())
             norms.append(result.grad_norm)
         check_formulas(engine)
@@ -193,11 +193,11 @@ def test_sliced_parameters_in_stages_change_no_bit(pool: Pool, tmp_path: Path, n
 def gathers(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[str], bool, float]:
     """This rank's gathers and frees in a step, whether units are here between, and the loss of an evaluation."""
     engine = make(mesh, "Deep", plan, seed=mesh.rank)
-    first, _ = (engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step)) for step in range(2))
-    here = engine._gatherer.everything_here
+    first, _ = (engine.train_step((batch(step, engine.data_rank, engine.data_ranks, ROWS), step)) for step in range(2))
+    here = engine._gatherer.all_gathered
     assert first.loss is not None
     with torch.no_grad():
-        loss = float(engine(batch(5, engine.lane, engine.lanes, ROWS), 5))
+        loss = float(engine(batch(5, engine.data_rank, engine.data_ranks, ROWS), 5))
     return [str(action) for action in engine.schedule if action.kind in ("GATHER", "FREE")], here, loss
 
 
@@ -241,7 +241,7 @@ def stream(mesh: zs.Mesh, plan: zs.Plan) -> tuple[list[float], dict[str, Tensor]
     """Losses that this rank knows, and the weights at the end, of a schedule that never flushes."""
     engine, losses = make(mesh, "Deep", plan, seed=mesh.rank), []
     for step in range(STEPS):
-        result = engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step))
+        result = engine.train_step((batch(step, engine.data_rank, engine.data_ranks, ROWS), step))
         losses += [] if result.loss is None else [result.loss.item()]
     check_formulas(engine)
     return losses, engine.state_dict()
@@ -292,7 +292,7 @@ def in_shared_memory(mesh: zs.Mesh, plan: zs.Plan) -> tuple[bool, list[bool]]:
     """Whether this rank's gradients are read by others in place, and the same of what it sends to other stages."""
     engine = make(mesh, "TiedFive", plan, seed=0)
     for step in range(2):
-        engine.train_step((batch(step, engine.lane, engine.lanes, ROWS), step))
+        engine.train_step((batch(step, engine.data_rank, engine.data_ranks, ROWS), step))
     parts, shared = engine._assembly.parts, engine._axes.dense.slices.comm.shared
     assert shared is not None
     mapped = shared.memory._bytes  # type: ignore[attr-defined]
@@ -344,7 +344,7 @@ def reshaped(mesh: zs.Mesh, model: str, plan: zs.Plan) -> tuple[list[float], dic
     """Losses and weights of steps whose batches have other rows and other columns each time."""
     engine, losses = make(mesh, model, plan, seed=0), []
     for step, (rows, columns) in enumerate([(16, 5), (24, 3), (8, 4), (16, 5)]):
-        tokens = batch(step, engine.lane, engine.lanes, rows)[:, :columns]
+        tokens = batch(step, engine.data_rank, engine.data_ranks, rows)[:, :columns]
         losses.append(engine.train_step((tokens, step)).loss.item())
     check_formulas(engine)
     return losses, engine.state_dict()

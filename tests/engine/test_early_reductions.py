@@ -178,7 +178,7 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], early: bool) -> tuple[
             stack.enter_context(patch.object(Reductions, "start_complete", lambda *_: None))
         for step in range(STEPS):
             events.append([])
-            result = engine.train_step((data(step, engine.lane, engine.lanes, ROWS), step))
+            result = engine.train_step((data(step, engine.data_rank, engine.data_ranks, ROWS), step))
             seen += [None if result.loss is None else result.loss.item(), repr(result.grad_norm)]
     engine.flush()
     return seen, digest(engine.state_dict()), events
@@ -263,7 +263,7 @@ def listened(mesh: zs.Mesh, plan: dict[str, Any]) -> int:
 
     with patch.object(Reductions, "start_complete", counted):
         for step in range(STEPS):
-            engine.train_step((data(step, engine.lane, engine.lanes, ROWS), step))
+            engine.train_step((data(step, engine.data_rank, engine.data_ranks, ROWS), step))
     return count
 
 
@@ -367,5 +367,5 @@ def test_a_gradient_after_those_of_its_unit_is_refused(pool: Pool) -> None:
 def refused(mesh: zs.Mesh) -> str:
     engine = engine_of(mesh, "Inner", {"zero": 1, **NETWORK})
     with pytest.raises(PlanError) as caught:
-        engine.train_step((data(0, engine.lane, engine.lanes, ROWS), 0))
+        engine.train_step((data(0, engine.data_rank, engine.data_ranks, ROWS), 0))
     return str(caught.value)

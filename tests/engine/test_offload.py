@@ -131,7 +131,7 @@ def test_wrong_guesses_leave_no_trace(executor: str) -> None:
         with executing(executor):
             guessing = zs.Engine(build("Sometimes", 0), ADAMW, plan)
             found = take_steps(guessing, 18, spikes=spikes), guessing.state_dict()
-        taken, undone = guessing.guesses.taken, guessing.guesses.undone
+        taken, undone = guessing.speculation_counts.taken, guessing.speculation_counts.undone
         assert taken > 18 and undone >= 8
         assert_same(found, run(in_memory(plan), "Sometimes", 18, spikes=spikes))
         with executing(executor):
@@ -141,14 +141,14 @@ def test_wrong_guesses_leave_no_trace(executor: str) -> None:
                 zs.Plan.from_dict({**WAYS["optimizer"], **extra, "offload.speculate": False}),
             )
             assert_same((take_steps(sober, 18, spikes=spikes), sober.state_dict()), found)
-        assert (sober.guesses.taken, sober.guesses.undone) == (0, 0)
+        assert (sober.speculation_counts.taken, sober.speculation_counts.undone) == (0, 0)
 
 
 def test_guessing_stops_while_most_steps_are_clipped() -> None:
     engine = zs.Engine(build("Plain", 0), ADAMW, zs.Plan(offload="optimizer", clip_norm=1e-3))
     take_steps(engine, 12)
     units = len(engine.units)
-    assert (engine.guesses.taken, engine.guesses.undone) == (0, 5 * units)  # in steps 2 to 6
+    assert (engine.speculation_counts.taken, engine.speculation_counts.undone) == (0, 5 * units)  # in steps 2 to 6
 
 
 def stale(norms: list[float], warmup: int, clip: float | None, steps: int) -> tuple[list[float], dict[str, Tensor]]:

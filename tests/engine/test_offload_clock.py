@@ -88,7 +88,7 @@ def test_speculation_hides_all_but_the_way_of_one_block(
     seconds = {DOWN: 2, UPDATE: update, UP: 1}
     run = Clocked(monkeypatch, seconds)
     assert run.steps(3) == exposed
-    assert run.engine.guesses.taken == 2 * BLOCKS  # in the first step nobody knows yet what a step is
+    assert run.engine.speculation_counts.taken == 2 * BLOCKS  # in the first step nobody knows yet what a step is
     assert sum(exposed.values()) < serial(seconds)
 
 

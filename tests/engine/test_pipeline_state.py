@@ -45,7 +45,7 @@ def make(mesh: zs.Mesh, plan: dict[str, Any], name: str = "TiedFive") -> zs.Engi
 
 def steps(engine: zs.Engine, first: int, last: int) -> list[tuple[float, int]]:
     """Take some steps; the norm of each, and how many were skipped so far."""
-    batches = ((data(step, engine.lane, engine.lanes, ROWS), step) for step in range(first, last))
+    batches = ((data(step, engine.data_rank, engine.data_ranks, ROWS), step) for step in range(first, last))
     return [(engine.train_step(batch).grad_norm, engine.skipped) for batch in batches]
 
 

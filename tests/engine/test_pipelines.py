@@ -56,13 +56,13 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...],
     )
     losses, norms = [], []
     for step, count in enumerate(rows):
-        result = engine.train_step((data(step, engine.lane, engine.lanes, count), step))
+        result = engine.train_step((data(step, engine.data_rank, engine.data_ranks, count), step))
         assert result.loss is not None
         losses.append(result.loss.item())
         norms.append(result.grad_norm)
         if step % 7 == 2:
             with torch.no_grad():
-                engine(data(step, engine.lane, engine.lanes, count), step)
+                engine(data(step, engine.data_rank, engine.data_ranks, count), step)
     return losses, norms, engine.state_dict()
 
 
@@ -220,8 +220,8 @@ def evaluate(mesh: zs.Mesh, plan: dict[str, Any]) -> list[Tensor]:
     seen = []
     for step in range(2):
         with torch.no_grad():
-            seen.append(engine(data(9, engine.lane, engine.lanes, 6)))
-        engine.train_step((data(step, engine.lane, engine.lanes, 4), step))
+            seen.append(engine(data(9, engine.data_rank, engine.data_ranks, 6)))
+        engine.train_step((data(step, engine.data_rank, engine.data_ranks, 4), step))
     return seen
 
 
@@ -277,7 +277,7 @@ def reduced(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[int | None, int]:
         example=(data(0, 0, 1, 2), 0),
     )
     for step in range(3):
-        engine.train_step((data(step, engine.lane, engine.lanes, 8), step))
+        engine.train_step((data(step, engine.data_rank, engine.data_ranks, 8), step))
     row = engine.traffic()["reduce gradients"]
     return row.planned_elements, row.measured_elements
 
@@ -419,7 +419,7 @@ def offloaded(mesh: zs.Mesh, schedule: str, offload: str) -> Any:
         pipeline_parallel=zs.Pipeline(2, schedule=schedule, balance="parameters"), microbatches=2, offload=offload
     )
     engine = zs.Engine(build("Five"), OPTIMIZERS["adamw"], plan, mesh=mesh, example=(data(0, 0, 1, 128), 0))
-    losses = [engine.train_step((data(step, engine.lane, engine.lanes, 256), step)).loss for step in range(3)]
+    losses = [engine.train_step((data(step, engine.data_rank, engine.data_ranks, 256), step)).loss for step in range(3)]
     moved = sum(row.measured_elements for row in engine.traffic() if row.purpose == "activations down")
     return [float(loss) for loss in losses if loss is not None], engine.state_dict(), moved
 

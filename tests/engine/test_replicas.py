@@ -36,7 +36,7 @@ def make(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
 
 def step(engine: zs.Engine, number: int) -> None:
     rows = 12 if engine.mesh.ranks == 3 else 8
-    engine.train_step((batch(number, engine.lane, engine.lanes, rows), number))
+    engine.train_step((batch(number, engine.data_rank, engine.data_ranks, rows), number))
 
 
 def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:

@@ -59,7 +59,7 @@ def make(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
 def steps(engine: zs.Engine, count: int) -> list[float]:
     losses = []
     for _ in range(count):
-        rows = batch(engine.steps, engine.lane, engine.lanes, ROWS)
+        rows = batch(engine.steps, engine.data_rank, engine.data_ranks, ROWS)
         losses.append(engine.train_step((rows, engine.steps)).loss.item())
     return losses
 

@@ -121,12 +121,12 @@ class Technique:
         return {model.middle.matrices: Split(self.name, tuple(whole.shape), (axis.rank, 0, 0))}
 
 
-def rows(step: int, lane: int) -> Tensor:
-    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1000 * step + lane))
+def rows(step: int, data_rank: int) -> Tensor:
+    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1000 * step + data_rank))
 
 
-def kind_of(lane: int, data: bool) -> Tensor:
-    return torch.full((ROWS,), lane % 2 if data else 2)
+def kind_of(data_rank: int, data: bool) -> Tensor:
+    return torch.full((ROWS,), data_rank % 2 if data else 2)
 
 
 def make(mesh: zs.Mesh, plan: Mapping[str, Any], data: bool | None, seed: int = 0) -> zs.Engine:
@@ -140,7 +140,7 @@ def make(mesh: zs.Mesh, plan: Mapping[str, Any], data: bool | None, seed: int = 
         policies.TECHNIQUES[:] = before
 
 
-def plain(lanes: int, data: bool, clip: float | None, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
+def plain(data_ranks: int, data: bool, clip: float | None, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and gradient norms of a plain loop over the batches of all lanes."""
     torch.manual_seed(0)
     model = Toy()
@@ -148,8 +148,8 @@ def plain(lanes: int, data: bool, clip: float | None, steps: int = STEPS) -> tup
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
-        for lane in range(lanes):
-            (model(rows(step, lane), kind_of(lane, data)) / lanes).backward()
+        for data_rank in range(data_ranks):
+            (model(rows(step, data_rank), kind_of(data_rank, data)) / data_ranks).backward()
         limit = float("inf") if clip is None else clip
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
         optimizer.step()
@@ -160,9 +160,9 @@ def train(
     mesh: zs.Mesh, plan: Mapping[str, Any], data: bool, folder: str, seeds: bool = False
 ) -> tuple[Any, list[float], tuple[int, int], dict[str, Any]]:
     engine = make(mesh, plan, data, seed=mesh.rank if seeds else 0)
-    lanes, norms = (engine.lane, engine.lanes), []
+    data_ranks, norms = (engine.data_rank, engine.data_ranks), []
     for step in range(STEPS):
-        engine.backward(engine(rows(step, engine.lane), kind_of(engine.lane, data)))
+        engine.backward(engine(rows(step, engine.data_rank), kind_of(engine.data_rank, data)))
         norms.append(engine.step().grad_norm)
     engine.check_replicas()
     rows_of = {row.category: (row.planned_bytes + row.padding_bytes, row.measured_bytes)
@@ -170,7 +170,7 @@ def train(
     wire = {row.purpose: (row.planned_elements, row.measured_elements)
             for row in engine.traffic() if row.planned_elements is not None}  # fmt: skip
     engine.save(f"{folder}/split", wait=True)
-    return engine.model.middle.matrices.shape, norms, lanes, {"memory": rows_of, "wire": wire}
+    return engine.model.middle.matrices.shape, norms, data_ranks, {"memory": rows_of, "wire": wire}
 
 
 def whole_of(mesh: zs.Mesh, folder: str) -> dict[str, Tensor]:
@@ -189,7 +189,7 @@ def again(mesh: zs.Mesh, plan: Mapping[str, Any], data: bool, folder: str) -> tu
         if loads:
             engine.load(f"{folder}/split")
         for step in range(first, STEPS + 2):
-            engine.backward(engine(rows(step, engine.lane), kind_of(engine.lane, data)))
+            engine.backward(engine(rows(step, engine.data_rank), kind_of(engine.data_rank, data)))
             norm = engine.step().grad_norm
             if step >= STEPS:
                 runs.append(norm)
@@ -201,11 +201,11 @@ def again(mesh: zs.Mesh, plan: Mapping[str, Any], data: bool, folder: str) -> tu
 def test_a_split_matrix_trains_like_the_whole(pool: Pool, tmp_path: Path, data: bool, ranks: int, zero: int) -> None:
     """Traps 1 to 5: mean, norm, initial weights, checkpoints and digests follow the axes, not the slice group."""
     plan = {"zero": zero, "transport": "network", "clip_norm": 0.05}
-    lanes = ranks if data else ranks // 2
-    weights, norms = plain(lanes, data, 0.05)
+    data_ranks = ranks if data else ranks // 2
+    weights, norms = plain(data_ranks, data, 0.05)
     answers = pool.run(train, ranks, plan, data, str(tmp_path), True)
-    for rank, (shape, found, (lane, of), tables) in enumerate(answers):
-        assert (lane, of, shape) == (rank if data else rank // 2, lanes, torch.Size([1, WIDTH, WIDTH]))
+    for rank, (shape, found, (data_rank, of), tables) in enumerate(answers):
+        assert (data_rank, of, shape) == (rank if data else rank // 2, data_ranks, torch.Size([1, WIDTH, WIDTH]))
         assert found == pytest.approx(norms, rel=1e-5)
         for name, (planned, measured) in tables["memory"].items():
             assert planned == measured, name
@@ -244,7 +244,7 @@ def test_replicas_are_compared_over_the_axes(pool: Pool, where: str, twins: str)
 def disagree(mesh: zs.Mesh) -> str:
     """Rank 1 makes one collective more over the tensor axis than the others of its slice group know of."""
     engine = make(mesh, {"zero": 1, "transport": "network"}, data=False)
-    engine.backward(engine(rows(0, engine.lane), kind_of(0, False)))
+    engine.backward(engine(rows(0, engine.data_rank), kind_of(0, False)))
     if mesh.rank < 2:
         axis = engine._axes.new["tensor"]
         axis.comm.gather(torch.zeros(2), torch.zeros(1), zs.comm.traffic.Purpose.SETUP, "one more").wait()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zeroshard.comm.traffic import COMPUTE, DISK, LANES, UPDATE, Purpose
+from zeroshard.comm.traffic import COMPUTE, DISK, QUEUES, UPDATE, Purpose
 from zeroshard.errors import OffloadError
 from zeroshard.memory.transfers import (
     Eager,
@@ -52,7 +52,7 @@ def graph(link: Transfers, ran: list[int], count: int = 40) -> list[tuple[Task, 
         def work(number: int = number) -> None:
             ran.append(number)
 
-        task = link.run(work, draw.choice(list(LANES)), f"job {number}", after=[made[n][0] for n in after])
+        task = link.run(work, draw.choice(list(QUEUES)), f"job {number}", after=[made[n][0] for n in after])
         made.append((task, after))
     return made
 
@@ -219,10 +219,10 @@ class Lanes:
 
     def __init__(self, **seconds: float) -> None:
         """Args: seconds that a slice takes, by lane."""
-        bandwidths = {lane: 64 / each for lane, each in seconds.items()}
+        bandwidths = {queue: 64 / each for queue, each in seconds.items()}
         self.clock = Clock()
         self.link = Transfers(
-            Modelled(self.clock, lambda task: task.nbytes / bandwidths[task.lane]), lambda: self.clock.now
+            Modelled(self.clock, lambda task: task.nbytes / bandwidths[task.queue]), lambda: self.clock.now
         )
         self.here, self.there = torch.zeros(16), torch.zeros(16)
 

@@ -28,7 +28,7 @@ def site(ranks: int, per_node: int, rows: int, blocks: int = 6) -> Site:
 def test_what_a_plan_does_not_use_answers_as_if_it_were_not_there() -> None:
     usual, lists = Choice(), PipelineSchedule("naive", Layout((2,)), 1)
     for choice in choices_of(Plan(zero=0)):
-        assert choice.settled(lists, 1) == 1 and choice.lane("rank") == "rank"
+        assert choice.settled(lists, 1) == 1 and choice.row_owner("rank") == "rank"
         assert choice.on_host("usual") == choice.budget(1, "usual") == "usual"
         assert not choice.filled(lambda chunks: ("a",)) and not choice.notes("fast") and not choice.left_out()
         assert (choice.resort, choice.exhausted, choice.alike) == (usual.resort, usual.exhausted, usual.alike)
@@ -57,7 +57,7 @@ def test_several_nodes_are_offered_slices_within_each() -> None:
     found = [offer for offer in zero.offers(site(8, 4, 16)) if isinstance(offer, Offer)]
     sizes = [(offer.settings["zero"], offer.settings["shard_group"]) for offer in found]
     assert sizes == [(0, None), *product((1, 2, 3), (None, 4))]
-    assert all(offer.lanes == 8 and list(offer.counts) == [1, 2] for offer in found)
+    assert all(offer.data_ranks == 8 and list(offer.counts) == [1, 2] for offer in found)
 
 
 def test_rows_that_do_not_divide_are_refused_with_the_way_out() -> None:
@@ -69,7 +69,7 @@ def test_rows_that_do_not_divide_are_refused_with_the_way_out() -> None:
 def test_stages_are_offered_as_far_as_there_are_blocks() -> None:
     two, four, eight = pipeline.offers(site(8, 8, 64, blocks=5))
     assert isinstance(two, Offer) and isinstance(four, Offer) and isinstance(eight, Refused)
-    assert (two.lanes, two.settings["zero"], list(two.counts)) == (4, 1, [2, 4, 8])
+    assert (two.data_ranks, two.settings["zero"], list(two.counts)) == (4, 1, [2, 4, 8])
     assert "5 blocks for 8 stages" in eight.why
     assert [dict(more) for more in two.faster(4, site(8, 8, 64, 5))] == list(pipeline.FASTER)
     assert [more["pipeline_parallel.schedule"] for more in four.faster(4, site(8, 8, 64, 5))] == [

@@ -11,16 +11,16 @@ from engine.models import batch, build
 from engine.offloaded import ADAMW, executing
 
 import zeroshard as zs
-from zeroshard.comm.traffic import BETWEEN_TIERS, COMPUTE, DISK, LANES, UPDATE
+from zeroshard.comm.traffic import BETWEEN_TIERS, COMPUTE, DISK, QUEUES, UPDATE
 from zeroshard.report.exposed_figure import _CAUSES, _OTHER
 from zeroshard.report.offload_timeline import (
     COLOURS,
-    LANE_NAMES,
+    QUEUE_NAMES,
     CauseFill,
-    LaneSpan,
     OffloadTimeline,
+    QueueSpan,
     offload_trace,
-    place_lanes,
+    place_queues,
     read_offload_timeline,
     write_offload_timeline,
 )
@@ -66,8 +66,8 @@ def test_spans_are_read_and_cut_to_the_steps(tmp_path: Path) -> None:
     assert (timeline.rank, timeline.ends) == (3, (0.032, 0.064))
     assert timeline.exposed == {"update": 0.002, "gradients down": 0.006}
     assert [span.label for span in timeline.spans if span.cause == "update"] == ["h.1[float32]", "early"]
-    assert timeline.spans[-1] == LaneSpan("early", "update", 0.0, 0.002)
-    assert {lane: len(row) for lane, row in timeline.rows()} == {"compute": 2, "down": 2, "up": 1, "host": 2}
+    assert timeline.spans[-1] == QueueSpan("early", "update", 0.0, 0.002)
+    assert {queue: len(row) for queue, row in timeline.rows()} == {"compute": 2, "down": 2, "up": 1, "host": 2}
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_damaged_file_is_a_note_on_the_page(tmp_path: Path, text: str, why: st
 
 
 def test_every_lane_has_its_row_and_every_span_its_box(tmp_path: Path) -> None:
-    picture = place_lanes(read(tmp_path))
+    picture = place_queues(read(tmp_path))
     names = [words.text for words in picture.words if words.anchor == "end"]
     assert names == ["compute", "down", "up", "updates", "ms"]
-    assert all(above[1] + above[3] < below[1] for above, below in pairwise(picture.lanes))
+    assert all(above[1] + above[3] < below[1] for above, below in pairwise(picture.tracks))
     pixel = 0.064 / (picture.width - LEFT - RIGHT)
-    rows = {name: lane[1] + lane[3] / 2 for name, lane in zip(names, picture.lanes, strict=False)}
+    rows = {name: queue[1] + queue[3] / 2 for name, queue in zip(names, picture.tracks, strict=False)}
     for label, cause, start, end in SPANS[:6]:
         row = {"compute": "compute", "update": "updates"}.get(cause, cause.rpartition(" ")[2])
         kind = label if cause == "compute" else cause
@@ -113,8 +113,8 @@ def test_every_lane_has_its_row_and_every_span_its_box(tmp_path: Path) -> None:
 
 def test_boxes_are_named_as_far_as_there_is_room() -> None:
     def inside(seconds: float) -> list[str]:
-        spans = (LaneSpan("blocks.12[float32]", "update", 0.0, seconds), LaneSpan("forward", "compute", 0.0, 1.0))
-        picture = place_lanes(OffloadTimeline(0, (1.0,), {}, spans))
+        spans = (QueueSpan("blocks.12[float32]", "update", 0.0, seconds), QueueSpan("forward", "compute", 0.0, 1.0))
+        picture = place_queues(OffloadTimeline(0, (1.0,), {}, spans))
         return [words.text for words in picture.words if words.style == CauseFill("update")]
 
     assert [inside(seconds) for seconds in (0.1, 0.03, 0.01)] == [["blocks.12"], ["12"], []]
@@ -130,7 +130,7 @@ def test_names_can_be_read_on_every_colour(dark: bool) -> None:
 
 def test_every_cause_has_the_colour_of_the_chart_of_exposed_seconds() -> None:
     assert set(COLOURS) == {"forward", "backward", UPDATE, DISK, *BETWEEN_TIERS}
-    assert set(LANE_NAMES) == {COMPUTE, *LANES.values()}
+    assert set(QUEUE_NAMES) == {COMPUTE, *QUEUES.values()}
     style = resources.files("zeroshard.report").joinpath("style.css").read_text()
     hues = dict[str, list[str]]()
     for hue, colour in re.findall(r"--(hue\d): (#\w{6});", style):
@@ -170,7 +170,7 @@ def test_the_page_shows_it_and_says_what_was_exposed(tmp_path: Path) -> None:
 
 
 def test_a_large_timeline_is_small_enough_to_show(tmp_path: Path) -> None:
-    spans = tuple(LaneSpan(f"h.{n}", "update", n / 20_000, (n + 1) / 20_000) for n in range(20_000))
+    spans = tuple(QueueSpan(f"h.{n}", "update", n / 20_000, (n + 1) / 20_000) for n in range(20_000))
     section = write_offload_timeline(tmp_path, OffloadTimeline(0, (1.0,), {}, spans))
     assert len(section.drawing) < 25 * 20_000
     assert ET.fromstring(section.drawing).get("width") == f"{WIDEST:g}"
@@ -199,7 +199,7 @@ def test_what_an_engine_does_becomes_a_timeline(tmp_path: Path) -> None:
     downs = [span.label for span in timeline.spans if span.cause == "gradients down"]
     assert downs[: len(downs) // 2] == downs[len(downs) // 2 :]
     assert sorted(downs) == sorted(2 * [f"{unit}[bfloat16]" for unit in engine.units])
-    assert [lane for lane, _ in timeline.rows()] == ["compute", "down", "up", "host"]
+    assert [queue for queue, _ in timeline.rows()] == ["compute", "down", "up", "host"]
     assert timeline.exposed.keys() <= {"gradients down", "parameters up", "update"}
 
 

@@ -44,8 +44,8 @@ def test_one_box_per_compute_where_and_as_long_as_it_runs() -> None:
     picture = lay_out([drawn])
     assert kinds(picture) == {Kind.FORWARD: 32, Kind.BACKWARD: 32}
     pixel = 33e-3 / (picture.width - LEFT - RIGHT)
-    for rank, lane in enumerate(picture.lanes):
-        middle = lane[1] + lane[3] / 2
+    for rank, track in enumerate(picture.tracks):
+        middle = track[1] + track[3] / 2
         places = sorted((x, wide) for at in picture.boxes.values() for x, y, wide in at if y == middle)
         assert len(places) == 16
         for (x, wide), (_, start, end) in zip(places, drawn.spans[rank], strict=True):
@@ -53,16 +53,16 @@ def test_one_box_per_compute_where_and_as_long_as_it_runs() -> None:
             assert x == pytest.approx(LEFT + start / pixel, abs=0.51)
             assert x + wide == pytest.approx(LEFT + end / pixel, abs=0.51)
             assert wide < (end - start) / pixel
-        assert lane[0] == LEFT
-        assert lane[2] == pytest.approx(33e-3 / pixel)
+        assert track[0] == LEFT
+        assert track[2] == pytest.approx(33e-3 / pixel)
 
 
 def test_rows_of_all_ranks_stand_below_each_other_and_inside_the_picture() -> None:
     picture = lay_out(every(), "All")
-    assert len(picture.lanes) == 7 * 4
-    assert all(above[1] + above[3] < below[1] for above, below in pairwise(picture.lanes))
+    assert len(picture.tracks) == 7 * 4
+    assert all(above[1] + above[3] < below[1] for above, below in pairwise(picture.tracks))
     assert all(0 <= words.x <= picture.width and 0 < words.y < picture.height for words in picture.words)
-    assert all(y + high < picture.height for _, y, _, high in picture.lanes)
+    assert all(y + high < picture.height for _, y, _, high in picture.tracks)
 
 
 def test_every_box_has_its_microbatch_where_it_fits() -> None:
@@ -111,7 +111,7 @@ def test_numbers_can_be_read_on_every_shade(kind: Kind, dark: bool) -> None:
 
 def test_timelines_share_one_axis() -> None:
     both = lay_out([timeline("naive"), timeline("1f1b")])
-    assert both.lanes[0][2] / both.lanes[-1][2] == pytest.approx(96 / 33)
+    assert both.tracks[0][2] / both.tracks[-1][2] == pytest.approx(96 / 33)
     ticks = [float(words.text) for words in both.words if words.style == "quiet" and words.anchor == "middle"]
     assert ticks == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
 

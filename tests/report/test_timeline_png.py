@@ -3,7 +3,7 @@ import io
 import pytest
 from PIL import Image
 
-from zeroshard.report.timeline_figure import LANE, PAGE, lay_out
+from zeroshard.report.timeline_figure import PAGE, TRACK, lay_out
 from zeroshard.report.timeline_png import SCALE, timeline_png
 from zeroshard.schedule.actions import Action, Kind
 from zeroshard.schedule.simulate import Timeline
@@ -28,8 +28,8 @@ def test_the_png_shows_what_was_laid_out(name: str, v: int) -> None:
         for x, y, wide in places:
             for corner in ((x + 1.5, y - height / 2 + 1.5), (x + wide - 1.5, y + height / 2 - 1.5)):
                 assert colour_at(image, *corner) == paint.fill(dark=False)
-    x, y, wide, height = picture.lanes[-1]
-    assert colour_at(image, x + 2, y + height / 2) == LANE[0]  # the last rank waits for the first forward
+    x, y, wide, height = picture.tracks[-1]
+    assert colour_at(image, x + 2, y + height / 2) == TRACK[0]  # the last rank waits for the first forward
     assert colour_at(image, 2, 2) == PAGE[0]
 
 

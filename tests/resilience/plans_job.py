@@ -193,10 +193,10 @@ def next_killer(folder: Path, plan: str, kills: int, seed: int, rank: int) -> Ki
     return None
 
 
-def batch(step: int, lane: int, lanes: int) -> tuple[Tensor]:
-    """A lane's part of the global batch of a step: [ROWS / lanes, TOKENS + 1]."""
+def batch(step: int, data_rank: int, data_ranks: int) -> tuple[Tensor]:
+    """A data rank's part of the global batch of a step: [ROWS / data_ranks, TOKENS + 1]."""
     tokens = torch.randint(WORDS, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(step))
-    return (tokens.chunk(lanes)[lane],)
+    return (tokens.chunk(data_ranks)[data_rank],)
 
 
 def check_all(folder: Path) -> None:
@@ -221,7 +221,7 @@ def train(mesh: zs.Mesh, folder: Path, name: str, killer: Killer | None) -> None
     assert (begin if extra is None else begin + extra["taken"]) == engine.steps
     lines = os.open(folder / "losses" / f"{name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for step in range(engine.steps - begin, STEPS):
-        result = engine.train_step(batch(step, engine.lane, engine.lanes))
+        result = engine.train_step(batch(step, engine.data_rank, engine.data_ranks))
         if engine.reports:
             norm = None if plan.streams else result.grad_norm
             loss = None if result.loss is None else float(result.loss)

@@ -18,7 +18,7 @@ NAN, INF = math.nan, math.inf
 
 def feed(guard: Guard, values: list[float], first: int = 1, rows: int = 4) -> list[GuardVerdict]:
     """The verdicts on values of the steps from `first` on, each of `rows` samples."""
-    return [guard.judge(step, value, (step - 1) * rows) for step, value in enumerate(values, first)]
+    return [guard.decide(step, value, (step - 1) * rows) for step, value in enumerate(values, first)]
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -35,7 +35,7 @@ def test_a_spike_is_measured_by_the_median_of_the_last_good_values() -> None:
     good: list[float] = []
     for step, value in enumerate(values, 1):
         limit = 1.5 * statistics.median(good[-11:]) if len(good) >= 10 else INF
-        assert guard.judge(step, value, 0) is (BAD if value > limit else GOOD)
+        assert guard.decide(step, value, 0) is (BAD if value > limit else GOOD)
         if value <= limit:
             good.append(value)
     assert 10 < len(values) - len(good) < 100
@@ -129,7 +129,7 @@ class Job:
             (sample,) = cursor.take(1)
             value = self.bad.get(sample, 2.0 + math.sin(sample))
             step, made = step + 1, made + 1
-            verdict = guard.judge(step, value, before)
+            verdict = guard.decide(step, value, before)
             self.lines[step] = (repr(value), verdict, sample)
             if verdict is BACK:
                 assert guard.origin is not None

@@ -12,7 +12,7 @@ from zeroshard.schedule import Action, Kind, Layout, Loan, PipelineSchedule
 from zeroshard.schedule.actions import BACKWARDS, RECEIVES
 from zeroshard.schedule.peaks import Peak, peaks
 
-STAGES, CHUNKS, MICROBATCHES, LANES = st.integers(1, 6), st.integers(1, 3), st.integers(1, 24), st.integers(1, 3)
+STAGES, CHUNKS, MICROBATCHES, DATA_RANKS = st.integers(1, 6), st.integers(1, 3), st.integers(1, 24), st.integers(1, 3)
 REPLICAS = [
     *(r for d in (1, 2, 3) for r in itertools.product((1, 2, 3), repeat=d)),
     (15, 1),
@@ -31,40 +31,40 @@ def found(pipeline: PipelineSchedule, steps: int = 1) -> list[Peak]:
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, CHUNKS, MICROBATCHES, LANES)
-def test_naive_keeps_one_microbatch(d: int, v: int, m: int, lanes: int) -> None:
-    for peak in found(PipelineSchedule("naive", Layout.equal(d, v, lanes), m)):
+@given(STAGES, CHUNKS, MICROBATCHES, DATA_RANKS)
+def test_naive_keeps_one_microbatch(d: int, v: int, m: int, data_ranks: int) -> None:
+    for peak in found(PipelineSchedule("naive", Layout.equal(d, v, data_ranks), m)):
         assert (peak.in_flight, peak.weight_versions) == (1, 1)
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, CHUNKS, MICROBATCHES, LANES)
-def test_gpipe_keeps_all(d: int, v: int, m: int, lanes: int) -> None:
-    for peak in found(PipelineSchedule("gpipe", Layout.equal(d, v, lanes), m)):
+@given(STAGES, CHUNKS, MICROBATCHES, DATA_RANKS)
+def test_gpipe_keeps_all(d: int, v: int, m: int, data_ranks: int) -> None:
+    for peak in found(PipelineSchedule("gpipe", Layout.equal(d, v, data_ranks), m)):
         assert (peak.in_flight, peak.weight_versions) == (m, 1)
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.sampled_from(("1f1b", "pipedream-flush")), STAGES, MICROBATCHES, LANES)
-def test_1f1b_keeps_as_many_as_there_are_stages_from_here_on(name: str, d: int, m: int, lanes: int) -> None:
-    for s, peak in enumerate(found(PipelineSchedule(name, Layout.equal(d, 1, lanes), m))):
+@given(st.sampled_from(("1f1b", "pipedream-flush")), STAGES, MICROBATCHES, DATA_RANKS)
+def test_1f1b_keeps_as_many_as_there_are_stages_from_here_on(name: str, d: int, m: int, data_ranks: int) -> None:
+    for s, peak in enumerate(found(PipelineSchedule(name, Layout.equal(d, 1, data_ranks), m))):
         assert (peak.in_flight, peak.weight_versions) == (min(m, d - s), 1)
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, CHUNKS, st.integers(1, 4), LANES)
-def test_interleaved(d: int, v: int, rounds: int, lanes: int) -> None:
+@given(STAGES, CHUNKS, st.integers(1, 4), DATA_RANKS)
+def test_interleaved(d: int, v: int, rounds: int, data_ranks: int) -> None:
     """(2(d - 1 - s) + (v - 1)d + 1)/v, and never more than all."""
     m = d * rounds
-    for s, peak in enumerate(found(PipelineSchedule("interleaved", Layout.equal(d, v, lanes), m))):
+    for s, peak in enumerate(found(PipelineSchedule("interleaved", Layout.equal(d, v, data_ranks), m))):
         assert peak.in_flight == min(m, Fraction(2 * (d - 1 - s) + (v - 1) * d + 1, v))
         assert peak.weight_versions == 1
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, st.integers(0, 18), LANES)
-def test_zero_bubble_keeps_as_many_as_there_are_stages(d: int, more: int, lanes: int) -> None:
-    for peak in found(PipelineSchedule("zb-h1", Layout.equal(d, 1, lanes), d + more)):
+@given(STAGES, st.integers(0, 18), DATA_RANKS)
+def test_zero_bubble_keeps_as_many_as_there_are_stages(d: int, more: int, data_ranks: int) -> None:
+    for peak in found(PipelineSchedule("zb-h1", Layout.equal(d, 1, data_ranks), d + more)):
         assert (peak.in_flight, peak.weight_versions) == (d, 1)
 
 
@@ -78,17 +78,17 @@ def test_pipedream_keeps_as_many_versions_as_microbatches(replicas: tuple[int, .
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, st.integers(0, 6), LANES)
-def test_vertical_sync_keeps_d_versions_everywhere(d: int, more: int, lanes: int) -> None:
-    pipeline = PipelineSchedule("pipedream", Layout.equal(d, 1, lanes), d + more, vertical_sync=True)
+@given(STAGES, st.integers(0, 6), DATA_RANKS)
+def test_vertical_sync_keeps_d_versions_everywhere(d: int, more: int, data_ranks: int) -> None:
+    pipeline = PipelineSchedule("pipedream", Layout.equal(d, 1, data_ranks), d + more, vertical_sync=True)
     for s, peak in enumerate(found(pipeline, steps=2)):
         assert (peak.in_flight, peak.weight_versions) == (d - s, d)
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, st.integers(0, 6), LANES, st.integers(2, 4))
-def test_2bw_keeps_two_versions(d: int, more: int, lanes: int, steps: int) -> None:
-    for s, peak in enumerate(found(PipelineSchedule("2bw", Layout.equal(d, 1, lanes), d + more), steps)):
+@given(STAGES, st.integers(0, 6), DATA_RANKS, st.integers(2, 4))
+def test_2bw_keeps_two_versions(d: int, more: int, data_ranks: int, steps: int) -> None:
+    for s, peak in enumerate(found(PipelineSchedule("2bw", Layout.equal(d, 1, data_ranks), d + more), steps)):
         assert (peak.in_flight, peak.weight_versions) == (d - s, 2)
 
 

@@ -14,7 +14,7 @@ from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.orders import CHUNKED, FLUSHING
 
 F, B = Kind.FORWARD, Kind.BACKWARD
-STAGES, LANES, STEPS = st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)
+STAGES, DATA_RANKS, STEPS = st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)
 UNEVEN = [r for d in (2, 3) for r in itertools.product((1, 2, 3), repeat=d) if len(set(r)) > 1]
 
 
@@ -52,11 +52,11 @@ def test_the_lists_of_two_stages_in_words() -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.sampled_from(sorted(FLUSHING)), STAGES, st.integers(1, 3), st.integers(1, 8), LANES, st.booleans())
+@given(st.sampled_from(sorted(FLUSHING)), STAGES, st.integers(1, 3), st.integers(1, 8), DATA_RANKS, st.booleans())
 def test_a_flush_has_one_version_and_updates_at_the_end(
-    name: str, d: int, v: int, m: int, lanes: int, each: bool
+    name: str, d: int, v: int, m: int, data_ranks: int, each: bool
 ) -> None:
-    layout = Layout.equal(d, v if name in CHUNKED else 1, lanes)
+    layout = Layout.equal(d, v if name in CHUNKED else 1, data_ranks)
     pipeline = PipelineSchedule(name, layout, m * d if name == "interleaved" else m, reduce_each=each)
     for rank, actions in enumerate(pipeline.stretch()):
         chunks = list(layout.chunks_of(layout.stage_of(rank)))
@@ -69,10 +69,10 @@ def test_a_flush_has_one_version_and_updates_at_the_end(
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, st.integers(1, 12), LANES, STEPS)
-def test_pipedream_uses_the_latest_version(d: int, m: int, lanes: int, steps: int) -> None:
+@given(STAGES, st.integers(1, 12), DATA_RANKS, STEPS)
+def test_pipedream_uses_the_latest_version(d: int, m: int, data_ranks: int, steps: int) -> None:
     """F(s, k) and B(s, k) use version max(0, k - (d - 1 - s)): PipeDream, SOSP 2019, section 3.3."""
-    found = versions(PipelineSchedule("pipedream", Layout.equal(d, 1, lanes), m), steps)
+    found = versions(PipelineSchedule("pipedream", Layout.equal(d, 1, data_ranks), m), steps)
     keys = itertools.product((F, B), range(d), range(m * steps))
     assert found == {(kind, s, k): max(0, k - (d - 1 - s)) for kind, s, k in keys}
 
@@ -93,19 +93,19 @@ def test_pipedream_with_replicas_uses_the_latest_version(replicas: tuple[int, ..
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, st.integers(1, 12), LANES, STEPS)
-def test_vertical_sync_uses_one_version_on_all_stages(d: int, m: int, lanes: int, steps: int) -> None:
-    found = versions(PipelineSchedule("pipedream", Layout.equal(d, 1, lanes), m, vertical_sync=True), steps)
+@given(STAGES, st.integers(1, 12), DATA_RANKS, STEPS)
+def test_vertical_sync_uses_one_version_on_all_stages(d: int, m: int, data_ranks: int, steps: int) -> None:
+    found = versions(PipelineSchedule("pipedream", Layout.equal(d, 1, data_ranks), m, vertical_sync=True), steps)
     keys = itertools.product((F, B), range(d), range(m * steps))
     assert found == {(kind, s, k): max(0, k - (d - 1)) for kind, s, k in keys}
 
 
 @settings(derandomize=True, deadline=None)
-@given(STAGES, st.integers(0, 6), LANES, STEPS)
-def test_2bw_is_one_version_behind(d: int, more: int, lanes: int, steps: int) -> None:
+@given(STAGES, st.integers(0, 6), DATA_RANKS, STEPS)
+def test_2bw_is_one_version_behind(d: int, more: int, data_ranks: int, steps: int) -> None:
     """Version max(⌊k/m⌋ - 1, 0) on all stages, so that W(t+1) = W(t) - lr·grad f(W(t-1)): 2006.09503, section 3.1."""
     m = d + more
-    pipeline = PipelineSchedule("2bw", Layout.equal(d, 1, lanes), m)
+    pipeline = PipelineSchedule("2bw", Layout.equal(d, 1, data_ranks), m)
     keys = itertools.product((F, B), range(d), range(m * steps))
     assert versions(pipeline, steps) == {(kind, s, k): max(k // m - 1, 0) for kind, s, k in keys}
     for actions in pipeline.stretch(steps):
@@ -135,25 +135,27 @@ def test_a_stream_goes_on_from_step_to_step(name: str, d: int, more: int, steps:
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.sampled_from(sorted(FLUSHING)), STAGES, st.integers(1, 3), st.integers(1, 4), LANES)
-def test_every_boundary_is_crossed_twice_by_every_microbatch(name: str, d: int, v: int, m: int, lanes: int) -> None:
+@given(st.sampled_from(sorted(FLUSHING)), STAGES, st.integers(1, 3), st.integers(1, 4), DATA_RANKS)
+def test_every_boundary_is_crossed_twice_by_every_microbatch(
+    name: str, d: int, v: int, m: int, data_ranks: int
+) -> None:
     """2m(d·v - 1) messages in each lane."""
-    layout = Layout.equal(d, v if name in CHUNKED else 1, lanes)
+    layout = Layout.equal(d, v if name in CHUNKED else 1, data_ranks)
     pipeline = PipelineSchedule(name, layout, m * d if name == "interleaved" else m)
     kinds = Counter(action.kind for actions in pipeline.stretch() for action in actions)
-    crossings = pipeline.microbatches * lanes * (layout.all_chunks - 1) if d > 1 else 0
+    crossings = pipeline.microbatches * data_ranks * (layout.all_chunks - 1) if d > 1 else 0
     for kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
         assert kinds[kind] == crossings
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_loan_in_a_flush(lanes: int) -> None:
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_a_loan_in_a_flush(data_ranks: int) -> None:
     """The borrower repays before the owner reduces, and gets the new version."""
-    pipeline = PipelineSchedule("1f1b", Layout.equal(2, 1, lanes), 2, loans=(Loan(0, 1),))
+    pipeline = PipelineSchedule("1f1b", Layout.equal(2, 1, data_ranks), 2, loans=(Loan(0, 1),))
     lists = pipeline.stretch()
-    j = 2 * lanes - 1  # the last microbatch of the last lane
-    owner, borrower = lists[lanes - 1], lists[-1]
-    peer, own = 2 * lanes - 1, lanes - 1
+    j = 2 * data_ranks - 1  # the last microbatch of the last lane
+    owner, borrower = lists[data_ranks - 1], lists[-1]
+    peer, own = 2 * data_ranks - 1, data_ranks - 1
     assert words(owner[-4:]) == f"COLLECT0.{j}@0<{peer} REDUCE0.{j}@0 UPDATE0@0 LEND0@1>{peer}"
     assert words(of(borrower, Kind.REPAY, Kind.BORROW)) == f"REPAY1.{j}@0>{own} BORROW1@1<{own}"
 

@@ -21,7 +21,7 @@ def reading(rank: int, step: int = 5, **values: Any) -> HeartbeatReading:
 
 
 def living(rank: int, **values: Any) -> RankState:
-    return RankState(rank=rank, running=100.0, **{"pulse": reading(rank), **values})
+    return RankState(rank=rank, running=100.0, **{"heartbeat": reading(rank), **values})
 
 
 def dead(rank: int, code: int, ago: float = 1.0, **values: Any) -> RankState:
@@ -33,7 +33,7 @@ def said(kind: str, message: str, ago: float = 1.0, first: bool = True) -> Failu
 
 
 def waiting(rank: int, group: str, number: int, label: str, idle: float) -> RankState:
-    return living(rank, idle=idle, pulse=reading(rank, waiting=True, collective=Collective(group, number, label)))
+    return living(rank, idle=idle, heartbeat=reading(rank, waiting=True, collective=Collective(group, number, label)))
 
 
 def test_all_is_well() -> None:
@@ -148,12 +148,12 @@ def test_the_divergent_collective_is_named() -> None:
 
 def test_before_the_first_step_there_is_more_time() -> None:
     def young(rank: int, idle: float, **values: Any) -> RankState:
-        return living(rank, idle=idle, pulse=reading(rank, step=-1, **values))
+        return living(rank, idle=idle, heartbeat=reading(rank, step=-1, **values))
 
     assert diagnose([young(0, 599.0, phase="data"), young(1, 599.0, phase="data")], LIMITS) is None
     assert diagnose([young(0, 601.0, phase="data"), young(1, 601.0, phase="data")], LIMITS) is not None
     assert diagnose([young(0, 1e6), young(1, 1e6)], LIMITS) is None  # a script that tells nothing is left alone
-    assert diagnose([living(0, idle=1e6, pulse=None)], LIMITS) is None
+    assert diagnose([living(0, idle=1e6, heartbeat=None)], LIMITS) is None
     stuck = [young(r, 61.0, waiting=True, collective=Collective("control", 1, "a")) for r in (0, 1)]
     assert diagnose(stuck, LIMITS) is not None  # nobody computes: no reason to wait longer
 

@@ -32,14 +32,14 @@ def test_orders_arrive_in_order_and_states_come_back() -> None:
         {"what": "start", "attempt": 0},
         {"what": "signal", "number": 15},
     ]
-    pulse = HeartbeatReading(1, 7, 3, waiting=True, collective=Collective("gather", 1, "w"))
-    state = RankState(rank=1, pulse=pulse, silent=2.0, idle=5.0)
+    heartbeat = HeartbeatReading(1, 7, 3, waiting=True, collective=Collective("gather", 1, "w"))
+    state = RankState(rank=1, heartbeat=heartbeat, silent=2.0, idle=5.0)
     link.tell([state], 1, False)
     time.sleep(0.6)
     assert board.states() == {}  # what was seen before the last order says nothing about it
     link.tell([state], 2, True)
     ((seen,),) = until(board.states).values()
-    assert seen.pulse == pulse and 2.0 <= seen.silent < 15.0 and seen.idle >= 5.0
+    assert seen.heartbeat == heartbeat and 2.0 <= seen.silent < 15.0 and seen.idle >= 5.0
     assert board.asked()
     board.order("leave", code=0)
     board.wait_for_goodbyes(20.0)
@@ -52,7 +52,7 @@ def test_a_silent_node_grows_older() -> None:
     board = NodeCoordination(store, 2)
     message = '{"number": %d, "processes": 1, "asked": false, "obeyed": 0, "states": [%s]}'
     state = '{"rank": 1, "host": "", "running": 0, "exit": null, "exited": 0, "silent": 0, "idle": 0, '
-    state += '"suspended": false, "pulse": null, "failure": null, "stack": ""}'
+    state += '"suspended": false, "heartbeat": null, "failure": null, "stack": ""}'
     store.set("node/1", message % (0, state))
     assert board.states()[1][0].silent < 0.5
     time.sleep(0.6)

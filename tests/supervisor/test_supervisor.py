@@ -83,9 +83,9 @@ def spin_forever():
         pass
 
 mesh = init_mesh(timeout=60.0)
-assert mesh.pulse is not None
-mesh.pulse.step(attempt)
-mesh.pulse.phase("faults")
+assert mesh.heartbeat is not None
+mesh.heartbeat.step(attempt)
+mesh.heartbeat.phase("faults")
 comm = Comm(mesh)
 comm.agree(b"", "beginning")
 if rank == 1:

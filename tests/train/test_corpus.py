@@ -168,7 +168,7 @@ def test_too_little_text_is_counted_in_tokens() -> None:
     assert batches.rows([0, 1, 2], 2, 3).shape == (1, 11)
     with pytest.raises(DataError, match="has 49 tokens and a global batch of 4 windows needs at least 50"):
         batches.rows(range(4), 0, 2)
-    with pytest.raises(DataError, match="a global batch of 3 samples does not divide among 2 lanes"):
+    with pytest.raises(DataError, match="a global batch of 3 samples does not divide among 2 data ranks"):
         batches.rows(range(3), 0, 2)
 
 

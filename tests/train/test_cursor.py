@@ -20,17 +20,17 @@ def make() -> Batches:
     return batches
 
 
-def starts(batches: Batches, samples: list[int], lanes: int) -> list[int]:
+def starts(batches: Batches, samples: list[int], data_ranks: int) -> list[int]:
     """First tokens of a global batch, put together from its lanes."""
-    return [int(row[0]) for lane in range(lanes) for row in batches.rows(samples, lane, lanes)]
+    return [int(row[0]) for data_rank in range(data_ranks) for row in batches.rows(samples, data_rank, data_ranks)]
 
 
 def test_the_order_depends_on_the_seed_and_the_position_alone() -> None:
     whole = [starts(make(), [sample], 1)[0] for sample in range(3 * WINDOWS)]
-    for lanes, size in ((1, 7), (2, 3), (3, 1), (4, 5)):
+    for data_ranks, size in ((1, 7), (2, 3), (3, 1), (4, 5)):
         batches, cursor, seen = make(), Cursor(), []
         while cursor.position < 2 * WINDOWS:
-            seen += starts(batches, cursor.take(lanes * size), lanes)
+            seen += starts(batches, cursor.take(data_ranks * size), data_ranks)
         assert seen == whole[: len(seen)]
     other = Batches(torch.arange((WINDOWS + 1) * SEQUENCE + 3, dtype=torch.int32), SEQUENCE, seed=6)
     assert [starts(other, [sample], 1)[0] for sample in range(WINDOWS)] != whole[:WINDOWS]
@@ -44,11 +44,11 @@ def test_epochs_are_exact_over_kills_and_changes_of_the_world_and_the_batch(seed
     safe: list[int] = []  # first tokens that the surviving line of the run has seen
     wasted = 0
     while len(safe) < 4 * WINDOWS:
-        lanes, size, every = draw.randint(1, 4), draw.randint(1, 6), draw.randint(1, 3)
+        data_ranks, size, every = draw.randint(1, 4), draw.randint(1, 6), draw.randint(1, 3)
         batches, cursor, since = make(), Cursor(), []  # a new process
         cursor.load(json.loads(kept))
         for step in range(1, draw.randint(1, 12)):
-            since += starts(batches, cursor.take(lanes * size), lanes)
+            since += starts(batches, cursor.take(data_ranks * size), data_ranks)
             if step % every == 0:
                 safe, since, kept = safe + since, [], json.dumps(cursor.state())
         wasted += len(since)

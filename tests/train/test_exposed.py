@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.traffic import LANES
+from zeroshard.comm.traffic import QUEUES
 from zeroshard.report import write_report
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
@@ -41,7 +41,7 @@ def test_every_step_says_what_it_stood_still_for(
 ) -> None:
     summary, lines, folder = job(text, tmp_path, "--offload", "optimizer,parameters", "--zero", "3")
     for line in lines:
-        assert {"gradients down", "parameters up"} <= line["exposed_seconds"].keys() <= set(map(str, LANES))
+        assert {"gradients down", "parameters up"} <= line["exposed_seconds"].keys() <= set(map(str, QUEUES))
         assert line["guesses_taken"] >= 0 and line["guesses_undone"] >= 0
     for cause, seconds in summary["exposed_seconds"].items():
         assert seconds == pytest.approx(sum(line["exposed_seconds"].get(cause, 0.0) for line in lines))

@@ -107,7 +107,7 @@ def test_stages_leave_the_rows_of_a_step_as_they_are(
     mesh = Mesh(0, 4, platform=Rehearsal(range(4)))
     config = parse(TrainConfig, [*words, "--plan", "auto", "--batch-per-rank", "4", "--transport", "network"], "train")
     chosen, outlook = plan_ahead(config, mesh)
-    assert tasks[0].rows == 16 == 8 * 2  # two lanes of two stages each
+    assert tasks[0].rows == 16 == 8 * 2  # two data ranks of two stages each
     assert (chosen.batch_per_rank, chosen.planning, chosen.plan) == (8, "given", replace(plan, transport="network"))
     assert outlook.prediction == replace(found.best[0], events=())
     assert "2 stages 1f1b x 2, zero 1, fp32, 4 microbatches" in capsys.readouterr().out

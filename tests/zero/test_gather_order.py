@@ -233,11 +233,11 @@ def test_gathers_are_booked_by_purpose(kind: PassKind, purpose: Purpose) -> None
 def test_pinned_units_stay_and_go_together() -> None:
     rank = Rank(0)
     rank.gatherer._pin()
-    assert rank.gatherer.everything_here
+    assert rank.gatherer.all_gathered
     rank.use(2)
-    assert rank.gatherer.everything_here and len(rank.comm.log) == UNITS + 1
+    assert rank.gatherer.all_gathered and len(rank.comm.log) == UNITS + 1
     rank.gatherer._unpin()
-    assert not rank.gatherer.everything_here
+    assert not rank.gatherer.all_gathered
 
 
 def test_a_unit_that_another_rank_wants_alone_is_gathered_before_a_pass_and_learnt() -> None:

@@ -81,8 +81,8 @@ def write(order: WriteOrder, mesh: Mesh, board: Coordination) -> None:
             f"The checkpoint {order.path} was not written: {problem.rstrip('.')}. Earlier ones are as they were; mend "
             f"that and save again."
         )
-    if mesh.pulse is not None:
-        mesh.pulse.committed(order.facts["step"])
+    if mesh.heartbeat is not None:
+        mesh.heartbeat.committed(order.facts["step"])
 
 
 def _write_shard(order: WriteOrder, file: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from zeroshard.doctor.checkup import Finding, Level, judge
+from zeroshard.doctor.checkup import Finding, Level, findings_of
 from zeroshard.doctor.facts import Facts, gather_facts
 from zeroshard.doctor.measure import Effort, measure
 from zeroshard.doctor.profile import PAIR, MachineProfile, Timing, default_path
@@ -64,7 +64,7 @@ def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effo
     if not options.disk.is_dir():
         raise ConfigError(f"disk is {options.disk}, which is no folder; name one that exists.")
     facts = gather_facts(environment, options.disk)
-    findings = judge(facts)
+    findings = findings_of(facts)
     console = Console(highlight=False)
     if not options.json:
         _print_findings(console, findings)

@@ -118,7 +118,7 @@ def _stop(stopped: Stopped, mesh: Mesh | None) -> NoReturn:
     if mesh is None or mesh.rank == 0:
         print(f"zeroshard: {stopped}", file=sys.stderr)
     _flush()
-    supervised = mesh is not None and mesh.pulse is not None  # the supervisor knows who asked
+    supervised = mesh is not None and mesh.heartbeat is not None  # the supervisor knows who asked
     os._exit(INTERRUPTED if stopped.signal == signal.SIGINT and not supervised else STOPPED)
 
 

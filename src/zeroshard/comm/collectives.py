@@ -81,17 +81,17 @@ class Pending:
         """
         if self._work is None:
             return
-        start, pulse = time.perf_counter(), self._comm.mesh.pulse
-        if pulse is not None:
-            pulse.enter(self._place)
+        start, heartbeat = time.perf_counter(), self._comm.mesh.heartbeat
+        if heartbeat is not None:
+            heartbeat.enter(self._place)
         try:
             self._comm.wait(self._work, self._place)
         except CommError:
             if self._comm.mesh.lease is not None:
                 self._comm.mesh.lease.broken = True
             raise
-        if pulse is not None:
-            pulse.leave()
+        if heartbeat is not None:
+            heartbeat.leave()
         self._comm.counts[self._purpose].seconds += time.perf_counter() - start  # of the step that waits
         self._work = None
 
@@ -366,8 +366,8 @@ class Comm:
     def _place(self, group: str, label: str) -> Position:
         self._started[group] += 1
         place = Position(group, self._started[group], label)
-        if self.mesh.pulse is not None:
-            self.mesh.pulse.start(place)
+        if self.mesh.heartbeat is not None:
+            self.mesh.heartbeat.start(place)
         return place
 
     def _add(self, count: Count, full: torch.Tensor, padding: int, sent: bool) -> None:

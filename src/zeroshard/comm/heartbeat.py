@@ -142,7 +142,7 @@ class Heartbeat:
         _MAIN.pack_into(self._map, _AT_SINCE, time.monotonic())
 
 
-def read_pulse(path: Path) -> HeartbeatReading | None:
+def read_heartbeat(path: Path) -> HeartbeatReading | None:
     """What the pulse at `path` says; None while there is none."""
     try:
         blob = path.read_bytes()

@@ -55,7 +55,7 @@ class Mesh:
         store: the key-value store through which a rank in trouble says where it is; None when there is one rank.
         failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
         timeout: seconds that a collective may wait before it is an error.
-        pulse: where this rank says what it does, for its supervisor; None without one.
+        heartbeat: where this rank says what it does, for its supervisor; None without one.
         platform: this machine, or one that is rehearsed.
         lease: keeps the groups ([Note: leases]).
     """
@@ -69,7 +69,7 @@ class Mesh:
     store: Store | None = None
     failures: Store | None = None
     timeout: float = 300.0
-    pulse: Heartbeat | None = None
+    heartbeat: Heartbeat | None = None
     platform: Platform = REAL
     lease: Lease | None = field(default=None, repr=False, compare=False)
 
@@ -149,10 +149,10 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
         PlanError: a world size or a device that cannot be had. CommError: a rank did not come within `timeout`.
         BudgetExceeded: too little address space for connections.
     """
-    where, pulse = _device(device), _pulse()
+    where, heartbeat = _device(device), _heartbeat()
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return Mesh(device=where, timeout=timeout, pulse=pulse)
+            return Mesh(device=where, timeout=timeout, heartbeat=heartbeat)
         if not os.environ["WORLD_SIZE"].isdecimal() or int(os.environ["WORLD_SIZE"]) < 1:
             raise PlanError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
@@ -163,8 +163,8 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
         limit_waits(_get_default_store(), timeout)
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(device=where, timeout=timeout, pulse=pulse)
-    mesh = mesh_of(list(range(ranks)), where, timeout, pulse)
+        return Mesh(device=where, timeout=timeout, heartbeat=heartbeat)
+    mesh = mesh_of(list(range(ranks)), where, timeout, heartbeat)
     atexit.register(_leave, replace(mesh, gathers=None, reductions=None, control=None, lease=None))
     return mesh
 
@@ -223,13 +223,13 @@ def _check_address_space() -> None:
             )
 
 
-def _pulse() -> Heartbeat | None:
+def _heartbeat() -> Heartbeat | None:
     """Where this process tells its supervisor what it does."""
     path = os.environ.get("ZEROSHARD_PULSE")
     return Heartbeat(Path(path), int(os.environ.get("RANK", "0"))) if path else None
 
 
-def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Heartbeat | None = None) -> Mesh:
+def mesh_of(members: list[int], device: torch.device, timeout: float, heartbeat: Heartbeat | None = None) -> Mesh:
     """The mesh of some processes of the initialised world, in the order of `members`.
 
     Every process of the world must call this with the same members, also those that are not among them (they get
@@ -246,7 +246,9 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, pulse: Hea
         control = dist.new_group(members, timeout=patience, backend="gloo")
     rank = members.index(me) if me in members else 0
     groups = (gathers, reductions, control)
-    return Mesh(rank, len(members), device, *groups, store, store, timeout, pulse, lease=lease(f"ranks {name}", groups))
+    return Mesh(
+        rank, len(members), device, *groups, store, store, timeout, heartbeat, lease=lease(f"ranks {name}", groups)
+    )
 
 
 def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
@@ -257,7 +259,7 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     """
     members = next(part for part in parts if mesh.rank in part)
     if max(map(len, parts)) == 1:
-        alone = Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse)
+        alone = Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, heartbeat=mesh.heartbeat)
         return replace(alone, platform=mesh.platform)
     if mesh.gathers is None:  # there are no process groups to make others from
         rank, platform = members.index(mesh.rank), mesh.platform.part(members)
@@ -281,10 +283,14 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
         groups = (group(None), group(None), group("gloo"))
     kept = lease(f"{mesh.lease.name if mesh.lease else everyone}/{name}", groups)
     if len(members) == 1:
-        return Mesh(device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, pulse=mesh.pulse, lease=kept)
+        return Mesh(
+            device=mesh.device, timeout=mesh.timeout, failures=mesh.failures, heartbeat=mesh.heartbeat, lease=kept
+        )
     store = PrefixStore(f"{name}/" + "-".join(map(str, members)), mesh.store)
     rank = members.index(mesh.rank)
-    return Mesh(rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.pulse, lease=kept)
+    return Mesh(
+        rank, len(members), mesh.device, *groups, store, mesh.failures, mesh.timeout, mesh.heartbeat, lease=kept
+    )
 
 
 def wait_for_ranks(mesh: Mesh, what: str) -> None:
@@ -328,7 +334,7 @@ def _leave(mesh: Mesh) -> None:
         announce_failure(mesh, error)
         sys.stdout.flush()
         sys.stderr.flush()
-        if mesh.rank == 0 and mesh.pulse is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        if mesh.rank == 0 and mesh.heartbeat is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
             assert mesh.failures is not None
             with contextlib.suppress(dist.DistError):
                 mesh.failures.check(["failure"])  # where it does not answer, it answers nobody

@@ -32,7 +32,7 @@ BETWEEN_TIERS = (
     *(Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP),
 )
 UPDATE, DISK, COMPUTE = "update", "disk", "compute"
-LANES = {  # tasks of one lane run one after the other
+QUEUES = {  # tasks of one queue run one after the other
     Purpose.GRADIENTS_DOWN: "down",
     Purpose.ACTIVATIONS_DOWN: "down",
     Purpose.PARAMETERS_UP: "up",

@@ -42,7 +42,7 @@ class Finding:
     way_out: str = ""
 
 
-def judge(facts: Facts) -> list[Finding]:
+def findings_of(facts: Facts) -> list[Finding]:
     """The findings, in a fixed order of subjects."""
     return [finding for check in CHECKS for finding in check(facts)]
 

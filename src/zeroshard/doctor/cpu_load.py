@@ -12,7 +12,7 @@ WIDTH, FAR = 256, 2**21  # of the matrices, and elements of what is copied far o
 
 
 @contextmanager
-def company(count: int) -> Iterator[None]:
+def busy_cpus(count: int) -> Iterator[None]:
     """Inside, `count` processes compute as a rank does: matrix products and copies, one thread each."""
     with ExitStack() as stack:
         for _ in range(count):

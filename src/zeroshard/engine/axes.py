@@ -1,4 +1,4 @@
-"""The axes of the ranks under a plan: stages, data lanes cut into slices and copies, and those of techniques.
+"""The axes of the ranks under a plan: stages, data ranks cut into slices and copies, and those of techniques.
 
 A rank's coordinates are its place in the group of each axis. Ranks hold the same dense parameters if they are of one
 stage; they work on the same data if they differ in axes alone that are no data axes (tensor parallelism).
@@ -31,7 +31,7 @@ class Axes:
         world: all ranks that train.
         alike: those of this rank's stage, which agree on each step.
         new: the axes of techniques, by name.
-        lanes: how many batches make up a step; `lane` is this rank's.
+        data_ranks: how many batches make up a step; `data_rank` is this rank's.
 
     Raises:
         PlanError: the ranks do not divide as they should.
@@ -53,17 +53,17 @@ class Axes:
         self.dense = self.place(None)
 
     @property
-    def lanes(self) -> int:
+    def data_ranks(self) -> int:
         """Batches of a step."""
-        return self._stage.lanes // _product(self._new(self._stage.mesh.ranks))
+        return self._stage.data_ranks // _product(self._new(self._stage.mesh.ranks))
 
     @property
-    def lane(self) -> int:
+    def data_rank(self) -> int:
         """This rank's batch."""
         if not self.new:
-            return self._stage.lane
+            return self._stage.data_rank
         mesh = self._stage.mesh
-        return next(number for number, lane in enumerate(self._lanes(mesh.ranks)) if mesh.rank in lane)
+        return next(number for number, group in enumerate(self._on_same_data(mesh.ranks)) if mesh.rank in group)
 
     def place(self, split: str | None) -> Place:
         """The place of parameters that are split over an axis, or of dense ones."""
@@ -100,13 +100,13 @@ class Axes:
         slices = self._axis(f"slices{label}", lambda n: self._slices(n, split))
         copies = self._axis(f"replicas{label}", lambda n: self._copies(n, split))
         twins = self._axis(f"twins{label}", lambda n: self._twins(n, split))
-        lanes = ranks // _product(self._new(ranks))
+        data_ranks = ranks // _product(self._new(ranks))
         return Place(
             slices,
             owners,
             copies if copies.size > 1 else None,
             twins if twins.size > 1 else None,
-            divisor=lanes // copies.size,
+            divisor=data_ranks // copies.size,
             counted=copies.rank == 0 and twins.rank == 0,
         )
 
@@ -122,7 +122,7 @@ class Axes:
         names = [name for name, axis in new.items() if name == split or not axis.data]
         return [tuple(_coordinate(new[name], rank) for name in names) for rank in range(ranks)]
 
-    def _lanes(self, ranks: int) -> Partition:
+    def _on_same_data(self, ranks: int) -> Partition:
         """The ranks that work on the same data."""
         dense = _by(self._coordinates(ranks, None))
         return [list(column) for column in zip(*dense, strict=True)]
@@ -146,9 +146,9 @@ class Axes:
     def _twins(self, ranks: int, split: str | None) -> Partition:
         """Of ranks on the same data, those with the same part."""
         new, twins = self._new(ranks), []
-        for lane in self._lanes(ranks):
-            mine = [() if split is None else (_coordinate(new[split], rank),) for rank in lane]
-            twins += [[lane[n] for n in group] for group in _by(mine)]
+        for members in self._on_same_data(ranks):
+            mine = [() if split is None else (_coordinate(new[split], rank),) for rank in members]
+            twins += [[members[n] for n in group] for group in _by(mine)]
         return twins
 
     def _axis(self, name: str, of: Callable[[int], Partition]) -> Axis:
@@ -168,10 +168,10 @@ class Axes:
         return axis
 
     def _check(self, members: Sequence[int]) -> None:
-        size, lanes = self._shard_ranks, len(members) // _product(self._new(len(members)))
-        if size and lanes % size:
+        size, data_ranks = self._shard_ranks, len(members) // _product(self._new(len(members)))
+        if size and data_ranks % size:
             raise PlanError(
-                f"{lanes} ranks{self._stage.called} do not divide into groups of shard_group={size}; start a "
+                f"{data_ranks} ranks{self._stage.called} do not divide into groups of shard_group={size}; start a "
                 f"multiple of {size} ranks{self._stage.called}."
             )
 

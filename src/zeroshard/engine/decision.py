@@ -41,7 +41,7 @@ class Decision:
         """Go on from `state()`: a stage that has not updated yet in a step shows its last update."""
         self.last = None if state is None else Verdict(setting(state[0]), 1.0, state[1] and self._plan.streams, 1.0)
 
-    def judge(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
+    def decide(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
         """The verdict on gradients whose norm, loss scale included, is `scaled_norm`.
 
         Args:

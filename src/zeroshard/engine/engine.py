@@ -107,8 +107,8 @@ class Engine(Readings):
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied = tied_names(model)
-        self._judge = Decision(self.plan)
-        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, lambda: self._judge.scale)
+        self._decision = Decision(self.plan)
+        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, lambda: self._decision.scale)
         self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
         self._backward = Backward(self._assembly, self.comm, self.plan.scales_loss, explicit=self.plan.pipelined)
@@ -170,7 +170,7 @@ class Engine(Readings):
         gradients by itself.
         """
         self._update.discard()
-        self._judge.clip = None
+        self._decision.clip = None
 
     @told
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -183,7 +183,7 @@ class Engine(Readings):
         """
         self._stage.refuse("clip_grad_norm")
         norm = self._update.norm(self.steps, norm_type) / self.loss_scale
-        self._judge.clip = (max_norm, norm)
+        self._decision.clip = (max_norm, norm)
         return norm
 
     def clip_grad_value(self, clip_value: float) -> None:
@@ -201,7 +201,7 @@ class Engine(Readings):
         """
         self._stage.refuse("step")
         self._take_step()
-        return self._conclude(self._judge.last, None)
+        return self._conclude(self._decision.last, None)
 
     def _take_step(self) -> None:
         """Agree, decide, and update or leave out."""
@@ -213,7 +213,7 @@ class Engine(Readings):
         self._backward.forget_interrupted()
         try:
             settled = self._update.demand(self.steps)
-            verdict = self._judge.judge(settled.norm, self._update.refuse_nonfinite, settled.sound)
+            verdict = self._decision.decide(settled.norm, self._update.refuse_nonfinite, settled.sound)
         except NonFiniteError:
             self._update.consume()
             raise
@@ -232,7 +232,7 @@ class Engine(Readings):
             BatchError: the batch does not divide, or the model returned no loss.
         """
         loss = self._order.step(batch)
-        return self._conclude(self._judge.last, loss)
+        return self._conclude(self._decision.last, loss)
 
     @told
     def flush(self) -> None:
@@ -311,8 +311,8 @@ class Engine(Readings):
             "plan": self.plan.as_dict(),
             "step": self.steps,
             "skipped": self.skipped,
-            "loss_scale": self._judge.scaler.state() if self._judge.scaler else None,
-            "last_update": self._judge.state(),
+            "loss_scale": self._decision.scaler.state() if self._decision.scaler else None,
+            "last_update": self._decision.state(),
             "never_written": self._backward.expected.never_written,
             "extra": dict(extra or {}),
         }
@@ -336,10 +336,10 @@ class Engine(Readings):
         self._take_over()
         self._backward.expected.never_written = facts["never_written"]
         self.steps, self.skipped = facts["step"], facts["skipped"]
-        if self._judge.scaler and facts["loss_scale"]:
-            self._judge.scaler.load(facts["loss_scale"])
+        if self._decision.scaler and facts["loss_scale"]:
+            self._decision.scaler.load(facts["loss_scale"])
         last = facts.get("last_update", {})
-        self._judge.load(last.get(str(self._stage.number), next(iter(last.values()), None)))
+        self._decision.load(last.get(str(self._stage.number), next(iter(last.values()), None)))
         extra: dict[str, Any] = facts["extra"]
         return extra
 
@@ -413,7 +413,7 @@ class Engine(Readings):
         """Steps over one stage or several."""
         plan, stage, parts = self.plan, self._stage, self._assembly.parts
         if isinstance(stage, Stage):
-            update = (self._backward, self._update, self._judge)
+            update = (self._backward, self._update, self._decision)
             return PipelineOrder(stage, parts, *update, cut_of(plan), self.model, self._run)
         alone = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
         calls = (self._run, self.backward, self._take_step)
@@ -426,8 +426,8 @@ class Engine(Readings):
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
         """Count a step and what it sent."""
         self.steps += 1
-        if self.mesh.pulse is not None:
-            self.mesh.pulse.step(self.steps)
+        if self.mesh.heartbeat is not None:
+            self.mesh.heartbeat.step(self.steps)
         self._savings.look()
         self.skipped += verdict.skip if verdict else False
         self._forward.end_step()
@@ -444,7 +444,7 @@ class Engine(Readings):
     def _refuse_partial(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._late.flush()
         asked, self._takes_apart = self._takes_apart, False
-        if not asked and not self._gatherer.everything_here:
+        if not asked and not self._gatherer.all_gathered:
             raise PlanError(
                 "The parameters are sliced (zero=3), so the model's state_dict would hold NaN. Use "
                 "engine.state_dict(), or call model.state_dict() inside `with engine.gathered():` on every rank."

@@ -85,7 +85,7 @@ class Forward:
         if not self._open:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # something is recomputed before any other hook heard of this backward
-            elif not self._gatherer.everything_here:
+            elif not self._gatherer.all_gathered:
                 raise PlanError(
                     f"A module with parameters of unit '{self._parts.units[unit].label}' was called outside of the "
                     f"model's own forward, while its parameters are sliced (zero=3). Call the whole model, or call "
@@ -140,7 +140,7 @@ class Forward:
             self.writes.look()
         if torch.is_grad_enabled():
             self.writes.refuse_unfrozen()
-        if self._gatherer.passes and not self._gatherer.everything_here:
+        if self._gatherer.passes and not self._gatherer.all_gathered:
             if torch._C._current_graph_task_id() != -1:
                 self._backward.begin()  # the whole model is being recomputed
             if not self._gatherer.inside(PassKind.BACKWARD):

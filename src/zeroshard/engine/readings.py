@@ -14,7 +14,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
 from zeroshard.memory.ledger import Ledger
-from zeroshard.parts.late_updates import Guesses
+from zeroshard.parts.late_updates import SpeculationCounts
 from zeroshard.parts.planned import Work
 from zeroshard.parts.steps import StepOrder
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
@@ -38,7 +38,7 @@ class Readings:
     _assembly: Assembly
     _counts: Mapping[Purpose, Count]
     _axes: Axes
-    _judge: Decision
+    _decision: Decision
     _order: StepOrder
     _stage: Stage | WholeModel
     _state: State
@@ -78,7 +78,7 @@ class Readings:
     @property
     def loss_scale(self) -> float:
         """The factor that `backward` puts on the loss."""
-        return self._judge.scale
+        return self._decision.scale
 
     @property
     def seconds_waiting(self) -> float:
@@ -86,9 +86,9 @@ class Readings:
         return sum(count.seconds for purpose, count in self._counts.items() if purpose not in BETWEEN_TIERS)
 
     @property
-    def guesses(self) -> Guesses:
+    def speculation_counts(self) -> SpeculationCounts:
         """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
-        return self._assembly.late.guesses
+        return self._assembly.late.speculation_counts
 
     def trace(self, memory: bool = False) -> AbstractContextManager[Trace]:
         """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.
@@ -101,14 +101,14 @@ class Readings:
         return traced(self._order.interpreter, self._assembly.late.beside, self.ledger if memory else None)
 
     @property
-    def lane(self) -> int:
+    def data_rank(self) -> int:
         """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""
-        return self._axes.lane
+        return self._axes.data_rank
 
     @property
-    def lanes(self) -> int:
-        """How many batches, one per lane, make up a step."""
-        return self._axes.lanes
+    def data_ranks(self) -> int:
+        """How many batches, one per data rank, make up a step."""
+        return self._axes.data_ranks
 
     @property
     def knows_loss(self) -> bool:
@@ -165,7 +165,7 @@ class Readings:
 
     def _work(self, unit: int) -> Work:
         """A step of this rank on a unit."""
-        plan, around = self.plan, self._stage.ranks_per_lane
+        plan, around = self.plan, self._stage.ranks_per_data_rank
         updates = plan.microbatches // (plan.microbatches_per_update * (around if plan.streams else 1))
         return Work(
             plan.microbatches,

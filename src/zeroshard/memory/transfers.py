@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.traffic import COMPUTE, LANES, Count, Purpose
+from zeroshard.comm.traffic import COMPUTE, QUEUES, Count, Purpose
 from zeroshard.errors import OffloadError
 from zeroshard.platform import accelerator
 
@@ -72,9 +72,9 @@ class Task:
         return not self.done or self.event is not None or self.error is not None or self.end > self.link.now()
 
     @property
-    def lane(self) -> str:
+    def queue(self) -> str:
         """What runs one after the other."""
-        return LANES[self.cause]
+        return QUEUES[self.cause]
 
     def wait(self) -> None:
         """Return when the caller may use the result and overwrite the source.
@@ -84,7 +84,7 @@ class Task:
         """
         self.link.wait(self)
 
-    def wait_here(self) -> None:
+    def wait_on_host(self) -> None:
         """As `wait`, for results that the host itself reads or overwrites."""
         self.link.wait(self)
         if self.event is not None:
@@ -169,9 +169,9 @@ class Shuffled:
 
 
 class ThreadRunner:
-    """Jobs on threads of the host, one per lane, each in the order in which they came; copies at once, if they can.
+    """Jobs on threads of the host, one per queue, each in the order in which they came; copies at once, if they can.
 
-    On a GPU a copy is handed to the stream of its lane, and whoever waits lets the current stream wait for it.
+    On a GPU a copy is handed to the stream of its queue, and `wait` lets the current stream wait for it.
 
     Args:
         device: of the upper tier.
@@ -180,7 +180,9 @@ class ThreadRunner:
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self._device, self._timeout = device, timeout
-        self._streams = {lane: accelerator.new_stream(device) for lane in ("down", "up")}  # once: pools grow per stream
+        self._streams = {
+            queue: accelerator.new_stream(device) for queue in ("down", "up")
+        }  # once: pools grow per stream
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         weakref.finalize(self, _end, self._queues)
 
@@ -191,10 +193,10 @@ class ThreadRunner:
         if task.copies and all(before.done for before in task.after):
             _carry_out(task, self._streams)
             return
-        queue = self._queues.get(task.lane)
+        queue = self._queues.get(task.queue)
         if queue is None:
-            queue = self._queues[task.lane] = SimpleQueue()
-            name = f"zeroshard {task.lane}"
+            queue = self._queues[task.queue] = SimpleQueue()
+            name = f"zeroshard {task.queue}"
             threading.Thread(target=_serve, args=(queue, self._streams), name=name, daemon=True).start()
         task.signal = threading.Event()
         queue.put(task)
@@ -215,7 +217,7 @@ class ThreadRunner:
 
 
 def _carry_out(task: Task, streams: Mapping[str, torch.Stream | None]) -> None:
-    stream = streams.get(task.lane) if task.copies else None
+    stream = streams.get(task.queue) if task.copies else None
     for before in task.after:
         if before.signal is not None:
             before.signal.wait()
@@ -257,7 +259,7 @@ class VirtualClock(Protocol):
 
 
 class Modelled:
-    """At once, on a clock of its own: each lane takes the seconds that are told, and a wait lasts for what is left.
+    """Runs tasks at once, on a clock of its own: a queue is busy for a task's seconds, and a wait lasts until its end.
 
     Args:
         clock: which operations of the main thread let go on.
@@ -269,11 +271,11 @@ class Modelled:
         self._free: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, task: Task) -> None:
-        """Run it, and let its lane be busy for as long as it would take."""
+        """Run it, and let its queue be busy for as long as it would take."""
         with self._clock.standing():
             task.run()
-        task.start = max([self._clock.now, self._free[task.lane], *(before.end for before in task.after)])
-        task.end = self._free[task.lane] = task.start + self._seconds(task)
+        task.start = max([self._clock.now, self._free[task.queue], *(before.end for before in task.after)])
+        task.end = self._free[task.queue] = task.start + self._seconds(task)
         for spans in task.link.spans:
             spans[-1] = TaskSpan(task.label, task.cause, task.start, task.end)
 

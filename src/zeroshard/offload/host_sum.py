@@ -130,7 +130,7 @@ class HostSum:
         self._empty()
         if not self._puts:
             if self._reader is not None:
-                self._reader.wait_here()
+                self._reader.wait_on_host()
             self.sum.zero_()
         return self.sum
 
@@ -189,7 +189,7 @@ class HostSum:
 
     def _empty(self) -> None:
         for task in self._tasks:
-            task.wait_here()
+            task.wait_on_host()
         self._tasks.clear()
         for slot in self._slots:
             self._host.give_back(slot)

@@ -25,7 +25,7 @@ from zeroshard.memory.transfers import Task
 from zeroshard.offload.host_tiers import HostTiers
 from zeroshard.offload.slices import Form, Pages, SlicePiece
 from zeroshard.optim.spans import SpanOptimizer
-from zeroshard.parts.late_updates import Guesses, LateUpdates
+from zeroshard.parts.late_updates import LateUpdates, SpeculationCounts
 from zeroshard.parts.weights import Weights
 
 WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong guesses among them, beyond which nothing is guessed
@@ -81,8 +81,8 @@ class Speculations:
         scale: the loss scale of the step under way.
     """
 
-    def __init__(self, lower: HostTiers, scale: Callable[[], float], guesses: Guesses) -> None:
-        self._lower, self._scale, self._guesses = lower, scale, guesses
+    def __init__(self, lower: HostTiers, scale: Callable[[], float], speculation_counts: SpeculationCounts) -> None:
+        self._lower, self._scale, self._speculation_counts = lower, scale, speculation_counts
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
 
     @property
@@ -90,7 +90,7 @@ class Speculations:
         """The factor on the gradients of the step under way, unless they are clipped."""
         return 1.0 / self._scale()
 
-    def judge(self, factor: float | None) -> None:
+    def decide(self, factor: float | None) -> None:
         """The verdict: the factor on the gradients of the step under way; None for no update."""
         self._wrong.append(factor != self.likely_factor)
 
@@ -105,7 +105,7 @@ class Speculations:
         """An update before the verdict was right; `before` are the pages that it read."""
         before.reader = update.task
         self._lower.shadows.give(before)
-        self._guesses.taken += 1
+        self._speculation_counts.taken += 1
 
     def undo(self, wrong: Speculation) -> None:
         """An update before the verdict was wrong."""
@@ -146,7 +146,7 @@ class HostUpdates(LateUpdates):
         self._rising: list[tuple[HostUpdate, Task]] = []
         self._used: list[tuple[Task, torch.Tensor]] = []
         self._late: list[HostUpdate] = []
-        self.speculations = Speculations(lower, scale, self.guesses)
+        self.speculations = Speculations(lower, scale, self.speculation_counts)
         self._adams: list[Speculates] = []
 
     def join(self, updater: Speculates) -> None:
@@ -168,7 +168,7 @@ class HostUpdates(LateUpdates):
         """Begin the updates of a step, with gradients times `factor`, after `step` steps before."""
         self._commit()
         self._tidy()
-        self.speculations.judge(factor)
+        self.speculations.decide(factor)
         late = self._policy.delayed_update and step >= self._policy.delayed_warmup
         todo, self._todo = sorted(self._todo, key=lambda item: item[0]), []
         for _, begin in todo:
@@ -181,13 +181,13 @@ class HostUpdates(LateUpdates):
     def skip(self) -> None:
         """Count a step without an update."""
         self._commit()
-        self.speculations.judge(None)
+        self.speculations.decide(None)
         self.forget()
 
     def forget(self) -> None:
         """Drop what was guessed and not taken over."""
         for updater in self._adams:
-            self.guesses.undone += updater.forget()
+            self.speculation_counts.undone += updater.forget()
 
     def flush(self) -> None:
         """Have all new weights here."""
@@ -257,7 +257,7 @@ class HostUpdates(LateUpdates):
     def _tidy(self) -> None:
         """Take staging back that weights came up from, which on a GPU nobody waited for until now."""
         for task, staging in self._used:
-            task.wait_here()
+            task.wait_on_host()
             self.host.give_back(staging)
         self._used.clear()
 

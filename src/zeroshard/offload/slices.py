@@ -157,7 +157,7 @@ class HostSlice:
     def fetched(self, writes: bool = False) -> Iterator[Pages]:
         """Have the slice in host memory inside; what was written goes back to the disk if `writes`."""
         if self._last is not None:
-            self._last.wait_here()
+            self._last.wait_on_host()
         if self._disk is None or self._pages is not None:
             yield self.pages
             return

@@ -127,7 +127,7 @@ class Choice:
         """Changes of the technique with which states could fit, the smallest first."""
         yield from ()
 
-    def lane(self, usual: str) -> str:
+    def row_owner(self, usual: str) -> str:
         """In a word, what takes rows of its own, where otherwise it is the `usual`."""
         return usual
 

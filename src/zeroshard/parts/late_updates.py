@@ -10,7 +10,7 @@ from zeroshard.memory.transfers import TaskSpan
 
 
 @dataclass(slots=True)
-class Guesses:
+class SpeculationCounts:
     """How updates before the verdict went.
 
     Attributes:
@@ -65,12 +65,12 @@ class LateUpdates:
 
     Attributes:
         beside: as given.
-        guesses: of those that ran before the verdict.
+        speculation_counts: of those that ran before the verdict.
     """
 
     def __init__(self, beside: TracedWork | None = None) -> None:
         self.beside: TracedWork = beside if beside is not None else Nothing()
-        self.guesses = Guesses()
+        self.speculation_counts = SpeculationCounts()
 
     def adopt(self) -> None:
         """The optimizer has its spans."""

@@ -56,16 +56,16 @@ class Fewest:
         """Of first estimates that fit, by their microbatches, the one that is expected to be found."""
         return fitting[:1]
 
-    def looks(self, counts: Sequence[int], guesses: Sequence[int]) -> int:
+    def looks(self, counts: Sequence[int], likely: Sequence[int]) -> int:
         """How often a plan will be looked at."""
-        return 1 + (guesses[0] != counts[0])
+        return 1 + (likely[0] != counts[0])
 
-    def find(self, look: Look[Seen], counts: Sequence[int], guesses: Sequence[int]) -> Seen | None:
+    def find(self, look: Look[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """By bisection from those expected, as memory falls with their number.
 
         None fits where the finest that was looked at is returned, and does not.
         """
-        at, low, high = counts.index(guesses[0]) if guesses else len(counts) - 1, 0, len(counts)
+        at, low, high = counts.index(likely[0]) if likely else len(counts) - 1, 0, len(counts)
         best: Seen | None = None
         while low < high:
             last = look(counts[at])
@@ -74,8 +74,8 @@ class Fewest:
             if last.fits or best is None or not best.fits:
                 best = last
             low, high = (low, at) if last.fits else (at + 1, high)
-            at = high - 1 if guesses else (low + high) // 2
-            guesses = []
+            at = high - 1 if likely else (low + high) // 2
+            likely = []
         return best
 
 
@@ -87,20 +87,20 @@ class Fastest:
         order = sorted(fitting, key=lambda one: one.seconds)
         return [one for one in order if one.seconds <= NEAR * order[0].seconds]
 
-    def looks(self, counts: Sequence[int], guesses: Sequence[int]) -> int:
+    def looks(self, counts: Sequence[int], likely: Sequence[int]) -> int:
         """How often a plan will be looked at."""
-        return len(guesses)
+        return len(likely)
 
-    def find(self, look: Look[Seen], counts: Sequence[int], guesses: Sequence[int]) -> Seen | None:
+    def find(self, look: Look[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """The fastest of those that are expected to be; else of finer ones, or the finest, which does not fit."""
-        found = [one for count in guesses if (one := look(count)) is not None]
+        found = [one for count in likely if (one := look(count)) is not None]
         fitting = [one for one in found if one.fits]
         if fitting:
             return min(fitting, key=lambda one: one.seconds)
-        if guesses and not found:  # refused for something else than its size
+        if likely and not found:  # refused for something else than its size
             return None
         last: Seen | None = None
-        for count in [m for m in counts if m > max(guesses, default=0)] if guesses else counts[-1:]:
+        for count in [m for m in counts if m > max(likely, default=0)] if likely else counts[-1:]:
             last = look(count)
             if last is None or last.fits:
                 return last
@@ -120,7 +120,7 @@ class Offer:
 
     Attributes:
         settings: fields of the plan.
-        lanes: among which rows are shared out.
+        data_ranks: among which rows are shared out.
         counts: numbers of microbatches that can be, ascending.
         order: which of them is looked for.
         without_counts: why none can be, and the way out.
@@ -129,7 +129,7 @@ class Offer:
     """
 
     settings: Mapping[str, Any]
-    lanes: int
+    data_ranks: int
     counts: Sequence[int]
     order: Fewest | Fastest = field(default_factory=Fewest)
     without_counts: tuple[str, str] = ("", "")

@@ -45,7 +45,7 @@ class Place:
             sharding: MiCS, 2205.00119; hpZ of ZeRO++, 2306.10209); None where there is one.
         twins: ranks that hold the same slice and work on the same data; None where there is one.
         divisor: of the sum of gradients over `slices`, so that it is with the mean over `copies` one over the data
-            lanes behind the loss; never the length of the slice.
+            ranks behind the loss; never the length of the slice.
         counted: whether this rank counts the slice in norms and writes it to checkpoints: one of those that hold it.
     """
 

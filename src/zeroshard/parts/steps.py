@@ -145,7 +145,7 @@ class Decides(Protocol):
     def scale(self) -> float:
         """The factor on the loss."""
 
-    def judge(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
+    def decide(self, scaled_norm: float, refuse: Callable[[float], None], sound: bool = True) -> Verdict:
         """The verdict on gradients of this norm, loss scale included."""
 
 
@@ -163,10 +163,10 @@ class StepOrder(Protocol):
         """This rank's list of one step; of the first, where steps differ."""
 
     def step(self, batch: Any) -> torch.Tensor | None:
-        """One step on this lane's batch; the mean loss, where it is known."""
+        """One step on this data rank's batch; the mean loss, where it is known."""
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the whole model returns for this lane's arguments."""
+        """What the whole model returns for this data rank's arguments."""
 
     def flush(self) -> None:
         """Finish what is in flight."""

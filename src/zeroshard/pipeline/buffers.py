@@ -2,7 +2,7 @@
 
 [Note: whose buffer] Without a pipeline every rank has buffers of its own: each writes its copy, and reads that one
 again on the same ranks, rank 0's elsewhere. In a pipeline a buffer belongs to the stage that runs its module, and to no
-other: the replicas of that stage write their copies, and every rank of lane q has the copy of replica q.
+other: the replicas of that stage write their copies, and every rank with data rank q has the copy of replica q.
 
 [Note: shapes of buffers] A buffer may grow in training, or be made in a forward. A checkpoint says of such buffers what
 they were when the engine was made. A model in which they are made alike takes the saved ones over, shape and all; where

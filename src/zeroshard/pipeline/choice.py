@@ -82,9 +82,9 @@ class Stages(Choice):
         in_flight = 2 * self.stages * self.chunks
         return max(usual, 2 + -(-in_flight // self.microbatches)) if pipeline.streams else usual
 
-    def lane(self, usual: str) -> str:
+    def row_owner(self, usual: str) -> str:
         """All stages take the same rows."""
-        return "lane" if self.stages > 1 else usual
+        return "data rank" if self.stages > 1 else usual
 
     def left_out(self) -> tuple[LeftOut, ...]:
         """A stage is rehearsed alone."""
@@ -116,10 +116,10 @@ def offers(site: Site) -> Iterator[Offer | Refused]:
             continue
         common = {"transport": "auto", "reduce_every": "auto", "zero": 1 if replicas > 1 else 0}
         rows = site.rows // replicas
-        why = f"{rows} rows per lane do not make the {stages} microbatches that fill the stages."
+        why = f"{rows} rows per data rank do not make the {stages} microbatches that fill the stages."
         yield Offer(
             settings=settings | common,
-            lanes=replicas,
+            data_ranks=replicas,
             counts=_counts(rows, stages),
             order=Fastest(),
             without_counts=(why, "Use more rows per step, or fewer stages."),

@@ -75,18 +75,18 @@ class Stage:
         return self.pipeline.layout.stage_of(self.rank)
 
     @property
-    def lanes(self) -> int:
+    def data_ranks(self) -> int:
         """How many batches a step takes: one per replica where all stages have equally many, else one in all."""
         layout = self.pipeline.layout
         return 1 if layout.uneven else layout.replicas[0]
 
     @property
-    def lane(self) -> int:
+    def data_rank(self) -> int:
         """Whose batch this rank works on."""
-        return self.pipeline.layout.replica_of(self.rank) if self.lanes > 1 else 0
+        return self.pipeline.layout.replica_of(self.rank) if self.data_ranks > 1 else 0
 
     @property
-    def ranks_per_lane(self) -> int:
+    def ranks_per_data_rank(self) -> int:
         """Replicas of this stage among which the microbatches of a batch go round."""
         return self.mesh.ranks if self.pipeline.layout.uneven else 1
 
@@ -220,10 +220,10 @@ class Stage:
         return self.chunk_of_layer(self.chain.home_of(module, name)) % self.pipeline.layout.stages
 
     def copy_of(self, stage: int) -> int:
-        """The rank whose copy of a stage's buffers is this rank's: its own, or that of its lane."""
+        """The rank whose copy of a stage's buffers is this rank's: its own, or that of its data rank."""
         if stage == self.number:
             return self.rank
-        return self.pipeline.layout.members(stage)[self.lane]
+        return self.pipeline.layout.members(stage)[self.data_rank]
 
     def chunk_of_layer(self, layer: int) -> int:
         """The chunk that a layer is in."""

@@ -47,16 +47,16 @@ class PipelineOrder:
         parts: Parts,
         backward: Backwards,
         update: Updates,
-        judge: Decides,
+        decision: Decides,
         cut: Cut,
         model: nn.Module,
         run: Run,
     ) -> None:
-        self.stage, self._judge, self._update, self._model = stage, judge, update, model
+        self.stage, self._decision, self._update, self._model = stage, decision, update, model
         pipeline = stage.pipeline
         if pipeline.streams:
             _stash(stage, parts, backward)
-        scale: Callable[[], float] = lambda: judge.scale  # noqa: E731
+        scale: Callable[[], float] = lambda: decision.scale  # noqa: E731
         decide = self._decide_alone if pipeline.streams else self._decide_together
         self.executor = Executor(stage, parts, backward, update, run, scale, decide, cut.recomputes)
         self.interpreter = self.executor.interpreter
@@ -68,13 +68,13 @@ class PipelineOrder:
         self._shapes: dict[int, Shape] = {}
 
     def step(self, batch: Any) -> Tensor | None:
-        """One step on this lane's batch; the mean loss, where it is known."""
+        """One step on this data rank's batch; the mean loss, where it is known."""
         stage, executor = self.stage, self.executor
         pipeline, rank = stage.pipeline, stage.rank
         parts = uneven_microbatches(batch, pipeline.microbatches)
         base = self.fed * pipeline.microbatches if pipeline.streams else 0
         own = stage.number  # the first of this rank's chunks
-        numbered = {stage.lane + stage.lanes * (base + k): part for k, part in enumerate(parts)}
+        numbered = {stage.data_rank + stage.data_ranks * (base + k): part for k, part in enumerate(parts)}
         each = pipeline.update_every == 1 and pipeline.streams
         executor.feed(
             {
@@ -90,7 +90,7 @@ class PipelineOrder:
             self.fed += 1
             self._loss = self._losses() if stage.is_last else None
             if self._loss is not None and each:
-                self._loss = self._loss / (pipeline.microbatches // stage.ranks_per_lane)
+                self._loss = self._loss / (pipeline.microbatches // stage.ranks_per_data_rank)
         return self._loss
 
     def flush(self) -> None:
@@ -106,7 +106,7 @@ class PipelineOrder:
         self.executor.tied.lend_again()
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the whole model returns for this lane's arguments, on every rank of the lane; with gradients off.
+        """What the whole model returns for this data rank's arguments, on each of its ranks; with gradients off.
 
         Raises:
             PlanError: gradients are on.
@@ -120,9 +120,9 @@ class PipelineOrder:
         self.flush()
         call: Run = lambda batch: self._model(*batch[0], **batch[1])  # noqa: E731
         batch = (args, kwargs)
-        actions = stage.pipeline.evaluation(stage.rank, stage.lane)
+        actions = stage.pipeline.evaluation(stage.rank, stage.data_rank)
         result = self.executor.evaluate(actions, batch, call) if actions else None
-        last = stage.pipeline.layout.rank_of(stage.pipeline.layout.all_chunks - 1, stage.lane)
+        last = stage.pipeline.layout.rank_of(stage.pipeline.layout.all_chunks - 1, stage.data_rank)
         if stage.rank != last:
             past = len(stage.chain.layers)
             # Nothing of the model runs here, and what it returns has the right shapes.
@@ -133,13 +133,14 @@ class PipelineOrder:
         stage, messages = self.stage, self.executor.messages
         leaves, spec = tree_flatten(result)
         layout = stage.pipeline.layout
-        lane = range(layout.ranks) if layout.uneven else [layout.rank_of(c, stage.lane) for c in range(layout.stages)]
+        replica = [layout.rank_of(stage, self.stage.data_rank) for stage in range(layout.stages)]
+        ranks = range(layout.ranks) if layout.uneven else replica
         for n, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
             name = f"output {n}"
             if stage.rank == source:
-                for peer in lane:
+                for peer in ranks:
                     if peer != source:
                         messages.send(name, leaf, peer, Purpose.SEND_TO_EVALUATE)
             else:
@@ -187,7 +188,7 @@ class PipelineOrder:
         """One verdict of all stages on the step."""
         stage, layout = self.stage, self.stage.pipeline.layout
         # Where stages have unlike numbers of replicas, a replica's mean is over its own part of the microbatches.
-        gain = stage.ranks_per_lane
+        gain = stage.ranks_per_data_rank
         settled = self._update.settle(self._updates)
         loss = float(self._losses()) if stage.is_last else 0.0
         comm = self.executor.messages.comm
@@ -195,7 +196,7 @@ class PipelineOrder:
         frames = comm.agree(word, f"agreement of all stages, {self._updates}")
         words = [WORD.unpack(frame) for frame in frames]
         squares = sum(words[layout.members(s)[0]][0] for s in range(layout.stages))
-        self._loss = torch.tensor(sum(loss for _, loss, _ in words) / stage.lanes)
+        self._loss = torch.tensor(sum(loss for _, loss, _ in words) / stage.data_ranks)
         return self._conclude(math.sqrt(squares), gain, all(sound for _, _, sound in words))
 
     def _decide_alone(self) -> float | None:
@@ -207,7 +208,7 @@ class PipelineOrder:
         comm = None if self.stage.pipeline.streams else self.executor.messages.comm
         self._updates += 1
         try:
-            verdict = self._judge.judge(norm, lambda found: self._update.refuse_nonfinite(found, comm), sound)
+            verdict = self._decision.decide(norm, lambda found: self._update.refuse_nonfinite(found, comm), sound)
         except Exception:
             self._update.consume()
             raise

@@ -21,7 +21,7 @@ DtypeOf = Callable[[nn.Parameter], torch.dtype]
 class WholeModel:
     """The model in one stage, which is on every rank; attributes and methods are those of `Stage`."""
 
-    number, is_last, versions, borrowed_versions, ranks_per_lane = 0, True, 1, 1, 1
+    number, is_last, versions, borrowed_versions, ranks_per_data_rank = 0, True, 1, 1, 1
     called = ""
     facts: ClassVar[list[Any]] = [1, 1, None]
     layers: tuple[Layer, ...] = ()
@@ -38,12 +38,12 @@ class WholeModel:
         return find_units(self._model, self._cut.units)
 
     @property
-    def lanes(self) -> int:
+    def data_ranks(self) -> int:
         """One per rank."""
         return self.mesh.ranks
 
     @property
-    def lane(self) -> int:
+    def data_rank(self) -> int:
         """This rank's own."""
         return self.mesh.rank
 

@@ -1,4 +1,4 @@
-"""The timeline of offloaded steps: one row per lane, one box per copy, host job, forward and backward.
+"""The timeline of offloaded steps: one row per queue, one box per copy, host job, forward and backward.
 
 `train --trace` keeps the spans in the run folder; here they become a drawing, a trace in the Trace Event Format, and
 the caption that says how long the main thread stood still, and for what.
@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from zeroshard.comm.traffic import COMPUTE, DISK, LANES, UPDATE
+from zeroshard.comm.traffic import COMPUTE, DISK, QUEUES, UPDATE
 from zeroshard.report.run_folder import Record
 from zeroshard.report.timeline_figure import (
     BETWEEN,
@@ -38,7 +38,7 @@ ROW = 30.0
 BOX = 26.0  # pixels that a box of middling length should have
 THINNEST = 0.6  # pixels of a box that takes next to no time
 SIZE, LETTER = 10.5, 0.56  # of the words in boxes: height in pixels, and a letter's usual width as part of it
-LANE_NAMES = {COMPUTE: "compute", "down": "down", "up": "up", "host": "updates", "disk": "disk"}
+QUEUE_NAMES = {COMPUTE: "compute", "down": "down", "up": "up", "host": "updates", "disk": "disk"}
 FORWARD, BACKWARD = "forward", "backward"
 # Light and dark: computes are grey, and each cause has the colour that it has in the chart of exposed seconds.
 COLOURS = {
@@ -55,7 +55,7 @@ COLOURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class LaneSpan:
+class QueueSpan:
     """What ran from `start` to `end`, in seconds since the first step began; both lie within the steps."""
 
     label: str
@@ -64,9 +64,9 @@ class LaneSpan:
     end: float
 
     @property
-    def lane(self) -> str:
+    def queue(self) -> str:
         """Its row."""
-        return str(COMPUTE if self.cause == COMPUTE else LANES.get(self.cause, self.cause))
+        return str(COMPUTE if self.cause == COMPUTE else QUEUES.get(self.cause, self.cause))
 
     @property
     def kind(self) -> str:
@@ -86,18 +86,18 @@ class OffloadTimeline:
     rank: int
     ends: tuple[float, ...]
     exposed: dict[str, float]
-    spans: tuple[LaneSpan, ...]
+    spans: tuple[QueueSpan, ...]
 
     @property
     def steps(self) -> str:
         """How many they are, in words."""
         return "one step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
 
-    def rows(self) -> Iterator[tuple[str, list[LaneSpan]]]:
-        """The lanes on which something ran, each with its spans."""
-        for lane in LANE_NAMES:
-            if row := [span for span in self.spans if span.lane == lane]:
-                yield lane, row
+    def rows(self) -> Iterator[tuple[str, list[QueueSpan]]]:
+        """The queues on which something ran, each with its spans."""
+        for queue in QUEUE_NAMES:
+            if row := [span for span in self.spans if span.queue == queue]:
+                yield queue, row
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def read_offload_timeline(run: Path) -> tuple[OffloadTimeline | None, tuple[str,
 
 def write_offload_timeline(folder: Path, timeline: OffloadTimeline) -> TimelineSection:
     """Write the drawing and the trace into a run folder; returns what the page shows of them."""
-    svg = picture_svg(place_lanes(timeline))
+    svg = picture_svg(place_queues(timeline))
     (folder / SVG).write_text(svg, encoding="utf-8", errors="replace")
     (folder / TRACE).write_text(offload_trace(timeline), encoding="utf-8", errors="replace")
     title = f"Timeline of {timeline.steps}: compute, copies and host jobs"
     return TimelineSection(title, Markup(svg.replace(NAMESPACE, "", 1)), _caption(timeline))
 
 
-def place_lanes(timeline: OffloadTimeline) -> Picture:
+def place_queues(timeline: OffloadTimeline) -> Picture:
     """Everything in its place: rows from the main thread downwards, a line where each step ends, and what is what."""
     end = timeline.ends[-1]
     lengths = sorted(span.end - span.start for span in timeline.spans if span.end > span.start)
@@ -149,9 +149,9 @@ def place_lanes(timeline: OffloadTimeline) -> Picture:
     picture.words.append(Labels(LEFT, TOP + 14, name, "name", 13))
     picture.words.append(Labels(LEFT + 18 + 7.8 * len(name), TOP + 14, notes, "quiet", 12))
     top = y = TOP + HEAD
-    for lane, row in timeline.rows():
-        picture.lanes.append((LEFT, y, end * scale, ROW - 4))
-        picture.words.append(Labels(LEFT - 8, y + ROW / 2 + 2, LANE_NAMES[lane], "quiet", 11.5, "end"))
+    for queue, row in timeline.rows():
+        picture.tracks.append((LEFT, y, end * scale, ROW - 4))
+        picture.words.append(Labels(LEFT - 8, y + ROW / 2 + 2, QUEUE_NAMES[queue], "quiet", 11.5, "end"))
         for span in row:
             _place(picture, span, y, scale)
         if len(timeline.spans) <= TIPS:
@@ -164,10 +164,10 @@ def place_lanes(timeline: OffloadTimeline) -> Picture:
 
 
 def offload_trace(timeline: OffloadTimeline) -> str:
-    """A process for the rank, a thread per lane, a slice per span, in microseconds (the Trace Event Format)."""
+    """A process for the rank, a thread per queue, a slice per span, in microseconds (the Trace Event Format)."""
     events: list[dict[str, object]] = [_metadata("process_name", 0, name=f"rank {timeline.rank}")]
-    for tid, (lane, row) in enumerate(timeline.rows()):
-        events += [_metadata("thread_name", tid, name=LANE_NAMES[lane])]
+    for tid, (queue, row) in enumerate(timeline.rows()):
+        events += [_metadata("thread_name", tid, name=QUEUE_NAMES[queue])]
         events += [_metadata("thread_sort_index", tid, sort_index=tid)]
         for span in row:
             place = {"tid": tid, "ts": _micro(span.start), "dur": _micro(span.end - span.start)}
@@ -191,16 +191,16 @@ def _timeline(record: Record) -> OffloadTimeline:
     return OffloadTimeline(int(rank) if math.isfinite(rank) else 0, tuple(ends), seconds, tuple(kept))
 
 
-def _span(fields: Sequence[Any], last: float) -> LaneSpan | None:
+def _span(fields: Sequence[Any], last: float) -> QueueSpan | None:
     """A span cut to the steps; None if it lies outside of them, or is of no known cause."""
     label, cause, start, end = fields
     if not -math.inf < start <= end < math.inf:
         raise ValueError(f"{label} runs from {start} to {end}")
-    span = LaneSpan(str(label), str(cause), max(0.0, start), min(last, end))
+    span = QueueSpan(str(label), str(cause), max(0.0, start), min(last, end))
     return span if span.kind in COLOURS and span.start <= span.end else None
 
 
-def _place(picture: Picture, span: LaneSpan, y: float, scale: float) -> None:
+def _place(picture: Picture, span: QueueSpan, y: float, scale: float) -> None:
     """Draw a span, with as much of its name as fits."""
     fill, middle, wide = CauseFill(span.kind), y + (ROW - 4) / 2, max(THINNEST, (span.end - span.start) * scale)
     gap = 1 if wide > 12 else 0
@@ -212,7 +212,7 @@ def _place(picture: Picture, span: LaneSpan, y: float, scale: float) -> None:
         picture.words.append(Labels(left + wide / 2, middle + 0.36 * SIZE, fitting[0], fill, SIZE, "middle"))
 
 
-def _tip(span: LaneSpan) -> str:
+def _tip(span: QueueSpan) -> str:
     what = span.label if span.cause == COMPUTE else f"{span.label}: {span.cause}"
     return f"{what}, {format_duration(span.end - span.start)} from {format_duration(span.start)} on"
 

@@ -79,7 +79,7 @@ def _moved(before: Event, event: Event) -> str:
 def _facts(p: Prediction) -> tuple[tuple[str, str], ...]:
     return (
         ("Ranks", format_exact(p.ranks)),
-        ("Rows per lane and step", format_exact(p.batch)),
+        ("Rows per data rank and step", format_exact(p.batch)),
         ("Fits", "yes" if p.fits else "no"),
         (f"Peak, on rank {p.rank}", format_bytes(p.peak_bytes)),
         ("Capacity", format_bytes(p.capacity_bytes)),

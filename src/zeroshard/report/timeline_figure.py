@@ -40,7 +40,7 @@ FILLS = {
     Kind.UPDATE: ("#e3a13b", "#e6a94b"),
     Kind.REDUCE: ("#9d95b5", "#8d84a8"),
 }
-PAGE, LANE, INK, QUIET = (
+PAGE, TRACK, INK, QUIET = (
     ("#ffffff", "#15181b"),
     ("#eceeec", "#262b30"),
     ("#23282d", "#e3e6e8"),
@@ -105,17 +105,17 @@ class Picture:
     """Everything in its place, in pixels from the upper left corner.
 
     Attributes:
-        lanes: (x, y, width, height) of the ranks' whole time, which shows where it is idle.
+        tracks: (x, y, width, height) of the ranks' whole time, which shows where it is idle.
         boxes: for each paint and height, (x, y of the middle, width).
         lines: (x1, y1, x2, y2) of the axis.
-        swatches: (x, y, width, height, paint) of the legend; None is the paint of a lane.
+        swatches: (x, y, width, height, paint) of the legend; None is the paint of a track.
         tips: (x, y, width, height, words) for the pointer; empty in large pictures.
     """
 
     width: float
     height: float
     title: str
-    lanes: list[tuple[float, float, float, float]] = field(default_factory=list)
+    tracks: list[tuple[float, float, float, float]] = field(default_factory=list)
     boxes: dict[tuple[Fill, float], list[tuple[float, float, float]]] = field(default_factory=dict)
     words: list[Labels] = field(default_factory=list)
     lines: list[tuple[float, float, float, float]] = field(default_factory=list)
@@ -177,7 +177,7 @@ class _Drawn:
         every = -(-13 // self.pitch)
         for rank, row in enumerate(self.rows):
             top = y + rank * self.pitch
-            picture.lanes.append((LEFT, top, self.end * scale, self.height))
+            picture.tracks.append((LEFT, top, self.end * scale, self.height))
             if rank % every == 0:
                 middle = top + self.height / 2
                 picture.words.append(Labels(LEFT - 8, middle + 4, f"rank {rank}", "quiet", 11.5, "end"))
@@ -295,7 +295,7 @@ def picture_svg(picture: Picture) -> str:
         f"<title>{escape(picture.title)}</title>",
         f"<style>{_style(picture)}</style>",
         '<rect class="page" width="100%" height="100%"/>',
-        f'<path class="lane" d="{"".join(_rectangle(*lane) for lane in picture.lanes)}"/>',
+        f'<path class="lane" d="{"".join(_rectangle(*track) for track in picture.tracks)}"/>',
     ]
     for (paint, height_of_box), places in picture.boxes.items():
         data = "".join([f"M{x:.2f} {y:.1f}h{wide:.2f}" for x, y, wide in places])
@@ -333,7 +333,7 @@ def _style(picture: Picture) -> str:
     themes = []
     for dark in (False, True):
         rules = [
-            f".page{{fill:{PAGE[dark]}}}.lane{{fill:{LANE[dark]}}}.axis{{stroke:{QUIET[dark]}}}",
+            f".page{{fill:{PAGE[dark]}}}.lane{{fill:{TRACK[dark]}}}.axis{{stroke:{QUIET[dark]}}}",
             f"text{{fill:{INK[dark]}}}.quiet text{{fill:{QUIET[dark]}}}",
         ]
         for paint in sorted(paints, key=lambda paint: paint.name):

@@ -6,7 +6,7 @@ from functools import cache
 
 from PIL import Image, ImageDraw, ImageFont
 
-from zeroshard.report.timeline_figure import INK, LANE, PAGE, QUIET, Labels, lay_out
+from zeroshard.report.timeline_figure import INK, PAGE, QUIET, TRACK, Labels, lay_out
 from zeroshard.schedule.simulate import Timeline
 
 SCALE = 2  # pixels of the image per pixel of the layout
@@ -28,14 +28,14 @@ def timeline_png(timelines: Sequence[Timeline], title: str = "") -> bytes:
         left, right = round(x * across), round((x + w) * across)
         rectangle((left, round(y * SCALE), max(left, right - 1), round((y + h) * SCALE) - 1), colour)
 
-    for lane in picture.lanes:
-        fill(*lane, LANE[0])
+    for track in picture.tracks:
+        fill(*track, TRACK[0])
     for (paint, high), places in picture.boxes.items():
         colour = paint.fill(dark=False)
         for x, y, w in places:
             fill(x, y - high / 2, w, high, colour)
     for x, y, w, h, swatch in picture.swatches:
-        fill(x, y, w, h, LANE[0] if swatch is None else swatch.fill(dark=False))
+        fill(x, y, w, h, TRACK[0] if swatch is None else swatch.fill(dark=False))
     image = wide.reduce((FINER, 1))
     draw = ImageDraw.Draw(image)
     for line in picture.lines:

@@ -81,7 +81,7 @@ class Guard:
         self._told: list[str] = []  # bad steps, for people
         self.origin: Origin | None = None
 
-    def judge(self, step: int, value: float, position: int) -> GuardVerdict:
+    def decide(self, step: int, value: float, position: int) -> GuardVerdict:
         """The verdict on a step.
 
         Args:

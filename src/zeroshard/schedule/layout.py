@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def uneven(self) -> bool:
-        """Whether stages differ in their number of replicas, so that microbatches change lanes between them."""
+        """Whether stages differ in their number of replicas, so that microbatches change data ranks between them."""
         return len(set(self.replicas)) > 1
 
     def stage_of(self, rank: int) -> int:

@@ -113,7 +113,7 @@ UNEVEN = ("1f1b", "pipedream-flush", "pipedream")  # what may have other numbers
 
 
 def check(name: str, layout: Layout, m: int) -> None:
-    """Refuse what a schedule cannot do; m counts the microbatches per step that enter each lane of the pipeline.
+    """Refuse what a schedule cannot do; m counts the microbatches per step and data rank.
 
     Raises:
         PlanError: what does not fit, and the way out.

@@ -23,8 +23,8 @@ class PipelineSchedule:
 
     Attributes:
         name: one of `SCHEDULES`.
-        microbatches: per step, in each lane (an even layout has as many lanes as replicas, an uneven one a single
-            lane that all replicas share).
+        microbatches: per step and data rank (an even layout has as many data ranks as replicas, an uneven one a
+            single one that all replicas share).
         vertical_sync: PipeDream: every stage uses the version that the input stage had (SOSP 2019, section 3.3).
         reduce_each: reduce gradients after every microbatch.
         loans: weights that two chunks share.
@@ -166,7 +166,7 @@ class PipelineSchedule:
         return self._with_wires(actions, rank, first, made)
 
     def _with_wires(self, actions: Schedule, rank: int, first: int, made: int) -> Schedule:
-        """Add what goes to and comes from other ranks, and number the microbatches among those of all lanes.
+        """Add what goes to and comes from other ranks, and number the microbatches among those of all data ranks.
 
         `first` is this rank's first microbatch, `made` the last version that owners make for their borrowers.
         """

@@ -137,7 +137,7 @@ class Steady:
     """A stream between fill and drain.
 
     Attributes:
-        microbatch_seconds: from one microbatch of a lane to the next (of all lanes, where they are shared).
+        microbatch_seconds: from one microbatch of a data rank to the next (of all data ranks, where they are shared).
         bubble_fraction: idle time of all ranks, of all time.
     """
 
@@ -363,7 +363,7 @@ def _steady(lists: Sequence[Schedule], spans: list[list[Span]], layout: Layout) 
     if B not in kinds or Kind.UPDATE not in kinds or F not in kinds[kinds.index(Kind.UPDATE) :]:
         return None
     warm_up = kinds[: kinds.index(B)].count(F)
-    shared = layout.replicas[0] if layout.uneven else 1  # lanes whose microbatches the stages share
+    shared = layout.replicas[0] if layout.uneven else 1  # data ranks whose microbatches the stages share
     every = kinds[: kinds.index(Kind.UPDATE)].count(B) * math.lcm(*layout.replicas) // layout.replicas[0]
     starts = [start for action, start, _ in spans[0] if action.kind is F]
     rounds = (len(starts) - 1 - warm_up) // every

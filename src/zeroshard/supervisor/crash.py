@@ -57,14 +57,14 @@ def _rank(state: RankState) -> dict[str, Any]:
         "seconds_without_heartbeat": round(state.silent, 3),
         "seconds_without_progress": round(state.idle, 3),
         "stopped": state.suspended,
-        "pulse": _pulse(state.pulse),
+        "pulse": _heartbeat(state.heartbeat),
         "error": None if state.failure is None else asdict(state.failure),
         "stack": state.stack or NO_STACK,
     }
 
 
-def _pulse(pulse: HeartbeatReading | None) -> dict[str, Any] | None:
-    if pulse is None:
+def _heartbeat(heartbeat: HeartbeatReading | None) -> dict[str, Any] | None:
+    if heartbeat is None:
         return None
-    said = {**asdict(pulse), "collective": pulse.collective._asdict()}
+    said = {**asdict(heartbeat), "collective": heartbeat.collective._asdict()}
     return {name: value for name, value in said.items() if name not in ("since", "alive")}  # told as ages

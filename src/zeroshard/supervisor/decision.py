@@ -187,8 +187,8 @@ def _divergent(states: Sequence[RankState], idle: float) -> Culprit:
     """All wait: the ranks in the smaller party are named, and of several the one that is furthest behind."""
     parties: dict[Collective, list[RankState]] = {}
     for state in states:
-        assert state.pulse is not None
-        parties.setdefault(state.pulse.collective, []).append(state)
+        assert state.heartbeat is not None
+        parties.setdefault(state.heartbeat.collective, []).append(state)
     if len(parties) == 1:
         label = next(iter(parties))[2]
         if len(states) == 1:  # of many, under a launcher that started this supervisor for it alone
@@ -214,7 +214,7 @@ def _culprit(blamed: Sequence[RankState], kind: str, reason: str, follows: bool 
         host=first.host,
         exit=first.exit,
         step=first.step,
-        phase=first.pulse.phase if first.pulse else "",
+        phase=first.heartbeat.phase if first.heartbeat else "",
         failure=first.failure,
         follows=follows,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from zeroshard.comm.heartbeat import read_failure, read_pulse
+from zeroshard.comm.heartbeat import read_failure, read_heartbeat
 from zeroshard.supervisor import fork_server
 from zeroshard.supervisor.records import RankState
 from zeroshard.supervisor.worker import STACKS, work
@@ -36,7 +36,7 @@ class Worker:
 
     rank: int
     process: ForkServerProcess
-    pulse: Path
+    heartbeat: Path
     started: float
     ended: float | None = None
 
@@ -66,13 +66,13 @@ class Processes:
         self._workers = []
         for environment in environments:
             rank = int(environment["RANK"])
-            pulse = folder / f"rank-{rank:05d}.pulse"
+            heartbeat = folder / f"rank-{rank:05d}.pulse"
             own = {"ZEROSHARD_JOB": environment.get("TORCHELASTIC_RUN_ID", self._folder.name), **environment}
-            own |= {"ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_PULSE": str(pulse)}
+            own |= {"ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_PULSE": str(heartbeat)}
             own["ZEROSHARD_SUPERVISOR"] = str(os.getpid())
             process = self._context.Process(target=work, args=(own, self._command), name=f"rank {rank}")
             process.start()
-            self._workers.append(Worker(rank, process, pulse, time.monotonic()))
+            self._workers.append(Worker(rank, process, heartbeat, time.monotonic()))
 
     def states(self) -> list[RankState]:
         """What is seen of each rank now."""
@@ -106,9 +106,12 @@ class Processes:
         return [worker for worker in self._workers if _exit(worker) is None]
 
     def _state(self, worker: Worker) -> RankState:
-        exit_code, pulse = _exit(worker), read_pulse(worker.pulse)  # in this order, so that it is the last pulse
-        failure, now = read_failure(worker.pulse), time.monotonic()
-        silent = now - max(worker.started, pulse.alive if pulse else 0.0)
+        exit_code, heartbeat = (
+            _exit(worker),
+            read_heartbeat(worker.heartbeat),
+        )  # in this order, so that it is the last pulse
+        failure, now = read_failure(worker.heartbeat), time.monotonic()
+        silent = now - max(worker.started, heartbeat.alive if heartbeat else 0.0)
         return RankState(
             rank=worker.rank,
             host=self._host,
@@ -116,11 +119,11 @@ class Processes:
             exit=exit_code,
             exited=now - worker.ended if worker.ended else 0.0,
             silent=silent,
-            idle=now - max(worker.started, pulse.since if pulse else 0.0),
+            idle=now - max(worker.started, heartbeat.since if heartbeat else 0.0),
             suspended=exit_code is None and silent > SUSPICION and _is_stopped(worker.process.pid),
-            pulse=pulse,
+            heartbeat=heartbeat,
             failure=None if failure is None else replace(failure, when=now - failure.when),
-            stack=_stack(worker.pulse.with_suffix(STACKS)),
+            stack=_stack(worker.heartbeat.with_suffix(STACKS)),
         )
 
 

@@ -19,7 +19,7 @@ class RankState:
         silent: since its heartbeat.
         idle: since its main thread last did anything that its pulse shows.
         suspended: whether the kernel says that the process is stopped.
-        pulse: what its pulse said last; None if it has none yet.
+        heartbeat: what its pulse said last; None if it has none yet.
         failure: why it stopped, in its own words, with `when` as seconds ago.
         stack: its Python stacks, where they were asked for.
     """
@@ -32,29 +32,31 @@ class RankState:
     silent: float = 0.0
     idle: float = 0.0
     suspended: bool = False
-    pulse: HeartbeatReading | None = None
+    heartbeat: HeartbeatReading | None = None
     failure: Failure | None = None
     stack: str = ""
 
     @property
     def step(self) -> int:
         """The last step that it finished; -1 for none."""
-        return self.pulse.step if self.pulse else -1
+        return self.heartbeat.step if self.heartbeat else -1
 
     @property
     def committed(self) -> int:
         """Step of the newest committed checkpoint that it knows of; -1 for none."""
-        return self.pulse.committed if self.pulse else -1
+        return self.heartbeat.committed if self.heartbeat else -1
 
     @property
     def waits(self) -> bool:
         """Whether its main thread waits in a collective."""
-        return self.pulse is not None and self.pulse.waiting
+        return self.heartbeat is not None and self.heartbeat.waiting
 
     @property
     def tells(self) -> bool:
         """Whether it says what it does; a script that does not use zeroshard says nothing."""
-        return self.pulse is not None and bool(self.pulse.step >= 0 or self.pulse.collective.number or self.pulse.phase)
+        return self.heartbeat is not None and bool(
+            self.heartbeat.step >= 0 or self.heartbeat.collective.number or self.heartbeat.phase
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -63,10 +65,10 @@ class RankState:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RankState":
         """What `as_dict` gave, after a way through JSON."""
-        pulse, failure = values["pulse"], values["failure"]
-        if pulse is not None:
-            pulse = HeartbeatReading(**{**pulse, "collective": Collective(*pulse["collective"])})
-        return cls(**{**values, "pulse": pulse, "failure": None if failure is None else Failure(**failure)})
+        heartbeat, failure = values["heartbeat"], values["failure"]
+        if heartbeat is not None:
+            heartbeat = HeartbeatReading(**{**heartbeat, "collective": Collective(*heartbeat["collective"])})
+        return cls(**{**values, "heartbeat": heartbeat, "failure": None if failure is None else Failure(**failure)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,8 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
     with open(path.with_suffix(STACKS), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
-        pulse = Heartbeat(path, int(environment["RANK"]))
-        threading.Thread(target=_beat, args=(pulse,), name="zeroshard heartbeat", daemon=True).start()
+        heartbeat = Heartbeat(path, int(environment["RANK"]))
+        threading.Thread(target=_beat, args=(heartbeat,), name="zeroshard heartbeat", daemon=True).start()
         _seed_afresh()
         code = _end(path, command)
         faulthandler.disable()
@@ -118,7 +118,7 @@ def _seed_afresh() -> None:
         sys.modules["numpy"].random.seed()
 
 
-def _beat(pulse: Heartbeat) -> None:
+def _beat(heartbeat: Heartbeat) -> None:
     while True:
-        pulse.beat()
+        heartbeat.beat()
         time.sleep(BEAT)

@@ -184,24 +184,24 @@ class Batches:
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
 
-    def rows(self, samples: Sequence[int], lane: int = 0, lanes: int = 1) -> Tensor:
-        """Rows of `lane` in the global batch of `samples`: [len(samples) / lanes, sequence + 1] int64.
+    def rows(self, samples: Sequence[int], data_rank: int = 0, data_ranks: int = 1) -> Tensor:
+        """Rows of `data_rank` in the global batch of `samples`: [len(samples) / data_ranks, sequence + 1] int64.
 
         A sample is a window, counted from the start of the run over all epochs. The global batch does not depend on how
-        it is cut over the lanes.
+        it is cut over the data ranks.
 
         Raises:
-            DataError: one global batch needs more windows than an epoch has, or does not divide among the lanes.
+            DataError: one global batch needs more windows than an epoch has, or does not divide among the data ranks.
         """
         if len(samples) > self.windows_per_epoch:
             raise DataError(
                 f"the training text has {len(self._tokens)} tokens and a global batch of {len(samples)} windows needs "
                 f"at least {(len(samples) + 1) * self._sequence}; add text, or shorten the sequence or the batch"
             )
-        size, left = divmod(len(samples), lanes)
+        size, left = divmod(len(samples), data_ranks)
         if left:
-            raise DataError(f"a global batch of {len(samples)} samples does not divide among {lanes} lanes")
-        starts = [self._start(sample) for sample in samples[lane * size : (lane + 1) * size]]
+            raise DataError(f"a global batch of {len(samples)} samples does not divide among {data_ranks} data ranks")
+        starts = [self._start(sample) for sample in samples[data_rank * size : (data_rank + 1) * size]]
         return _windows(self._tokens, torch.tensor(starts), self._sequence)
 
     def _start(self, sample: int) -> int:

@@ -34,7 +34,7 @@ def gpt_task(config: GPTConfig, rows: int = 1) -> TrainingTask:
     """The task of training a `GPT` with AdamW.
 
     Args:
-        rows: of one step, all lanes together, each of `config.context` tokens.
+        rows: of one step, all data ranks together, each of `config.context` tokens.
     """
     parameters = gpt_parameters(config.width, config.layers, config.vocabulary)
     name = f"{people(parameters)}: {config.layers} x {config.width}"

@@ -14,7 +14,7 @@ from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction
-from zeroshard.planner.search.this_machine import machines_here
+from zeroshard.planner.search.this_machine import local_machines
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.task import language_task
@@ -38,7 +38,7 @@ def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, 
 
 
 def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int) -> str:
-    machines = machines_here(mesh.ranks, mesh.device.type, profile)
+    machines = local_machines(mesh.ranks, mesh.device.type, profile)
     machines = replace(machines, device=replace(machines.device, memory_bytes=machines.device.overhead_bytes + budget))
     task = language_task(config, config.batch_per_rank * mesh.ranks)
     closest, least = config.plan, 0

@@ -135,8 +135,8 @@ def _take(path: Path, mesh: Mesh) -> None:
         OSError: it cannot be written.
     """
     hold(path / LOCK, owner())
-    if mesh.pulse is not None:
-        link = mesh.pulse.path.with_suffix(HELD)
+    if mesh.heartbeat is not None:
+        link = mesh.heartbeat.path.with_suffix(HELD)
         link.unlink(missing_ok=True)
         link.symlink_to((path / LOCK).resolve())
 

@@ -81,9 +81,9 @@ class Keeping:
             raise ConfigError(
                 f"The checkpoint is at step {extra['step']} and steps is {self._config.steps}; raise steps to go on."
             )
-        pulse = self._engine.mesh.pulse
-        if pulse is not None:
-            pulse.committed(extra["step"])
+        heartbeat = self._engine.mesh.heartbeat
+        if heartbeat is not None:
+            heartbeat.committed(extra["step"])
         self.cursor.load(extra["cursor"])
         if self.guard is not None and extra["guard"] is not None:
             self.guard.load(extra["guard"])
@@ -99,7 +99,7 @@ class Keeping:
             f"optimizer and seed; a new run begins in {run}"
         )
 
-    def judge(self, step: int, loss: float, position: int) -> int:
+    def decide(self, step: int, loss: float, position: int) -> int:
         """Look at the loss that all ranks know of a step; returns the step that training is at now.
 
         Args:
@@ -111,7 +111,7 @@ class Keeping:
         """
         if self.guard is None:
             return step
-        verdict = self.guard.judge(step, loss, position)
+        verdict = self.guard.decide(step, loss, position)
         if verdict is not GuardVerdict.ROLL_BACK:
             return step
         origin, reached = self.guard.origin, self.cursor.position

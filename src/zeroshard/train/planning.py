@@ -22,7 +22,7 @@ from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.search.auto import best_plans, on_rank_zero, refuse_chosen, why
 from zeroshard.planner.search.search import Say, search
 from zeroshard.planner.search.text import describe, short
-from zeroshard.planner.search.this_machine import machines_here
+from zeroshard.planner.search.this_machine import local_machines
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.folder import SAME, unfinished
 from zeroshard.train.task import language_task
@@ -71,7 +71,7 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
         _tell(answer["lines"])
     if config.planning == "auto":
         plan = replace(Plan.from_dict(answer["plan"]), transport=config.plan.transport)
-        batch = _rows(config, mesh) // lanes_of(plan, mesh.ranks)
+        batch = _rows(config, mesh) // data_ranks_of(plan, mesh.ranks)
         config = replace(config, planning="given", plan=plan, batch_per_rank=batch)
     found = answer["prediction"]
     return config, Outlook(None if found is None else _prediction(found), answer["rates"])
@@ -82,7 +82,7 @@ def _tell(lines: Sequence[str]) -> None:
         print(f"zeroshard: {line}", flush=True)
 
 
-def lanes_of(plan: Plan, ranks: int) -> int:
+def data_ranks_of(plan: Plan, ranks: int) -> int:
     """How many batches make up a step: one per rank, or per replica of the first stage.
 
     Raises:
@@ -92,10 +92,10 @@ def lanes_of(plan: Plan, ranks: int) -> int:
 
 
 def _rows(config: TrainConfig, mesh: Mesh) -> int:
-    """Of one step, all lanes together."""
+    """Of one step, all data ranks together."""
     if config.planning == "auto":
         return config.batch_per_rank * mesh.ranks
-    return config.batch_per_rank * lanes_of(config.plan, mesh.ranks)
+    return config.batch_per_rank * data_ranks_of(config.plan, mesh.ranks)
 
 
 def _answer(config: TrainConfig, mesh: Mesh, profile: Path | None, say: Say) -> dict[str, Any]:
@@ -105,14 +105,14 @@ def _answer(config: TrainConfig, mesh: Mesh, profile: Path | None, say: Say) -> 
         folder, plan = kept
         line = f"going on with the plan of {folder}, which is not chosen anew: {short(plan, mesh.ranks)}"
         return {"plan": plan.as_dict(), "prediction": None, "rates": "", "lines": [line]}
-    machines = machines_here(mesh.ranks, mesh.device.type, profile)
+    machines = local_machines(mesh.ranks, mesh.device.type, profile)
     task = language_task(config, _rows(config, mesh))
     if config.planning == "auto" and kept is None:
         found = best_plans(task, machines, config.plan, say)
         best, lines = found.best[0], why(found)
     else:
         plan = config.plan if kept is None else kept[1]
-        rows = task.rows // lanes_of(plan, mesh.ranks)
+        rows = task.rows // data_ranks_of(plan, mesh.ranks)
         found = search(task, machines, plan, plans=[(plan, rows)], say=say)
         best = found.best[0] if found.best else predict(task, plan, machines, rows)
         lines = [*describe(best), *(f"warning: {refusal.why} {refusal.way_out}" for refusal in found.refused)]
@@ -131,7 +131,7 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
         ranks = json.loads((folder / SAME).read_text()).get("ranks")
     except (ConfigError, OSError, ValueError):
         return None
-    if ranks != mesh.ranks or before.batch_per_rank * lanes_of(before.plan, ranks) != _rows(config, mesh):
+    if ranks != mesh.ranks or before.batch_per_rank * data_ranks_of(before.plan, ranks) != _rows(config, mesh):
         return None
     chosen = dict(flat(before.plan.as_dict()))
     return folder, config.plan.with_settings({name: chosen[name] for name in SEARCHED})

@@ -25,7 +25,7 @@ class Exposed:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._guesses = (0, 0)
+        self._speculation_counts = (0, 0)
         self._steps = 0
 
     def step(self) -> dict[str, Any]:
@@ -36,25 +36,28 @@ class Exposed:
         for cause, part in seconds.items():
             self._seconds[cause] += part
         self._steps += 1
-        guesses = self._engine.guesses
-        before, self._guesses = self._guesses, (guesses.taken, guesses.undone)
-        taken, undone = (now - then for now, then in zip(self._guesses, before, strict=True))
+        speculation_counts = self._engine.speculation_counts
+        before, self._speculation_counts = (
+            self._speculation_counts,
+            (speculation_counts.taken, speculation_counts.undone),
+        )
+        taken, undone = (now - then for now, then in zip(self._speculation_counts, before, strict=True))
         return {"exposed_seconds": seconds, "guesses_taken": taken, "guesses_undone": undone}
 
     def summary(self) -> dict[str, Any]:
         """Likewise of all steps together."""
         if not self._steps:
             return {}
-        taken, undone = self._guesses
+        taken, undone = self._speculation_counts
         return {"exposed_seconds": dict(self._seconds), "guesses_taken": taken, "guesses_undone": undone}
 
     def __str__(self) -> str:
         """One line on all steps; empty where nothing is offloaded."""
         if not self._steps:
             return ""
-        taken, undone = self._guesses
-        guesses = f"; guessed updates: {taken:,} taken, {undone:,} undone" if taken or undone else ""
-        return f"exposed {in_words(self._seconds)} in {self._steps:,} steps{guesses}"
+        taken, undone = self._speculation_counts
+        speculation_counts = f"; guessed updates: {taken:,} taken, {undone:,} undone" if taken or undone else ""
+        return f"exposed {in_words(self._seconds)} in {self._steps:,} steps{speculation_counts}"
 
 
 def in_words(seconds: Mapping[str, float], most: int | None = None) -> str:

@@ -88,7 +88,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What all ranks know of a step: the mean loss over all lanes in nats per token, where it is known; a request.
+    """What all ranks know of a step: the mean loss over all data ranks in nats per token, where it is known; a request.
 
     Attributes:
         stop: the signal by which a rank was asked to stop; 0 for none.
@@ -152,11 +152,11 @@ class Run:
             self._forecast = self._begin_forecast(config.steps - first)
             while step < config.steps:
                 position = keeping.cursor.position
-                samples = keeping.cursor.take(config.batch_per_rank * self.engine.lanes)
+                samples = keeping.cursor.take(config.batch_per_rank * self.engine.data_ranks)
                 done = self._traced_step(step, first, samples)
                 if done.loss is not None:
                     losses[step + 1] = done.loss
-                reached = keeping.judge(step + 1, done.loss, position) if done.loss is not None else step + 1
+                reached = keeping.decide(step + 1, done.loss, position) if done.loss is not None else step + 1
                 if reached == step + 1:
                     self._between_steps(step + 1, done.stop)
                 step = reached
@@ -167,7 +167,7 @@ class Run:
     def _header(self) -> dict[str, str]:
         """What is trained, on what, how, and where it is kept."""
         config, corpus, engine = self.config, self.text.corpus, self.engine
-        rows = config.batch_per_rank * engine.lanes
+        rows = config.batch_per_rank * engine.data_ranks
         mesh = self.engine.mesh
         ranks = f"{mesh.ranks} rank{'s' * (mesh.ranks > 1)} on {mesh.device.type}"
         return {
@@ -264,7 +264,7 @@ class Run:
         rate = learning_rate(config, step)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        rows = self.batches.rows(samples, engine.lane, engine.lanes)
+        rows = self.batches.rows(samples, engine.data_rank, engine.data_ranks)
         result, loss = self._train_step(step, self.built.batch(rows.to(self.engine.mesh.device)))
         elapsed = time.perf_counter() - began
         done = self._agree(step, loss, elapsed - engine.seconds_waiting)
@@ -281,7 +281,7 @@ class Run:
             "loss": done.loss,
             "bits_per_byte": self.text.bits_per_byte(done.loss),
             "grad_norm": result.grad_norm,
-            "tokens_per_s": config.batch_per_rank * config.sequence * engine.lanes / elapsed,
+            "tokens_per_s": config.batch_per_rank * config.sequence * engine.data_ranks / elapsed,
             "learning_rate": rate,
             "loss_scale": result.loss_scale if config.plan.scales_loss else None,
             "skipped": result.skipped,
@@ -336,7 +336,7 @@ class Run:
         self.built.module.eval()
         with torch.no_grad():
             for tokens in validation_windows(
-                self.text.validation, config.sequence, 2 * config.batch_per_rank, engine.lane, engine.lanes, rows
+                self.text.validation, config.sequence, 2 * config.batch_per_rank, engine.data_rank, engine.data_ranks, rows
             ):
                 self._phase("validation")
                 total += float(self.built.loss(self.engine, tokens.to(mesh.device))) * len(tokens)
@@ -353,8 +353,8 @@ class Run:
 
     def _phase(self, text: str) -> None:
         """Tell the supervisor what this rank does, and that it gets on."""
-        if self.engine.mesh.pulse is not None:
-            self.engine.mesh.pulse.phase(text)
+        if self.engine.mesh.heartbeat is not None:
+            self.engine.mesh.heartbeat.phase(text)
 
     def _finish(self, first: int, losses: list[float], validation: float) -> dict[str, Any]:
         engine, text, config = self.engine, self.text, self.config

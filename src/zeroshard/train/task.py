@@ -26,7 +26,7 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
     """The task of `zeroshard train` with these options.
 
     Args:
-        rows: of one step, all lanes together.
+        rows: of one step, all data ranks together.
 
     Raises:
         ModelError: there is no such model, or it cannot be built.
@@ -46,7 +46,7 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
 
     Args:
         config: `model` is `module:function`, of a function without arguments.
-        rows: of one step, all lanes together.
+        rows: of one step, all data ranks together.
         batch_of: `module:function`, of a function from a number of rows to a batch as the engine takes it; a language
             model of this package or of transformers needs none.
 

@@ -160,7 +160,7 @@ class ByPass(Gatherer):
                 shard.free()
 
     @property
-    def everything_here(self) -> bool:
+    def all_gathered(self) -> bool:
         """Whether all units are gathered."""
         return all(shard.residence is Residence.GATHERED for shards in self._shards for shard in shards)
 

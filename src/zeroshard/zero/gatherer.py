@@ -60,7 +60,7 @@ class Gatherer:
         """Free every unit, unless they are pinned."""
 
     @property
-    def everything_here(self) -> bool:
+    def all_gathered(self) -> bool:
         """Whether all units of this rank are here."""
         return True
 
@@ -98,7 +98,7 @@ class ByChunk(Gatherer):
         self._pins = 0
 
     @property
-    def everything_here(self) -> bool:
+    def all_gathered(self) -> bool:
         """Whether all units of this rank are gathered."""
         return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
 

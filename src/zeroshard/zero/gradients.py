@@ -3,7 +3,7 @@
 [Note: life of a gradient] Autograd hands over each parameter's gradient once per backward. It is copied (or, from
 the second backward without a reduction on, added) into the gradient buffer, laid out like the parameters, so that what
 goes on the wire is contiguous. A reduction brings each slice to its owner, who adds the ranks' copies in rank order in
-fp32, divides by the data lanes, and adds the mean to the sum. The update consumes the sum.
+fp32, divides by the data ranks, and adds the mean to the sum. The update consumes the sum.
 
 [Note: small parameters] Biases and norms lie behind one another at the end of a flat. Autograd adds their gradients up
 in a small buffer itself, and one copy takes them all into the gradient buffer, so what Python does does not grow with

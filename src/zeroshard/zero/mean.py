@@ -16,7 +16,7 @@ def add_mean(
 
     Args:
         apart: whether `into` overlaps no copy after the second.
-        divisor: of the sum; the number of data lanes behind it.
+        divisor: of the sum; the number of data ranks behind it.
     """
     sums = torch.promote_types(copies[0].dtype, torch.float32)
     at_once = apart and not add and into.dtype == sums

@@ -59,7 +59,7 @@ class Direct(OwnSlice):
     """One rank that has the slice alone, and whose sum is not the gradient buffer.
 
     Args:
-        divisor: data lanes behind the loss, where they are more than the ranks that hold the slice.
+        divisor: data ranks behind the loss, where they are more than the ranks that hold the slice.
     """
 
     needed = True
@@ -89,7 +89,7 @@ class Scatter(OwnSlice):
 
     Args:
         wire_dtype: dtype on the wire; None for that of the gradients.
-        divisor: data lanes behind the loss, by which the sum of the ranks' copies is divided.
+        divisor: data ranks behind the loss, by which the sum of the ranks' copies is divided.
     """
 
     needed, local = True, False

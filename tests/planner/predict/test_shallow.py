@@ -16,7 +16,7 @@ from zeroshard.planner.predict.cuts import layers_of
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.shallow import deepen, probes, stacks_of
-from zeroshard.planner.predict.timed import predict_really
+from zeroshard.planner.predict.timed import predict_timed
 from zeroshard.planner.search.search import search
 from zeroshard.train.gpt import GPT, Block
 
@@ -217,7 +217,7 @@ def test_few_blocks_of_a_stage_tell_all(layers: int, plan: dict[str, Any]) -> No
 
 
 def test_a_timed_prediction_is_of_real_steps() -> None:
-    found = predict_really(task(), zs.Plan(zero=0), ALONE, 4)
+    found = predict_timed(task(), zs.Plan(zero=0), ALONE, 4)
     assert (found.mode, found.time_mode) == ("shallow-real", "shallow-real")
     assert found.causes["compute"] > found.causes["optimizer"] > 0
     assert found.memory == predict(task(), zs.Plan(zero=0), ALONE, 4, deep=True).memory

@@ -14,7 +14,7 @@ from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.errors import BatchError, DataError, ModelError, PlanError
 from zeroshard.planner.predict.torch_internals import fakes, is_fake
 from zeroshard.planner.search.auto import on_rank_zero, task_of
-from zeroshard.planner.search.this_machine import machines_here, nearest_preset
+from zeroshard.planner.search.this_machine import local_machines, nearest_preset
 
 WIDTH = 256
 PSI = 2 * WIDTH * WIDTH  # parameters
@@ -122,16 +122,16 @@ def test_a_machine_that_nobody_measured_has_assumed_rates_and_its_own_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    machines = machines_here(4, "cpu")
+    machines = local_machines(4, "cpu")
     assert (machines.count, machines.nodes, machines.device.kind) == (4, 1, "cpu")
     assert "assumed" in machines.device.source
     assert machines.host_memory is not None and 4 * machines.device.memory_bytes <= machines.host_memory + 2**28
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert machines_here(4, "cpu").nodes == 2
+    assert local_machines(4, "cpu").nodes == 2
     (tmp_path / "zeroshard").mkdir()
     (tmp_path / "zeroshard" / "machine.json").write_text("{}")
     with pytest.raises(DataError, match="zeroshard doctor"):
-        machines_here(2, "cpu")
+        local_machines(2, "cpu")
 
 
 def speak(mesh: Mesh, fails: bool) -> tuple[Any, list[str]]:

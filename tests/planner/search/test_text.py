@@ -69,7 +69,7 @@ def test_a_prediction_that_does_not_fit_says_so() -> None:
 def test_what_is_not_there_is_not_mentioned() -> None:
     text = " ".join(describe(piped(wire_bytes={})))
     assert "Wire" not in text and "Host" not in text and "optimizer 0%" not in text
-    assert "4 rows per lane and step" in text
+    assert "4 rows per data rank and step" in text
 
 
 def test_shares_add_up_and_the_largest_is_first() -> None:

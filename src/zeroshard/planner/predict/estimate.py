@@ -47,10 +47,10 @@ class Estimator:
         """The first estimate of a plan; the plan's offload and recomputation are not in it.
 
         Args:
-            rows: of one lane in one step.
+            rows: of one data rank in one step.
         """
         ranks, each = self.machines.count, rows / plan.microbatches
-        lanes = ranks // plan.pipeline.stages
+        data_ranks = ranks // plan.pipeline.stages
         beside = {name: 0 for name in self.one.memory if name not in STATES}
         part = min(
             1.0, plan.microbatches / plan.pipeline.stages
@@ -68,8 +68,8 @@ class Estimator:
             host_bytes=0,
             host_capacity_bytes=None,
             wire_bytes={},
-            causes=self._causes(plan, each, lanes),
-            tokens=rows * lanes * self.sequence,
+            causes=self._causes(plan, each, data_ranks),
+            tokens=rows * data_ranks * self.sequence,
             events=(),
             notes=(),
         )
@@ -78,19 +78,19 @@ class Estimator:
         low, high = (one.memory.get(category, 0) for one in (self.one, self.two))
         return max(0.0, low + (rows - 1) * (high - low))
 
-    def _causes(self, plan: Plan, rows: float, lanes: int) -> Mapping[str, float]:
+    def _causes(self, plan: Plan, rows: float, data_ranks: int) -> Mapping[str, float]:
         """Seconds by cause; the wire is busy beside the computation, and what is left of it counts."""
         low, high = (one.causes["compute"] for one in (self.one, self.two))
         stages, m = plan.pipeline.stages, plan.microbatches
         compute = m * max(0.0, low + (rows - 1) * (high - low)) / stages
         slicing = choices_of(plan).slicing
-        update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(lanes)
+        update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(data_ranks)
         width = states_of(self.sizes, plan, self.machines.count).parameter
         nbytes = (self.sizes.trainable + self.sizes.frozen) * width / stages
         wire = 0.0
-        if lanes > 1:
+        if data_ranks > 1:
             reductions, gathers = slicing.passes(m)
-            wire += reductions * self.machines.wire_seconds("exchange", nbytes, lanes, stages)
-            wire += gathers * self.machines.wire_seconds("gather", nbytes, lanes, stages)
+            wire += reductions * self.machines.wire_seconds("exchange", nbytes, data_ranks, stages)
+            wire += gathers * self.machines.wire_seconds("gather", nbytes, data_ranks, stages)
         bubble = compute * (stages - 1) / m
         return {"compute": compute, "optimizer": update, "wire": max(0.0, wire - compute), "bubble": bubble}

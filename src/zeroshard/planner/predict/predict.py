@@ -18,7 +18,7 @@ def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep:
     """What a plan needs on the rank that needs most, and how long a step takes.
 
     Args:
-        rows: of one lane in one step.
+        rows: of one data rank in one step.
         deep: rehearse every block and every stage, instead of few and what a further one adds.
 
     Raises:
@@ -36,7 +36,7 @@ def put_together(
 ) -> Prediction:
     """The prediction that follows from what was rehearsed: one rank, or one of each of some stages."""
     ranks, choices = machines.count, choices_of(plan)
-    lanes = plan.pipeline_schedule(ranks).layout.replicas[0]
+    data_ranks = plan.pipeline_schedule(ranks).layout.replicas[0]
     times = way_of(plan).times(needs, plan, machines)
     notes = list(times.notes)
     if not all(one.exact for one in needs):
@@ -60,7 +60,7 @@ def put_together(
         host_capacity_bytes=_host_capacity(fullest, any(choice.beside_devices for choice in choices), machines),
         wire_bytes=fullest.wire,
         causes=times.causes,
-        tokens=rows * lanes * task.sequence,
+        tokens=rows * data_ranks * task.sequence,
         events=fullest.last.events if fullest.exact else (),
         spans=times.spans,
         notes=tuple(notes),

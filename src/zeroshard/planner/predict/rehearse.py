@@ -52,7 +52,7 @@ class TrainingTask:
         build: makes the model, best on the meta device.
         batch: so many rows as the engine takes them.
         optimizer: of the model's parameters, or of the model where `whole_model`.
-        rows: of one step, all lanes together.
+        rows: of one step, all data ranks together.
         sequence: tokens of one row.
         name: what people call the model.
         whole_model: whether `optimizer` takes the model itself.
@@ -150,7 +150,7 @@ def rehearse(
     """Build the engine of one rank and let it take steps until they are all alike.
 
     Args:
-        rows: of this rank's lane in one step.
+        rows: of this rank's batch in one step.
         machines: what operations and collectives take, and the granularity of allocations; without, time stands still.
         timed: on tensors with values, on this machine's CPUs; what is spent is then CPU time that was measured.
 

@@ -22,7 +22,7 @@ class Prediction:
     """What one plan needs, on the rank that needs most.
 
     Attributes:
-        batch: rows per lane and step (a lane is a rank, or a replica of the whole pipeline).
+        batch: rows per data rank and step (a rank, or a replica of the whole pipeline).
         ranks: number of ranks.
         rank: the rank with the highest peak.
         mode: how the memory was found: the engine on tensors without values, on real ones with few layers, or a first

@@ -66,7 +66,7 @@ class _Job:
     depths: tuple[str, tuple[int, ...]] | None
 
     @property
-    def lane(self) -> PipelineSchedule:
+    def replica_schedule(self) -> PipelineSchedule:
         """One rank of each stage."""
         plan, layout = self.plan, Layout.equal(self.plan.pipeline.stages, self.plan.pipeline.virtual_stages)
         return PipelineSchedule(
@@ -127,13 +127,13 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
     Of many microbatches only some are rehearsed, with two numbers of them: memory grows with those that are in flight
     at once, which the schedule's own lists say.
     """
-    m, lane = job.plan.microbatches, job.lane
-    few = few_microbatches(lane)
+    m, schedule = job.plan.microbatches, job.replica_schedule
+    few = few_microbatches(schedule)
     if few is None:
         one = job.rehearse(m, blocks)
         return numbers_of(one, 0), one, True
     less, more = few
-    some, further, all_of_them = (in_flight(lane, job.stage, k) for k in (less, more, m))
+    some, further, all_of_them = (in_flight(schedule, job.stage, k) for k in (less, more, m))
     growth = (all_of_them - further) / (further - some) if further > some else 0
     b = job.rehearse(more, blocks)
     a = job.rehearse(less, blocks) if growth else b
@@ -148,11 +148,11 @@ def _times(
 ) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
     """Seconds of one step by cause, and who does what when."""
     pipeline = replace(needs[0].last.pipeline, microbatches=plan.microbatches)
-    one_lane = replace(
+    one_replica = replace(
         pipeline, layout=type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages), loans=()
     )
     even = not pipeline.layout.uneven
-    lists_of = one_lane if even else pipeline  # lanes of an even layout do not meet but at reductions
+    lists_of = one_replica if even else pipeline  # data ranks of an even layout do not meet but at reductions
     costs = _costs(needs, lists_of, machines)
     simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
     spent = [_spent(one, plan, costs, lists_of) for one in needs]

@@ -17,13 +17,13 @@ from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.predict.ways import way_of
 
 
-def predict_really(
+def predict_timed(
     task: TrainingTask, plan: Plan, machines: Machines, rows: int, threads: int | None = None
 ) -> Prediction:
     """What a plan needs and how long its step takes, from steps really taken.
 
     Args:
-        rows: of one lane in one step.
+        rows: of one data rank in one step.
         threads: that each rank computes with; what torch uses here by default.
 
     Raises:

@@ -28,7 +28,7 @@ class Way(Protocol):
         """The numbers of ranks, of which one is the fullest.
 
         Args:
-            rows: of one lane in one step.
+            rows: of one data rank in one step.
             stacks: the repeated blocks of the model, of which few are rehearsed; without, everything is.
         """
 

@@ -22,7 +22,7 @@ from zeroshard.planner.predict.result import Found, Refusal
 from zeroshard.planner.predict.torch_internals import is_fake
 from zeroshard.planner.search.search import Say, search
 from zeroshard.planner.search.text import alike, describe, short
-from zeroshard.planner.search.this_machine import machines_here
+from zeroshard.planner.search.this_machine import local_machines
 
 NAMED = 2  # kinds of refusals that are told
 
@@ -42,7 +42,7 @@ def plan_for(
         raise PlanError(f"ranks is {ranks} and machines have {machines.count} devices; leave one of the two out.")
     mesh = init_mesh(base.timeout)
     count = machines.count if machines is not None else ranks or mesh.ranks
-    where = machines or machines_here(count, mesh.device.type)
+    where = machines or local_machines(count, mesh.device.type)
     task = task_of(model, batch, optimizer, count)
 
     def work(tell: Say) -> dict[str, Any]:
@@ -180,8 +180,8 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
 
 def _hear(mesh: Mesh, answer: dict[str, str]) -> None:
     """Tell the supervisor that planning gets on."""
-    if mesh.pulse is not None:
-        mesh.pulse.phase(f"planning: {answer['text']}")
+    if mesh.heartbeat is not None:
+        mesh.heartbeat.phase(f"planning: {answer['text']}")
 
 
 def _hollow(model: nn.Module) -> nn.Module:

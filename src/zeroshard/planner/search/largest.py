@@ -89,7 +89,7 @@ class Largest:
     Attributes:
         counts: what must fit: "states", the model states into all of a device's memory, as in ZeRO's table 2; or
             "step", the peak of a whole step into what tensors can use of it, with a margin left free.
-        rows: of one lane in one step.
+        rows: of one data rank in one step.
         room_bytes: what `needed_bytes` may be at most.
         member: the largest that fits; None if not even the smallest does.
         beyond: the next one, which does not fit; None if the family ends before.
@@ -136,7 +136,7 @@ def largest(
     """The largest member of a family that fits.
 
     Args:
-        rows: of one lane in one step.
+        rows: of one data rank in one step.
         counts: what must fit; see `Largest`.
         say: told what is being rehearsed.
 
@@ -184,7 +184,7 @@ class _Climb:
             (n, layers) for n, rung in enumerate(self.family.rungs) for layers in range(rung.fewest, rung.most + 1)
         ]
         fits, fails = -1, len(places)
-        at = places.index(self._guess())
+        at = places.index(self._likely_member())
         while fails - fits > 1:
             left = self._room - self._member(places[at]).needed_bytes
             more = int(left // self._line(places[at][0])[1])
@@ -208,7 +208,7 @@ class _Climb:
         device = self.machines.device
         return device.memory_bytes if self.counts == "states" else int(device.capacity_bytes * (1 - MARGIN))
 
-    def _guess(self) -> tuple[int, int]:
+    def _likely_member(self) -> tuple[int, int]:
         """The highest rung whose smallest member fits by its line, and how many layers of it do."""
         rungs = self.family.rungs
         low, high = 0, len(rungs) - 1

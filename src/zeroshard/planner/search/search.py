@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from zeroshard.doctor.cpu_load import company
+from zeroshard.doctor.cpu_load import busy_cpus
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError, ZeroshardError
 from zeroshard.offload import choice as offload
@@ -24,7 +24,7 @@ from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
 from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of
-from zeroshard.planner.predict.timed import predict_really
+from zeroshard.planner.predict.timed import predict_timed
 from zeroshard.planner.predict.ways import way_of
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import lacking, short
@@ -40,7 +40,7 @@ Key = tuple[Plan, int]
 
 @dataclass(frozen=True)
 class Shape:
-    """A plan but for its microbatches, the rows of one lane, and the offer that it is of."""
+    """A plan but for its microbatches, the rows of one data rank, and the offer that it is of."""
 
     plan: Plan
     rows: int
@@ -66,7 +66,7 @@ def search(
     Args:
         base: what all plans have in common (precision, clipping and the like).
         top: how many to keep.
-        plans: plans and rows per lane to look at, instead of all there are.
+        plans: plans and rows per data rank to look at, instead of all there are.
         say: told what is being looked at.
         last_resorts: whether to try them even where other plans fit.
         first: given the first estimates, before any plan is rehearsed; not called where nothing can be estimated.
@@ -88,7 +88,7 @@ def search(
             hunt.try_plan(plan, rows)
     order = sorted(hunt.fitting, key=lambda p: (p.seconds, p.peak_bytes))
     if machines.here:
-        with company(min(machines.count, os.cpu_count() or 1) - 1):
+        with busy_cpus(min(machines.count, os.cpu_count() or 1) - 1):
             timed = [hunt.timed(prediction) for prediction in order[:MOST_TIMED]]
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
     best = [hunt.whole(order[0]), *order[1:top]] if order else []
@@ -110,7 +110,7 @@ class _Hunt:
     _seen: dict[Key, Prediction] = field(default_factory=dict)
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
-    _guesses: dict[Plan, list[int]] = field(default_factory=dict)
+    _likely: dict[Plan, list[int]] = field(default_factory=dict)
 
     @property
     def _site(self) -> Site:
@@ -125,7 +125,7 @@ class _Hunt:
                 yield self._shape(offer)
 
     def _shape(self, offer: Offer) -> Shape:
-        return Shape(self.base.with_settings(offer.settings), self.task.rows // offer.lanes, offer)
+        return Shape(self.base.with_settings(offer.settings), self.task.rows // offer.data_ranks, offer)
 
     def try_last_resorts(self) -> None:
         """Go further and further, until it fits."""
@@ -149,10 +149,10 @@ class _Hunt:
             each = (estimator.prediction(self._with(shape.plan, count), shape.rows) for count in counts)
             near = shape.offer.order.near([one for one in each if one.fits])
             chosen += near[:1]
-            guesses = self._guesses[shape.plan] = [one.plan.microbatches for one in near]
+            likely = self._likely[shape.plan] = [one.plan.microbatches for one in near]
             expected[shape.plan] = 1
-            if guesses:
-                expected[shape.plan] = shape.offer.order.looks(counts, guesses) + shape.offer.most_faster
+            if likely:
+                expected[shape.plan] = shape.offer.order.looks(counts, likely) + shape.offer.most_faster
         self.progress = SearchProgress(expected)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
@@ -162,8 +162,8 @@ class _Hunt:
         if not offer.counts:
             self._refuse(plan, shape.rows, *offer.without_counts)
             return
-        guesses = self._guesses.get(plan, [])
-        found = offer.order.find(lambda count: self._look(self._with(plan, count), shape.rows), offer.counts, guesses)
+        likely = self._likely.get(plan, [])
+        found = offer.order.find(lambda count: self._look(self._with(plan, count), shape.rows), offer.counts, likely)
         leaner = plan.with_settings(offer.leaner)
         if found is not None and not found.fits and leaner != plan:
             self.try_shape(replace(shape, plan=leaner))
@@ -192,7 +192,7 @@ class _Hunt:
         """The prediction with a time that was measured on few blocks, where this machine can hold them."""
         self.say(f"timing {short(prediction.plan, self.machines.count)}")
         try:
-            found = predict_really(self.task, prediction.plan, self.machines, prediction.batch)
+            found = predict_timed(self.task, prediction.plan, self.machines, prediction.batch)
         except ZeroshardError:
             return prediction
         return replace(prediction, causes=found.causes, time_mode=found.time_mode)
@@ -224,7 +224,7 @@ class _Hunt:
             each = max(1, rows // plan.microbatches)
             for choice in choices_of(plan):
                 plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
-            words = f"{short(plan, self.machines.count)}, {rows} rows per lane"
+            words = f"{short(plan, self.machines.count)}, {rows} rows per data rank"
             self.say(f"{self.progress.look(plan)}{words}")
             self._seen[key] = predict(self.task, plan, self.machines, rows)
         except ZeroshardError as error:

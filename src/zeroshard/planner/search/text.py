@@ -38,7 +38,7 @@ def describe(prediction: Prediction) -> list[str]:
     p = prediction
     each = "rank"
     for choice in choices_of(p.plan):
-        each = choice.lane(each)
+        each = choice.row_owner(each)
     free = 1 - p.peak_bytes / p.capacity_bytes
     room = f"{free:.0%} free" if p.fits else f"too much: {p.margin:.0%} must stay free"
     sentences = [

@@ -19,7 +19,7 @@ ASSUMED_CPU = {"matrix": 5e10, "memory": 1e10, "launch": 5e-6}  # FLOP/s, bytes/
 ASSUMED_LINK = Link(2e9, 5e-5)  # between processes of one machine
 
 
-def machines_here(ranks: int, kind: str, profile: Path | None = None) -> Machines:
+def local_machines(ranks: int, kind: str, profile: Path | None = None) -> Machines:
     """What `ranks` ranks like this process would run on.
 
     Args:
