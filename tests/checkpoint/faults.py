@@ -118,7 +118,7 @@ class Desk:
         self.words.append(json.loads(json.dumps(word)))
         return [self.words[-1], *self.words[:-1]]
 
-    def spread(self, word: Any) -> Any:
+    def broadcast(self, word: Any) -> Any:
         """The word."""
         return word
 

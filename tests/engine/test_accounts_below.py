@@ -11,7 +11,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.offload.host_tiers import units_below
+from zeroshard.offload.host_tiers import units_on_host
 from zeroshard.offload.updaters import HostUpdater
 from zeroshard.units import find_units
 
@@ -57,7 +57,7 @@ def psi(name: str, trainable: bool = True) -> int:
 def psi_below(name: str, share: float) -> int:
     """Parameters of the units whose states go down."""
     units = find_units(make(name), None)
-    chosen = units_below(units, share)
+    chosen = units_on_host(units, share)
     return sum(p.numel() for unit in units if unit.number in chosen for p in unit.parameters.values())
 
 

@@ -88,7 +88,7 @@ def _remove(chain: Chain, first: int, last: int) -> None:
                 if module in chain.frames:
                     absent = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
                 module._parameters[name] = nn.Parameter(absent, requires_grad=False)
-    chain.standins.forget()
+    chain.placeholders.forget()
 
 
 def vgg(flat: bool) -> nn.Module:

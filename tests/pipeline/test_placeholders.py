@@ -10,14 +10,14 @@ from zeroshard.errors import ModelError
 from zeroshard.pipeline.placeholders import Placeholders
 
 
-def standin(module: nn.Module, *args: Any, standins: Placeholders | None = None, **kwargs: Any) -> Any:
-    return (standins or Placeholders()).of(module, module.forward, args, kwargs)
+def placeholder(module: nn.Module, *args: Any, placeholders: Placeholders | None = None, **kwargs: Any) -> Any:
+    return (placeholders or Placeholders()).of(module, module.forward, args, kwargs)
 
 
 def test_a_stand_in_is_one_nan_in_the_right_shape_and_dtype() -> None:
     with torch.device("meta"):
         module = nn.Conv2d(3, 5, 3, dtype=torch.bfloat16)
-    found = standin(module, torch.zeros(2, 3, 9, 7, dtype=torch.bfloat16))
+    found = placeholder(module, torch.zeros(2, 3, 9, 7, dtype=torch.bfloat16))
     assert (found.shape, found.dtype, found.device.type) == ((2, 5, 7, 5), torch.bfloat16, "cpu")
     assert found.isnan().all() and not found.requires_grad
     assert found.untyped_storage().nbytes() == 2
@@ -28,12 +28,12 @@ def test_every_shape_and_mode_of_the_input_has_its_own() -> None:
         def forward(self, x: Tensor, times: int = 1) -> Tensor:
             return x.repeat(times, 2 if self.training else 1)
 
-    module, standins = Mode(), Placeholders()
-    assert standin(module, torch.zeros(2, 3), standins=standins).shape == (2, 6)
-    assert standin(module, torch.zeros(4, 3), standins=standins).shape == (4, 6)
-    assert standin(module, torch.zeros(4, 3), times=2, standins=standins).shape == (8, 6)
+    module, placeholders = Mode(), Placeholders()
+    assert placeholder(module, torch.zeros(2, 3), placeholders=placeholders).shape == (2, 6)
+    assert placeholder(module, torch.zeros(4, 3), placeholders=placeholders).shape == (4, 6)
+    assert placeholder(module, torch.zeros(4, 3), times=2, placeholders=placeholders).shape == (8, 6)
     module.eval()
-    assert standin(module, torch.zeros(4, 3), standins=standins).shape == (4, 3)
+    assert placeholder(module, torch.zeros(4, 3), placeholders=placeholders).shape == (4, 3)
 
 
 def test_what_stands_around_tensors_stays() -> None:
@@ -41,7 +41,7 @@ def test_what_stands_around_tensors_stays() -> None:
         def forward(self, x: Tensor, *, scale: float) -> dict[str, Any]:
             return {"values": (x * scale, x.argmax(-1)), "scale": scale, "none": None}
 
-    found = standin(Mixed(), torch.zeros(2, 3), scale=0.5)
+    found = placeholder(Mixed(), torch.zeros(2, 3), scale=0.5)
     assert (found["scale"], found["none"]) == (0.5, None)
     values, integers = found["values"]
     assert values.shape == (2, 3) and values.isnan().all()
@@ -51,14 +51,14 @@ def test_what_stands_around_tensors_stays() -> None:
 def test_the_module_is_left_as_it_was() -> None:
     module = nn.BatchNorm1d(3)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    standin(module, torch.randn(4, 3))
+    placeholder(module, torch.randn(4, 3))
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert module.forward.__func__ is nn.BatchNorm1d.forward  # type: ignore[attr-defined]
 
 
 def test_a_stand_in_of_a_stand_in_that_is_written_into() -> None:
-    first = standin(nn.Linear(3, 4), torch.zeros(2, 3))
-    assert standin(nn.ReLU(inplace=True), first).shape == (2, 4)
+    first = placeholder(nn.Linear(3, 4), torch.zeros(2, 3))
+    assert placeholder(nn.ReLU(inplace=True), first).shape == (2, 4)
     assert first.isnan().all()
 
 
@@ -70,12 +70,12 @@ def test_a_stand_in_to_write_into_has_memory_of_its_own() -> None:
 
 
 def test_dtypes_are_found_anew_after_forget() -> None:
-    module, standins, tokens = nn.Embedding(5, 3), Placeholders(), torch.zeros(2, dtype=torch.long)
-    assert standin(module, tokens, standins=standins).dtype == torch.float32
+    module, placeholders, tokens = nn.Embedding(5, 3), Placeholders(), torch.zeros(2, dtype=torch.long)
+    assert placeholder(module, tokens, placeholders=placeholders).dtype == torch.float32
     module.to(torch.bfloat16)
-    assert standin(module, tokens, standins=standins).dtype == torch.float32
-    standins.forget()
-    assert standin(module, tokens, standins=standins).dtype == torch.bfloat16
+    assert placeholder(module, tokens, placeholders=placeholders).dtype == torch.float32
+    placeholders.forget()
+    assert placeholder(module, tokens, placeholders=placeholders).dtype == torch.bfloat16
 
 
 class Peeking(nn.Module):
@@ -90,23 +90,23 @@ class Peeking(nn.Module):
         return self.inner(x) * scale, x.shape[0]
 
 
-def recorded(module: nn.Module, standins: Placeholders, *args: Any) -> None:
-    standins.record(module, args, {}, module(*args))
+def recorded(module: nn.Module, placeholders: Placeholders, *args: Any) -> None:
+    placeholders.record(module, args, {}, module(*args))
 
 
 def test_a_module_that_cannot_run_on_meta_returns_what_was_recorded() -> None:
-    module, standins = Peeking(4), Placeholders()
-    recorded(module, standins, torch.randn(2, 3))
-    tensor, rows = standin(module, torch.randn(2, 3), standins=standins)
+    module, placeholders = Peeking(4), Placeholders()
+    recorded(module, placeholders, torch.randn(2, 3))
+    tensor, rows = placeholder(module, torch.randn(2, 3), placeholders=placeholders)
     assert (tensor.shape, rows) == ((2, 4), 2)
 
 
 def test_or_what_is_alike_for_another_shape() -> None:
-    module, standins = Peeking(3), Placeholders()
-    recorded(module, standins, torch.randn(2, 3))
-    tensor, _ = standin(module, torch.randn(7, 5, 3), standins=standins)
+    module, placeholders = Peeking(3), Placeholders()
+    recorded(module, placeholders, torch.randn(2, 3))
+    tensor, _ = placeholder(module, torch.randn(7, 5, 3), placeholders=placeholders)
     assert tensor.shape == (7, 5, 3) and tensor.isnan().all()
-    tensor, _ = standin(module, torch.randn(4, 3, dtype=torch.bfloat16), standins=standins)
+    tensor, _ = placeholder(module, torch.randn(4, 3, dtype=torch.bfloat16), placeholders=placeholders)
     assert (tensor.shape, tensor.dtype) == ((4, 3), torch.bfloat16)
 
 
@@ -120,18 +120,18 @@ def test_or_what_is_alike_for_another_shape() -> None:
     ],
 )
 def test_or_is_refused(module: nn.Module, example: tuple[Tensor, ...] | None, now: tuple[Tensor, ...]) -> None:
-    standins = Placeholders()
+    placeholders = Placeholders()
     if example is not None:
-        recorded(module, standins, *example)
+        recorded(module, placeholders, *example)
     said = (
         r"The shape of what Peeking returns cannot be found without computing it \(.*meta.*\); give every microbatch "
     )
     with pytest.raises(ModelError, match=said + "the shape of the example, or pad the last batch"):
-        standin(module, *now, standins=standins)
+        placeholder(module, *now, placeholders=placeholders)
 
 
 def test_records_are_of_one_module() -> None:
-    one, other, standins = Peeking(3), Peeking(3), Placeholders()
-    recorded(one, standins, torch.randn(2, 3))
+    one, other, placeholders = Peeking(3), Peeking(3), Placeholders()
+    recorded(one, placeholders, torch.randn(2, 3))
     with pytest.raises(ModelError, match="Peeking"):
-        standin(other, torch.randn(2, 3), standins=standins)
+        placeholder(other, torch.randn(2, 3), placeholders=placeholders)

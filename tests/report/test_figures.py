@@ -45,7 +45,7 @@ def test_the_bands_stack_to_the_total() -> None:
 def test_the_memory_caption_names_the_peak_and_the_legend_each_category() -> None:
     figure = memory_figure(_step([(MIB, 0, 0), (MIB, 2 * MIB, 3 * MIB), (MIB, 0, 0)]))
     assert "peak 6.00 MiB at 1.00 ms (event 1)" in figure.caption
-    assert [entry.words for entry in figure.legend] == [
+    assert [entry.text for entry in figure.legend] == [
         "activations, up to 3.00 MiB",
         "gradients, up to 2.00 MiB",
         "parameters, up to 1.00 MiB",
@@ -66,8 +66,8 @@ def test_the_largest_changes_are_numbered_in_order_of_time() -> None:
 
 def test_each_memory_readout_lists_the_event_and_all_categories() -> None:
     figure = memory_figure(_step([(MIB, 0, 0), (MIB, 2 * MIB, 0)]))
-    place, words = figure.readouts[1]
-    assert words.split("\n") == [
+    place, text = figure.readouts[1]
+    assert text.split("\n") == [
         "1.00 ms  event 1  +2.00 MiB",
         "total 3.00 MiB",
         "activations 0 B",
@@ -87,7 +87,7 @@ def test_losses_that_are_not_finite_are_marked_and_not_drawn(tmp_path: Path) -> 
     lines = [training_line(step, math.nan if step in (3, 4) else 4.0) for step in range(1, 31)]
     figure = loss_figure(read_run(write_run(tmp_path, [*lines, validation_line(30, math.inf)])))
     assert figure is not None
-    assert [entry.words for entry in figure.legend][-1] == "loss not finite (2 steps)"
+    assert [entry.text for entry in figure.legend][-1] == "loss not finite (2 steps)"
     for drawing in figure.drawings:
         paths = {path.get("class"): path.get("d", "") for path in ET.fromstring(str(drawing)).iter("path")}
         assert set(paths) == {"raw", "smooth", "lost"}
@@ -143,7 +143,7 @@ def test_exposed_time_is_stacked_by_cause_in_a_fixed_order() -> None:
         height = max(grid) - min(grid)
         assert [foot - top for foot, top in bands] == pytest.approx([n * height for n in (0.4, 0.3, 0.2, 0.1)], abs=0.1)
         assert (bands[0][0], bands[-1][1]) == (max(grid), min(grid))
-    assert [entry.words for entry in figure.legend] == ["novel", "disk", "update", "gradients down"]
+    assert [entry.text for entry in figure.legend] == ["novel", "disk", "update", "gradients down"]
     assert len({entry.style for entry in figure.legend}) == 4
     assert figure.caption.endswith("at most 10.00 ms, in step 1.")
     assert figure.readouts[1] == (
@@ -160,4 +160,4 @@ def test_a_thousand_steps_keep_the_longest() -> None:
     exposed = [{"update": 0.5 if step == 777 else 0.001} for step in range(1, 1001)]
     figure = exposed_figure(_points(exposed))
     assert figure is not None
-    assert any(words.startswith("step 777\nall 500.00 ms") for _, words in figure.readouts)
+    assert any(text.startswith("step 777\nall 500.00 ms") for _, text in figure.readouts)

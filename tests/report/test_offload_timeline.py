@@ -94,7 +94,7 @@ def test_a_damaged_file_is_a_note_on_the_page(tmp_path: Path, text: str, why: st
 
 def test_every_lane_has_its_row_and_every_span_its_box(tmp_path: Path) -> None:
     picture = place_queues(read(tmp_path))
-    names = [words.text for words in picture.words if words.anchor == "end"]
+    names = [label.text for label in picture.labels if label.anchor == "end"]
     assert names == ["compute", "down", "up", "updates", "ms"]
     assert all(above[1] + above[3] < below[1] for above, below in pairwise(picture.tracks))
     pixel = 0.064 / (picture.width - LEFT - RIGHT)
@@ -115,7 +115,7 @@ def test_boxes_are_named_as_far_as_there_is_room() -> None:
     def inside(seconds: float) -> list[str]:
         spans = (QueueSpan("blocks.12[float32]", "update", 0.0, seconds), QueueSpan("forward", "compute", 0.0, 1.0))
         picture = place_queues(OffloadTimeline(0, (1.0,), {}, spans))
-        return [words.text for words in picture.words if words.style == CauseFill("update")]
+        return [label.text for label in picture.labels if label.style == CauseFill("update")]
 
     assert [inside(seconds) for seconds in (0.1, 0.03, 0.01)] == [["blocks.12"], ["12"], []]
 

@@ -6,7 +6,7 @@ from zeroshard.report.wording import DASH
 
 
 def _words(row: Row) -> list[str]:
-    return [cell.words for cell in row.cells]
+    return [cell.text for cell in row.cells]
 
 
 def test_formula_and_padding_are_held_against_the_ledger() -> None:

@@ -29,7 +29,7 @@ def every() -> list[Timeline]:
 
 
 def numbers(picture: Picture) -> list[str]:
-    return [words.text for words in picture.words if isinstance(words.style, Paint)]
+    return [label.text for label in picture.labels if isinstance(label.style, Paint)]
 
 
 def kinds(picture: Picture) -> dict[Kind, int]:
@@ -61,7 +61,7 @@ def test_rows_of_all_ranks_stand_below_each_other_and_inside_the_picture() -> No
     picture = lay_out(every(), "All")
     assert len(picture.tracks) == 7 * 4
     assert all(above[1] + above[3] < below[1] for above, below in pairwise(picture.tracks))
-    assert all(0 <= words.x <= picture.width and 0 < words.y < picture.height for words in picture.words)
+    assert all(0 <= label.x <= picture.width and 0 < label.y < picture.height for label in picture.labels)
     assert all(y + high < picture.height for _, y, _, high in picture.tracks)
 
 
@@ -71,7 +71,7 @@ def test_every_box_has_its_microbatch_where_it_fits() -> None:
     # backwards are twice as wide
     some = lay_out([timeline("1f1b", d=2, m=70)])
     assert set(numbers(some)) == {str(j) for j in range(70)}
-    assert {words.style.kind for words in some.words if isinstance(words.style, Paint) and len(words.text) == 2} == {
+    assert {label.style.kind for label in some.labels if isinstance(label.style, Paint) and len(label.text) == 2} == {
         Kind.BACKWARD
     }
 
@@ -112,7 +112,7 @@ def test_numbers_can_be_read_on_every_shade(kind: Kind, dark: bool) -> None:
 def test_timelines_share_one_axis() -> None:
     both = lay_out([timeline("naive"), timeline("1f1b")])
     assert both.tracks[0][2] / both.tracks[-1][2] == pytest.approx(96 / 33)
-    ticks = [float(words.text) for words in both.words if words.style == "quiet" and words.anchor == "middle"]
+    ticks = [float(label.text) for label in both.labels if label.style == "quiet" and label.anchor == "middle"]
     assert ticks == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
 
 
@@ -132,18 +132,18 @@ def test_what_takes_no_time_and_what_is_no_compute_is_left_out() -> None:
 
 
 def test_the_legend_names_what_is_there_and_nothing_else() -> None:
-    words = [words.text for words in lay_out([timeline("zb-h1")]).words]
-    assert words[-5:] == [
+    labels = [label.text for label in lay_out([timeline("zb-h1")]).labels]
+    assert labels[-5:] == [
         *("forward", "backward: input gradient", "backward: weight gradient", "idle", "number: microbatch")
     ]
-    words = [words.text for words in lay_out([timeline("interleaved", v=2)]).words]
-    assert words[-4:] == ["forward", "backward", "idle", "number: microbatch; fainter: later chunk of the rank"]
+    labels = [label.text for label in lay_out([timeline("interleaved", v=2)]).labels]
+    assert labels[-4:] == ["forward", "backward", "idle", "number: microbatch; fainter: later chunk of the rank"]
 
 
 def test_units_fit_the_times() -> None:
     for seconds, unit in ((1e-5, "\N{MICRO SIGN}s"), (0.5, "ms"), (9.0, "s")):
         row = [(Action(Kind.FORWARD, 0, 0), 0.0, seconds)]
-        assert unit in [words.text for words in lay_out([Timeline("x", [row])]).words]
+        assert unit in [label.text for label in lay_out([Timeline("x", [row])]).labels]
 
 
 def test_the_svg_stands_alone_in_light_and_dark() -> None:

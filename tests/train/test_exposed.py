@@ -11,7 +11,7 @@ from zeroshard.comm.traffic import QUEUES
 from zeroshard.report import write_report
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
-from zeroshard.train.progress import in_words
+from zeroshard.train.progress import exposed_text
 from zeroshard.train.run import run as run_job
 
 SHORT = ["--sequence", "32", "--batch-per-rank", "2", "--validation-rows", "4"]
@@ -66,6 +66,6 @@ def test_a_run_without_offload_says_nothing_of_it(
 
 def test_times_in_words() -> None:
     seconds = {"update": 1.5, "disk": 0.001, "parameters up": 0.25}
-    assert in_words(seconds) == "1.8 s (update 1.5 s, parameters up 250 ms)"
-    assert in_words({"update": 0.0125, "gradients down": 0.0025}, 1) == "15 ms (update 12.5 ms)"
-    assert in_words({}) == "0 ms"
+    assert exposed_text(seconds) == "1.8 s (update 1.5 s, parameters up 250 ms)"
+    assert exposed_text({"update": 0.0125, "gradients down": 0.0025}, 1) == "15 ms (update 12.5 ms)"
+    assert exposed_text({}) == "0 ms"

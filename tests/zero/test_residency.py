@@ -14,7 +14,7 @@ STAGES = {  # slices of (states, gradients, parameters), and whether updated sli
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stage(stage: int) -> None:
-    slices, spread = STAGES[stage]
+    slices, publish = STAGES[stage]
     residency = Residency.of_stage(stage)
     assert (residency.slice_states, residency.slice_gradients, residency.slice_parameters) == slices
-    assert residency.spread_after_update is spread
+    assert residency.publish_after_update is publish

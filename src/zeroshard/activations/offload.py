@@ -237,11 +237,11 @@ class ActivationStore:
 
     def _note(self, region: "_Region") -> None:
         """Enter in the ledger what of the region is on the device, where somebody wants to know."""
-        here = region.source is not None or region.copy is not None
-        if here and not region.seen and (self._ledger.recording or self._ledger.limits_activations):
+        resident = region.source is not None or region.copy is not None
+        if resident and not region.seen and (self._ledger.recording or self._ledger.limits_activations):
             self._ledger.take(Category.ACTIVATIONS, region.nbytes, "save or fetch an activation")
             region.seen = True
-        elif region.seen and not here:
+        elif region.seen and not resident:
             self._ledger.give(Category.ACTIVATIONS, region.nbytes, "activation")
             region.seen = False
 

@@ -54,28 +54,28 @@ class WriteOrder:
         return self.path.with_name(f"{self.path.name}.tmp-{self.token}")
 
 
-def write(order: WriteOrder, mesh: Mesh, board: Coordination) -> None:
+def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
     """Carry out an order; every rank calls it, and all succeed or all raise.
 
     Raises:
         CheckpointError: some rank could not write.
     """
-    problem, words = None, {}
+    problem, shard = None, {}
     try:
         order.disk.make_folder(order.temporary)
         json.dumps(order.facts)  # what is no JSON cannot even be told
-        words = _write_shard(order, file_of(mesh.rank, mesh.ranks))
+        shard = _write_shard(order, file_of(mesh.rank, mesh.ranks))
     except Exception as error:  # of whatever kind: the others wait for a word
-        problem = _in_words(error)
+        problem = _text_of(error)
     try:
-        parts = board.collect([problem, words, None if problem else order.facts])
+        parts = coordination.collect([problem, shard, None if problem else order.facts])
     except CheckpointError as error:  # a rank is gone
-        parts = [[_in_words(error), {}, None]]
+        parts = [[_text_of(error), {}, None]]
     if mesh.rank == 0:
-        problem = next((words for words, _, _ in parts if words), None) or _commit(order, parts)
+        problem = next((found for found, _, _ in parts if found), None) or _commit(order, parts)
         if problem:
             order.disk.remove(order.temporary)
-    problem = board.spread(problem)
+    problem = coordination.broadcast(problem)
     if problem:
         raise CheckpointError(
             f"The checkpoint {order.path} was not written: {problem.rstrip('.')}. Earlier ones are as they were; mend "
@@ -122,7 +122,7 @@ def _commit(order: WriteOrder, parts: list[list[Any]]) -> str | None:
                 disk.rename(path, temporary)
             raise
     except Exception as error:  # of whatever kind: the others wait for a word
-        return _in_words(error)
+        return _text_of(error)
     return None
 
 
@@ -130,9 +130,9 @@ def _manifest(order: WriteOrder, parts: list[list[Any]]) -> Manifest:
     """What all ranks wrote."""
     manifest = Manifest({**order.merge([facts for _, _, facts in parts]), "ranks": len(parts)})
     chunks: dict[str, list[Chunk]] = {}
-    for _, words, _ in parts:
-        manifest.files[words["file"]] = FileEntry(words["nbytes"], words["header_crc32"])
-        for name, shape, dtype, start, lengths, blocks in words["rows"]:
+    for _, shard, _ in parts:
+        manifest.files[shard["file"]] = FileEntry(shard["nbytes"], shard["header_crc32"])
+        for name, shape, dtype, start, lengths, blocks in shard["rows"]:
             entry = TensorEntry(tuple(shape), getattr(torch, dtype), ())
             known = manifest.tensors.setdefault(name, entry)
             if known != entry:
@@ -141,11 +141,11 @@ def _manifest(order: WriteOrder, parts: list[list[Any]]) -> Manifest:
                     f"{list(known.shape)} and {known.dtype}); let it be alike on all, or persistent=False"
                 )
             box = Box(tuple(start), tuple(lengths))
-            chunks.setdefault(name, []).append(Chunk(words["file"], box, tuple(blocks)))
+            chunks.setdefault(name, []).append(Chunk(shard["file"], box, tuple(blocks)))
     for name, parts_of in chunks.items():
         manifest.tensors[name] = replace(manifest.tensors[name], chunks=tuple(parts_of))
     return manifest
 
 
-def _in_words(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -145,8 +145,8 @@ def _loss_scale(value: Any) -> bool:
 
 
 def _last_update(value: Any) -> bool:
-    def one(words: Any) -> bool:
-        match words:
+    def one(fields: Any) -> bool:
+        match fields:
             case None:
                 return True
             case [norm, bool()]:

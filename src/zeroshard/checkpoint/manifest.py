@@ -167,13 +167,13 @@ def _parsed(table: dict[str, Any]) -> Manifest:
     ranks = _count(manifest.facts["ranks"], "ranks")
     if ranks != len(table["files"]):
         raise ValueError(f"there are {len(table['files'])} files of {ranks} ranks")
-    for rank, (name, words) in enumerate(table["files"].items()):
+    for rank, (name, fields) in enumerate(table["files"].items()):
         if name != file_of(rank, ranks):
             raise ValueError(f"the file {name[:200]!r} is not the shard of rank {rank} of {ranks}")
-        nbytes, crc32 = _list(words)
+        nbytes, crc32 = _list(fields)
         manifest.files[name] = FileEntry(_count(nbytes, "bytes of a file"), _count(crc32, "a CRC-32"))
-    for name, words in table["tensors"].items():
-        manifest.tensors[name] = _entry(name, words, manifest.files, version)
+    for name, fields in table["tensors"].items():
+        manifest.tensors[name] = _entry(name, fields, manifest.files, version)
     claimed: dict[str, int] = dict.fromkeys(manifest.files, 0)
     for entry in manifest.tensors.values():
         for chunk in entry.chunks:
@@ -184,19 +184,19 @@ def _parsed(table: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _entry(name: str, words: dict[str, Any], files: dict[str, FileEntry], version: int) -> TensorEntry:
+def _entry(name: str, fields: dict[str, Any], files: dict[str, FileEntry], version: int) -> TensorEntry:
     kind, colon, _ = name.partition(":")
     if not kind or not colon or not name.isprintable():
         raise ValueError(f"the tensor {name!r} has no kind, or no name to be read")
-    if words.keys() != {"shape", "dtype", "chunks"} or words["dtype"] not in DTYPES:
+    if fields.keys() != {"shape", "dtype", "chunks"} or fields["dtype"] not in DTYPES:
         raise ValueError(f"what is said of {name!r} is not its shape, its dtype and its chunks")
-    shape = _counts(words["shape"], f"the shape of {name!r}")
+    shape = _counts(fields["shape"], f"the shape of {name!r}")
     if len(shape) > MOST_AXES:
         raise ValueError(f"{name!r} has {len(shape)} axes")
-    dtype, numel = DTYPES[words["dtype"]], _count(math.prod(shape), f"the size of {name!r}")
+    dtype, numel = DTYPES[fields["dtype"]], _count(math.prod(shape), f"the size of {name!r}")
     flattened, whole = (shape, Box.whole((numel,))) if version == 2 else (None, Box.whole(shape))
     chunks, what = [], f"the place of a chunk of {name!r}"
-    for file, start, end, digests in map(_list, _list(words["chunks"])):
+    for file, start, end, digests in map(_list, _list(fields["chunks"])):
         if file not in files:
             raise ValueError(f"{name!r} is in {file!r}, which is not among the files")
         box = _range(start, end, what) if version == 2 else Box(_counts(start, what), _counts(end, what))

@@ -19,8 +19,8 @@ def streams(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     state = accelerator.random_state(device)
     if state is not None:
         yield device.type, state
-    _, words, gauss = random.getstate()
-    yield "python", _tensor(PYTHON.pack(*words, gauss or 0.0, gauss is not None))
+    _, values, gauss = random.getstate()
+    yield "python", _tensor(PYTHON.pack(*values, gauss or 0.0, gauss is not None))
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     yield "numpy", _tensor(NUMPY.pack(*map(int, keys), position, has_gauss, cached))
 
@@ -33,8 +33,8 @@ def restore(name: str, state: torch.Tensor, device: torch.device) -> None:
     elif name == device.type:
         accelerator.set_random_state(device, state)
     elif name == "python":
-        *words, gauss, has_gauss = PYTHON.unpack(content)
-        random.setstate((3, tuple(words), gauss if has_gauss else None))
+        *values, gauss, has_gauss = PYTHON.unpack(content)
+        random.setstate((3, tuple(values), gauss if has_gauss else None))
     elif name == "numpy":
         *keys, position, has_gauss, cached = NUMPY.unpack(content)
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))

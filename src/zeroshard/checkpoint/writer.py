@@ -99,7 +99,7 @@ class Coordination(Protocol):
     def collect(self, word: Any) -> list[Any]:
         """On rank 0 every rank's word (whatever JSON holds), in rank order; on the others nothing."""
 
-    def spread(self, word: Any) -> Any:
+    def broadcast(self, word: Any) -> Any:
         """Rank 0's word, on every rank."""
 
 
@@ -113,7 +113,7 @@ class Meeting:
         """All words, on every rank."""
         return self._comm.agree_on(word, f"parts of {self._name}")
 
-    def spread(self, word: Any) -> Any:
+    def broadcast(self, word: Any) -> Any:
         """Rank 0's word."""
         return self._comm.agree_on(word, f"end of {self._name}")[0]
 
@@ -122,7 +122,7 @@ class Notes:
     """The board of threads: notes in the store, which are looked for now and then.
 
     Raises:
-        CheckpointError: from `collect` and `spread`, when a rank has failed, or the store does not answer.
+        CheckpointError: from `collect` and `broadcast`, when a rank has failed, or the store does not answer.
     """
 
     def __init__(self, mesh: Mesh, token: str) -> None:
@@ -137,14 +137,14 @@ class Notes:
             with _Naming(self._mesh):
                 store.set(f"save/{self._token}/{mesh.rank}", json.dumps(word))
             return []
-        words = [word]
+        answers = [word]
         for rank in range(1, mesh.ranks):
-            words.append(json.loads(self._look_for(f"save/{self._token}/{rank}")))
+            answers.append(json.loads(self._wait_for(f"save/{self._token}/{rank}")))
             with _Naming(self._mesh):
                 store.delete_key(f"save/{self._token}/{rank}")
-        return words
+        return answers
 
-    def spread(self, word: Any) -> Any:
+    def broadcast(self, word: Any) -> Any:
         """Rank 0's word, which stays in the store."""
         mesh, store = self._mesh, self._mesh.store
         if mesh.ranks == 1 or store is None:
@@ -153,9 +153,9 @@ class Notes:
             with _Naming(self._mesh):
                 store.set(f"save/{self._token}/end", json.dumps(word))
             return word
-        return json.loads(self._look_for(f"save/{self._token}/end"))
+        return json.loads(self._wait_for(f"save/{self._token}/end"))
 
-    def _look_for(self, key: str) -> bytes:
+    def _wait_for(self, key: str) -> bytes:
         """Wait for a note: as long as training goes on, and for the timeout where it has ended or waits for this."""
         mesh, pause, moved = self._mesh, POLLS[0], time.monotonic()
         assert mesh.store is not None and mesh.failures is not None

@@ -76,20 +76,20 @@ def _compare(comm: Comm, facts: dict[str, str], what: str) -> None:
         return
     everyone = comm.agree_on(facts, f"differences in {what}")
     differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    told = [_difference(rank, everyone[rank], everyone[0]) for rank in differing[:MOST]]
+    differences = [_difference(rank, everyone[rank], everyone[0]) for rank in differing[:MOST]]
     if len(differing) > MOST:
-        told.append(f"ranks {', '.join(map(str, differing[MOST:]))} differ too")
+        differences.append(f"ranks {', '.join(map(str, differing[MOST:]))} differ too")
     raise CommError(
-        f"The ranks differ in {what}: {'. '.join(told)}. Every rank must run the same script with the same packages, "
-        f"and may choose nothing by its rank or machine but its data."
+        f"The ranks differ in {what}: {'. '.join(differences)}. Every rank must run the same script with the same "
+        f"packages, and may choose nothing by its rank or machine but its data."
     )
 
 
 def _difference(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
     names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
-    told = [f"{name} is {theirs.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}" for name in names]
-    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return f"on rank {rank} " + "; ".join(told[:SHOWN]) + more
+    differences = [f"{name} is {theirs.get(name, 'missing')}, on rank 0 {first.get(name, 'missing')}" for name in names]
+    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return f"on rank {rank} " + "; ".join(differences[:SHOWN]) + more
 
 
 def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -62,15 +62,18 @@ class Fitting:
             needed: bytes that the device would have to hold for what was asked for; what is no model state of these
                 stays as it is.
         """
-        here = self.device_bytes(self.plan)
-        others = [(plan, max(needed, here) - here + self.device_bytes(plan)) for plan in leaner(self.plan, self.ranks)]
+        states_bytes = self.device_bytes(self.plan)
+        others = [
+            (plan, max(needed, states_bytes) - states_bytes + self.device_bytes(plan))
+            for plan in leaner(self.plan, self.ranks)
+        ]
         for plan, nbytes in others:
             if nbytes <= budget:
                 return (
                     f"With {changed(self.plan, plan)} it takes {nbytes:,} by the formulas of the model states, and "
                     f"activations come on top; or raise the budget."
                 )
-        plan, nbytes = min([(self.plan, max(needed, here)), *others], key=lambda other: other[1])
+        plan, nbytes = min([(self.plan, max(needed, states_bytes)), *others], key=lambda other: other[1])
         options = f" with {changed(self.plan, plan)}" if plan != self.plan else ""
         return (
             f"No plan that differs in zero and offload alone keeps it within {budget:,}; the smallest budget that can "
@@ -86,9 +89,9 @@ def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
     ways += [(3, [*kept, "optimizer", "parameters"]), (3, list(KINDS))]
     seen = {plan}
     for zero, parts in ways if not plan.pipelined else ():
-        below = ",".join(part for part in KINDS if part in parts)
+        parts_text = ",".join(part for part in KINDS if part in parts)
         try:
-            other = replace(plan, zero=ZERO[zero], offload=replace(plan.offloading, parts=below, fraction=1.0))
+            other = replace(plan, zero=ZERO[zero], offload=replace(plan.offloading, parts=parts_text, fraction=1.0))
         except PlanError:  # what it does not combine with
             continue
         if other not in seen:

@@ -56,10 +56,10 @@ def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
     """
     mine = list(copied(parts))
     numbers = {axis.name: number for number, axis in enumerate(axes)}
-    words = b"".join(
+    digests = b"".join(
         ENTRY.pack(numbers[each.axis.name], digest_of(values for _, values in each.pieces)) for each in mine
     )
-    everyone = [list(ENTRY.iter_unpack(words)) for words in world.agree(words, "digests of the replicas")]
+    everyone = [list(ENTRY.iter_unpack(digests)) for digests in world.agree(digests, "digests of the replicas")]
     differing: list[tuple[Sequence[int], int]] = []
     for number, axis in enumerate(axes):
         for ranks in (group for group in axis.groups if len(group) > 1):

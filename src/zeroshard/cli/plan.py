@@ -338,7 +338,7 @@ def _print_explained(console: Console, chosen: Prediction, number: int) -> None:
     for line in describe(chosen):
         console.print(line)
     if chosen.events:
-        waiting = "".join(f", without {left.words}" for left in left_out(chosen))
+        waiting = "".join(f", without {left.label}" for left in left_out(chosen))
         console.print(f"\nMemory over one step of rank {chosen.rank}{waiting}", style="italic")
         console.print(memory_picture(chosen, width, colour))
     if chosen.spans:

@@ -35,7 +35,8 @@ from zeroshard.errors import CommError
 from zeroshard.platform.accelerator import is_accelerator
 
 REMEMBERED = 32  # messages per channel whose names a rank can still tell
-LABEL_BYTES, WORD_BYTES = 64, 440  # an agreement's frame, with 8 bytes for the length; longer words take a second round
+# An agreement's frame: label, 8 bytes for the length, content; longer content takes a second round.
+LABEL_BYTES, CONTENT_BYTES = 64, 440
 
 
 class Position(NamedTuple):
@@ -242,36 +243,36 @@ class Comm:
             work = self._network.receive(into, peer, _tag(label, self.session), group)
         return Pending(self, work, place, purpose)
 
-    def agree(self, words: bytes, label: str) -> list[bytes]:
-        """Every rank's `words`, in rank order.
+    def agree(self, content: bytes, label: str) -> list[bytes]:
+        """Every rank's `content`, in rank order.
 
         Raises:
             CommError: the ranks came here with different labels, which are both named.
         """
         if self.mesh.ranks == 1:
-            return [words]
+            return [content]
         name = label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
-        head, tail = words[:WORD_BYTES].ljust(WORD_BYTES), words[WORD_BYTES:]
+        head, tail = content[:CONTENT_BYTES].ljust(CONTENT_BYTES), content[CONTENT_BYTES:]
         lengths, heads = [], []
-        for rank, frame in enumerate(self._spread(name + len(words).to_bytes(8) + head, label)):
+        for rank, frame in enumerate(self._all_gather(name + len(content).to_bytes(8) + head, label)):
             if frame[:LABEL_BYTES] != name:
                 there = frame[:LABEL_BYTES].decode(errors="replace").strip()
                 raise CommError(_disagreement(self.mesh.rank, label, rank, there))
             lengths.append(int.from_bytes(frame[LABEL_BYTES : LABEL_BYTES + 8]))
             heads.append(frame[LABEL_BYTES + 8 :])
-        longest = max(lengths) - WORD_BYTES
-        tails = self._spread(tail.ljust(longest), label) if longest > 0 else [b""] * len(heads)
+        longest = max(lengths) - CONTENT_BYTES
+        tails = self._all_gather(tail.ljust(longest), label) if longest > 0 else [b""] * len(heads)
         return [(a + b)[:n] for a, b, n in zip(heads, tails, lengths, strict=True)]
 
     def agree_on(self, value: Any, label: str) -> list[Any]:
         """Every rank's `value` (whatever JSON holds), in rank order; for errors and for set-up, not for every step."""
-        return [json.loads(words) for words in self.agree(json.dumps(value).encode(), label)]
+        return [json.loads(content) for content in self.agree(json.dumps(value).encode(), label)]
 
-    def _spread(self, frame: bytes, label: str) -> list[bytes]:
+    def _all_gather(self, frame: bytes, label: str) -> list[bytes]:
         """Every rank's `frame`, which must be equally long on all ranks."""
         place = self._place("control", label)
         with self._naming(place):
-            work, everyone = self._network.words(frame, self._groups["control"])
+            work, everyone = self._network.gather_frames(frame, self._groups["control"])
         if work is not None:
             count = self.counts[Purpose.CONTROL]
             nbytes = len(frame) * self.mesh.ranks
@@ -402,10 +403,10 @@ class Comm:
             if not store.check([f"where/{other}"]):
                 silent.append(other)
                 continue
-            words = store.get(f"where/{other}")
-            if not words:  # withdrawn between the two calls: that rank goes on
+            content = store.get(f"where/{other}")
+            if not content:  # withdrawn between the two calls: that rank goes on
                 continue
-            there = json.loads(words)
+            there = json.loads(content)
             theirs = Position(*there["place"])
             if not (_in(other, place.group) and _in(rank, theirs.group)):
                 continue

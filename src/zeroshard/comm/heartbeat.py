@@ -168,10 +168,10 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
 def write_failure(path: Path, error: BaseException, first: bool = True) -> None:
     """Leave word beside the pulse at `path` of why this rank stops; what cannot be written is left out."""
     trace = "".join(traceback.format_exception(error))
-    words = Failure(type(error).__name__, str(error), first, time.monotonic(), trace)
+    failure = Failure(type(error).__name__, str(error), first, time.monotonic(), trace)
     part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(asdict(words)), encoding="utf-8")
+        part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         part.rename(path.with_suffix(".failure"))
     except OSError:
         return  # the supervisor is gone with its folder, or the disk is full; the exit code tells the rest

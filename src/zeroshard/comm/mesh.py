@@ -132,7 +132,7 @@ def stay_inside() -> None:
         os.environ.setdefault(name, "lo")
 
 
-def cache_home() -> str:
+def user_cache() -> str:
     """The folder that the user wants caches to be kept in (XDG base directories); empty where it is not said."""
     return os.environ.get("XDG_CACHE_HOME", "")
 
@@ -319,9 +319,9 @@ def announce_failure(mesh: Mesh, error: BaseException) -> bool:
     """Tell the other ranks why this one stops; returns whether it is the first to say so."""
     if mesh.failures is None:
         return True
-    words = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
+    text = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
     try:
-        return bool(mesh.failures.compare_set("failure", "", words).decode() == words)
+        return bool(mesh.failures.compare_set("failure", "", text).decode() == text)
     except dist.DistError:  # it is gone with the process that kept it, or cannot be reached; better twice than never
         give_up(mesh.failures)
         return True

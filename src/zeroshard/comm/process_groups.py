@@ -62,12 +62,12 @@ def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], wit
     known: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     store.set(names[rank], json.dumps([mine, len(known)]))
     wait()
-    words = [json.loads(store.get(each)) for each in names]
-    needed = {name for held, _ in words for name in held}
+    answers = [json.loads(store.get(each)) for each in names]
+    needed = {name for held, _ in answers for name in held}
     for name in [name for name in _GROUPS if name.startswith(within) and name not in needed]:
         for group in filter(is_open, _GROUPS.pop(name)):
             dist.destroy_process_group(group)
-    most = max(count for _, count in words)
+    most = max(count for _, count in answers)
     while len(known) < most:
         known[_Nothing()] = f"nothing {len(known)}"
 

@@ -109,10 +109,10 @@ def _read(file: TextIO) -> Owner | None:
     """Whose words a file holds; None for nobody, and for words that were cut off."""
     file.seek(0)
     try:
-        words = json.loads(file.read())
-        texts, numbers = (words["user"], words["host"], words["job"]), (words["pid"], words["requeued"])
+        fields = json.loads(file.read())
+        texts, numbers = (fields["user"], fields["host"], fields["job"]), (fields["pid"], fields["requeued"])
         if all(type(w) is str for w in texts) and all(type(w) is int for w in numbers):
-            return Owner(**{**words, "started": float(words["started"])})
+            return Owner(**{**fields, "started": float(fields["started"])})
     except (ValueError, TypeError, KeyError):
         pass
     return None

@@ -29,7 +29,7 @@ PAGE = 4096
 ALIGNMENT = 64
 SEMAPHORE = 32  # bytes of a sem_t
 BOXES = 2**14  # buffers whose places the ranks can tell each other
-LOOK = 0.5  # seconds between looks at whether the others still live
+POLL_SECONDS = 0.5  # between polls of whether the other ranks' processes still live
 
 
 class Signal(IntEnum):
@@ -63,9 +63,9 @@ class SharedMemory:
         self.others = [other for other in range(self.ranks) if other != rank]
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._lives = {other: os.pidfd_open(processes[other]) for other in self.others}
-        self._look = select.poll()
+        self._poll = select.poll()
         for life in self._lives.values():
-            self._look.register(life, select.POLLIN)
+            self._poll.register(life, select.POLLIN)
         weakref.finalize(self, _close, [*self._lives.values(), descriptor])  # buffers that are still held stay valid
 
     def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,7 +117,7 @@ class SharedMemory:
         semaphore = self._semaphore(source, self.rank, signal)
         while self._taken[source, signal] < number:
             if self._libc.sem_trywait(semaphore):
-                until = min(deadline, time.time() + LOOK)
+                until = min(deadline, time.time() + POLL_SECONDS)
                 if self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec.at(until))):
                     if time.time() >= deadline:
                         return False
@@ -127,7 +127,7 @@ class SharedMemory:
         return True
 
     def _refuse_dead(self) -> None:
-        gone = {descriptor for descriptor, _ in self._look.poll(0)}
+        gone = {descriptor for descriptor, _ in self._poll.poll(0)}
         names = [str(rank) for rank, descriptor in self._lives.items() if descriptor in gone]
         if names:
             raise dist.DistNetworkError(f"the process of rank {', '.join(names)} is gone")

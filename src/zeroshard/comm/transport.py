@@ -105,7 +105,7 @@ class Network:
         work: dist.Work = dist.all_to_all_single(into, out, receives, sends, group=group, async_op=True)
         return work
 
-    def words(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
+    def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
         """Start to send every rank a frame, equally long on all; the second result gives all, once they are there."""
         mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         everyone = torch.empty(self._ranks * len(frame), dtype=torch.uint8)

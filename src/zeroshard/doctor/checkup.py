@@ -48,25 +48,25 @@ def findings_of(facts: Facts) -> list[Finding]:
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
-    python, words = facts.python, f"Python {_dotted(facts.python)}"
+    python, text = facts.python, f"Python {_dotted(facts.python)}"
     if python == TESTED_PYTHON:
-        yield Finding("Python", "ok", words)
+        yield Finding("Python", "ok", text)
     else:
         old, needed = python < TESTED_PYTHON, f"zeroshard is tested with {_dotted(TESTED_PYTHON)}"
         yield Finding(
-            "Python", "error" if old else "warning", words, needed, "Make a virtual environment with that one."
+            "Python", "error" if old else "warning", text, needed, "Make a virtual environment with that one."
         )
-    torch, words = _numbers(facts.torch), f"torch {facts.torch}"
+    torch, text = _numbers(facts.torch), f"torch {facts.torch}"
     if torch == TESTED_TORCH:
-        yield Finding("torch", "ok", words)
+        yield Finding("torch", "ok", text)
     else:
         level: Level = "error" if torch < TESTED_TORCH else "warning"
         needed = f"zeroshard is tested with {_dotted(TESTED_TORCH)}"
-        yield Finding("torch", level, words, needed, f'pip install "torch=={_dotted(TESTED_TORCH)}.*"')
+        yield Finding("torch", level, text, needed, f'pip install "torch=={_dotted(TESTED_TORCH)}.*"')
     if facts.numpy is None or _numbers(facts.numpy) < NEEDED_NUMPY:
-        words = "no numpy" if facts.numpy is None else f"numpy {facts.numpy}"
+        text = "no numpy" if facts.numpy is None else f"numpy {facts.numpy}"
         needed = f"torch turns tensors into bytes with {_dotted(NEEDED_NUMPY)} or newer"
-        yield Finding("numpy", "error", words, needed, f'pip install "numpy>={_dotted(NEEDED_NUMPY)}"')
+        yield Finding("numpy", "error", text, needed, f'pip install "numpy>={_dotted(NEEDED_NUMPY)}"')
     else:
         yield Finding("numpy", "ok", f"numpy {facts.numpy}")
 

@@ -16,8 +16,8 @@ def busy_cpus(count: int) -> Iterator[None]:
     """Inside, `count` processes compute as a rank does: matrix products and copies, one thread each."""
     with ExitStack() as stack:
         for _ in range(count):
-            words = [sys.executable, "-m", "zeroshard.doctor.cpu_load"]
-            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            argv = [sys.executable, "-m", "zeroshard.doctor.cpu_load"]
+            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             stack.callback(process.wait)
             stack.callback(process.kill)
             assert process.stdout is not None

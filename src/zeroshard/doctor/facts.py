@@ -139,16 +139,16 @@ def memory_limit(root: Path = ROOT) -> int | None:
     """Bytes that the cgroups of this process allow it, the smallest of them and those above; None without a limit."""
     limits = []
     for folder, own in ((_cgroup(root, ""), "memory.max"), (_cgroup(root, "memory"), "memory.limit_in_bytes")):
-        limits += [int(words[0]) for words in _up(folder, own) if words[0].isdecimal()]
+        limits += [int(fields[0]) for fields in _up(folder, own) if fields[0].isdecimal()]
     return min((limit for limit in limits if limit < UNLIMITED), default=None)
 
 
 def core_quota(root: Path = ROOT) -> float | None:
     """CPU time that the cgroups of this process allow it per time, in cores; None without a limit."""
-    quotas = [words for words in _up(_cgroup(root, ""), "cpu.max") if len(words) == 2]
+    quotas = [fields for fields in _up(_cgroup(root, ""), "cpu.max") if len(fields) == 2]
     old = _cgroup(root, "cpu")
-    periods = [words[0] for words in _up(old, "cpu.cfs_period_us")]
-    quotas += [[words[0], period] for words, period in zip(_up(old, "cpu.cfs_quota_us"), periods, strict=False)]
+    periods = [fields[0] for fields in _up(old, "cpu.cfs_period_us")]
+    quotas += [[fields[0], period] for fields, period in zip(_up(old, "cpu.cfs_quota_us"), periods, strict=False)]
     numbers = [int(quota) / int(period) for quota, period in quotas if quota.isdecimal() and int(period)]
     return min(numbers, default=None)
 
@@ -177,7 +177,7 @@ def _cgroup(root: Path, controller: str) -> Path:
 def _up(folder: Path, name: str) -> list[list[str]]:
     """The words of a file in a cgroup's folder and in those above it."""
     folders = [f for f in (folder, *folder.parents) if "cgroup" in f.parts]
-    return [words for words in ((_read(f / name) or "").split() for f in folders) if words]
+    return [fields for fields in ((_read(f / name) or "").split() for f in folders) if fields]
 
 
 def _read(path: Path) -> str | None:

@@ -58,11 +58,11 @@ class HardwareTable:
         at = bisect_left(self.points, (nbytes, 0.0))
         if at == 0:
             return self.points[0][1]
-        below, seconds = self.points[at - 1]
+        smaller, seconds = self.points[at - 1]
         if at == len(self.points):
-            return seconds * nbytes / below
+            return seconds * nbytes / smaller
         above, longer = self.points[at]
-        return seconds + (longer - seconds) * (nbytes - below) / (above - below)
+        return seconds + (longer - seconds) * (nbytes - smaller) / (above - smaller)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Machines:
         inside: the link of devices of one node, each with its own.
         between: the link of one node to the others, which its devices share.
         host_memory: bytes of one node's host memory; None is no limit.
-        here: whether these are the CPUs of this machine, on which a step can be tried out.
+        local: whether these are the CPUs of this machine, on which a step can be tried out.
         host_bandwidth: bytes/s of one node's host memory, read and written, which its devices share; assumed if None.
         disk_bandwidth: bytes/s of one node's disk, half of them read and half written; assumed if None.
 
@@ -206,7 +206,7 @@ class Machines:
     inside: Link
     between: Link
     host_memory: int | None = None
-    here: bool = False
+    local: bool = False
     host_bandwidth: float | None = None
     disk_bandwidth: float | None = None
 

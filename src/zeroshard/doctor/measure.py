@@ -32,7 +32,7 @@ SMALLEST = 64  # rows of a matrix
 CHAIN = 64  # small operations behind one another
 GPU_SCALE = 8  # a GPU copies so fast that the start of a copy would count
 BLOCK = 2**22  # bytes of one write
-LOOK = 0.05  # seconds between looks at the two processes
+POLL_SECONDS = 0.05  # between polls of the two processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +160,10 @@ def op_seconds(device: torch.device, box: float) -> float:
 
 def host_link(device: torch.device, nbytes: int, box: float) -> tuple[float, float]:
     """Bytes/s from page-locked memory to an accelerator, and back."""
-    here = accelerator.page_locked(nbytes, torch.uint8, device).fill_(1)
+    host_copy = accelerator.page_locked(nbytes, torch.uint8, device).fill_(1)
     there = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    up = nbytes / median_seconds(lambda: there.copy_(here, non_blocking=True), box, there.device)
-    down = nbytes / median_seconds(lambda: here.copy_(there, non_blocking=True), box, there.device)
+    up = nbytes / median_seconds(lambda: there.copy_(host_copy, non_blocking=True), box, there.device)
+    down = nbytes / median_seconds(lambda: host_copy.copy_(there, non_blocking=True), box, there.device)
     return up, down
 
 
@@ -209,8 +209,8 @@ def _pair(effort: Effort, threads: int, device: str, problems: dict[str, str]) -
     """What two processes measured together, as far as they came."""
     nothing: dict[str, Any] = {"beside": None, "collectives": {}, "signal": None}
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
-        words = {**asdict(effort), "threads": threads, "device": device, "folder": folder}
-        problem = _run_pair(words, Path(folder), effort.limit)
+        settings = {**asdict(effort), "threads": threads, "device": device, "folder": folder}
+        problem = _run_pair(settings, Path(folder), effort.limit)
         answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     if problem is not None or len(answers) < PAIR:
         problems["network"] = f"two processes of this machine cannot work together: {problem or 'one said nothing'}"
@@ -236,21 +236,28 @@ def _mean(rows: Any) -> Timing:
     return Timing(nbytes[0], statistics.mean(wall), statistics.mean(cpu))
 
 
-def _run_pair(words: dict[str, Any], folder: Path, limit: float) -> str | None:
+def _run_pair(settings: dict[str, Any], folder: Path, limit: float) -> str | None:
     """Run both processes to their end; what went wrong, if anything."""
-    home = Path(__file__).parents[2]  # where Python finds the package, installed or not
+    package = Path(__file__).parents[2]  # where Python finds the package, installed or not
     logs = [folder / f"log-{rank}" for rank in range(PAIR)]
     processes = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", "zeroshard.doctor.two_process_probe", json.dumps({**words, "rank": rank})]
+            command = [
+                sys.executable,
+                "-m",
+                "zeroshard.doctor.two_process_probe",
+                json.dumps({**settings, "rank": rank}),
+            ]
             with log.open("wb") as out:
-                processes.append(subprocess.Popen(command, cwd=home, stdin=subprocess.DEVNULL, stdout=out, stderr=out))
+                processes.append(
+                    subprocess.Popen(command, cwd=package, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+                )
         end = time.monotonic() + limit
         while any(process.poll() is None for process in processes) and time.monotonic() < end:
             if any(process.returncode for process in processes):
                 break
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         failed = [log for log, process in zip(logs, processes, strict=True) if process.poll()]
         if failed:
             said = failed[0].read_text(errors="replace").strip().splitlines()

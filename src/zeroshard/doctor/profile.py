@@ -154,8 +154,8 @@ class MachineProfile:
         link = self._link(transport, clock) if count > 1 else Link(math.inf)
         device = self._device(count, memory or (shared if self.kind == "cpu" else self.device_memory))
         disk = 2 / (1 / self.disk_read + 1 / self.disk_write) if self.disk_read and self.disk_write else None
-        here = self.kind == "cpu"
-        return Machines(device, count, count, link, link, self.host_memory, here, disk_bandwidth=disk)
+        local = self.kind == "cpu"
+        return Machines(device, count, count, link, link, self.host_memory, local, disk_bandwidth=disk)
 
     def _device(self, count: int, memory: int) -> Device:
         matrix, copies = 1.0, 1.0

@@ -1,6 +1,6 @@
 """What two processes of a machine measure together: the engine's own collectives, by size, and both cores at work.
 
-Started by `zeroshard.doctor.measure` as `python -m zeroshard.doctor.two_process_probe WORDS`; the answer is a file.
+Started by `zeroshard.doctor.measure` as `python -m zeroshard.doctor.two_process_probe SETTINGS`; the answer is a file.
 """
 
 import json
@@ -29,9 +29,9 @@ Row = tuple[int, float, float]
 Run = Callable[[int], None]
 
 
-def main(words: str) -> None:
-    """Measure as one of two ranks, and write `rank-R.json` into the folder that the words name."""
-    task = json.loads(words)
+def main(settings: str) -> None:
+    """Measure as one of two ranks, and write `rank-R.json` into the folder that the settings (JSON) name."""
+    task = json.loads(settings)
     rank, folder, device = task["rank"], Path(task["folder"]), task["device"]
     torch.set_num_threads(task["threads"])
     keep_freed_memory()

@@ -16,7 +16,7 @@ from zeroshard.engine.axes import Axes
 from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.host_tiers import HostTiers, units_below
+from zeroshard.offload.host_tiers import HostTiers, units_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
@@ -184,7 +184,7 @@ class Builder:
                 f"the same hosts. Use zero=1, 2 or 3; or one rank."
             )
         self._lower = HostTiers(policy, self._comm.mesh, self._ledger, optimizer, self._plan.timeout)
-        return units_below(units, policy.fraction) if policy.optimizer else set()
+        return units_on_host(units, policy.fraction) if policy.optimizer else set()
 
     def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer:
         weights = [[part.weights for part in of_unit] for of_unit in parts]
@@ -285,13 +285,13 @@ class Builder:
             kinds.setdefault(key, {})[name] = parameter
         return kinds
 
-    def _part(self, flat: Flat, place: Place, keyed: bool, groups: list[int], below: bool) -> Part:
+    def _part(self, flat: Flat, place: Place, keyed: bool, groups: list[int], on_host: bool) -> Part:
         """Give a flat its buffers and values.
 
         Args:
             keyed: values are keyed by name; else they are rank 0's.
             groups: the optimizer group of each parameter.
-            below: whether it is updated below the device, if it is trained.
+            on_host: whether it is updated below the device, if it is trained.
         """
         weights, index = self._weights(flat, place), flat.index
         splits = {
@@ -300,12 +300,12 @@ class Builder:
             if parameter in self._splits
         }
         start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
-        values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or below))
+        values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or on_host))
         if not flat.trainable:
             kept = (weights.own, start) if weights.sliced else (weights.full, 0)
             return Part(flat, place, splits, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
         accumulation = self._accumulation()
-        if below:
+        if on_host:
             total = self._host_sum(flat, place, accumulation)
             updater = self._host_updater(weights, values[start:stop], start, groups, total)
             gradients = self._gradients(flat, place, accumulation, total)
@@ -322,7 +322,7 @@ class Builder:
         keeper: Keeper | None = self._lower if self._lower is not None and self._lower.policy.parameters else None
         if self._slices_parameters and (comm.mesh.ranks > 1 or keeper is not None):
             return Sliced(flat, comm, ledger, keeper or OnDevice(comm.mesh.device, ledger))
-        return self._whole(flat, comm, ledger, residency.spread_after_update)
+        return self._whole(flat, comm, ledger, residency.publish_after_update)
 
     def _load(self, weights: Weights, place: Place, keyed: bool, exact: bool) -> torch.Tensor:
         """Set the parameters to their initial values; these [N*S], apart from the parameters if `exact`."""
@@ -364,10 +364,10 @@ class Builder:
         assert lower is not None and isinstance(updates, HostUpdates)
         padding, unit = flat.index.padding_in(start, start + values.numel()), flat.unit.number
         if lower.adam and flat.dtype.itemsize <= 4:
-            home: HostSlice = lower.slice_of(flat, values.numel(), padding)
-            with home.fetched(writes=True) as pages:
+            host_slice: HostSlice = lower.slice_of(flat, values.numel(), padding)
+            with host_slice.fetched(writes=True) as pages:
                 pages.master.copy_(values)
-                return HostAdam(weights, start, self._spans, groups, updates, unit, home, total)
+                return HostAdam(weights, start, self._spans, groups, updates, unit, host_slice, total)
         dtype, category, label = _precise(flat, torch.float32), Category.MASTER_WEIGHTS, f"master weights {flat.label}"
         masters = lower.host.slab(values.numel(), dtype, category, label, padding)
         masters.copy_(values)
@@ -390,8 +390,8 @@ class Builder:
             total: where they add up, if not on the device.
         """
         comm, ledger, arena, residency = place.slices.comm, self._ledger, self._arena, self._residency
-        below = total is not None
-        alone = comm.mesh.ranks == 1 and place.divisor == 1 and not below
+        on_host = total is not None
+        alone = comm.mesh.ranks == 1 and place.divisor == 1 and not on_host
         sums = torch.promote_types(flat.dtype, torch.float32)
         locally = accumulation.local or (accumulation.reduced and alone)
         kept = not residency.slice_gradients or alone
@@ -411,7 +411,7 @@ class Builder:
         elif not alone:
             reduction = Direct(buffer, total, place.divisor)
         interval = flat.index.interval(comm.mesh.rank)
-        return BufferedGradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not below)
+        return BufferedGradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not on_host)
 
     def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, axis: Axis | None) -> None:
         """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of an axis."""

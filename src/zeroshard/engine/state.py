@@ -97,7 +97,7 @@ class State:
                 f"model and optimizer that wrote it, or use another checkpoint."
             )
         self._refuse_together(problem)
-        self._spread()
+        self._publish()
         self._optimizer.account()
         return facts
 
@@ -143,13 +143,13 @@ class State:
             for part in self._parts.all:
                 with part.updater.at_hand(writes=True):
                     self._load_weights(part, source)
-            for name, buffer in self.buffers.here():
+            for name, buffer in self.buffers.present():
                 if source.shape(f"buffer:{name}") is not None:
                     buffer.copy_(source.whole(f"buffer:{name}").view(buffer.shape))
         except CheckpointError as error:
             problem = error
         self._refuse_together(problem)
-        self._spread()
+        self._publish()
 
     def _refuse_together(self, problem: CheckpointError | None) -> None:
         """Raise on all ranks what one of them met."""
@@ -159,7 +159,7 @@ class State:
             damaged, text = problems[0]
             raise (DamagedError if damaged else CheckpointError)(text)
 
-    def _spread(self) -> None:
+    def _publish(self) -> None:
         """Let the weights that are computed with be those that this rank owns."""
         for part in self._parts.all:
             part.updater.restore()
@@ -185,13 +185,13 @@ class State:
             found = found or str(error)
         if found:
             problem = f"what goes beside the weights must be plain and finite JSON values ({found})"
-        words = self._world.agree_on([problem, order.token], f"checkpoint {order.path.name}")
-        problems = [problem for problem, _ in words if problem]
+        answers = self._world.agree_on([problem, order.token], f"checkpoint {order.path.name}")
+        problems = [problem for problem, _ in answers if problem]
         if problems:
             if self._world.mesh.rank == 0:
                 order.disk.remove(order.temporary)
             raise CheckpointError(f"The checkpoint {order.path} was not written: {problems[0]}.")
-        return str(words[0][1])
+        return str(answers[0][1])
 
     def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         """This rank's facts, those of its parts included."""

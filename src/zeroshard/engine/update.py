@@ -66,18 +66,20 @@ class Update:
             return self._settled[1]
         self._step = step
         self.finish()
-        words = self._agree(step)
-        left = sorted({unit for word in words for unit in word.unreduced})
+        answers = self._agree(step)
+        left = sorted({unit for answer in answers for unit in answer.unreduced})
         if left:
             self._backward.reductions.reduce_units(left)
         averages = self._averaged != self._backward.count and self._average()
         self._averaged = self._backward.count
         if left or averages:
-            words = self._agree(step)
-        norm = math.sqrt(sum(word.squares for word in words))
-        settled = Settled(norm, reduce(either, (word.written for word in words)), all(word.sound for word in words))
+            answers = self._agree(step)
+        norm = math.sqrt(sum(answer.squares for answer in answers))
+        settled = Settled(
+            norm, reduce(either, (answer.written for answer in answers)), all(answer.sound for answer in answers)
+        )
         self._settled = (self._backward.count, settled)
-        self._spread_written(settled)
+        self._publish_written(settled)
         return settled
 
     def norm(self, step: int, kind: float) -> float:
@@ -95,7 +97,7 @@ class Update:
         parts = [float(torch.linalg.vector_norm(each, kind, dtype=torch.float64)) for each in sums]
         own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
         everyone = self._comm.agree(struct.pack("<d", own), f"norm of step {step}")
-        norms = torch.tensor([struct.unpack("<d", word)[0] for word in everyone], dtype=torch.float64)
+        norms = torch.tensor([struct.unpack("<d", answer)[0] for answer in everyone], dtype=torch.float64)
         return float(torch.linalg.vector_norm(norms, kind))
 
     def clip_values(self, step: int, limit: float) -> None:
@@ -208,7 +210,7 @@ class Update:
         self._backward.losses.clear()
         self._settled = None
 
-    def _agree(self, step: int) -> "list[_Word]":
+    def _agree(self, step: int) -> "list[_Answer]":
         unreduced = self._backward.unreduced()
         squares = 0.0 if unreduced else self._squares()
         digests = self._axes.digests
@@ -217,17 +219,19 @@ class Update:
         mine = HEAD.pack(step, *digests, settings, squares, self._sound)
         mine += bytes(unit in unreduced for unit in range(len(self._parts.units)))
         mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
-        words = [_Word.unpack(w, len(self._parts.units)) for w in self._comm.agree(mine, f"agreement on step {step}")]
-        for rank, word in enumerate(words):
-            if (word.step, word.digests) != (words[0].step, words[0].digests):
+        answers = [
+            _Answer.unpack(w, len(self._parts.units)) for w in self._comm.agree(mine, f"agreement on step {step}")
+        ]
+        for rank, answer in enumerate(answers):
+            if (answer.step, answer.digests) != (answers[0].step, answers[0].digests):
                 raise CommError(
-                    f"The ranks disagree: rank 0 is at step {words[0].step} and rank {rank} at step {word.step}, or "
-                    f"they gathered and "
-                    "reduced different units on the way. Every rank must call forward, backward and step equally often."
+                    f"The ranks disagree: rank 0 is at step {answers[0].step} and rank {rank} at step {answer.step}, "
+                    "or they gathered and reduced different units on the way. Every rank must call forward, backward "
+                    "and step equally often."
                 )
-        if len({word.settings for word in words}) > 1:
+        if len({answer.settings for answer in answers}) > 1:
             check_settings(self._comm, groups)
-        return words
+        return answers
 
     def _average(self) -> bool:
         """Let each sum be the mean over all copies of its slice, a collective call; whether there are any."""
@@ -252,7 +256,7 @@ class Update:
                 norms[number] = float(torch.linalg.vector_norm(sums[number].settle(), dtype=torch.float64))
         return sum(norm * norm for norm in norms)
 
-    def _spread_written(self, settled: Settled) -> None:
+    def _publish_written(self, settled: Settled) -> None:
         """A parameter that got a gradient on any rank got one here too: zeros, if nothing else."""
         place = 0
         for gradients in self._backward.gradients:
@@ -262,8 +266,8 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
-    """One rank's word in the agreement on a step."""
+class _Answer:
+    """One rank's answer in the agreement on a step."""
 
     step: int
     digests: tuple[int, int]
@@ -274,9 +278,9 @@ class _Word:
     written: bytes
 
     @classmethod
-    def unpack(cls, words: bytes, units: int) -> "_Word":
-        step, gathers, reductions, settings, squares, sound = HEAD.unpack_from(words)
-        flags, digests = words[HEAD.size :], (gathers, reductions)
+    def unpack(cls, frame: bytes, units: int) -> "_Answer":
+        step, gathers, reductions, settings, squares, sound = HEAD.unpack_from(frame)
+        flags, digests = frame[HEAD.size :], (gathers, reductions)
         unreduced = [u for u in range(units) if flags[u]]
         return cls(step, digests, settings, squares, sound, unreduced, flags[units:])
 

@@ -188,7 +188,7 @@ class _Reading:
     def _offload(self, stage: Any) -> None:
         """What is kept below the device: optimizer states, and under stage 3 parameters with them."""
         section = "zero_optimization.offload_optimizer"
-        states, parameters = (self._below(name) for name in OFFLOAD)
+        states, parameters = (self._offload_device(name) for name in OFFLOAD)
         ratio = self._number(section, "ratio", 1.0) if section in self._sections else 1.0
         if parameters and stage != 3:
             text = "it is for stage 3, in DeepSpeed too"
@@ -214,9 +214,9 @@ class _Reading:
         if states:
             self._keep(f"{section}.device", states, offload="optimizer,parameters" if parameters else "optimizer")
         if section in self._sections:
-            self._states_below(section, states, ratio, whole=bool(parameters))
+            self._states_offload(section, states, ratio, whole=bool(parameters))
 
-    def _states_below(self, section: str, device: str | None, ratio: float, whole: bool) -> None:
+    def _states_offload(self, section: str, device: str | None, ratio: float, whole: bool) -> None:
         """On which disk the states are, and which share of them; `whole` if parameters go with them."""
         path = self._take(section, "nvme_path")
         if device == "nvme" and path is None:
@@ -237,7 +237,7 @@ class _Reading:
         else:
             self._keep(f"{section}.ratio", ratio, **{"offload.fraction": ratio})
 
-    def _below(self, name: str) -> str | None:
+    def _offload_device(self, name: str) -> str | None:
         """The device that a section of offload names, "cpu" or "nvme"; None if it is off or not there."""
         zero, names = "zero_optimization", OFFLOAD[name]
         before = next((old for old in names if old in self._sections[zero]), names[0])

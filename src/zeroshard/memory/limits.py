@@ -85,7 +85,7 @@ def _folders(root: Path, controller: str) -> list[Path]:
 def _table(path: Path) -> dict[str, int]:
     """The numbers of a file of lines "name: number ..." or "name number"."""
     lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    return {fields[0]: int(fields[1]) for fields in lines if len(fields) > 1 and fields[1].isdecimal()}
 
 
 def _read(path: Path) -> str:

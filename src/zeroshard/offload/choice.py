@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any, TypeVar
 
 from zeroshard.offload.policy import KINDS, Offload
-from zeroshard.parts.choice import Choice, Remedy, States, Words
+from zeroshard.parts.choice import Choice, Description, Remedy, States
 from zeroshard.parts.offers import Offer, Site, divisors
 from zeroshard.schedule import PipelineSchedule
 
@@ -57,20 +57,20 @@ class Offloading(Choice):
         """It is counted exactly, and so is what is left for it."""
         return bool(self.parts)
 
-    def words(self, ranks: int | None) -> Words:
+    def describe(self, ranks: int | None) -> Description:
         """What is below, and its share."""
         if not self.parts:
-            return Words()
+            return Description()
         share = "" if self.policy.fraction == 1 else f" {self.policy.fraction:.0%}"
-        return Words(settings=("offload " + " + ".join(self.parts) + share,))
+        return Description(settings=("offload " + " + ".join(self.parts) + share,))
 
     def least_bytes(self, states: States, ranks: int) -> int | None:
         """The weights, whole or sliced, or of one unit if they come and go; and the states of units that stay."""
         if not self.policy.optimizer:
             return None
-        below = self.policy.parameters
-        weights = 0 if below else states.trainable + states.frozen
-        gathered = states.largest if self.sliced and (states.slices > 1 or below) else 0
+        parameters_offloaded = self.policy.parameters
+        weights = 0 if parameters_offloaded else states.trainable + states.frozen
+        gathered = states.largest if self.sliced and (states.slices > 1 or parameters_offloaded) else 0
         stay = max(Fraction(0), (1 - Fraction(self.policy.fraction)) * states.trainable - states.largest)
         kept = stay * (states.gradient + states.master_weight + states.optimizer_state) / states.slices
         whole = Fraction(weights, states.slices if self.sliced else 1) * states.parameter

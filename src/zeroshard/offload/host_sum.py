@@ -15,7 +15,7 @@ from zeroshard.comm.traffic import UPDATE, Purpose
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.memory.transfers import Task, Transfers
-from zeroshard.parts.planned import Planned, Wire, Work, below
+from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.units import Flat, norm_of
 
 
@@ -110,12 +110,12 @@ class HostSum:
             self.on_put()
             return task
         slot = self._host.borrow(mean.nbytes)
-        landed = slot.view(mean.dtype)
-        task = self._link.copy(mean, landed, Purpose.GRADIENTS_DOWN, label, padding=self._padding)
+        on_host = slot.view(mean.dtype)
+        task = self._link.copy(mean, on_host, Purpose.GRADIENTS_DOWN, label, padding=self._padding)
         into, first = self.sum, self._puts == 1
 
         def add() -> None:
-            into.copy_(landed) if first else into.add_(landed)
+            into.copy_(on_host) if first else into.add_(on_host)
 
         self._slots.append(slot)
         self._tasks.append(
@@ -181,7 +181,7 @@ class HostSum:
         """A slice of gradients on the host; two under the delayed update."""
         index = self._flat.index
         for _ in self._sums:
-            yield below(index, "host", Category.GRADIENTS, index.slice_numel * self.dtype.itemsize)
+            yield on_lower_tier(index, "host", Category.GRADIENTS, index.slice_numel * self.dtype.itemsize)
 
     def wire(self, work: Work) -> Wire:
         """Each reduction goes down once."""

@@ -16,7 +16,7 @@ from zeroshard.offload.host_adam import stands_for
 from zeroshard.offload.moments import BLOCK
 from zeroshard.offload.policy import Offload
 from zeroshard.offload.slices import Form, HostSlice, Shadows
-from zeroshard.parts.planned import Planned, below
+from zeroshard.parts.planned import Planned, on_lower_tier
 from zeroshard.parts.weights import Weights
 from zeroshard.units import Flat, Unit
 
@@ -79,7 +79,7 @@ class HostTiers:
     def planned(self, weights: Weights) -> Planned:
         """A slice of parameters on the host or the disk."""
         index, tier = weights.flat.index, "disk" if self.policy.disk_parameters else "host"
-        return below(index, tier, Category.PARAMETERS, index.slice_numel * weights.flat.dtype.itemsize)
+        return on_lower_tier(index, tier, Category.PARAMETERS, index.slice_numel * weights.flat.dtype.itemsize)
 
     def check_room(
         self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int, adds: bool
@@ -142,7 +142,7 @@ def _spare(rooms: Sequence[Room], ranks: int) -> int:
     return min((room.nbytes // (ranks if room.shared else 1) for room in rooms), default=0)
 
 
-def units_below(units: Sequence[Unit], share: float) -> set[int]:
+def units_on_host(units: Sequence[Unit], share: float) -> set[int]:
     """The numbers of the units that live on the host: the last ones, until they hold at least `share` of all elements.
 
     Their gradients come first in the backward and their weights are needed last, so they have the most time. The root,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.comm.mesh import cache_home
+from zeroshard.comm.mesh import user_cache
 from zeroshard.errors import OptimizerError
 
 SOURCE = Path(__file__).with_name("host_adam.cpp")
@@ -77,8 +77,8 @@ def library() -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise OptimizerError(f"No C++ compiler was found ({', '.join(COMPILERS)}). Install one.")
-    words = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), _target(command).encode()]
-    built = _folder() / f"host_adam-{hashlib.sha256(b'|'.join(words)).hexdigest()[:16]}.so"
+    parts = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), _target(command).encode()]
+    built = _folder() / f"host_adam-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if not built.exists():
         _build(command, built)
     try:
@@ -108,8 +108,8 @@ def torch_roots() -> tuple[int | None, int | None, int]:
 
 
 def _folder() -> Path:
-    home = cache_home() or "~/.cache"
-    return Path(home).expanduser() / "zeroshard"
+    cache_folder = user_cache() or "~/.cache"
+    return Path(cache_folder).expanduser() / "zeroshard"
 
 
 def _target(compiler: str) -> str:
@@ -117,9 +117,9 @@ def _target(compiler: str) -> str:
     cpu = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        words = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+        parts = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
         lines = info.read_text().split("\n\n")[0].splitlines()
-        cpu += "\n".join(line for line in lines if line.split("\t")[0].split(":")[0].strip() in words)
+        cpu += "\n".join(line for line in lines if line.split("\t")[0].split(":")[0].strip() in parts)
     return f"{Path(compiler).resolve()} {os.path.getmtime(compiler)} {cpu}"
 
 

@@ -294,9 +294,9 @@ def _update(
 ) -> None:
     narrow = out if out is not None and out.dtype.itemsize < 4 else None
     for part in parts:
-        here = slice(part.start, part.stop)
+        part_slice = slice(part.start, part.stop)
         old, new = (pages.states(part.start, part.stop, part.block) for pages in (before, after))
-        into = None if narrow is None else narrow[here]
-        adam_update(gradient[here], factor, part.scalars, old, new, into, like_torch=before.form.as_on_cpus)
+        into = None if narrow is None else narrow[part_slice]
+        adam_update(gradient[part_slice], factor, part.scalars, old, new, into, like_torch=before.form.as_on_cpus)
     if out is not None and (narrow is None or sum(part.stop - part.start for part in parts) < out.numel()):
         out.copy_(after.master)

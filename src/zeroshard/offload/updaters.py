@@ -18,7 +18,7 @@ from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expa
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.updater import MasterUpdater
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.planned import Planned, Wire, Work, below
+from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.parts.updater import Span
 from zeroshard.parts.weights import Weights
 
@@ -58,8 +58,8 @@ class HostUpdater(MasterUpdater):
         """Master weights, and states that torch.optim makes in memory of its own, by 2101.06840, section 4."""
         index, masters = self.weights.flat.index, self.values.numel() * self.values.itemsize
         states = self.values.numel() * self._optimizer.layout.bytes_per_element * self.values.itemsize // 4
-        yield below(index, "host", Category.MASTER_WEIGHTS, masters)
-        yield below(index, "host", Category.OPTIMIZER_STATES, states, paged=False)
+        yield on_lower_tier(index, "host", Category.MASTER_WEIGHTS, masters)
+        yield on_lower_tier(index, "host", Category.OPTIMIZER_STATES, states, paged=False)
 
     def wire(self, work: Work) -> Wire:
         """New weights come up once for each update, unless they stay below until they are used."""
@@ -79,7 +79,7 @@ class HostAdam(HostUpdater):
     """The host's own Adam, over the pages of a slice.
 
     Args:
-        home: where values and moments are; fetched.
+        host_slice: where values and moments are; fetched.
         total: the sum of the gradients.
     """
 
@@ -91,11 +91,11 @@ class HostAdam(HostUpdater):
         groups: Sequence[int],
         updates: HostUpdates,
         unit: int,
-        home: HostSlice,
+        host_slice: HostSlice,
         total: HostSum,
     ) -> None:
-        super().__init__(weights, home.pages.master, start, optimizer, groups, updates, unit, tier=None)
-        self._home, self._sum = home, total
+        super().__init__(weights, host_slice.pages.master, start, optimizer, groups, updates, unit, tier=None)
+        self._host_slice, self._sum = host_slice, total
         self._expected = 0  # means in the sum at the last update of everything; 0 where it was of a part
         self._ahead: Speculation | None = None
         self._began = False
@@ -103,8 +103,8 @@ class HostAdam(HostUpdater):
 
     def adopt(self) -> None:
         """Follow the pages from now on, and hear of gradients that come."""
-        self._home.rebind = self._rebind
-        self._rebind(None if self._home.on_disk else self._home.pages)
+        self._host_slice.rebind = self._rebind
+        self._rebind(None if self._host_slice.on_disk else self._host_slice.pages)
         self._lay_out()
         self._sum.on_put = self._speculate
 
@@ -127,25 +127,25 @@ class HostAdam(HostUpdater):
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Pages]:
         """Have the pages in the host's memory inside; what is written there is kept if `writes`."""
-        return self._home.fetched(writes)
+        return self._host_slice.fetched(writes)
 
     def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
         """Set what is kept for a span, in fp32; None for nothing yet."""
         start, stop = span.start - self.start, span.stop - self.start
         super().load_state(span, state)
         if state is None:
-            self._home.forget_moments(start, stop)
+            self._host_slice.forget_moments(start, stop)
         else:
-            self._home.keep_moments(start, stop, *(state[name] for name in MOMENTS))
-            state.update(self._home.moments(start, stop))
+            self._host_slice.keep_moments(start, stop, *(state[name] for name in MOMENTS))
+            state.update(self._host_slice.moments(start, stop))
 
     def planned(self) -> Iterator[Planned]:
         """The pages: master weights, two moments, and their scales."""
-        form, tier = self._home.form, "disk" if self._home.on_disk else "host"
+        form, tier = self._host_slice.form, "disk" if self._host_slice.on_disk else "host"
         masters, *states = form.sizes
-        yield below(self.weights.flat.index, tier, Category.MASTER_WEIGHTS, masters)
+        yield on_lower_tier(self.weights.flat.index, tier, Category.MASTER_WEIGHTS, masters)
         for nbytes in states:
-            yield below(self.weights.flat.index, tier, Category.OPTIMIZER_STATES, nbytes)
+            yield on_lower_tier(self.weights.flat.index, tier, Category.OPTIMIZER_STATES, nbytes)
 
     def elements(self, span: Span) -> dict[str, torch.Tensor]:
         """The moments of a span in fp32 [stop - start]."""
@@ -153,7 +153,7 @@ class HostAdam(HostUpdater):
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
         """A part of `values` that outlives `at_hand`: a copy of what is on the disk."""
-        return values.clone() if self._home.on_disk else values
+        return values.clone() if self._host_slice.on_disk else values
 
     def _per_element(self, value: Any, span: Span) -> bool:
         return isinstance(value, Blockwise) or super()._per_element(value, span)
@@ -170,7 +170,7 @@ class HostAdam(HostUpdater):
         ahead = self._ahead
         self._expected = self._sum.puts if all(written) else 0
         if ahead is not None and (ahead.pieces, ahead.factor, ahead.puts) == (pieces, factor, self._sum.puts):
-            update, before, self._ahead = ahead.update, self._home.take_over(ahead.shadow), None
+            update, before, self._ahead = ahead.update, self._host_slice.take_over(ahead.shadow), None
             self._updates.speculations.take_over(update, before)
         else:
             update = self._launch(pieces, factor, aside=late)
@@ -192,18 +192,18 @@ class HostAdam(HostUpdater):
         """
         out = self.weights.own if self._updates.in_place and not aside else None
         placed, staging, dtype = out is not None, None, self.weights.flat.dtype
-        if out is None and (aside or self._home.on_disk or dtype.itemsize < 4):
+        if out is None and (aside or self._host_slice.on_disk or dtype.itemsize < 4):
             staging = self._updates.host.borrow(self.values.numel() * dtype.itemsize)
             out = staging.view(dtype)
         after = [*self._sum.arrived, *([shadow.reader] if shadow is not None and shadow.reader is not None else [])]
-        task = self._home.update(pieces, self._sum.sum, factor, out, after, shadow)
+        task = self._host_slice.update(pieces, self._sum.sum, factor, out, after, shadow)
         source = self.values if out is None else out
         return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed)
 
     def _speculate(self) -> None:
         """Begin an update on shadow pages, if its gradient seems complete ([Note: speculation])."""
-        wrong = self._home.on_disk or self._sum.puts != self._expected or self._ahead is not None
-        shadow = None if wrong else self._updates.speculations.shadow(self._home.form)
+        wrong = self._host_slice.on_disk or self._sum.puts != self._expected or self._ahead is not None
+        shadow = None if wrong else self._updates.speculations.shadow(self._host_slice.form)
         if shadow is not None:
             pieces, factor = self._pieces(self.spans), self._updates.speculations.likely_factor
             update = self._launch(pieces, factor, aside=True, shadow=shadow)
@@ -217,32 +217,32 @@ class HostAdam(HostUpdater):
             state = optimizer.state[span.tensor]
             if not state:
                 if self._began:  # the user has cleared it
-                    with self._home.fetched(writes=True):
-                        self._home.forget_moments(start, stop)
+                    with self._host_slice.fetched(writes=True):
+                        self._host_slice.forget_moments(start, stop)
                 state["step"] = torch.tensor(0.0)
-                state.update(self._home.moments(start, stop))
+                state.update(self._host_slice.moments(start, stop))
             group = optimizer.param_groups[span.group]
             _refuse_options(group)
             scalars = Scalars.of(group, int(state["step"]) + 1, group["decoupled_weight_decay"])
-            pieces.append(SlicePiece(start, stop, self._home.block_of(start), scalars))
+            pieces.append(SlicePiece(start, stop, self._host_slice.block_of(start), scalars))
         return pieces
 
     def _lay_out(self) -> None:
         """Let the slice follow its spans, where these were cut."""
-        self._home.lay_out([(span.start - self.start, span.stop - self.start) for span in self.spans])
-        if not self._home.on_disk:
-            self._rebind(self._home.pages)
+        self._host_slice.lay_out([(span.start - self.start, span.stop - self.start) for span in self.spans])
+        if not self._host_slice.on_disk:
+            self._rebind(self._host_slice.pages)
 
     def _rebind(self, pages: Pages | None) -> None:
         """Let the values and the optimizer's tensors be views of where the slice is now."""
         if pages is None:  # on the disk: nothing may read it
-            self.values = torch.full((), float("nan")).expand(self._home.form.numel)
+            self.values = torch.full((), float("nan")).expand(self._host_slice.form.numel)
         else:
             self.values = pages.master
         self._optimizer.rebind(self._number, self.values, self.start)
         for span in self.spans:
             if state := self._state(span):
-                state.update(self._home.moments(span.start - self.start, span.stop - self.start))
+                state.update(self._host_slice.moments(span.start - self.start, span.stop - self.start))
 
 
 def _refuse_options(group: Mapping[str, Any]) -> None:

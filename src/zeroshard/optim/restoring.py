@@ -40,8 +40,8 @@ class Saved:
                 f"{self._path} was written with {facts['class']} in {len(facts['groups'])} parameter groups, "
                 f"this run has {kind} in {len(groups)}. Use the same optimizer to go on."
             )
-        here, there = str(torch.__version__), reader.facts.get("torch", torch.__version__)
-        needed = optimizer.defaults.keys() if here == there else ()  # another version has other options
+        version, there = str(torch.__version__), reader.facts.get("torch", torch.__version__)
+        needed = optimizer.defaults.keys() if version == there else ()  # another version has other options
         self.scalars: Table = facts["scalars"]
         self.groups: list[Table] = []
         self._needs: list[list[Table]] = []  # by group: the states after each of some steps

@@ -17,7 +17,7 @@ from zeroshard.parameter_server.server import Reply, Server
 from zeroshard.parameter_server.wire import Wire
 
 SERVER = 0  # the rank that has it
-WORDS = 512  # bytes of an error that are told
+TEXT_BYTES = 512  # bytes of an error's text that are sent
 
 
 class MessageKind(IntEnum):
@@ -25,7 +25,7 @@ class MessageKind(IntEnum):
 
     WEIGHTS = 0
     WAIT = 1  # another reply follows
-    FAILURE = 2  # words follow
+    FAILURE = 2  # the error's text follows
 
 
 def exchange(comm: Comm, wire: Wire, present: Sequence[bool] | None) -> Reply:
@@ -47,9 +47,9 @@ def exchange(comm: Comm, wire: Wire, present: Sequence[bool] | None) -> Reply:
         kind = MessageKind(int(frame[0]))
         reply = Reply(int(frame[1]), int(frame[2]), int(frame[3]), float(frame[4]))
     if kind is MessageKind.FAILURE:
-        words = torch.empty(WORDS, dtype=torch.uint8)
-        comm.receive(words, SERVER, Purpose.CONTROL, "failure of the run").wait()
-        raise CommError(words.numpy().tobytes().decode(errors="ignore").strip())
+        text = torch.empty(TEXT_BYTES, dtype=torch.uint8)
+        comm.receive(text, SERVER, Purpose.CONTROL, "failure of the run").wait()
+        raise CommError(text.numpy().tobytes().decode(errors="ignore").strip())
     for buffer in wire.buffers:
         comm.receive(buffer, SERVER, Purpose.LEND_WEIGHTS, "weights").wait()
     assert reply is not None
@@ -86,6 +86,6 @@ def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
         server.fail(CommError(f"worker {worker} is gone before its finish(): {error}"))  # or it has failed before
         with contextlib.suppress(CommError):  # it may be the one that is gone
             tell(MessageKind.FAILURE, Reply(0, 0))
-            words = server.words.encode()[:WORDS].ljust(WORDS)
-            message = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+            text = server.failure_text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
+            message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             comm.send(message, worker, Purpose.CONTROL, "failure of the run").wait()

@@ -77,7 +77,7 @@ class Server:
         return sum(self.clocks)
 
     @property
-    def words(self) -> str:
+    def failure_text(self) -> str:
         """Why the run has failed."""
         return f"The parameter server has stopped: {type(self._failure).__name__}: {self._failure}"
 
@@ -163,7 +163,7 @@ class Server:
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:
-            raise CommError(self.words) from self._failure
+            raise CommError(self.failure_text) from self._failure
 
     def _account_for_states(self) -> None:
         states = (value for state in self.optimizer.state.values() for value in state.values())

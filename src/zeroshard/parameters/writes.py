@@ -247,9 +247,9 @@ def _is_cast(values: Tensor, current: Tensor) -> bool:
 
 
 def _other_kind(name: str, current: Tensor, values: Tensor) -> str:
-    here, there = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (current, values))
+    own, given = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (current, values))
     return (
-        f"'{name}' is {here}, and was given {there}. The engine decides about dtype and device: set "
+        f"'{name}' is {own}, and was given {given}. The engine decides about dtype and device: set "
         f"Plan(precision=...), or fp32_modules=('{name.rpartition('.')[0]}',) for a module that computes in fp32; move "
         f"or cast the model before the engine is made."
     )

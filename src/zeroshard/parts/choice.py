@@ -13,7 +13,7 @@ Split = Callable[[int], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class Description:
     """A technique in the few words that tell a plan.
 
     Attributes:
@@ -73,9 +73,9 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A time of a rank that its rehearsed step does not have: in a few words, and in a sentence."""
+    """A time of a rank that its rehearsed step does not have: a label, and a sentence."""
 
-    words: str
+    label: str
     sentence: str
 
 
@@ -107,13 +107,13 @@ class Choice:
         """Whether host memory has to hold what lies on devices too, where both are one."""
         return False
 
-    def words(self, ranks: int | None) -> Words:
+    def describe(self, ranks: int | None) -> Description:
         """The technique in a few words.
 
         Args:
             ranks: of the whole job; None where that is not known.
         """
-        return Words()
+        return Description()
 
     def share(self, states: States, ranks: int) -> States:
         """The states of one rank at least, of those of the whole model."""

@@ -20,7 +20,7 @@ class Looked(Protocol):
 
 
 Seen = TypeVar("Seen", bound=Looked)
-Look = Callable[[int], Seen | None]  # at so many microbatches; None where the engine refuses them
+Rehearse = Callable[[int], Seen | None]  # at so many microbatches; None where the engine refuses them
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Fewest:
         """How often a plan will be looked at."""
         return 1 + (likely[0] != counts[0])
 
-    def find(self, look: Look[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
+    def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """By bisection from those expected, as memory falls with their number.
 
         None fits where the finest that was looked at is returned, and does not.
@@ -68,7 +68,7 @@ class Fewest:
         at, low, high = counts.index(likely[0]) if likely else len(counts) - 1, 0, len(counts)
         best: Seen | None = None
         while low < high:
-            last = look(counts[at])
+            last = rehearse(counts[at])
             if last is None:
                 return best
             if last.fits or best is None or not best.fits:
@@ -91,9 +91,9 @@ class Fastest:
         """How often a plan will be looked at."""
         return len(likely)
 
-    def find(self, look: Look[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
+    def find(self, rehearse: Rehearse[Seen], counts: Sequence[int], likely: Sequence[int]) -> Seen | None:
         """The fastest of those that are expected to be; else of finer ones, or the finest, which does not fit."""
-        found = [one for count in likely if (one := look(count)) is not None]
+        found = [one for count in likely if (one := rehearse(count)) is not None]
         fitting = [one for one in found if one.fits]
         if fitting:
             return min(fitting, key=lambda one: one.seconds)
@@ -101,7 +101,7 @@ class Fastest:
             return None
         last: Seen | None = None
         for count in [m for m in counts if m > max(likely, default=0)] if likely else counts[-1:]:
-            last = look(count)
+            last = rehearse(count)
             if last is None or last.fits:
                 return last
         return last or found[-1]

@@ -51,7 +51,7 @@ def on_device(index: Index, category: Category, nbytes: int, slices: int = 1) ->
     return Planned("device", category, kept, padding)
 
 
-def below(index: Index, tier: str, category: Category, nbytes: int, paged: bool = True) -> Planned:
+def on_lower_tier(index: Index, tier: str, category: Category, nbytes: int, paged: bool = True) -> Planned:
     """A slice of a flat on a tier below the device, `nbytes` in all, in whole pages unless torch makes it."""
     kept = Fraction(nbytes * index.numel, index.padded_numel)
     return Planned(tier, category, kept, (in_pages(nbytes) if paged else nbytes) - kept)

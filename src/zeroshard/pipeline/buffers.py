@@ -31,7 +31,7 @@ class Buffers:
         self._model, self._mesh, self._stage = model, mesh, stage
         self._made = {name: _shape(buffer) for name, _, _, buffer in self._all()}
 
-    def here(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def present(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those that have values on this rank."""
         for name, _, _, buffer in self._all():
             if buffer is not None and not buffer.is_meta:
@@ -39,19 +39,19 @@ class Buffers:
 
     def stages(self) -> dict[str, int]:
         """The stage to which each belongs; 0 without a pipeline."""
-        return {name: self._stage.home_of(module, last) for name, module, last, _ in self._all()}
+        return {name: self._stage.stage_of_buffer(module, last) for name, module, last, _ in self._all()}
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's copies, for a checkpoint ([Note: whose buffer])."""
-        home = self.stages()
-        for name, buffer in self.here():
-            if home[name] == self._stage.number:
+        stages = self.stages()
+        for name, buffer in self.present():
+            if stages[name] == self._stage.number:
                 yield Piece.whole(f"buffer:{name}", buffer.contiguous())
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint says of buffers that are not as they were when the engine was made."""
-        home = self.stages()
-        mine = [e for e in self._all() if home[e[0]] == self._stage.number]
+        stages = self.stages()
+        mine = [e for e in self._all() if stages[e[0]] == self._stage.number]
         other = {name: _shape(b) for name, _, _, b in mine if self._made.get(name) != _shape(b)}
         return {
             "made": {name: self._made.get(name) for name, shape in other.items() if shape is not None},
@@ -68,7 +68,7 @@ class Buffers:
             CheckpointError: it is of a model with other buffers.
         """
         mine = {name: (module, last, buffer) for name, module, last, buffer in self._all()}
-        kept, home = facts_of(reader.facts), self.stages()
+        kept, stages = facts_of(reader.facts), self.stages()
         modules = dict(self._model.named_modules())
         for name in dict.fromkeys([*mine, *reader.names("buffer")]):
             path, _, last = name.rpartition(".")
@@ -82,7 +82,7 @@ class Buffers:
             if there is None:
                 _set(module, last, None, registered=name in self._made)
                 continue
-            copy = self._stage.copy_of(home.get(name, 0))
+            copy = self._stage.copy_of(stages.get(name, 0))
             values = reader.whole(f"buffer:{name}", copy if same_ranks else 0).view(there)
             if buffer is not None and tuple(buffer.shape) == there:
                 buffer.copy_(values)
@@ -120,20 +120,20 @@ def merged_facts(everyone: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks say of their buffers."""
     said = list(map(facts_of, everyone))
     return {
-        "made": {name: shape for words in said for name, shape in words["made"].items()},
-        "unset": sorted({name for words in said for name in words["unset"]}),
+        "made": {name: shape for said in said for name, shape in said["made"].items()},
+        "unset": sorted({name for said in said for name in said["unset"]}),
     }
 
 
 def whole_state_dict(model: nn.Module, stage: Stage, buffers: Buffers) -> dict[str, Any]:
     """The complete state dict of a model that is cut into stages, on every rank; a collective call."""
-    local, home = model.state_dict(), buffers.stages()
-    here = {
-        key: [list(value.shape), str(value.dtype), home.get(key)]
+    local, stages = model.state_dict(), buffers.stages()
+    present = {
+        key: [list(value.shape), str(value.dtype), stages.get(key)]
         for key, value in local.items()
         if isinstance(value, torch.Tensor) and _present(value)
     }
-    everyone = stage.world.agree_on(here, "where the weights are")
+    everyone = stage.world.agree_on(present, "where the weights are")
     whole, layout = dict(local), stage.pipeline.layout
     for key in dict.fromkeys(key for theirs in everyone for key in theirs):
         holders = [rank for rank, theirs in enumerate(everyone) if key in theirs]

@@ -93,7 +93,7 @@ class Chain:
         self._gates += [Gate(self.enter, self._paths[module], module) for module in around]
         self._learned = {module for gate in self._gates if gate.learned for module in gate.module.modules()}
         self.frames = frames
-        self.standins = Placeholders()
+        self.placeholders = Placeholders()
         self.written: dict[tuple[nn.Module, str], set[int]] = {}
         self.layers = self._find_layers(model, frames, forward, device)
         places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
@@ -104,7 +104,7 @@ class Chain:
         """The modules that run on every stage, whatever is passed over: frames, and what is made from the batch."""
         return set(self._paths) - self._learned - {gate.module for gate in self._gates if gate.learned}
 
-    def home_of(self, module: nn.Module, name: str) -> int:
+    def layer_of_buffer(self, module: nn.Module, name: str) -> int:
         """The layer to which a buffer belongs: the last that writes it, else the first that runs its module."""
         return max(self.written.get((module, name)) or {self._first_layer.get(module, 0)})
 
@@ -183,7 +183,7 @@ class Chain:
         number = self._number_of.get(gate.module)
         if number is None:
             if gate.learned and not first <= self._phase < last:
-                return self.standins.of(gate.module, gate.original, args, kwargs, gate.overwritten)
+                return self.placeholders.of(gate.module, gate.original, args, kwargs, gate.overwritten)
             return gate.original(*args, **kwargs)
         if number != self._phase + 1:
             raise ModelError(
@@ -200,7 +200,7 @@ class Chain:
         if first <= number < last:
             output = gate.original(*args, **kwargs)
         else:
-            output = self.standins.of(gate.module, gate.original, args, kwargs, gate.overwritten)
+            output = self.placeholders.of(gate.module, gate.original, args, kwargs, gate.overwritten)
         if number == self.blocks:
             self._phase = number + 1
             if last == number + 1:
@@ -227,7 +227,7 @@ class Chain:
     ) -> list[Layer]:
         """Run the model once and see which module runs when, and that the layers are a chain."""
         apart = device is not None and all(parameter.is_meta for parameter in model.parameters())
-        probe = self._probe = Probe(set(self._number_of), self.standins, device if apart else None)
+        probe = self._probe = Probe(set(self._number_of), self.placeholders, device if apart else None)
         names = {parameter: name for name, parameter in model.named_parameters()}
         free = {p for frame in frames for p in frame.parameters(recurse=False)}
         with ExitStack() as stack:

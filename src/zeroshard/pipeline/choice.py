@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.choice import Choice, LeftOut, Split, States, Words
+from zeroshard.parts.choice import Choice, Description, LeftOut, Split, States
 from zeroshard.parts.offers import Fastest, Offer, Refused, Site, divisors
 from zeroshard.pipeline.messages import UNDER_WAY
 from zeroshard.schedule import PipelineSchedule
@@ -48,12 +48,12 @@ class Stages(Choice):
     recompute: str = "auto"
     recomputes: bool = False
 
-    def words(self, ranks: int | None) -> Words:
+    def describe(self, ranks: int | None) -> Description:
         """The stages and their order, what they go through, and what is computed again."""
         cut = (f"{self.stages} stages {self.schedule}{self._replicas(ranks)}",) if self.stages > 1 else ()
         sizes = {"microbatches": self.microbatches, "chunks per stage": self.chunks}
         again = () if self.recompute == "auto" else ("recompute" if self.recomputes else "no recompute",)
-        return Words(cut, tuple(f"{number} {name}" for name, number in sizes.items() if number > 1), again)
+        return Description(cut, tuple(f"{number} {name}" for name, number in sizes.items() if number > 1), again)
 
     def _replicas(self, ranks: int | None) -> str:
         replicas = self.replicas

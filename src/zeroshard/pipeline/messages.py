@@ -47,8 +47,8 @@ class Messages:
             stage, last = self._stage, len(self._stage.chain.layers)
             chunks = stage.pipeline.layout.chunks_of(stage.number)
             layers = {layer for c in chunks for layer in stage.firsts[c : c + 2]} - {0, last}
-            standins = {layer: stage.chain.boundary(layer, forward) for layer in sorted(layers)}
-            self._shapes[key] = {layer: (tuple(t.shape), t.dtype) for layer, t in standins.items()}
+            placeholders = {layer: stage.chain.boundary(layer, forward) for layer in sorted(layers)}
+            self._shapes[key] = {layer: (tuple(t.shape), t.dtype) for layer, t in placeholders.items()}
         return self._shapes[key]
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:

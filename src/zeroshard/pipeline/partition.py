@@ -171,7 +171,7 @@ class _Objective:
     def leaf(self, task: "_Task", i: int, j: int, versions: int) -> float:
         return task.seconds(i, j)
 
-    def sync(self, weights: int, m: int, bandwidth: float, below: int) -> float:
+    def sync(self, weights: int, m: int, bandwidth: float, lower_ranks: int) -> float:
         return 2 * (m - 1) * weights / bandwidth
 
     def join(self, inner: float, sync: float) -> float:
@@ -187,8 +187,8 @@ class _Objective:
 class _Released(_Objective):
     adds = True
 
-    def sync(self, weights: int, m: int, bandwidth: float, below: int) -> float:
-        return 4 * (m - 1) * weights / (bandwidth * m * below)
+    def sync(self, weights: int, m: int, bandwidth: float, lower_ranks: int) -> float:
+        return 4 * (m - 1) * weights / (bandwidth * m * lower_ranks)
 
     def join(self, inner: float, sync: float) -> float:
         return inner + sync
@@ -203,7 +203,7 @@ class _Memory(_Objective):
     def leaf(self, task: "_Task", i: int, j: int, versions: int) -> float:
         return task.memory(i, j, versions)
 
-    def sync(self, weights: int, m: int, bandwidth: float, below: int) -> float:
+    def sync(self, weights: int, m: int, bandwidth: float, lower_ranks: int) -> float:
         return 0
 
     def share(self, value: float, m: int) -> float:
@@ -284,7 +284,7 @@ class _Table:
         self.task, self.k, self.after = task, k, after
         level = task.cluster.levels[k - 1]
         self.count, self.bandwidth = level.count, level.bandwidth
-        self.below = task.cluster.levels[k - 2].count if k > 1 else 1
+        self.lower_ranks = task.cluster.levels[k - 2].count if k > 1 else 1
         self.values: dict[int, list[list[float]]] = {}  # by i, then m and j
         self.cuts: dict[int, list[list[tuple[int, int] | None]]] = {}  # (s, n): the last stage is s + 1 to j on n parts
         self.inners: dict[tuple[int, int], _Table | _Device] = {}
@@ -354,7 +354,7 @@ class _Table:
         return self.inners[n, rest]
 
     def _sync(self, i: int, j: int, n: int, cut: bool) -> float:
-        return self.task.objective.sync(self.task.weights(i, j), n, self.bandwidth, 1 if cut else self.below)
+        return self.task.objective.sync(self.task.weights(i, j), n, self.bandwidth, 1 if cut else self.lower_ranks)
 
     def _send(self, j: int, n: int) -> float:
         return self.task.objective.send(self.task.layers[j].activation_bytes, n, self.bandwidth)

@@ -43,7 +43,7 @@ class Placeholders:
             self._known[key] = self._shapes(module, forward, key, args, kwargs)
         leaves, spec = self._known[key]
         device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        return tree_unflatten([_standin(leaf, device, writable) for leaf in leaves], spec)
+        return tree_unflatten([_placeholder(leaf, device, writable) for leaf in leaves], spec)
 
     def _shapes(self, module: nn.Module, forward: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> "_Flat":
         def to_meta(leaf: Any) -> Any:
@@ -101,12 +101,12 @@ def _shape_of(leaf: Any) -> Any:
     return _Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _standin(leaf: Any, device: torch.device | None, writable: bool) -> Any:
+def _placeholder(leaf: Any, device: torch.device | None, writable: bool) -> Any:
     if not isinstance(leaf, _Shape):
         return leaf
     value = math.nan if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
-    standin = torch.full((), value, device=device).to(leaf.dtype).expand(leaf.shape)
-    return standin.clone(memory_format=torch.contiguous_format) if writable else standin
+    placeholder = torch.full((), value, device=device).to(leaf.dtype).expand(leaf.shape)
+    return placeholder.clone(memory_format=torch.contiguous_format) if writable else placeholder
 
 
 def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:

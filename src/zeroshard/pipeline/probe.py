@@ -21,7 +21,7 @@ from zeroshard.pipeline.gates import Gate, activation_at, place_of_activation, w
 from zeroshard.pipeline.placeholders import Placeholders
 from zeroshard.platform import accelerator
 
-SPREAD = 0.02  # of random weights
+STD = 0.02  # of random weights
 Site = tuple[nn.Module, str]
 
 
@@ -30,7 +30,7 @@ class Probe:
 
     Args:
         blocks: the modules between which the model can be cut.
-        standins: told of every output's shape.
+        placeholders: told of every output's shape.
         device: where the frames of a model on meta run; None where the model runs as it is.
 
     Attributes:
@@ -43,8 +43,8 @@ class Probe:
         on_phase: called when a phase ends, with its number.
     """
 
-    def __init__(self, blocks: set[nn.Module], standins: Placeholders, device: torch.device | None = None) -> None:
-        self._blocks, self._standins, self._device = blocks, standins, device
+    def __init__(self, blocks: set[nn.Module], placeholders: Placeholders, device: torch.device | None = None) -> None:
+        self._blocks, self._placeholders, self._device = blocks, placeholders, device
         self.order: list[nn.Module] = []
         self.phases: dict[nn.Module, set[int]] = {}
         self.entered: list[Tensor] = []
@@ -91,7 +91,7 @@ class Probe:
             output = gate.original(*args, **kwargs)
         else:
             output = self._run_apart(gate, args, kwargs)
-        self._standins.record(gate.module, args, kwargs, output)
+        self._placeholders.record(gate.module, args, kwargs, output)
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self.returned:
                 self.returned[id(leaf)] = (*self.returned[id(leaf)][:2], leaf._version)
@@ -117,7 +117,7 @@ class Probe:
             self._apart = False
         if is_block:
             self.entered[-1] = activation_at(taken, gate.takes, gate)  # which the block may have written into
-        return tree_map(lambda leaf: _stand_in(leaf, self._device), output)
+        return tree_map(lambda leaf: _placeholder(leaf, self._device), output)
 
     def _mark(self, tree: Any, place: int, gate: Gate) -> Any:
         marked = activation_at(tree, place, gate).clone()  # a view would lose its mark when a block writes into it
@@ -252,7 +252,7 @@ class _StandIn(torch.autograd.Function):
         raise NotImplementedError("a stand-in has no gradient")
 
 
-def _stand_in(leaf: Any, device: torch.device | None) -> Any:
+def _placeholder(leaf: Any, device: torch.device | None) -> Any:
     return _StandIn.apply(leaf, device) if isinstance(leaf, Tensor) else leaf  # type: ignore[no-untyped-call]
 
 
@@ -268,7 +268,7 @@ def _random_weights(module: nn.Module, device: torch.device, stands_for: dict[An
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter.is_meta and parameter not in made:
-                    values = (torch.randn(parameter.shape, device=device) * SPREAD).to(parameter.dtype)
+                    values = (torch.randn(parameter.shape, device=device) * STD).to(parameter.dtype)
                     made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                     stands_for[made[parameter]] = parameter
                 _swap(undo, part._parameters, name, made.get(parameter, parameter))

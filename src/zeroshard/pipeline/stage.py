@@ -112,11 +112,11 @@ class Stage:
     @property
     def skipped_modules(self) -> set[nn.Module]:
         """Modules whose own parameters are all elsewhere."""
-        here = {id(p) for layer in self.layers for p in layer.parameters.values()}
+        own_parameters = {id(p) for layer in self.layers for p in layer.parameters.values()}
         every = [module for layer in self.chain.layers for top in layer.modules for module in top.modules()]
         elsewhere = set(every) - {module for layer in self.layers for top in layer.modules for module in top.modules()}
         elsewhere -= self.chain.everywhere
-        return {m for m in elsewhere if not any(id(p) in here for p in m.parameters(recurse=False))}
+        return {m for m in elsewhere if not any(id(p) in own_parameters for p in m.parameters(recurse=False))}
 
     @property
     def layers(self) -> list[Layer]:
@@ -174,10 +174,10 @@ class Stage:
                 sites = [list(chain.sites(made[name])) for name in lent]
                 values = [nn.Parameter(made[name].detach().to(device, dtypes[name])) for name in lent]
                 self.borrowed[loan] = Borrowed(values, sites, ledger)
-        here = {id(real(p)) for unit in units for p in unit.parameters.values()}
+        own_parameters = {id(real(p)) for unit in units for p in unit.parameters.values()}
         lent_names = {name for loan in self.borrowed for name in self.loans[loan]}
         for name, parameter in made.items():
-            if id(parameter) in here:
+            if id(parameter) in own_parameters:
                 continue
             if not parameter.is_meta:  # whoever holds the parameter itself must not keep the values alive
                 parameter.data = torch.zeros((), dtype=parameter.dtype).to(parameter.device).expand(parameter.shape)
@@ -188,7 +188,7 @@ class Stage:
                 if module in chain.frames:  # its forward runs here, and must find a tensor
                     absent = torch.full((), float("nan"), dtype=dtypes[name], device=device).expand(parameter.shape)
                 module._parameters[attribute] = nn.Parameter(absent, requires_grad=False)
-        chain.standins.forget()
+        chain.placeholders.forget()
 
     def planned(self) -> Iterator[Planned]:
         """What borrowed weights and their gradients should hold."""
@@ -215,9 +215,9 @@ class Stage:
             f"engine.train_step(batch) to train and engine.state_dict() to take the weights out."
         )
 
-    def home_of(self, module: nn.Module, name: str) -> int:
+    def stage_of_buffer(self, module: nn.Module, name: str) -> int:
         """The stage to which a buffer belongs: the one that runs its module."""
-        return self.chunk_of_layer(self.chain.home_of(module, name)) % self.pipeline.layout.stages
+        return self.chunk_of_layer(self.chain.layer_of_buffer(module, name)) % self.pipeline.layout.stages
 
     def copy_of(self, stage: int) -> int:
         """The rank whose copy of a stage's buffers is this rank's: its own, or that of its data rank."""

@@ -127,9 +127,9 @@ class PipelineOrder:
             past = len(stage.chain.layers)
             # Nothing of the model runs here, and what it returns has the right shapes.
             result = stage.chain.run_standing_in(past, past + 1, partial(call, batch))
-        return self._spread(result, last)
+        return self._broadcast_output(result, last)
 
-    def _spread(self, result: Any, source: int) -> Any:
+    def _broadcast_output(self, result: Any, source: int) -> Any:
         stage, messages = self.stage, self.executor.messages
         leaves, spec = tree_flatten(result)
         layout = stage.pipeline.layout
@@ -194,10 +194,10 @@ class PipelineOrder:
         comm = self.executor.messages.comm
         word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound)
         frames = comm.agree(word, f"agreement of all stages, {self._updates}")
-        words = [WORD.unpack(frame) for frame in frames]
-        squares = sum(words[layout.members(s)[0]][0] for s in range(layout.stages))
-        self._loss = torch.tensor(sum(loss for _, loss, _ in words) / stage.data_ranks)
-        return self._conclude(math.sqrt(squares), gain, all(sound for _, _, sound in words))
+        answers = [WORD.unpack(frame) for frame in frames]
+        squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
+        self._loss = torch.tensor(sum(loss for _, loss, _ in answers) / stage.data_ranks)
+        return self._conclude(math.sqrt(squares), gain, all(sound for _, _, sound in answers))
 
     def _decide_alone(self) -> float | None:
         """This stage's verdict on one update: it waits for nobody but its replicas."""

@@ -152,9 +152,9 @@ class _Lent:
         self._places: list[tuple[Part, int]] = []
         for name in names:
             for part in parts.all:
-                here = [entry.name for entry in part.flat.index.entries]
-                if name in here:
-                    self._places.append((part, here.index(name)))
+                own = [entry.name for entry in part.flat.index.entries]
+                if name in own:
+                    self._places.append((part, own.index(name)))
         self.numel = sum(part.flat.index.entries[n].numel for part, n in self._places)
         self.dtype = self._places[0][0].flat.dtype
         self.units = sorted({part.flat.unit.number for part, _ in self._places})

@@ -56,7 +56,7 @@ class WholeModel:
         """Every parameter is in a unit."""
         return {}
 
-    def home_of(self, module: nn.Module, name: str) -> int:
+    def stage_of_buffer(self, module: nn.Module, name: str) -> int:
         """There is one stage."""
         return 0
 

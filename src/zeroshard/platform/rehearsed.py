@@ -89,7 +89,7 @@ class Rehearsal(Platform):
         made: told of each buffer that ranks have in common, and how many ranks.
         compute: told of so many bytes that were to be moved by so many operations, and were not.
         task_seconds: what a copy between tiers, or a job of the host, takes; nothing by default.
-        below: makes each buffer that is not on the device.
+        make_on_host: makes each buffer that is not on the device.
     """
 
     members: Sequence[int]
@@ -101,7 +101,7 @@ class Rehearsal(Platform):
     made: Callable[[torch.Tensor, int], None] = lambda buffer, ranks: None
     compute: Callable[[int, int], None] = lambda nbytes, operations: None
     task_seconds: Callable[[Task], float] = lambda task: 0.0
-    below: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    make_on_host: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
 
     def part(self, ranks: Sequence[int]) -> "Rehearsal":
         """The rehearsal of some of its ranks."""
@@ -137,11 +137,11 @@ class Rehearsal(Platform):
 
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
         """Memory that is only counted."""
-        return HostMemory(ledger, device, make=self.below)
+        return HostMemory(ledger, device, make=self.make_on_host)
 
     def disk(self, folder: Path, ledger: Ledger, timeout: float) -> Disk:
         """A disk that is only counted."""
-        return ImaginedDisk(ledger, self.below)
+        return ImaginedDisk(ledger, self.make_on_host)
 
     def executor(self, device: torch.device, timeout: float) -> TaskRunner:
         """Tasks on the clock of the rehearsal."""
@@ -192,7 +192,7 @@ class Nobody(Network):
         self._rehearsal.fill(into, out)
         return Imagined(self._rehearsal.clock)
 
-    def words(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
+    def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
         """As if every rank said the same; over at once, and not counted."""
         self._rehearsal.begin("gather", len(frame) * self._ranks).wait()
         return None, lambda: [frame] * self._ranks

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroshard.parts.choice import Choice, States, Words
+from zeroshard.parts.choice import Choice, Description, States
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Computing(Choice):
     precision: str = "fp32"
     scales_loss: bool = False
 
-    def words(self, ranks: int | None) -> Words:
+    def describe(self, ranks: int | None) -> Description:
         """The dtype."""
-        return Words((self.precision,))
+        return Description((self.precision,))
 
     def share(self, states: States, ranks: int) -> States:
         """16-bit parameters and gradients have master weights of 4 bytes (1710.03740, section 3.1)."""

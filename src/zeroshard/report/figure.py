@@ -11,7 +11,7 @@ class LegendEntry:
 
     mark: str
     style: str
-    words: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

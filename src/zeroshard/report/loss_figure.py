@@ -74,14 +74,14 @@ def _smooth(training: list[Point]) -> list[Point]:
 
 def _caption(training: list[Point], validation: list[Point]) -> str:
     (first, start), (last, end) = training[0], training[-1]
-    words = (
+    text = (
         f"Training bits per byte from {format_decimal(start, 3)} at step {format_exact(first)}"
         f" to {format_decimal(end, 3)} at step {format_exact(last)}"
     )
     if validation:
         step, best = min(validation, key=lambda point: point[1])
-        words += f"; lowest validation {format_decimal(best, 3)} at step {format_exact(step)}"
-    return words + "."
+        text += f"; lowest validation {format_decimal(best, 3)} at step {format_exact(step)}"
+    return text + "."
 
 
 def _draw(curves: _Curves, frame: Frame) -> Markup:
@@ -113,14 +113,13 @@ def _legend(curves: _Curves, finite: int, lost: int) -> tuple[LegendEntry, ...]:
 
 
 def _readouts(curves: _Curves) -> tuple[tuple[float, str], ...]:
-    words: dict[float, list[str]] = {}
+    text: dict[float, list[str]] = {}
     for name, points in (("training", curves.raw), ("validation", curves.validation)):
         for step, value in points:
-            words.setdefault(step, []).append(f"{name} {format_decimal(value)}")
+            text.setdefault(step, []).append(f"{name} {format_decimal(value)}")
     for step in curves.lost_steps:
-        words.setdefault(step, []).append("training loss not finite")
+        text.setdefault(step, []).append("training loss not finite")
     axis = fitted_axis("step", *curves.steps)
     return tuple(
-        (round(axis.fraction(step), 5), "\n".join([f"step {format_exact(step)}", *words[step]]))
-        for step in sorted(words)
+        (round(axis.fraction(step), 5), "\n".join([f"step {format_exact(step)}", *text[step]])) for step in sorted(text)
     )

@@ -28,7 +28,7 @@ class _Change:
     delta: float
 
     @property
-    def words(self) -> str:
+    def tip(self) -> str:
         """When, what, and the signed bytes."""
         sign = "+" if self.delta > 0 else ""
         return f"{self.event.t * 1e3:.2f} ms  {self.event.label}  {sign}{format_bytes(self.delta)}"
@@ -60,7 +60,7 @@ def memory_figure(step: MemoryStep) -> Figure:
         caption=caption,
         readouts=tuple((round(axis.fraction(change.event.t * 1e3), 5), _readout(step, change)) for change in kept),
         holds=True,
-        marked=tuple((number, change.words) for number, change in enumerate(marked, 1)),
+        marked=tuple((number, change.tip) for number, change in enumerate(marked, 1)),
     )
 
 
@@ -101,7 +101,7 @@ def _largest(changes: list[_Change], start: float, end: float) -> list[_Change]:
 
 def _readout(step: MemoryStep, change: _Change) -> str:
     held = [f"{name} {format_bytes(change.event.nbytes[i])}" for i, name in reversed(_named(step))]
-    return "\n".join([change.words, f"total {format_bytes(change.event.total)}", *held])
+    return "\n".join([change.tip, f"total {format_bytes(change.event.total)}", *held])
 
 
 def _draw(step: MemoryStep, kept: list[_Change], marked: list[_Change], caption: str, frame: Frame) -> Markup:

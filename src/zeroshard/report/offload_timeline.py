@@ -37,7 +37,7 @@ DATA, SVG, TRACE = "timeline-offload.json", "timeline-offload.svg", "timeline-of
 ROW = 30.0
 BOX = 26.0  # pixels that a box of middling length should have
 THINNEST = 0.6  # pixels of a box that takes next to no time
-SIZE, LETTER = 10.5, 0.56  # of the words in boxes: height in pixels, and a letter's usual width as part of it
+SIZE, LETTER = 10.5, 0.56  # of the text in boxes: height in pixels, and a letter's usual width as part of it
 QUEUE_NAMES = {COMPUTE: "compute", "down": "down", "up": "up", "host": "updates", "disk": "disk"}
 FORWARD, BACKWARD = "forward", "backward"
 # Light and dark: computes are grey, and each cause has the colour that it has in the chart of exposed seconds.
@@ -90,7 +90,7 @@ class OffloadTimeline:
 
     @property
     def steps(self) -> str:
-        """How many they are, in words."""
+        """How many they are, as text."""
         return "one step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
 
     def rows(self) -> Iterator[tuple[str, list[QueueSpan]]]:
@@ -146,12 +146,12 @@ def place_queues(timeline: OffloadTimeline) -> Picture:
     picture = Picture(width, 0, f"{name}, offloaded")
     scale = (width - LEFT - RIGHT) / end
     notes = "  \N{MIDDLE DOT}  ".join(_notes(timeline))
-    picture.words.append(Labels(LEFT, TOP + 14, name, "name", 13))
-    picture.words.append(Labels(LEFT + 18 + 7.8 * len(name), TOP + 14, notes, "quiet", 12))
+    picture.labels.append(Labels(LEFT, TOP + 14, name, "name", 13))
+    picture.labels.append(Labels(LEFT + 18 + 7.8 * len(name), TOP + 14, notes, "quiet", 12))
     top = y = TOP + HEAD
     for queue, row in timeline.rows():
         picture.tracks.append((LEFT, y, end * scale, ROW - 4))
-        picture.words.append(Labels(LEFT - 8, y + ROW / 2 + 2, QUEUE_NAMES[queue], "quiet", 11.5, "end"))
+        picture.labels.append(Labels(LEFT - 8, y + ROW / 2 + 2, QUEUE_NAMES[queue], "quiet", 11.5, "end"))
         for span in row:
             _place(picture, span, y, scale)
         if len(timeline.spans) <= TIPS:
@@ -207,9 +207,9 @@ def _place(picture: Picture, span: QueueSpan, y: float, scale: float) -> None:
     left = LEFT + span.start * scale
     picture.boxes.setdefault((fill, ROW - 4), []).append((left + gap / 2, middle, wide - gap))
     name = span.label.partition("[")[0]  # without the dtype of the buffer
-    fitting = [words for words in (name, name.rpartition(".")[2]) if LETTER * SIZE * len(words) <= wide - 6]
+    fitting = [text for text in (name, name.rpartition(".")[2]) if LETTER * SIZE * len(text) <= wide - 6]
     if fitting:
-        picture.words.append(Labels(left + wide / 2, middle + 0.36 * SIZE, fitting[0], fill, SIZE, "middle"))
+        picture.labels.append(Labels(left + wide / 2, middle + 0.36 * SIZE, fitting[0], fill, SIZE, "middle"))
 
 
 def _tip(span: QueueSpan) -> str:
@@ -227,7 +227,7 @@ def _legend(picture: Picture, y: float) -> float:
         if x + 22 + 6.6 * len(name) > picture.width - RIGHT:
             x, y = LEFT, y + 20
         picture.swatches.append((x, y - 10, 12, 12, fill))
-        picture.words.append(Labels(x + 17, y, name, "quiet", 12))
+        picture.labels.append(Labels(x + 17, y, name, "quiet", 12))
         x += 35 + 6.6 * len(name)
     return y
 

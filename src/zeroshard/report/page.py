@@ -103,7 +103,7 @@ def _facts(run: RunRecord) -> Facts:
         ("Training bits/byte", format_decimal(summary.train_bits_per_byte)),
         ("Wall time", format_seconds(seconds)),
     )
-    return tuple((name, words) for name, words in facts if words != DASH)
+    return tuple((name, text) for name, text in facts if text != DASH)
 
 
 def _versions(summary: Summary) -> str:

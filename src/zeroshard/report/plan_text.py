@@ -53,7 +53,7 @@ def _table(title: str) -> Table:
 
 
 def _overview(predictions: Sequence[Prediction], title: str) -> Table:
-    unit, words = _unit(predictions)
+    unit, unit_name = _unit(predictions)
     capacities = {p.capacity_bytes for p in predictions}
     of = f"\nof {_amount(capacities.pop() / unit)}" if len(capacities) == 1 else ""
     table = _table(title)
@@ -62,7 +62,7 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
     table.add_column("", justify="right", style="bold")
     table.add_column("plan", ratio=1)
     table.add_column("fits")
-    for head in (f"peak {words}{of}", "step", "tokens/s"):
+    for head in (f"peak {unit_name}{of}", "step", "tokens/s"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     table.add_column("timed by")
@@ -81,8 +81,8 @@ def _overview(predictions: Sequence[Prediction], title: str) -> Table:
 
 
 def _memory(predictions: Sequence[Prediction]) -> Table:
-    unit, words = _unit(predictions)
-    table = _table(f"{words} at that peak, on the rank that needs most")
+    unit, unit_name = _unit(predictions)
+    table = _table(f"{unit_name} at that peak, on the rank that needs most")
     table.add_column("", justify="right", style="bold")
     held = [c for c in categories(predictions) if any(p.memory.get(c) for p in predictions)]
     for head in ("rank", *(HEADS.get(c, c) for c in held), "all"):
@@ -269,7 +269,7 @@ def wire_table(p: Prediction) -> Table:
     return _bars("On the wire in one step, on this rank", dict(p.wire_bytes), format_size)
 
 
-def _bars(title: str, values: Mapping[str, float], words: Callable[[float], str]) -> Table:
+def _bars(title: str, values: Mapping[str, float], format_value: Callable[[float], str]) -> Table:
     table = _table(title)
     table.show_header = False
     sides: tuple[Literal["left", "right"], ...] = ("left", "right", "right", "left")
@@ -278,6 +278,8 @@ def _bars(title: str, values: Mapping[str, float], words: Callable[[float], str]
     whole = sum(values.values())
     for name, value in values.items():
         if value:
-            table.add_row(name, words(value), f"{value / whole:.0%}", Text("█" * round(BAR * value / whole), "blue"))
-    table.add_row("all", words(whole), style="bold")
+            table.add_row(
+                name, format_value(value), f"{value / whole:.0%}", Text("█" * round(BAR * value / whole), "blue")
+            )
+    table.add_row("all", format_value(whole), style="bold")
     return table

@@ -349,8 +349,8 @@ def _forecast(path: Path, notes: list[str]) -> ForecastRecord | None:
     rows = [(row, row.number("predicted"), row.number("measured")) for row in record.records("rows")]
     if not rows:
         return None
-    told = record.fields.get("warnings")
-    warnings = tuple(map(str, told)) if isinstance(told, list) else ()
+    given = record.fields.get("warnings")
+    warnings = tuple(map(str, given)) if isinstance(given, list) else ()
     kept = tuple(PredictionRow(row.text("part"), row.text("name"), *numbers) for row, *numbers in rows)
     return ForecastRecord(record.number("rank"), record.number("step"), kept, warnings)
 

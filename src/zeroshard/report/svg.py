@@ -60,9 +60,9 @@ class Canvas:
         ends = {"x1": short(x1), "y1": short(y1), "x2": short(x2), "y2": short(y2)}
         ET.SubElement(self.root, "line", {"class": style, **ends})
 
-    def text(self, at: Point, words: str, style: str) -> None:
+    def text(self, at: Point, content: str, style: str) -> None:
         """One line of text; its anchor comes with the style."""
-        ET.SubElement(self.root, "text", {"class": style, "x": short(at[0]), "y": short(at[1])}).text = words
+        ET.SubElement(self.root, "text", {"class": style, "x": short(at[0]), "y": short(at[1])}).text = content
 
     def rect(self, corner: Point, width: float, height: float, style: str) -> None:
         """A rectangle from its upper left corner."""

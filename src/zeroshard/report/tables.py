@@ -24,7 +24,7 @@ from zeroshard.report.wording import (
 class Cell:
     """What a cell shows, and below it, smaller, the same to the last digit."""
 
-    words: str
+    text: str
     exact: str = ""
 
 

@@ -109,7 +109,7 @@ class Picture:
         boxes: for each paint and height, (x, y of the middle, width).
         lines: (x1, y1, x2, y2) of the axis.
         swatches: (x, y, width, height, paint) of the legend; None is the paint of a track.
-        tips: (x, y, width, height, words) for the pointer; empty in large pictures.
+        tips: (x, y, width, height, text) for the pointer; empty in large pictures.
     """
 
     width: float
@@ -117,7 +117,7 @@ class Picture:
     title: str
     tracks: list[tuple[float, float, float, float]] = field(default_factory=list)
     boxes: dict[tuple[Fill, float], list[tuple[float, float, float]]] = field(default_factory=dict)
-    words: list[Labels] = field(default_factory=list)
+    labels: list[Labels] = field(default_factory=list)
     lines: list[tuple[float, float, float, float]] = field(default_factory=list)
     swatches: list[tuple[float, float, float, float, Fill | None]] = field(default_factory=list)
     tips: list[tuple[float, float, float, float, str]] = field(default_factory=list)
@@ -137,7 +137,7 @@ def lay_out(timelines: Sequence[Timeline], title: str = "") -> Picture:
     tips = sum(len(row) for d in drawn for row in d.rows) <= TIPS
     y = TOP
     if title:
-        picture.words.append(Labels(LEFT, y + 17, title, "title", 17))
+        picture.labels.append(Labels(LEFT, y + 17, title, "title", 17))
         y += 32
     for d in drawn:
         y = d.place(picture, y, scale, tips) + BETWEEN
@@ -169,9 +169,9 @@ class _Drawn:
 
     def place(self, picture: Picture, y: float, scale: float, tips: bool) -> float:
         """Put the timeline into the picture with its upper edge at `y`; returns the lower edge."""
-        picture.words.append(Labels(LEFT, y + 14, self.timeline.name, "name", 13))
+        picture.labels.append(Labels(LEFT, y + 14, self.timeline.name, "name", 13))
         notes = "  \N{MIDDLE DOT}  ".join(self.timeline.notes)
-        picture.words.append(Labels(LEFT + 18 + 7.8 * len(self.timeline.name), y + 14, notes, "quiet", 12))
+        picture.labels.append(Labels(LEFT + 18 + 7.8 * len(self.timeline.name), y + 14, notes, "quiet", 12))
         y += HEAD
         self._fit_numbers(scale)
         every = -(-13 // self.pitch)
@@ -180,7 +180,7 @@ class _Drawn:
             picture.tracks.append((LEFT, top, self.end * scale, self.height))
             if rank % every == 0:
                 middle = top + self.height / 2
-                picture.words.append(Labels(LEFT - 8, middle + 4, f"rank {rank}", "quiet", 11.5, "end"))
+                picture.labels.append(Labels(LEFT - 8, middle + 4, f"rank {rank}", "quiet", 11.5, "end"))
             self._place_row(picture, row, rank, top, scale)
             if tips:
                 picture.tips += [self._tip(span, top, scale) for span in row]
@@ -201,9 +201,9 @@ class _Drawn:
             places.append((left + start * scale + gap / 2, middle, wide - gap))
             if wide >= self.room and action.microbatch is not None:
                 x, y = left + (start + end) / 2 * scale, middle + 0.36 * self.size - (4 if self.versions else 0)
-                picture.words.append(Labels(x, y, str(action.microbatch), paint, self.size, "middle"))
+                picture.labels.append(Labels(x, y, str(action.microbatch), paint, self.size, "middle"))
                 if wide >= self.version_room:
-                    picture.words.append(Labels(x, middle + 10, f"v{action.version}", paint, SIZES[-1], "middle"))
+                    picture.labels.append(Labels(x, middle + 10, f"v{action.version}", paint, SIZES[-1], "middle"))
 
     def _fit_numbers(self, scale: float) -> None:
         """Choose the largest size at which the longest number fits the usual forward, else the least.
@@ -220,8 +220,8 @@ class _Drawn:
         action, start, end = span
         start, end = start - self.start, end - self.start
         unit, factor = time_unit(self.end)
-        words = f"{action}: {NAMES[action.kind]}, {start * factor:.4g} to {end * factor:.4g} {unit}"
-        return LEFT + start * scale, top, (end - start) * scale, self.height, words
+        tip = f"{action}: {NAMES[action.kind]}, {start * factor:.4g} to {end * factor:.4g} {unit}"
+        return LEFT + start * scale, top, (end - start) * scale, self.height, tip
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -238,8 +238,8 @@ def place_axis(picture: Picture, y: float, end: float) -> None:
     for value, label in axis.ticks:
         x = LEFT + axis.fraction(value) * (right - LEFT)
         picture.lines.append((x, y, x, y + 4))
-        picture.words.append(Labels(x, y + 17, label, "quiet", 11, "middle"))
-    picture.words.append(Labels(LEFT - 8, y + 17, unit, "quiet", 11, "end"))
+        picture.labels.append(Labels(x, y + 17, label, "quiet", 11, "middle"))
+    picture.labels.append(Labels(LEFT - 8, y + 17, unit, "quiet", 11, "end"))
 
 
 def _legend(picture: Picture, y: float, versions: bool) -> float:
@@ -258,14 +258,14 @@ def _legend(picture: Picture, y: float, versions: bool) -> float:
         for paint in swatches:
             picture.swatches.append((x, y - 10, 12, 12, paint))
             x += 13
-        picture.words.append(Labels(x + 4, y, name, "quiet", 12))
+        picture.labels.append(Labels(x + 4, y, name, "quiet", 12))
         x += 22 + 6.6 * len(name)
-    notes = ["number: microbatch"] if any(isinstance(w.style, Paint) for w in picture.words) else []
+    notes = ["number: microbatch"] if any(isinstance(w.style, Paint) for w in picture.labels) else []
     notes += ["fainter: later chunk of the rank"] * (most > 1) + ["v: version of the weights"] * versions
-    words = "; ".join(notes)
-    if x + 6.6 * len(words) > picture.width - RIGHT:
+    note = "; ".join(notes)
+    if x + 6.6 * len(note) > picture.width - RIGHT:
         x, y = LEFT, y + 20
-    picture.words.append(Labels(x + 4 if x > LEFT else x, y, words, "quiet", 12))
+    picture.labels.append(Labels(x + 4 if x > LEFT else x, y, note, "quiet", 12))
     return y
 
 
@@ -305,9 +305,9 @@ def picture_svg(picture: Picture) -> str:
         out.append(f'<path class="{name}" d="{_rectangle(*corner)}"/>')
     lines = "".join(f"M{short(x1)} {short(y1)}L{short(x2)} {short(y2)}" for x1, y1, x2, y2 in picture.lines)
     out.append(f'<path class="axis" d="{lines}"/>')
-    out += _texts(picture.words)
-    for x, y, wide, high, words in picture.tips:
-        out.append(f'<path class="tip" d="{_rectangle(x, y, wide, high)}"><title>{escape(words)}</title></path>')
+    out += _texts(picture.labels)
+    for x, y, wide, high, tip in picture.tips:
+        out.append(f'<path class="tip" d="{_rectangle(x, y, wide, high)}"><title>{escape(tip)}</title></path>')
     return "\n".join([*out, "</svg>\n"])
 
 
@@ -315,10 +315,10 @@ def _rectangle(x: float, y: float, width: float, height: float) -> str:
     return f"M{x:.2f} {short(y)}h{width:.2f}v{short(height)}h-{width:.2f}z"
 
 
-def _texts(words: Sequence[Labels]) -> list[str]:
+def _texts(labels: Sequence[Labels]) -> list[str]:
     """The texts, those of one style in one group."""
     groups: dict[tuple[str, float, str], list[str]] = {}
-    for w in words:
+    for w in labels:
         style = w.style if isinstance(w.style, str) else f"in-{w.style.name}"
         texts = groups.setdefault((style, w.size, w.anchor), [])
         texts.append(f'<text x="{short(w.x)}" y="{short(w.y)}">{escape(w.text)}</text>')

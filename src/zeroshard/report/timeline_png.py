@@ -40,21 +40,21 @@ def timeline_png(timelines: Sequence[Timeline], title: str = "") -> bytes:
     draw = ImageDraw.Draw(image)
     for line in picture.lines:
         draw.line([round(at * SCALE) for at in line], QUIET[0], SCALE)
-    for words in picture.words:
-        _write(draw, words)
+    for label in picture.labels:
+        _write(draw, label)
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=4)
     return file.getvalue()
 
 
-def _write(draw: ImageDraw.ImageDraw, words: Labels) -> None:
-    if isinstance(words.style, str):
-        colour = QUIET[0] if words.style == "quiet" else INK[0]
+def _write(draw: ImageDraw.ImageDraw, label: Labels) -> None:
+    if isinstance(label.style, str):
+        colour = QUIET[0] if label.style == "quiet" else INK[0]
     else:
-        colour = words.style.ink(dark=False)
-    at, anchor = (words.x * SCALE, words.y * SCALE), _ANCHORS[words.anchor]
-    bold = 0.4 if words.style in ("title", "name") else 0  # the font that comes with Pillow has one weight
-    draw.text(at, words.text.translate(_PLAIN), colour, _font(words.size), anchor, stroke_width=bold)
+        colour = label.style.ink(dark=False)
+    at, anchor = (label.x * SCALE, label.y * SCALE), _ANCHORS[label.anchor]
+    bold = 0.4 if label.style in ("title", "name") else 0  # the font that comes with Pillow has one weight
+    draw.text(at, label.text.translate(_PLAIN), colour, _font(label.size), anchor, stroke_width=bold)
 
 
 @cache

@@ -34,13 +34,13 @@ SIZES = (  # name, shape, rows, plan, and what the paper says
 
 def memory(say: Say) -> Iterator[Reading]:
     """Bytes of model states per parameter on the device, by what is on the host."""
-    whole, below = (_rehearsed(plan).states for plan in (MIXED, OFFLOADED))
+    whole, offloaded = (_rehearsed(plan).states for plan in (MIXED, OFFLOADED))
     update = whole[Category.MASTER_WEIGHTS] + whole[Category.OPTIMIZER_STATES]
     held = {
         "nothing offloaded": ("16", _states(whole)),
         "gradients": ("14", _states(whole) - whole[Category.GRADIENTS]),
         "update": ("4", _states(whole) - update),
-        "gradients and update": ("2", _states(below)),
+        "gradients and update": ("2", _states(offloaded)),
     }
     for what, (published, nbytes) in held.items():
         ours = Fraction(nbytes, _parameters(SMALL))

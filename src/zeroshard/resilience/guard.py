@@ -78,7 +78,7 @@ class Guard:
         self._row = 0  # bad steps up to now
         self._used = 0  # roll backs
         self._last_bad = 0  # the highest step that was bad
-        self._told: list[str] = []  # bad steps, for people
+        self._bad_steps: list[str] = []  # bad steps, for people
         self.origin: Origin | None = None
 
     def decide(self, step: int, value: float, position: int) -> GuardVerdict:
@@ -103,7 +103,7 @@ class Guard:
         self._last_bad = max(self._last_bad, step)
         self.origin = self.origin or Origin(step, position)
         beside = "" if median is None else f" beside a median of {median:.4g}"
-        self._told = [*self._told, f"{value:.4g} in step {step}{beside}"][-REMEMBERED:]
+        self._bad_steps = [*self._bad_steps, f"{value:.4g} in step {step}{beside}"][-REMEMBERED:]
         if self._row < self._patience:
             return GuardVerdict.BAD
         if self._used >= self._rollbacks:
@@ -123,8 +123,8 @@ class Guard:
         good = ", ".join(f"{value:.4g}" for value in self._values[-SHOWN:]) or "none"
         where = f" from sample {self.origin.position} on" if self.origin else ""
         return NonFiniteError(
-            f"The {self._what} went wrong ({'; '.join(self._told)}; the last good values: {good}), and {why}. Lower "
-            f"the learning rate, set clip_norm, or look at the data{where}."
+            f"The {self._what} went wrong ({'; '.join(self._bad_steps)}; the last good values: {good}), and {why}. "
+            f"Lower the learning rate, set clip_norm, or look at the data{where}."
         )
 
     def state(self) -> dict[str, Any]:
@@ -135,13 +135,13 @@ class Guard:
             "origin": list(self.origin) if self.origin else None,
             "used": self._used,
             "last_bad": self._last_bad,
-            "told": list(self._told),
+            "told": list(self._bad_steps),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned, in another process."""
         self.rewind(state)
-        self._used, self._last_bad, self._told = int(state["used"]), int(state["last_bad"]), list(state["told"])
+        self._used, self._last_bad, self._bad_steps = int(state["used"]), int(state["last_bad"]), list(state["told"])
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state` returned, in a run that rolls back: how often it did stays known."""

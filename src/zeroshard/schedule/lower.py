@@ -25,20 +25,20 @@ def with_gathers(schedule: Schedule) -> Schedule:
     A breadth-first schedule so gathers a chunk once per pass, and one that alternates gathers it for each microbatch.
     """
     lowered: Schedule = []
-    here: tuple[int, int, bool] | None = None  # chunk and version that are gathered, and whether for forwards
+    gathered: tuple[int, int, bool] | None = None  # chunk and version that are gathered, and whether for forwards
     last = 0  # where the list of the last compute ends
     for action in schedule:
         if action.kind in COMPUTE:
             needed = (action.chunk, action.version, action.kind is Kind.FORWARD)
-            if needed != here:
-                if here is not None:
-                    lowered.insert(last, Action(Kind.FREE, here[0], None, here[1]))
+            if needed != gathered:
+                if gathered is not None:
+                    lowered.insert(last, Action(Kind.FREE, gathered[0], None, gathered[1]))
                 lowered.append(Action(Kind.GATHER, action.chunk, None, action.version))
-            here = needed
+            gathered = needed
             last = len(lowered) + 1
         lowered.append(action)
-    if here is not None:
-        lowered.insert(last, Action(Kind.FREE, here[0], None, here[1]))
+    if gathered is not None:
+        lowered.insert(last, Action(Kind.FREE, gathered[0], None, gathered[1]))
     return lowered
 
 

@@ -119,8 +119,10 @@ class PipelineSchedule:
         layout = self.layout
         actions = [Action(Kind.FORWARD, c, microbatch) for c in layout.chunks_of(layout.stage_of(rank))]
         actions = lower.with_gathers(actions) if self.gathers else actions
-        here = [a for a in actions if a.kind is not Kind.FORWARD or layout.rank_of(a.chunk, microbatch) == rank]
-        return lower.with_messages(here, layout, rank)
+        local_actions = [
+            a for a in actions if a.kind is not Kind.FORWARD or layout.rank_of(a.chunk, microbatch) == rank
+        ]
+        return lower.with_messages(local_actions, layout, rank)
 
     def peers(self, loan: Loan, rank: int) -> list[int]:
         """The ranks to which `rank` lends, or from which it borrows, the weights of a loan.

@@ -276,11 +276,11 @@ class _Run:
                 now = after
                 continue
             if waits:
-                here = arrived.pop(key, None)
-                if here is None:
+                arrival = arrived.pop(key, None)
+                if arrival is None:
                     self.waiting[key] = rank
                     break
-                now = here if here > now else now
+                now = arrival if arrival > now else now
             start, now = now, now + seconds
             spans.append((action, start, now))
             if local and onward is not None:

@@ -83,16 +83,18 @@ class _Together:
         Raises:
             PlanError: the first that does not.
         """
-        homes: list[dict[int | None, int]] = []
+        chunk_ranks: list[dict[int | None, int]] = []
         for number in range(last + 1):
-            home: dict[int | None, int] = {}
+            ranks_of: dict[int | None, int] = {}
             for rank in self.members[number]:
                 for j in self.ranks[rank].chunks[number].forwards:
-                    if home.setdefault(j, rank) != rank:
-                        raise PlanError(f"Microbatch {j} passes chunk {number} on rank {home[j]} and on rank {rank}.")
-            homes.append(home)
-        for number, home in enumerate(homes):
-            missing = homes[0].keys() ^ home.keys()
+                    if ranks_of.setdefault(j, rank) != rank:
+                        raise PlanError(
+                            f"Microbatch {j} passes chunk {number} on rank {ranks_of[j]} and on rank {rank}."
+                        )
+            chunk_ranks.append(ranks_of)
+        for number, ranks_of in enumerate(chunk_ranks):
+            missing = chunk_ranks[0].keys() ^ ranks_of.keys()
             if missing:
                 raise PlanError(f"Chunks 0 and {number}: only one is passed by microbatches {names(missing)}.")
 

@@ -16,7 +16,7 @@ DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on
 INTERRUPTED = 128 + signal.SIGINT  # the code of whatever Ctrl-C stopped, as shells have it
 SETTLE = 0.5  # seconds from the first sign of a failure to the judgement, for the cause to show beside its echoes
 ECHO_TYPES = ("CommError", "DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "EOFError")
-ECHO_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
+ECHO_TEXTS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)  # how a library or a launcher ends what cannot go on
 
 
@@ -138,8 +138,8 @@ def _end(state: RankState) -> str:
         return f"was killed by {signal_name(-state.exit)}"
     if state.failure is None:
         return f"ended with exit code {state.exit}"
-    words = state.failure.message.strip().partition("\n")[0]
-    return f"raised {state.failure.type}: {words}"
+    first_line = state.failure.message.strip().partition("\n")[0]
+    return f"raised {state.failure.type}: {first_line}"
 
 
 def _silent(states: Sequence[RankState], limits: Limits) -> Culprit | None:
@@ -232,7 +232,7 @@ def _is_echo(state: RankState) -> bool:
     if state.failure is None:
         return False
     said = state.failure.message.lower()
-    return state.failure.type in ECHO_TYPES or any(words in said for words in ECHO_WORDS)
+    return state.failure.type in ECHO_TYPES or any(text in said for text in ECHO_TEXTS)
 
 
 def _error(culprit: Culprit) -> tuple[int, str, str] | None:

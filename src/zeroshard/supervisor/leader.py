@@ -81,7 +81,7 @@ class _Leader:
 
     def __init__(self, job: Job, crew: Processes, requests: list[int]) -> None:
         self._job, self._crew, self._requests = job, crew, requests
-        self._board: NodeCoordination | None = None
+        self._coordination: NodeCoordination | None = None
         self._sizes = [job.place.processes]
         self._store: Store | None = None
         self._started = 0.0
@@ -118,9 +118,11 @@ class _Leader:
         place, patience = self._job.place, self._job.limits.start
         if place.nodes == 1:
             return
-        self._board = NodeCoordination(keep_store(place.address, place.port, patience, loopback=False), place.nodes)
+        self._coordination = NodeCoordination(
+            keep_store(place.address, place.port, patience, loopback=False), place.nodes
+        )
         deadline = time.monotonic() + patience
-        while None in (sizes := [place.processes, *self._board.sizes()]):
+        while None in (sizes := [place.processes, *self._coordination.sizes()]):
             if time.monotonic() > deadline or self._requests:
                 missing = ", ".join(str(node) for node, size in enumerate(sizes) if size is None)
                 raise OSError(f"node {missing} of {place.nodes} did not come; start one supervisor on every node")
@@ -133,15 +135,15 @@ class _Leader:
         if not place.nested:  # a fresh store, so that a script that knows nothing of attempts finds no old keys
             self._store = keep_store(place.address, 0, self._job.limits.start, loopback=place.nodes == 1)
             port = self._store.port  # type: ignore[attr-defined]
-        if self._board is not None:
-            self._board.order("start", attempt=attempt, sizes=self._sizes, port=port)
+        if self._coordination is not None:
+            self._coordination.order("start", attempt=attempt, sizes=self._sizes, port=port)
         self._crew.start(attempt, environments(place, self._sizes, port))
         self._started = time.monotonic()
 
     def _watch(self) -> int | Culprit:
         """Until the attempt ends well, or somebody is to blame."""
         while True:
-            if self._requests or (self._board is not None and self._board.asked()):
+            if self._requests or (self._coordination is not None and self._coordination.asked()):
                 return self._stop()
             states = self._states()
             code = finished(states)
@@ -181,23 +183,23 @@ class _Leader:
     def _states(self) -> list[RankState]:
         """Of all ranks of all nodes."""
         states = self._crew.states()
-        if self._board is not None:
-            told, waited = self._board.states(), time.monotonic() - self._started
+        if self._coordination is not None:
+            reported, waited = self._coordination.states(), time.monotonic() - self._started
             for node, size in list(enumerate(self._sizes))[1:]:
                 first = sum(self._sizes[:node])
                 unknown = [RankState(rank=first + i, silent=waited, idle=waited) for i in range(size)]
-                states += told.get(node) or unknown
+                states += reported.get(node) or unknown
         self._committed = max(self._committed, *(state.committed for state in states))
         return states
 
     def _signal(self, number: int) -> None:
-        if self._board is not None:
-            self._board.order("signal", number=number)
+        if self._coordination is not None:
+            self._coordination.order("signal", number=number)
         self._crew.signal(number)
 
     def _end(self, grace: float = GRACE) -> None:
-        if self._board is not None:
-            self._board.order("end", grace=grace)
+        if self._coordination is not None:
+            self._coordination.order("end", grace=grace)
         self._crew.end(grace)
         deadline = time.monotonic() + NODES_WITHIN
         while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
@@ -222,10 +224,10 @@ class _Leader:
 
     def _leave(self, code: int, line: str = "") -> int:
         """Let the other nodes go with the same code; the last word is spoken here."""
-        if self._board is not None:
+        if self._coordination is not None:
             with contextlib.suppress(OSError):  # the others go when they hear nothing
-                self._board.order("leave", code=code)
-                self._board.wait_for_goodbyes(NODES_WITHIN)
+                self._coordination.order("leave", code=code)
+                self._coordination.wait_for_goodbyes(NODES_WITHIN)
         if line:
             _say(line)
         return code

@@ -78,8 +78,8 @@ class NodeCoordination:
 
     def order(self, what: str, **details: Any) -> None:
         """Tell all other nodes what to do."""
-        words = json.dumps({"what": what, **details})
-        self._ask(lambda store: store.set(f"order/{self._orders}", words))
+        payload = json.dumps({"what": what, **details})
+        self._ask(lambda store: store.set(f"order/{self._orders}", payload))
         self._orders += 1
 
     def states(self) -> dict[int, list[RankState]]:
@@ -154,8 +154,8 @@ class Connection(threading.Thread):
 
     def tell(self, states: Sequence[RankState], obeyed: int, asked: bool) -> None:
         """Let node 0 know, with the next message."""
-        words = {"asked": asked, "obeyed": obeyed, "states": [state.as_dict() for state in states]}
-        self._message = {**self._message, **words}
+        payload = {"asked": asked, "obeyed": obeyed, "states": [state.as_dict() for state in states]}
+        self._message = {**self._message, **payload}
 
     def run(self) -> None:
         """Exchange messages until the connection breaks or node 0 says that the job is over."""

@@ -50,13 +50,13 @@ def gpt_task(config: GPTConfig, rows: int = 1) -> TrainingTask:
 
 def gpt_family(sequence: int = SEQUENCE, vocabulary: int = VOCABULARY, rows: int = 1) -> Family:
     """The family by the recipes of the papers: a width for every size, and layers up to the next width."""
-    rungs, below = [], 0
+    rungs, last_parameters = [], 0
     for at, (width, heads, layers) in enumerate(LADDER):
         most = layers if at + 1 < len(LADDER) else DEEPEST
         fewest = 1
-        while gpt_parameters(width, fewest, vocabulary) <= below:
+        while gpt_parameters(width, fewest, vocabulary) <= last_parameters:
             fewest += 1
-        below = gpt_parameters(width, most, vocabulary)
+        last_parameters = gpt_parameters(width, most, vocabulary)
         rungs.append(Rung(f"width {width}", fewest, most, partial(_of, width, heads, sequence, vocabulary, rows)))
     return Family("GPT", SOURCE, tuple(rungs))
 

@@ -27,7 +27,7 @@ def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, 
     to the others, which may be anywhere.
     """
     plan, budget = config.plan, config.plan.device_budget
-    on_device = any(words in error.found for words in ("device_memory is", "on the device"))
+    on_device = any(text in error.found for text in ("device_memory is", "on the device"))
     if budget is None or plan.pipelined or not on_device:
         return error
     try:

@@ -60,8 +60,8 @@ class RunFolder:
             except OSError as error:
                 problem = f"The run folder {path} cannot be made ({error.strerror}); choose another with --out."
         split = json.loads((found / SAME).read_text()).get("split", {}) if found else {}
-        words = [str(path), problem, found is not None, split.get(_cut(config), ())]
-        path, problem, continued, mine = comm.agree_on(words, "run folder")[0]
+        fields = [str(path), problem, found is not None, split.get(_cut(config), ())]
+        path, problem, continued, mine = comm.agree_on(fields, "run folder")[0]
         if problem:
             raise ConfigError(problem)
         folder = cls(Path(path), continued, mine)

@@ -186,8 +186,8 @@ class ForecastComparison:
     def lines(self) -> list[str]:
         """The comparison in words."""
         p, m = self.prediction, self.measured
-        sent, found = sum(_told(p.wire_bytes).values()), sum(_told(m.wire).values())
-        wire = "equal" if _told(p.wire_bytes) == _told(m.wire) else f"measured {format_size(found)}"
+        sent, found = sum(_compared(p.wire_bytes).values()), sum(_compared(m.wire).values())
+        wire = "equal" if _compared(p.wire_bytes) == _compared(m.wire) else f"measured {format_size(found)}"
         return [
             f"predicted against measured after {self.steps} steps, rank {p.rank}:",
             f"  memory  predicted {format_size(p.peak_bytes)}, measured {format_size(m.peak_bytes)} "
@@ -203,7 +203,7 @@ class ForecastComparison:
         p, m = self.prediction, self.measured
         rows = [_row("memory", "peak", p.peak_bytes, m.peak_bytes)]
         rows += [_row("memory", name, *pair) for name, pair in _pairs(p.memory, m.memory).items()]
-        rows += [_row("wire", name, *pair) for name, pair in _pairs(_told(p.wire_bytes), _told(m.wire)).items()]
+        rows += [_row("wire", name, *pair) for name, pair in _pairs(_compared(p.wire_bytes), _compared(m.wire)).items()]
         rows += [_row("time", "step", p.seconds, m.wall), _row("time", "CPU time", self._busy, m.cpu)]
         return rows + [_row("time", name, *pair) for name, pair in self._causes.items()]
 
@@ -213,8 +213,8 @@ class ForecastComparison:
         return {
             "predicted_peak_bytes": p.peak_bytes,
             "measured_peak_bytes": m.peak_bytes,
-            "predicted_wire_bytes": sum(_told(p.wire_bytes).values()),
-            "measured_wire_bytes": sum(_told(m.wire).values()),
+            "predicted_wire_bytes": sum(_compared(p.wire_bytes).values()),
+            "measured_wire_bytes": sum(_compared(m.wire).values()),
             "predicted_step_seconds": p.seconds,
             "measured_step_seconds": m.wall,
             "measured_cpu_seconds": m.cpu,
@@ -238,18 +238,19 @@ class ForecastComparison:
         p, m = self.prediction, self.measured
         if abs(m.peak_bytes - p.peak_bytes) <= MEMORY_BAR * p.peak_bytes:
             return ""
-        name, (there, here) = _furthest(_pairs(p.memory, m.memory))
+        name, (predicted, measured) = _furthest(_pairs(p.memory, m.memory))
         return (
             f"memory is {_off(m.peak_bytes, p.peak_bytes)} off the prediction, more than {MEMORY_BAR:.0%}; most of it "
-            f"is in {name}: predicted {format_size(there)}, measured {format_size(here)}."
+            f"is in {name}: predicted {format_size(predicted)}, measured {format_size(measured)}."
         )
 
     def _wire(self) -> str:
-        pairs = _pairs(_told(self.prediction.wire_bytes), _told(self.measured.wire))
-        name, (there, here) = _furthest(pairs)
-        if there == here:
+        pairs = _pairs(_compared(self.prediction.wire_bytes), _compared(self.measured.wire))
+        name, (predicted, measured) = _furthest(pairs)
+        if predicted == measured:
             return ""
-        return f"the wire carries other bytes than predicted to {name}: {there:,.0f} predicted, {here:,.0f} measured."
+        both = f"{predicted:,.0f} predicted, {measured:,.0f} measured"
+        return f"the wire carries other bytes than predicted to {name}: {both}."
 
     def _time(self) -> str:
         p, m = self.prediction, self.measured
@@ -260,8 +261,9 @@ class ForecastComparison:
             return f"{text}; of what, cannot be told apart on this device. {self.rates}"
         if abs(m.cpu - self._busy) <= TIME_BAR * self._busy:
             return f"{text}; its CPU time, {time_words(m.cpu)}, is as predicted: other load or waiting took the rest."
-        name, (there, here) = _furthest(self._causes)
-        text += f"; most of that is {name}: predicted {time_words(there)}, measured {time_words(max(0.0, here))}."
+        name, (predicted, measured) = _furthest(self._causes)
+        both = f"predicted {time_words(predicted)}, measured {time_words(max(0.0, measured))}"
+        text += f"; most of that is {name}: {both}."
         if m.wall > (1 + TIME_BAR) * (m.cpu + self._causes.get("wire", (0.0, 0.0))[1]):
             text += f" Other load took some of it: the CPU time of this process is {time_words(m.cpu)}."
         return f"{text} {self.rates}"
@@ -291,7 +293,7 @@ def _split_up(engine: Engine, nbytes: int) -> dict[str, int]:
     return {**known, TEMPORARIES: nbytes - sum(known.values())}
 
 
-def _told(wire: Mapping[str, int]) -> dict[str, int]:
+def _compared(wire: Mapping[str, int]) -> dict[str, int]:
     """Of the purposes that are predicted, those with any bytes."""
     return {purpose: nbytes for purpose, nbytes in wire.items() if nbytes and purpose not in NOT_PREDICTED}
 

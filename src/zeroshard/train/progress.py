@@ -57,10 +57,10 @@ class Exposed:
             return ""
         taken, undone = self._speculation_counts
         speculation_counts = f"; guessed updates: {taken:,} taken, {undone:,} undone" if taken or undone else ""
-        return f"exposed {in_words(self._seconds)} in {self._steps:,} steps{speculation_counts}"
+        return f"exposed {exposed_text(self._seconds)} in {self._steps:,} steps{speculation_counts}"
 
 
-def in_words(seconds: Mapping[str, float], most: int | None = None) -> str:
+def exposed_text(seconds: Mapping[str, float], most: int | None = None) -> str:
     """Exposed seconds in all, and of at most so many causes, the longest first; less than 1 % is not shown."""
     total = sum(seconds.values())
     longest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
@@ -118,7 +118,7 @@ class Progress:
         parts += [f"  {self._speed:,.0f} tokens/s", f"  |grad| {metrics['grad_norm']:.2f}"]
         parts += [f"  memory {ledger_bytes / 2**20:.1f} MiB", f"  RSS {metrics['rss_bytes'] / 2**20:.0f} MiB"]
         if "exposed_seconds" in metrics:
-            parts.append(f"  exposed {in_words(metrics['exposed_seconds'], 2)}")
+            parts.append(f"  exposed {exposed_text(metrics['exposed_seconds'], 2)}")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, parts=parts)
         elif time.monotonic() >= self._next_line or step == self._steps:

@@ -43,7 +43,7 @@ AGAIN = "--resume auto"
 STOP_EVERY = 8  # steps between questions whether to stop, where a step does not bring all ranks together
 WORD = struct.Struct("<ddB")  # a rank's loss, its busy seconds, and the signal by which it was asked to stop
 TRACED_STEPS = {True: 3, False: 1}  # of a schedule that never flushes, some; else one
-TRACED_BELOW = 2  # of what is offloaded, which a step leaves to the next one
+TRACED_OFFLOADED = 2  # of what is offloaded, which a step leaves to the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Run:
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
         self._exposed = Exposed(self.engine)
-        self._below: OffloadTrace | None = None
+        self._offload_trace: OffloadTrace | None = None
         self._tracing, self._trace = ExitStack(), Trace()
         self._stragglers = Stragglers(mesh.ranks)
         self._started = time.perf_counter()
@@ -234,17 +234,18 @@ class Run:
     def _traced_step(self, step: int, first: int, samples: list[int]) -> "_Done":
         """One step, with the timeline kept of the first that are all steady."""
         engine, config = self.engine, self.config
-        count = TRACED_STEPS[config.plan.streams] if config.plan.pipelined else TRACED_BELOW
+        count = TRACED_STEPS[config.plan.streams] if config.plan.pipelined else TRACED_OFFLOADED
         begin = max(first, min(first + 2 * RECORDED_STEP, config.steps - count))
         last = min(begin + count, config.steps) - 1
         if not config.trace or not begin <= step <= last:
             return self._step(step, samples)
         if not config.plan.pipelined:
-            self._below = OffloadTrace(engine) if step == begin or self._below is None else self._below
-            with self._below.step():
+            if step == begin or self._offload_trace is None:
+                self._offload_trace = OffloadTrace(engine)
+            with self._offload_trace.step():
                 done = self._step(step, samples)
             if step == last and self.engine.reports:
-                self._below.write(self.folder.path)
+                self._offload_trace.write(self.folder.path)
             return done
         if step == begin:
             engine.flush()
@@ -322,12 +323,12 @@ class Run:
                 stop = max(map(max, engine.world.agree(bytes([keeping.asked]), f"requests in step {step + 1}")))
             return _Done(None if loss is None else _mean(engine.comm, loss, f"loss of step {step + 1}"), stop)
         assert loss is not None
-        words = [WORD.unpack(w) for w in engine.world.agree(WORD.pack(loss, busy, keeping.asked), f"step {step + 1}")]
+        answers = [WORD.unpack(w) for w in engine.world.agree(WORD.pack(loss, busy, keeping.asked), f"step {step + 1}")]
         if not self.config.plan.pipelined:
-            for slow in self._stragglers.step([seconds for _, seconds, _ in words]):
+            for slow in self._stragglers.step([seconds for _, seconds, _ in answers]):
                 self.progress.note(f"warning: {slow}")
                 self.folder.write_metrics({"step": step + 1, "event": str(slow)})
-        return _Done(sum(loss for loss, _, _ in words) / len(words), max(stop for _, _, stop in words))
+        return _Done(sum(loss for loss, _, _ in answers) / len(answers), max(stop for _, _, stop in answers))
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""
@@ -450,5 +451,5 @@ def run(
 
 def _mean(comm: Comm, value: float, label: str) -> float:
     """The mean of a number over the ranks, the same on all."""
-    words = comm.agree(struct.pack("<d", value), label)
-    return sum(float(struct.unpack("<d", word)[0]) for word in words) / len(words)
+    answers = comm.agree(struct.pack("<d", value), label)
+    return sum(float(struct.unpack("<d", word)[0]) for word in answers) / len(answers)

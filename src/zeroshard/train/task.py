@@ -85,9 +85,9 @@ def imported(name: str) -> Callable[..., Any]:
         ModelError: it cannot be imported, or is no function.
     """
     module_name, _, path = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module_name)
         for word in path.split("."):
@@ -95,7 +95,7 @@ def imported(name: str) -> Callable[..., Any]:
     except Exception as error:
         raise ModelError(
             f"{name} cannot be imported ({type(error).__name__}: {error}); write module:function, of a module that "
-            f"Python finds from {here}"
+            f"Python finds from {folder}"
         ) from error
     if not callable(found):
         raise ModelError(f"{name} is {type(found).__name__}; it must be a function")
@@ -105,9 +105,9 @@ def imported(name: str) -> Callable[..., Any]:
 
 def _task(config: TrainConfig, build: Callable[[], nn.Module], batch: Callable[[int], Any], rows: int) -> TrainingTask:
     optimizer = partial(make_optimizer, config)
-    below = partial(make_optimizer, replace(config, plan=Plan(offload="optimizer")))
+    host_optimizer = partial(make_optimizer, replace(config, plan=Plan(offload="optimizer")))
     return TrainingTask(
-        build, batch, optimizer, rows, config.sequence, config.model, whole_model=True, host_optimizer=below
+        build, batch, optimizer, rows, config.sequence, config.model, whole_model=True, host_optimizer=host_optimizer
     )
 
 

@@ -97,14 +97,14 @@ def _assign_parameters(model: nn.Module, modules: dict[str, nn.Module], units: l
         first, *others = [_around(path, modules) for path in paths]
         innermost = next(module for module in first if module in unit_of and all(module in way for way in others))
         unit_of[innermost].parameters[paths[0]] = parameter
-    home = {parameter: unit for unit in units for parameter in unit.parameters.values()}
+    unit_by_parameter = {parameter: unit for unit in units for parameter in unit.parameters.values()}
     for module in model.modules():
         direct = list(module.parameters(recurse=False))
-        for unit in dict.fromkeys(home[parameter] for parameter in direct):
+        for unit in dict.fromkeys(unit_by_parameter[parameter] for parameter in direct):
             unit.owners.append(module)
 
 
 def _around(path: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
     """The modules around a parameter, innermost first."""
-    words = path.split(".")[:-1]
-    return [modules[".".join(words[:n])] for n in range(len(words), -1, -1)]
+    names = path.split(".")[:-1]
+    return [modules[".".join(names[:n])] for n in range(len(names), -1, -1)]

@@ -81,21 +81,21 @@ class Flat:
         )
         self._nowhere = []
 
-    def watch(self, kinds: tuple[type[nn.Parameter], type[nn.Parameter]], here: bool) -> None:
+    def watch(self, kinds: tuple[type[nn.Parameter], type[nn.Parameter]], present: bool) -> None:
         """Make the parameters watched ones ([Note: watched parameters]); those of other classes stay as they are.
 
         Args:
-            here: whether their values are on this rank now.
+            present: whether their values are on this rank now.
         """
         if all(
             type(parameter) is nn.Parameter or isinstance(parameter, WatchedParameter) for parameter in self.parameters
         ):
             self.kinds = kinds
-            self._show(here)
+            self._show(present)
 
     def attach(self) -> None:
         """Let every parameter view the buffer, which holds its values."""
-        self._show(here=True)
+        self._show(present=True)
         self._put(self.views)
         self.replaced.clear()
 
@@ -104,16 +104,16 @@ class Flat:
         if not self._nowhere:
             self._nowhere = [self._absent.expand(entry.shape) for entry in self.index.entries]
         self._put(self._nowhere)
-        self._show(here=False)
+        self._show(present=False)
 
     def _put(self, values: Iterable[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # asking each parameter takes half the time so
             for parameter, tensor in zip(self.parameters, values, strict=True):
                 set_values(parameter, tensor)
 
-    def _show(self, here: bool) -> None:
+    def _show(self, present: bool) -> None:
         if self.kinds is not None:
-            kind = self.kinds[0 if here else 1]
+            kind = self.kinds[0 if present else 1]
             for parameter in self.parameters:
                 parameter.__class__ = kind
 

@@ -119,7 +119,7 @@ def _unset(tensor: torch.Tensor | None) -> bool:
     return tensor._version == 0 and not bool(tensor.any())
 
 
-def seed_of(seed: int, *words: object) -> int:
-    """A 63-bit seed that depends on `seed` and `words` alone (BLAKE2b), the same on every machine."""
-    text = "/".join(map(str, (seed, *words)))
+def seed_of(seed: int, *parts: object) -> int:
+    """A 63-bit seed that depends on `seed` and `parts` alone (BLAKE2b), the same on every machine."""
+    text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from zeroshard.parts.choice import Choice, Remedy, States, Words
+from zeroshard.parts.choice import Choice, Description, Remedy, States
 from zeroshard.parts.offers import Offer, Refused, Site, divisors
 from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
@@ -41,12 +41,12 @@ class Slicing(Choice):
         """Ranks that slice among themselves."""
         return self.shard_ranks or ranks // self.groups
 
-    def words(self, ranks: int | None) -> Words:
+    def describe(self, ranks: int | None) -> Description:
         """The stage, its groups, and how gradients are reduced."""
         sizes = () if self.shard_ranks is None else (f"slices over {self.shard_ranks} ranks",)
         sent = () if self.reduce_dtype is None else (f"gradients sent in {self.reduce_dtype}",)
         when = () if self.reduce_every == "auto" else (f"reduced every {self.reduce_every}",)
-        return Words((f"zero {self.zero}",), sizes, (*sent, *when))
+        return Description((f"zero {self.zero}",), sizes, (*sent, *when))
 
     def share(self, states: States, ranks: int) -> States:
         """How many slices there are."""

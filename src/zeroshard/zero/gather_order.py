@@ -289,10 +289,10 @@ class ByPass(Gatherer):
         """Gather a unit on all ranks, of which some drop it again."""
         for shard in self._shards[number]:
             shard.finish_gather()
-            here = shard.residence is Residence.GATHERED
+            present = shard.residence is Residence.GATHERED
             shard.start_gather(Purpose.GATHER_PARAMETERS if trains else Purpose.GATHER_TO_EVALUATE)
             shard.finish_gather()
-            if not (keep or here):
+            if not (keep or present):
                 shard.free()
 
     def _learn(self, number: int, kind: Sequence[str]) -> None:

@@ -44,11 +44,11 @@ class ShownGradients:
         self._held: list[Tensor | None] = []  # of the parameters last listened to
         self._zeroed: set[str] = set()  # names of parameters whose gradients the user has zeroed
 
-    def open(self, parameters: Sequence[nn.Parameter], landing: Tensor) -> None:
-        """Let autograd add the gradients of these parameters, which stand for those of the flat, into `landing`."""
+    def open(self, parameters: Sequence[nn.Parameter], buffer: Tensor) -> None:
+        """Let autograd add the gradients of these parameters, which stand for those of the flat, into `buffer`."""
         self.opened = True
         for number, parameter in enumerate(parameters):
-            self._let_in(parameter, number, self._flat.view(landing, number))
+            self._let_in(parameter, number, self._flat.view(buffer, number))
 
     def listen(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         """Show the gradients of these parameters, which stand for those of the flat.

@@ -89,10 +89,10 @@ class BufferedGradients:
         if not self._opens:
             self.shown.listen(parameters, device)
             return self.first_small
-        landing = self._buffer.ready()
+        buffer = self._buffer.ready()
         if not self.shown.opened:  # else there may be gradients, which the update under way is about to use
-            landing.zero_()
-        self.shown.open(parameters, landing)
+            buffer.zero_()
+        self.shown.open(parameters, buffer)
         return self.first_small
 
     def collect(self) -> None:
@@ -104,8 +104,8 @@ class BufferedGradients:
         if not numbers:
             return
         if small is not None:
-            landing, index, first = self._ready(), self.flat.index, self.first_small
-            region = landing[index.entries[first].offset : index.numel]
+            buffer, index, first = self._ready(), self.flat.index, self.first_small
+            region = buffer[index.entries[first].offset : index.numel]
             region.add_(small) if any(self.written[first:]) else region.copy_(small)
             small.zero_()
         count = len(self.written) - self.first_small
@@ -239,9 +239,9 @@ class BufferedGradients:
         """The gradient buffer, free to be written."""
         self.reduction.finish()  # of several flats, whoever launches sees to the order
         self.reduction.release()
-        landing = self._buffer.ready()
+        buffer = self._buffer.ready()
         self._sum.make_way()
-        return landing
+        return buffer
 
     def _zero(self, numbers: Sequence[int]) -> None:
         """Let what these parameters got in this step be zeros, on this rank before reductions and after them."""
@@ -256,12 +256,12 @@ class BufferedGradients:
                 self._sum.clear(low - start, high - start)
         self._sum.changed()
 
-    def _zero_unwritten(self, landing: torch.Tensor) -> None:
+    def _zero_unwritten(self, buffer: torch.Tensor) -> None:
         if not all(self.written):
             first = self.first_small
             collected = self.shown.small is not None and any(self.written[first:])
             for number, entry in enumerate(self.flat.index.entries):
                 if not self.written[number] and not (collected and number >= first):
-                    landing[entry.offset : entry.stop].zero_()
+                    buffer[entry.offset : entry.stop].zero_()
         if self.flat.index.padding:
-            landing[self.flat.index.numel :].zero_()
+            buffer[self.flat.index.numel :].zero_()

@@ -23,6 +23,6 @@ class Residency:
         return cls(stage >= 1, stage >= 2, stage >= 3)
 
     @property
-    def spread_after_update(self) -> bool:
+    def publish_after_update(self) -> bool:
         """Whether updated slices are gathered right after the update, since every rank keeps whole parameters."""
         return self.slice_states and not self.slice_parameters

@@ -233,7 +233,8 @@ class Sliced(Whole):
 
     def __init__(self, flat: Flat, comm: Comm, ledger: Ledger, keeper: Keeper) -> None:
         self._keeper = keeper
-        self._home: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # the buffer and its views, while one is lent
+        # The lasting buffer and its views, while the gathers fill a storage of their own.
+        self._lasting: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         super().__init__(flat, comm, ledger, publishes=False)
         self.residence = Residence.SLICED
         self.full.untyped_storage().resize_(0)
@@ -282,7 +283,7 @@ class Sliced(Whole):
     def lend(self) -> None:
         """Let the next gather fill a storage of its own, which `free` leaves to those who still view it."""
         self.free()
-        self._home = self.full, self.flat.views
+        self._lasting = self.full, self.flat.views
         self.full = torch.empty_like(self.full)
         self.flat.bind(self.full)
 
@@ -292,10 +293,10 @@ class Sliced(Whole):
             return
         self.finish_gather()
         self.flat.detach()
-        if self._home is None:
+        if self._lasting is None:
             self.full.untyped_storage().resize_(0)
         else:
-            (self.full, self.flat.views), self._home = self._home, None
+            (self.full, self.flat.views), self._lasting = self._lasting, None
         self._ledger.give(Category.BUFFERS, self._nbytes, f"gather {self.flat.label}")
         self.residence = Residence.SLICED
 

@@ -41,7 +41,7 @@ class Unstaged:
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """One rank, from steps really taken."""
         plan, m = on_machines(plan, machines), plan.microbatches
-        deep = _deeper(plan, task.look.stacks, FEW_TIMED + STEP_TIMED)
+        deep = _deeper(plan, task.facts.stacks, FEW_TIMED + STEP_TIMED)
         few = m if m <= 2 * ALIKE else ALIKE
         less = replace(plan, microbatches=few)
         seen: list[Rehearsed] = []

@@ -3,7 +3,7 @@
 It stands below autograd, so it also sees what backwards and optimizers allocate. One look per operation and storage
 (torch's own `MemTracker` walks all modules at each); a storage is struck out when Python is told that it is freed.
 
-[Note: below the device] What `make_below` makes does not count, nor what operations make of nothing else, single
+[Note: below the device] What `make_on_host` makes does not count, nor what operations make of nothing else, single
 numbers aside: on a GPU an optimizer's states and temporaries are where its parameters are.
 """
 
@@ -80,7 +80,7 @@ class Tracker(DispatchMode):
         self._list: Callable[[], None] | None = None
         self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._shared: dict[int, int] = {}  # ranks that have a storage in common; 0 for one that is not on the device
-        self._looks, self._has_below = True, False
+        self._looks, self._has_host_tensors = True, False
         self.current = 0
         self.peaks: dict[str, MemoryPeak] = {}
 
@@ -97,27 +97,27 @@ class Tracker(DispatchMode):
         result = run(*args, **kwargs) if self._results is None else self._results.of(func, run, args, kwargs)
         if not self._looks:
             return result
-        below = self._has_below and self._is_below((args, kwargs))
+        on_host = self._has_host_tensors and self._is_on_host((args, kwargs))
         if isinstance(result, torch.Tensor):
-            self.see(result, below)
+            self.see(result, on_host)
         elif result is not None:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
-                    self.see(leaf, below)
+                    self.see(leaf, on_host)
         if self._beside is not None and (extra := self._beside(func, args, result)):
             self._add(extra)
             self._add(-extra)
         if self._listener is not None and not is_view(func):
-            self._tell(func, args, kwargs, result, below)
+            self._tell(func, args, kwargs, result, on_host)
         return result
 
-    def see(self, tensor: torch.Tensor, below: bool = False) -> None:
-        """Enter a tensor's storage, if it is new or has another size; a new one may be `below` the device."""
+    def see(self, tensor: torch.Tensor, on_host: bool = False) -> None:
+        """Enter a tensor's storage, if it is new or has another size; a new one may be on the host."""
         if tensor.layout is not torch.strided or device_of(tensor).type == "meta":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if below and key not in self._alive:
+        if on_host and key not in self._alive:
             self._shared[key] = 0
         ranks = self._shared.get(key, 1)
         nbytes = self._round(storage.nbytes() // ranks) if ranks else 0
@@ -136,15 +136,15 @@ class Tracker(DispatchMode):
         self._shared[key] = ranks
         self.see(tensor)
 
-    def make_below(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def make_on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed tensor that is not on the device, and does not count ([Note: below the device])."""
         self._looks = False
         try:
             tensor = torch.zeros(numel, dtype=dtype)
         finally:
             self._looks = True
-        self._has_below = True
-        self.see(tensor, below=True)
+        self._has_host_tensors = True
+        self.see(tensor, on_host=True)
         return tensor
 
     @contextmanager
@@ -212,17 +212,17 @@ class Tracker(DispatchMode):
             if self._list is not None:
                 self._list()
 
-    def _is_below(self, arguments: Any) -> bool:
+    def _is_on_host(self, arguments: Any) -> bool:
         """Whether an operation takes in tensors below the device and, but for single numbers, no others."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         marks = [self._shared.get(t.untyped_storage()._cdata, 1) == 0 for t in tensors if t.layout is torch.strided]
         large = [mark for mark, tensor in zip(marks, tensors, strict=False) if tensor.dim() or mark]
         return bool(large) and all(large)
 
-    def _tell(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, below: bool) -> None:
+    def _tell(self, func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_host: bool) -> None:
         assert self._listener is not None
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         if tensors:
             moved = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
             floating = next((t.dtype for t in tensors if t.is_floating_point()), tensors[0].dtype)
-            self._listener(flops_of(func, args, kwargs, result), moved, floating, below)
+            self._listener(flops_of(func, args, kwargs, result), moved, floating, on_host)

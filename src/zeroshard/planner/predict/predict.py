@@ -24,7 +24,7 @@ def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep:
     Raises:
         ZeroshardError: whatever the engine refuses.
     """
-    stacks = None if deep else task.look.stacks
+    stacks = None if deep else task.facts.stacks
     task, note = with_values(task, on_machines(plan, machines), machines, rows)
     needs = way_of(plan).needs(task, plan, machines, rows, stacks)
     found = put_together(needs, task, plan, machines, rows)
@@ -43,7 +43,7 @@ def put_together(
         notes.append("Few blocks and microbatches were rehearsed; every further one adds as much as the last.")
     fullest = max(needs, key=lambda one: sum(one.memory.values()))
     split = plan.pipeline.split or fullest.last.split
-    here = min(machines.per_node, ranks)
+    per_node = min(machines.per_node, ranks)
     notes += [note for choice in choices for note in choice.notes(_host_rate(machines))]
     return Prediction(
         plan=plan.with_settings({"pipeline_parallel.split": split}) if split else plan,
@@ -56,7 +56,7 @@ def put_together(
         capacity_bytes=machines.device.capacity_bytes,
         host=fullest.host,
         disk_bytes=fullest.disk_nbytes,
-        host_bytes=(fullest.snapshot_nbytes + sum(fullest.host.values())) * here,
+        host_bytes=(fullest.snapshot_nbytes + sum(fullest.host.values())) * per_node,
         host_capacity_bytes=_host_capacity(fullest, any(choice.beside_devices for choice in choices), machines),
         wire_bytes=fullest.wire,
         causes=times.causes,

@@ -27,7 +27,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.result import TEMPORARIES, Span
-from zeroshard.planner.predict.shallow import Look, look_at
+from zeroshard.planner.predict.shallow import ModelFacts, facts_of_model
 from zeroshard.planner.predict.torch_internals import Results, fakes, in_backward
 from zeroshard.planner.predict.workspaces import beside_results
 from zeroshard.platform.rehearsed import Clock, Rehearsal
@@ -73,10 +73,10 @@ class TrainingTask:
     host_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
 
     @cached_property
-    def look(self) -> Look:
+    def facts(self) -> ModelFacts:
         """What the model is like, on tensors without values."""
         with fakes(), quiet():
-            return look_at(self.build())
+            return facts_of_model(self.build())
 
     def optimizer_of(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
         """The optimizer over a model, under a plan."""
@@ -175,7 +175,7 @@ def rehearse(
             made=tracker.share,
             compute=rates.compute,
             task_seconds=(lambda job: 0.0) if timed else rates.job,
-            below=tracker.make_below,
+            make_on_host=tracker.make_on_host,
         )
         with tracker, tracker.resizing():
             stage = _Stage(task, plan, rows, (rank, ranks, rehearsal), tracker)
@@ -323,9 +323,9 @@ class Rates:
         self._clock, self._machines = clock, machines
         self.hear = None if machines is None else self._hear
 
-    def _hear(self, flops: int, nbytes: int, dtype: torch.dtype, below: bool) -> None:
+    def _hear(self, flops: int, nbytes: int, dtype: torch.dtype, on_host: bool) -> None:
         assert self._machines is not None
-        if below:
+        if on_host:
             self._clock.spend(nbytes / self._machines.host_rate, UPDATE)
             return
         self._clock.spend(self._machines.device.op_seconds(flops, nbytes, NAMES.get(dtype, "fp32")))

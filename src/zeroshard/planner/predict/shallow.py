@@ -34,7 +34,7 @@ def stacks_of(model: nn.Module) -> list[Stack]:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ModelFacts:
     """What the planner asks of a model before it is rehearsed.
 
     Attributes:
@@ -48,10 +48,10 @@ class Look:
     parameters: int
 
 
-def look_at(model: nn.Module) -> Look:
+def facts_of_model(model: nn.Module) -> ModelFacts:
     """Look at a model."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Look(tuple(stacks_of(model)), needs_values(model), parameters)
+    return ModelFacts(tuple(stacks_of(model)), needs_values(model), parameters)
 
 
 def needs_values(model: nn.Module) -> bool:

@@ -188,13 +188,13 @@ def _costs(needs: Sequence[Needs], pipeline: PipelineSchedule, machines: Machine
     known = {key: seconds for one in needs for key, seconds in one.costs.items()}
     seen = {int(key.rpartition("/")[2]) for key in known}
     like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
-    spread: dict[str, Any] = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
+    per_chunk: dict[str, Any] = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
     share = max(1, needs[0].last.plan.microbatches * layout.chunks)
     sent = max(messages_of(one.last.wire) for one in needs) // share // 2 or 0
     seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
     rate = sent / seconds if seconds else float("inf")
-    halves = {name: spread.pop(name) for name in ("input_gradient", "weight_gradient")}
+    halves = {name: per_chunk.pop(name) for name in ("input_gradient", "weight_gradient")}
     if any(map(any, halves.values())):
-        spread |= halves
-    times: dict[str, Any] = dict(spread)
+        per_chunk |= halves
+    times: dict[str, Any] = dict(per_chunk)
     return Costs(**times, bytes_per_second=rate, boundary_bytes=(sent,) * layout.all_chunks)

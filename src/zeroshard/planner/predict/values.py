@@ -17,7 +17,7 @@ ROOM = 0.7  # of this machine's free memory
 
 def with_values(task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> tuple[TrainingTask, tuple[str, ...]]:
     """The task on tensors with values, where the model needs them and this machine can hold them."""
-    if not task.values and not task.look.needs_values:
+    if not task.values and not task.facts.needs_values:
         return task, ()
     task = replace(task, values=True)
     try:
@@ -38,7 +38,7 @@ def refuse_too_large(task: TrainingTask, plan: Plan, machines: Machines, rows: i
     try:
         needed = rehearse(replace(task, values=False), less, 0, machines.count, part).peak_bytes
     except RuntimeError:  # an operation that torch cannot do without values; then by the states alone, twice over
-        needed = 2 * STATES_EACH * task.look.parameters
+        needed = 2 * STATES_EACH * task.facts.parameters
     room = int(ROOM * psutil.virtual_memory().available)
     if needed > room:
         raise PlanError(

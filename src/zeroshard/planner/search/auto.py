@@ -157,7 +157,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
             f"The batch's tensors have the first dimensions {sorted(sizes)}; a plan needs one batch of one rank, of "
             f"tensors [B, ...] with B of 1 or more."
         )
-    words = [leaf for leaf in tensors if leaf.dim() > 1 and not leaf.is_floating_point()]
+    picked = [leaf for leaf in tensors if leaf.dim() > 1 and not leaf.is_floating_point()]
     if isinstance(optimizer, torch.optim.Optimizer):
         make, whole = _again(optimizer, model), True
     elif callable(optimizer):
@@ -172,7 +172,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
         batch=lambda rows: tree_map(lambda leaf: _rows(leaf, rows), batch),
         optimizer=make,
         rows=sizes.pop() * ranks,
-        sequence=words[0].shape[1] if words else 1,
+        sequence=picked[0].shape[1] if picked else 1,
         name=type(model).__name__,
         whole_model=whole,
     )
@@ -238,8 +238,8 @@ def _again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[nn.M
         groups.append((options, [names[id(parameter)] for parameter in group["params"]]))
 
     def make(other: nn.Module) -> torch.optim.Optimizer:
-        here = dict(other.named_parameters())
-        filled = ({**o, "params": [here[n] for n in known if n in here]} for o, known in groups)
+        parameters = dict(other.named_parameters())
+        filled = ({**o, "params": [parameters[n] for n in known if n in parameters]} for o, known in groups)
         try:
             return kind([group for group in filled if group["params"]])
         except TypeError as error:

@@ -162,7 +162,7 @@ def states_along(of: Callable[[int], TrainingTask], plan: Plan, ranks: int, laye
 
 def parameters_of(task: TrainingTask) -> int:
     """Parameters of the model, each counted once."""
-    return task.look.parameters
+    return task.facts.parameters
 
 
 @dataclass

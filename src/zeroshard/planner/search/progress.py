@@ -40,13 +40,13 @@ class SearchProgress:
         self._current = max(self._current, _work_of(plan))
         left = self._current + sum(self._left.values())
         ahead = 1 + sum(self.expected[plan] for plan in self._left)
-        words = f"{self._looks}/{max(sum(self.expected.values()), self._looks + ahead)} plans"
+        text = f"{self._looks}/{max(sum(self.expected.values()), self._looks + ahead)} plans"
         if self._work:
-            words += f", about {(self.now() - self._began) / self._work * left:.0f} s left"
+            text += f", about {(self.now() - self._began) / self._work * left:.0f} s left"
         self._looks += 1
         self._work += _work_of(plan)
         self._current -= _work_of(plan)
-        return f"{words}: "
+        return f"{text}: "
 
 
 def _work_of(plan: Plan) -> float:

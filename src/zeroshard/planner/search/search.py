@@ -87,7 +87,7 @@ def search(
         for plan, rows in plans:
             hunt.try_plan(plan, rows)
     order = sorted(hunt.fitting, key=lambda p: (p.seconds, p.peak_bytes))
-    if machines.here:
+    if machines.local:
         with busy_cpus(min(machines.count, os.cpu_count() or 1) - 1):
             timed = [hunt.timed(prediction) for prediction in order[:MOST_TIMED]]
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
@@ -163,7 +163,9 @@ class _Hunt:
             self._refuse(plan, shape.rows, *offer.without_counts)
             return
         likely = self._likely.get(plan, [])
-        found = offer.order.find(lambda count: self._look(self._with(plan, count), shape.rows), offer.counts, likely)
+        found = offer.order.find(
+            lambda count: self._rehearse(self._with(plan, count), shape.rows), offer.counts, likely
+        )
         leaner = plan.with_settings(offer.leaner)
         if found is not None and not found.fits and leaner != plan:
             self.try_shape(replace(shape, plan=leaner))
@@ -172,7 +174,7 @@ class _Hunt:
         assert found is not None
         m = found.plan.microbatches
         for other in offer.faster(m, self._site):
-            again = self._look(plan.with_settings({**other, "microbatches": m}), shape.rows)
+            again = self._rehearse(plan.with_settings({**other, "microbatches": m}), shape.rows)
             if again is not None and again.fits:
                 self.fitting.append(again)
 
@@ -186,7 +188,7 @@ class _Hunt:
 
     def try_plan(self, plan: Plan, rows: int) -> None:
         """Look at one given plan."""
-        self._keep(self._look(plan, rows))
+        self._keep(self._rehearse(plan, rows))
 
     def timed(self, prediction: Prediction) -> Prediction:
         """The prediction with a time that was measured on few blocks, where this machine can hold them."""
@@ -200,7 +202,7 @@ class _Hunt:
     def whole(self, prediction: Prediction) -> Prediction:
         """The prediction again, from a rehearsal of every stage, and of every block where they are not too many."""
         plan = prediction.plan
-        depth = sum(stack.depth for stack in self.task.look.stacks)
+        depth = sum(stack.depth for stack in self.task.facts.stacks)
         if way_of(plan).whole(plan, depth) > MOST_DEEP:
             return prediction
         self.say("the best once more, whole")
@@ -212,7 +214,7 @@ class _Hunt:
     def _with(self, plan: Plan, count: int) -> Plan:
         return replace(plan, microbatches=count)
 
-    def _look(self, plan: Plan, rows: int) -> Prediction | None:
+    def _rehearse(self, plan: Plan, rows: int) -> Prediction | None:
         """Rehearse a plan, unless its states alone are too much or the engine refuses it."""
         key = (plan, rows)
         if key in self._seen:
@@ -224,8 +226,8 @@ class _Hunt:
             each = max(1, rows // plan.microbatches)
             for choice in choices_of(plan):
                 plan = plan.with_settings(choice.filled(lambda chunks: self._layers_of(each).split(chunks)))
-            words = f"{short(plan, self.machines.count)}, {rows} rows per data rank"
-            self.say(f"{self.progress.look(plan)}{words}")
+            named = f"{short(plan, self.machines.count)}, {rows} rows per data rank"
+            self.say(f"{self.progress.look(plan)}{named}")
             self._seen[key] = predict(self.task, plan, self.machines, rows)
         except ZeroshardError as error:
             self._refuse(plan, rows, str(error), "")

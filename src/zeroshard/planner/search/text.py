@@ -28,8 +28,12 @@ def short(plan: Plan, ranks: int | None = None) -> str:
     Args:
         ranks: with it, the replicas of a pipeline can be told where the plan leaves them open.
     """
-    words = [choice.words(ranks) for choice in choices_of(plan)]
-    parts = ((one.name for one in words), (one.sizes for one in words), (one.settings for one in words))
+    descriptions = [choice.describe(ranks) for choice in choices_of(plan)]
+    parts = (
+        (one.name for one in descriptions),
+        (one.sizes for one in descriptions),
+        (one.settings for one in descriptions),
+    )
     return ", ".join(text for part in parts for texts in part for text in texts)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zeroshard.comm.mesh import cache_home, local_ranks
+from zeroshard.comm.mesh import local_ranks, user_cache
 from zeroshard.doctor.facts import memory_limit, processor
 from zeroshard.doctor.hardware import Device, Link, Machines, preset, preset_names
 from zeroshard.doctor.profile import MachineProfile, default_path
@@ -31,7 +31,7 @@ def local_machines(ranks: int, kind: str, profile: Path | None = None) -> Machin
         DataError: a profile that cannot be read.
     """
     per_node = min(ranks, local_ranks() or ranks)
-    path = profile or default_path({"XDG_CACHE_HOME": cache_home()})
+    path = profile or default_path({"XDG_CACHE_HOME": user_cache()})
     measured = MachineProfile.load(path) if path.exists() else None
     if measured is not None and measured.kind == kind:
         memory = free_memory() // per_node if kind == "cpu" else None
@@ -50,7 +50,7 @@ def local_machines(ranks: int, kind: str, profile: Path | None = None) -> Machin
         launch_seconds=ASSUMED_CPU["launch"],
         source=ASSUMED,
     )
-    return Machines(device, ranks, per_node, ASSUMED_LINK, BETWEEN, free_memory(), here=ranks == per_node)
+    return Machines(device, ranks, per_node, ASSUMED_LINK, BETWEEN, free_memory(), local=ranks == per_node)
 
 
 def free_memory() -> int:
