@@ -410,6 +410,61 @@ def size_of(node: ast.ClassDef) -> tuple[int, int]:
     return len(attributes), methods
 
 
+UNUSED_WORDS = (  # private words, or words of two meanings, which name nothing in the source
+    *("below", "home", "pulse", "nursery", "company", "words", "really", "here", "lane", "lanes", "nobody"),
+    *("judge", "guess", "guesses", "landing", "spread", "standin", "standins", "wires"),
+)
+MAY_USE = {  # a part of the house and a word, with the reason
+    ("cli", "words"): "the words of a command line, as a shell splits it",
+    ("cli", "here"): "the default of an option that names machines: this one",
+}
+
+
+def names(module: Module) -> Iterator[str]:
+    """What a module names: itself, its classes, functions, parameters, attributes, and variables outside functions."""
+    yield module.name.rpartition(".")[2]
+    inside = {id(n) for f in ast.walk(module.tree) if isinstance(f, Function) for n in ast.walk(f) if n is not f}
+    for node in ast.walk(module.tree):
+        if isinstance(node, (Function, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in inside:
+            yield node.id
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name in snake_case or CamelCase, in small letters."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def private_words(module: Module) -> Findings:
+    for name in dict.fromkeys(names(module)):
+        for word in sorted(words_of(name) & set(UNUSED_WORDS)):
+            if (module.part, word) not in MAY_USE:
+                yield f"{module.name}: {name}", f"is named with {word!r}, which is not a word of the field"
+
+
+def test_names_are_of_words_of_the_field() -> None:
+    assert [f"{name} {complaint}" for module in house() for name, complaint in private_words(module)] == []
+
+
+def test_each_word_that_a_part_may_use_is_needed_and_has_a_reason() -> None:
+    used = {(module.part, word) for module in house() for name in names(module) for word in words_of(name)}
+    assert MAY_USE.keys() <= used and all(MAY_USE.values()) and {word for _, word in MAY_USE} <= set(UNUSED_WORDS)
+
+
+def test_private_words_are_found_in_every_kind_of_name() -> None:
+    text = (
+        "HERE = 1\nclass PulseReader:\n    home: int\ndef read_words(lane, *, on_host): self.is_below = homely = 1\n"
+        "def f():\n    really = 1\n    def nobody(): ...\n"
+    )
+    found = [name.partition(": ")[2] for name, _ in private_words(Module.parse("comm.lanes", text))]
+    assert sorted(found) == ["HERE", "PulseReader", "home", "is_below", "lane", "lanes", "nobody", "read_words"]
+
+
 def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for module in house():

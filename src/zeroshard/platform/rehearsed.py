@@ -113,7 +113,7 @@ class Rehearsal(Platform):
 
     def network(self, rank: int, ranks: int, device: torch.device) -> Network:
         """One on which nobody is."""
-        return Nobody(rank, ranks, device, self)
+        return RehearsedNetwork(rank, ranks, device, self)
 
     def share(
         self, rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int
@@ -163,7 +163,7 @@ class Rehearsal(Platform):
             self.clock.spent["aside"] += time.process_time() - start
 
 
-class Nobody(Network):
+class RehearsedNetwork(Network):
     """The network of a rehearsal."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device, rehearsal: Rehearsal) -> None:

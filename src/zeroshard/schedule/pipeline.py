@@ -75,7 +75,7 @@ class PipelineSchedule:
             compute = FLUSHING[self.name](self.layout, stage, m)
             actions = lower.with_update(lower.with_reductions(compute, self.reduce_each))
             actions = lower.with_gathers(actions) if self.gathers else actions
-            return self._with_wires(actions, rank, 0, made=1)
+            return self._with_messages(actions, rank, 0, made=1)
         compute = one_f_one_b_part(self.layout, stage, number * m, (number + 1) * m)
         return self._streamed(compute, rank, number * m, made=0)
 
@@ -165,9 +165,9 @@ class PipelineSchedule:
     def _streamed(self, compute: Schedule, rank: int, first: int, made: int) -> Schedule:
         stage = self.layout.stage_of(rank)
         actions = lower.with_updates(compute, self.update_every, lambda j: self.version_of(stage, j))
-        return self._with_wires(actions, rank, first, made)
+        return self._with_messages(actions, rank, first, made)
 
-    def _with_wires(self, actions: Schedule, rank: int, first: int, made: int) -> Schedule:
+    def _with_messages(self, actions: Schedule, rank: int, first: int, made: int) -> Schedule:
         """Add what goes to and comes from other ranks, and number the microbatches among those of all data ranks.
 
         `first` is this rank's first microbatch, `made` the last version that owners make for their borrowers.
