@@ -83,7 +83,7 @@ class Axes:
 
     @property
     def digests(self) -> tuple[int, int]:
-        """Checksums of what this rank has gathered and reduced so far in all axes, equal on ranks that did the same."""
+        """Checksums of this rank's gathers and reductions so far in all axes, equal on ranks that did the same."""
         comms = dict.fromkeys(axis.comm for axis in self._known.values())
         gathers, reductions = ([comm.digests[kind] for comm in comms] for kind in ("gather", "reduce"))
         return _joined(gathers), _joined(reductions)

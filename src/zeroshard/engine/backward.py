@@ -72,7 +72,7 @@ class Backward:
             self.reduces = before
 
     def on_output_gradient(self, gradient: torch.Tensor) -> None:
-        """The first thing of a backward that the engine hears of."""
+        """The gradient of an output, the first sign of a backward under way."""
         self.begin()
         self._gatherer.need(len(self._gradients) - 1)
 
@@ -179,7 +179,7 @@ class Backward:
             self.reductions.launch(self.expected.complete)
 
     def _end(self) -> None:
-        """The backward is over: reduce what is left, free what is gathered."""
+        """The backward is over: reduce the remaining units, free the gathered ones."""
         self._gatherer.free_all()
         if self.reduces:
             self.reductions.launch(lambda unit: True)

@@ -69,7 +69,7 @@ class Assembly:
 
 
 class Builder:
-    """Materialises a model unit by unit, and keeps of each unit what the plan says.
+    """Materialises a model unit by unit, and keeps of each unit the states that the plan says.
 
     Args:
         scale: the loss scale of the step under way.
@@ -104,10 +104,10 @@ class Builder:
         initialise: Initialiser | None,
         techniques: Sequence[Technique] = (),
     ) -> Assembly:
-        """Cut the model into flats, give them values, and point the optimizer at what this rank updates.
+        """Cut the model into flats, give them values, and point the optimizer at the slices that this rank updates.
 
         Raises:
-            PlanError, ModelError, OptimizerError: what does not fit together.
+            PlanError, ModelError, OptimizerError: plan, model or optimizer do not fit together.
         """
         layout = check_elementwise(torch_optimizer)
         _refuse_used(torch_optimizer)
@@ -173,7 +173,7 @@ class Builder:
             group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
 
     def _offload(self, units: list[Unit], optimizer: torch.optim.Optimizer) -> set[int]:
-        """Find the tiers below the device, if the plan uses them; the numbers of the units that are updated there."""
+        """Find the host tiers, if the plan uses them; returns the numbers of the units that are updated there."""
         policy = self._plan.offloading
         if not self._plan.offloading.kinds:
             return set()
@@ -263,7 +263,7 @@ class Builder:
             reasons = self._axes.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
             reason = next((found for found in reasons if found), None)
             if reason is not None:
-                self._comm.shared = None  # what some ranks share and others do not would be waited for in vain
+                self._comm.shared = None  # memory that only some ranks share would be waited for in vain
         if reason is not None and plan.transport == "shared":
             raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 
@@ -291,7 +291,7 @@ class Builder:
         Args:
             keyed: values are keyed by name; else they are rank 0's.
             groups: the optimizer group of each parameter.
-            on_host: whether it is updated below the device, if it is trained.
+            on_host: whether it is updated on the host, if it is trained.
         """
         weights, index = self._weights(flat, place), flat.index
         splits = {
@@ -374,7 +374,7 @@ class Builder:
         return HostUpdater(weights, masters, start, self._spans, groups, updates, unit)
 
     def _host_sum(self, flat: Flat, place: Place, accumulation: Accumulation) -> HostSum:
-        """Where the gradients of a slice go that is updated below the device."""
+        """The sum of the gradients of a slice that is updated on the host."""
         assert self._lower is not None
         several = accumulation.local or accumulation.reduced
         dtype = _precise(flat, torch.float32) if several else flat.dtype

@@ -1,4 +1,4 @@
-"""What becomes of a step, from its gradient norm: clipped, skipped because of an overflow, or refused."""
+"""The decision on a step, from its gradient norm: clipped, skipped because of an overflow, or refused."""
 
 import math
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Decision:
         """The verdict on gradients whose norm, loss scale included, is `scaled_norm`.
 
         Args:
-            refuse: raises for what is not finite, where the plan says so.
+            refuse: raises for a norm that is not finite, where the plan says so.
             sound: whether all losses are finite, on all ranks.
         """
         scale = self.scale

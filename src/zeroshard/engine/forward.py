@@ -1,9 +1,9 @@
-"""Hooks along the forward: units come when they are needed and go when they are done; the user's classes stay
+"""Hooks along the forward: units are gathered before use and freed after it; the user's classes stay
 untouched.
 
 [Note: saved weights] Autograd saves weights, or views of them, for the backward. A saved tensor that lives in a
 gathered buffer is kept as it is (it pins no memory, the storage is emptied under it) and its unit is gathered again
-before the saved tensor is read, whatever way the backward came there.
+before the saved tensor is read, whatever path the backward took.
 """
 
 import sys
@@ -67,7 +67,7 @@ class Forward:
         return bool(self._open) or torch._C._current_graph_task_id() != -1
 
     def bring(self, unit: int, parameter: str) -> None:
-        """Have a unit here for a module of another unit, which reads one of its parameters.
+        """Gather a unit for a module of another unit, which reads one of its parameters.
 
         Raises:
             PlanError: as `need`.
@@ -77,7 +77,7 @@ class Forward:
             self._visitors.append(unit)
 
     def need(self, unit: int) -> None:
-        """Have a unit here, for a module that is about to run.
+        """Gather a unit for a module that is about to run.
 
         Raises:
             PlanError: neither the model's forward nor a backward is under way, so the other ranks may not take part.
@@ -94,7 +94,7 @@ class Forward:
         self._gatherer.need(unit)
 
     def leaving(self, output: Any, unit: int | None = None) -> Any:
-        """What a module returned, with copies in the place of tensors in a buffer that is about to be emptied.
+        """A module's output, with copies of the tensors that lie in a buffer about to be emptied.
 
         Args:
             unit: whose buffers; all by default.
@@ -109,7 +109,7 @@ class Forward:
         return output
 
     def _watch_units(self) -> None:
-        """Have each unit that is gathered for use here when it is used, and no longer."""
+        """Gather each sliced unit before its use, and free it after."""
         if not self._homes:
             return
         root = self._parts.units[self._root].module
@@ -125,7 +125,7 @@ class Forward:
                     unit.module.register_forward_pre_hook(outside(watch.inputs), with_kwargs=True)
 
     def _watch_updates(self) -> None:
-        """Have each unit's new weights here before they are used; the root's when the model is entered."""
+        """Wait for each unit's new weights before its use; for the root's when the model is entered."""
         for number in self._late.awaited(range(self._root)):
             unit = self._parts.units[number]
             for module in {unit.module, *unit.owners}:
@@ -204,7 +204,7 @@ class Forward:
         return self._saver.unpack(saved.saved)
 
     def end_step(self) -> None:
-        """Wait for saved tensors on their way, and drop those that came up and no backward read."""
+        """Wait for saved tensors on their way, and drop prefetched activations that no backward read."""
         self._saver.settle()
 
     def count_activation(self, storage: torch.UntypedStorage, change: int) -> None:
@@ -242,7 +242,7 @@ class _SavedWeight:
         self.tensor, self.unit, self.weights = tensor, unit, weights
 
     def weight(self) -> torch.Tensor:
-        """The same view with its values, wherever the unit is gathered now."""
+        """The same view with its values, in the buffer where the unit is gathered now."""
         saved = self.tensor
         if saved.untyped_storage().nbytes():
             return saved
@@ -250,7 +250,7 @@ class _SavedWeight:
 
 
 class _Stored:
-    """A saved tensor that the hooks have taken in: where it is, or what the store of activations takes for it."""
+    """A saved tensor that the hooks have taken in: its place, or the handle of the store of activations."""
 
     __slots__ = ("__weakref__", "saved")
 
@@ -278,16 +278,16 @@ class _Watch:
         self.forward, self.gatherer, self.backward, self.unit = forward, gatherer, backward, unit
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Have the unit here before its forward."""
+        """Gather the unit before its forward."""
         self.forward.need(self.unit)
 
     def before_owner(self, module: nn.Module, args: Any) -> None:
-        """Have it here before the forward of a module that holds one of its parameters."""
+        """Gather it before the forward of a module that holds one of its parameters."""
         if not torch.compiler.is_dynamo_compiling():
             self.forward.need(self.unit)
 
     def after(self, module: nn.Module, args: Any, output: Any = None) -> Any:
-        """Free it after its forward, and have it back when the first gradient of its outputs is there."""
+        """Free it after its forward, and gather it again when the first gradient of its outputs is there."""
         if self.gatherer.inside(PassKind.BACKWARD):
             return None
         output = self.forward.leaving(output, self.unit)

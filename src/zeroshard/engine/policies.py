@@ -1,4 +1,4 @@
-"""What a plan asks of each technique, in the technique's own terms."""
+"""The policy of each technique, made from a plan."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ TECHNIQUES: list[Callable[[Plan], Technique | None]] = []  # makes those that a 
 
 
 def techniques_of(plan: Plan) -> list[Technique]:
-    """What splits parameters under a plan.
+    """The techniques that split parameters under a plan.
 
     Raises:
         PlanError: it does not combine with stages.

@@ -91,7 +91,7 @@ class State:
             facts = self._read(path)
         except CheckpointError as error:
             problem = error
-        except Exception as error:  # a manifest that somebody wrote by hand can hold anything; its digest was right
+        except Exception as error:  # a manifest written by hand can hold anything; its digest was right
             problem = CheckpointError(
                 f"{path} is whole, but what it says does not fit this engine ({error!r}). Load it with the zeroshard, "
                 f"model and optimizer that wrote it, or use another checkpoint."
@@ -152,7 +152,7 @@ class State:
         self._publish()
 
     def _refuse_together(self, problem: CheckpointError | None) -> None:
-        """Raise on all ranks what one of them met."""
+        """Raise on all ranks the error that one of them met."""
         word = [type(problem) is DamagedError, str(problem)] if problem else None
         problems = [found for found in self._world.agree_on(word, "what was read") if found]
         if problems:
@@ -160,7 +160,7 @@ class State:
             raise (DamagedError if damaged else CheckpointError)(text)
 
     def _publish(self) -> None:
-        """Let the weights that are computed with be those that this rank owns."""
+        """Set the model's weights from the values that each rank owns, and publish them."""
         for part in self._parts.all:
             part.updater.restore()
             part.weights.publish()
@@ -312,7 +312,7 @@ class State:
                 raise CheckpointError(f"{reader.path} is of another model: '{name}' is {has} there and {needs} here.")
 
     def _checked(self, reader: Reader) -> Saved:
-        """What a checkpoint says of the optimizer, which has been found to fit what is trained here."""
+        """The optimizer's state in a checkpoint, after a check that it fits this optimizer."""
         saved = Saved(reader, self._optimizer.optimizer)
         for part in self._parts.all:
             for span in part.updater.spans:

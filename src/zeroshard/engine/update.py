@@ -1,8 +1,8 @@
-"""The update: the ranks agree on what there is, the norm is made exact over slices, and each slice takes one step.
+"""The update: ranks agree on which gradients exist, the norm is exact over all slices, and each slice takes one step.
 
-[Note: agreement] Once per step, every rank sends one small word: the step's number, checksums of the collectives so
+[Note: agreement] Once per step, every rank sends one small message: the step's number, checksums of the collectives so
 far, which units it has not reduced, which parameters got a gradient, and its share of the squared norm. Everything that
-could differ between ranks (an unused parameter, an overflow, a lost step) is decided from the same words by all.
+could differ between ranks (an unused parameter, an overflow, a lost step) is decided by all from the same messages.
 """
 
 import math
@@ -53,7 +53,7 @@ class Update:
         self._sound = True  # whether the losses of this rank are finite
 
     def settle(self, step: int) -> Settled:
-        """Reduce what is left and agree with all ranks; a collective call, made once per step.
+        """Reduce the remaining gradients and agree with all ranks; a collective call, made once per step.
 
         Raises:
             CommError: the ranks are at different steps, or did different things on the way.
@@ -114,7 +114,7 @@ class Update:
         self._settled = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
-        """Discard what the backwards since the last step added up; the agreement sees that all ranks do so.
+        """Discard the gradients of the backwards since the last step; the agreement sees that all ranks do so.
 
         Args:
             drop: whether parameters count as without a gradient then, or have one of zeros.
@@ -193,7 +193,7 @@ class Update:
         self._late.skip()
 
     def finish(self) -> None:
-        """Have the weights of all updates that were begun on the device."""
+        """Wait until the weights of all updates begun are on the device."""
         self._late.finish()
 
     def skip(self, parts: Sequence[Part]) -> None:
@@ -257,7 +257,7 @@ class Update:
         return sum(norm * norm for norm in norms)
 
     def _publish_written(self, settled: Settled) -> None:
-        """A parameter that got a gradient on any rank got one here too: zeros, if nothing else."""
+        """Mark a parameter that got a gradient on any rank as written on this rank too: its own may be zeros."""
         place = 0
         for gradients in self._backward.gradients:
             count = len(gradients.written_in_step)

@@ -104,8 +104,8 @@ class Disk:
     def slab(self, numel: int, dtype: torch.dtype, category: Category, label: str, padding: int = 0) -> torch.Tensor:
         """A new 1-D tensor of `numel` elements, zeroed, whose memory is the file; the kernel moves pages as needed.
 
-        What it keeps of them in memory is its cache, which it gives up when memory is short. A disk that breaks while a
-        page is brought ends the process (SIGBUS), since there is nobody to tell.
+        The pages in memory are its cache, which it gives up when memory is short. A disk that breaks while a
+        page is brought ends the process (SIGBUS), since no call can raise the error.
 
         Raises:
             BudgetExceeded, OffloadError: as `reserve`.

@@ -3,9 +3,9 @@
 So all that torch's allocator holds on a CPU is "the device", and on a GPU each slab is registered with its driver in
 the size that it has, where torch's pinned allocator rounds up to powers of two.
 
-[Note: pages are taken at once] A page of new memory is only taken when it is first touched, so whatever reads what is
-free would not see what is promised already. Slabs touch all their pages when they are made; too little memory is an
-error then and not a killed process in the middle of a step.
+[Note: pages are taken at once] A page of new memory is only taken when it is first touched, so a reading of
+free memory would count promised pages as free. Slabs touch all their pages when they are made; too little memory is
+an error then and not a killed process in the middle of a step.
 """
 
 import contextlib
@@ -128,8 +128,8 @@ class HostMemory:
     def borrow(self, nbytes: int, category: Category = Category.BUFFERS) -> torch.Tensor:
         """`nbytes` uninitialised bytes, page-aligned, for something of `category`; hand them back with `give_back`.
 
-        They come from a pool that never shrinks, because memory that is used again costs a fraction of new pages. On
-        the ledger what nobody has borrowed counts as buffers.
+        They come from a pool that never shrinks, because memory that is used again costs a fraction of new pages. Free
+        bytes of the pool count as buffers on the ledger.
 
         Raises:
             BudgetExceeded, OffloadError: as `slab`.

@@ -1,6 +1,6 @@
 """The ledger: every long-lived byte, by tier and category, with budget, current and peak.
 
-A byte that is not taken here is a byte that no table shows, so all buffers of the engine are made by
+Tables show only bytes that were taken through the ledger, so all buffers of the engine are made by
 `Ledger.empty` or, where an allocation changes hands (a storage that is freed and refilled, states that
 `torch.optim` makes itself), accounted for with `take` and `give`.
 """

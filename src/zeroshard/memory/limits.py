@@ -12,7 +12,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What one limit leaves.
+    """The room that one limit leaves.
 
     Attributes:
         nbytes: that may still be taken; negative where the limit is exceeded already.
@@ -46,7 +46,7 @@ def _cgroups(root: Path) -> Iterator[Room]:
 
 
 def _cgroup(root: Path, limit: Path, usage: Path, cached: str) -> Iterator[Room]:
-    """What one cgroup leaves; pages of files that nobody has used for long are given up first, and count as free."""
+    """The room that one cgroup leaves; inactive pages of files are given up first, and count as free."""
     allowed, used = _read(limit).strip(), _read(usage).strip()
     if allowed.isdecimal() and used.isdecimal():  # and not "max"
         free = int(allowed) - int(used) + _table(limit.with_name("memory.stat")).get(cached, 0)

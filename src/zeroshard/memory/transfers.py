@@ -1,13 +1,13 @@
 """Links between tiers: copies and host jobs as tasks, which run beside the main thread.
 
-Whoever needs the result of a task waits for it, and only then; when it really runs is the executor's choice. So a
-wait that is missing is a wrong number under `Latest` or `Shuffled`, on any machine, and not now and then on a GPU.
+The caller that needs the result of a task waits for it, and only then; the runner chooses when the task runs. So a
+missing wait is a wrong number under `Latest` or `Shuffled`, on any machine, and not a rare error on a GPU.
 
 [Note: a copy in flight] From `copy` until its `wait` returns, the source may be neither changed nor freed, and the
 destination not read. Tasks hold both.
 
-[Note: exposed seconds] What the main thread stood still for a task. Where it waited for a chain (an update that waited
-for its gradients), each link of the chain gets the part in which it ran.
+[Note: exposed seconds] Seconds for which the main thread waited for a task. Where it waited for a chain (an
+update that waited for its gradients), each link of the chain gets the part in which it ran.
 """
 
 import random
@@ -68,12 +68,12 @@ class Task:
 
     @property
     def matters(self) -> bool:
-        """Whether what comes after it must still look at it: it has not run, or failed, or ends later on some clock."""
+        """Whether later tasks must still wait for it: it has not run, or failed, or ends later on some clock."""
         return not self.done or self.event is not None or self.error is not None or self.end > self.link.now()
 
     @property
     def queue(self) -> str:
-        """What runs one after the other."""
+        """The queue whose tasks run one after the other."""
         return QUEUES[self.cause]
 
     def wait(self) -> None:
@@ -91,7 +91,7 @@ class Task:
             self.event.synchronize()
 
     def run(self) -> None:
-        """Do it now; what goes wrong is kept for whoever waits."""
+        """Run the work now; an error is kept for the wait."""
         assert self.work is not None
         self.start = self.link.now()
         try:
@@ -247,7 +247,7 @@ def _end(queues: "Mapping[str, SimpleQueue[Task | None]]") -> None:
 
 
 class VirtualClock(Protocol):
-    """Time that passes when somebody says so."""
+    """A clock on which time passes only by calls."""
 
     now: float
 
@@ -262,7 +262,7 @@ class Modelled:
     """Runs tasks at once, on a clock of its own: a queue is busy for a task's seconds, and a wait lasts until its end.
 
     Args:
-        clock: which operations of the main thread let go on.
+        clock: advanced by operations of the main thread.
         seconds: that a task takes.
     """
 
@@ -392,14 +392,14 @@ class Transfers:
 
 
 def _forget(task: Task) -> None:
-    """Let go of what a task waited for, or chains would grow from step to step."""
+    """Drop the tasks that a task waited for, or chains would grow from step to step."""
     before, task.after = task.after, []
     for each in before:
         _forget(each)
 
 
 def _parts(task: Task, start: float, end: float) -> Iterator[tuple[str, float]]:
-    """(cause, seconds) of the tasks that one waited for between `start` and `end`, which the last of them fills up."""
+    """(cause, seconds) of the tasks that one waited for between `start` and `end`; the last of them gets the rest."""
     for before in task.after:
         if before.done and before.end > start:
             yield from _parts(before, start, min(before.end, end))

@@ -17,10 +17,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Offloading(Choice):
-    """What a plan keeps below the device.
+    """The choice of what a plan keeps on lower tiers.
 
     Attributes:
-        policy: what it is.
+        policy: of the plan.
         sliced: whether parameters are sliced, and gathered for each use.
     """
 
@@ -29,43 +29,43 @@ class Offloading(Choice):
 
     @property
     def parts(self) -> list[str]:
-        """What is below, in the order in which it is tried."""
+        """The offloaded parts, in the order in which a search tries them."""
         return [part for part in KINDS if part in self.policy.kinds]
 
     @property
     def reach(self) -> tuple[float, ...]:
-        """How many things are below, and the share of them."""
+        """The number of offloaded parts, and their share."""
         return (len(self.parts), self.policy.fraction)
 
     @property
     def resort(self) -> str:
-        """Its name, where something is below."""
+        """Its name, where anything is offloaded."""
         return "offload" if self.parts else ""
 
     @property
     def exhausted(self) -> bool:
-        """All states are below: it is the last of its kind, and rehearsed for the smallest budget."""
+        """All states are offloaded: no further plan offloads more, so it is rehearsed for the smallest budget."""
         return bool(self.parts) and self.policy.fraction == 1
 
     @property
     def alike(self) -> bool:
-        """With a share of the states, a further block may be below or not."""
+        """With a share of the states, a further block may be offloaded or not."""
         return not (self.policy.optimizer and self.policy.fraction < 1)
 
     @property
     def beside_devices(self) -> bool:
-        """It is counted exactly, and so is what is left for it."""
+        """Offloaded bytes are counted exactly, and so is the room for them."""
         return bool(self.parts)
 
     def describe(self, ranks: int | None) -> Description:
-        """What is below, and its share."""
+        """The offloaded parts, and their share."""
         if not self.parts:
             return Description()
         share = "" if self.policy.fraction == 1 else f" {self.policy.fraction:.0%}"
         return Description(settings=("offload " + " + ".join(self.parts) + share,))
 
     def least_bytes(self, states: States, ranks: int) -> int | None:
-        """The weights, whole or sliced, or of one unit if they come and go; and the states of units that stay."""
+        """The weights, whole or sliced, or of one unit if they are streamed; and the states that stay on the device."""
         if not self.policy.optimizer:
             return None
         parameters_offloaded = self.policy.parameters
@@ -82,11 +82,11 @@ class Offloading(Choice):
             yield Remedy("A larger offload.fraction would leave less.", {}, ranks, certain=True)
 
     def on_host(self, usual: str) -> str:
-        """What is below, beside checkpoints."""
+        """Offloaded bytes, beside checkpoints."""
         return "What is offloaded, and a checkpoint on its way to the disk, need" if self.parts else usual
 
     def budget(self, nbytes: int, usual: str) -> str:
-        """Below a device there is room for what a smaller budget leaves out."""
+        """The smallest budget of the device with which the plan works."""
         return f"The smallest budget that works for it is device_memory={nbytes}." if self.parts else usual
 
     def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
@@ -94,7 +94,7 @@ class Offloading(Choice):
         return {"offload.delayed_warmup": min(self.policy.delayed_warmup, settled)}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
-        """Weights of a late update come up one step later."""
+        """Weights of a delayed update reach the device one step later."""
         return usual + 2 * self.policy.delayed_update
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class Offloading(Choice):
 
 
 def offers(site: Site) -> Iterator[Offer]:
-    """What moves least first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
+    """Plans that move fewest bytes first; with ZeRO-2 as in 2101.06840, section 4.2, or 3."""
     if site.rows % site.ranks:
         return
     counts = divisors(site.rows // site.ranks)

@@ -1,10 +1,10 @@
 """Gradients on their way to the host, where the means of a slice add up (ZeRO-Offload, 2101.06840, section 4).
 
-A step's first mean is copied straight into the sum. Every further one lands in a slot beside it and is added there: so
-gradients go down once per reduction, and never up.
+A step's first mean is copied straight into the sum. Every further one is copied into a slot beside it and added there,
+so gradients are copied to the host once per reduction, and never back.
 
-[Note: norm] While the sum is one mean, its norm is taken on the device as it leaves, and nobody waits for it until all
-norms are read at once. A sum of several exists on the host alone, and so is its norm taken there.
+[Note: norm] While the sum is one mean, its norm is taken on the device before the copy, and the main thread waits for
+it only when all norms are read at once. A sum of several exists on the host alone, and its norm is taken there.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,12 +59,12 @@ class HostSum:
 
     @property
     def arrived(self) -> list[Task]:
-        """What must have run before the sum may be read."""
+        """Tasks that must have run before the sum may be read."""
         return self._tasks[-1:]
 
     @property
     def sum(self) -> torch.Tensor:
-        """Where it adds up [S]; to be read after `arrived`."""
+        """The sum [S]; to be read after `arrived`."""
         return self._sums[0]
 
     @property
@@ -93,7 +93,7 @@ class HostSum:
             self._scratch = None
 
     def make_way(self) -> None:
-        """The gradient buffer holds nothing of it."""
+        """The gradient buffer holds no part of this sum."""
 
     def clear(self, low: int, high: int) -> None:
         """Let elements [low, high) of the sum be zeros."""
@@ -156,7 +156,7 @@ class HostSum:
         """The sum that `settle` returned was changed in place; updates that began from it as it was count as wrong.
 
         Args:
-            filled: it holds what other ranks had from now on.
+            filled: from now on the sum holds gradients of other ranks.
         """
         self._norm = None
         self._puts += bool(self._puts) or filled
@@ -184,7 +184,7 @@ class HostSum:
             yield on_lower_tier(index, "host", Category.GRADIENTS, index.slice_numel * self.dtype.itemsize)
 
     def wire(self, work: Work) -> Wire:
-        """Each reduction goes down once."""
+        """Each reduction is copied to the host once."""
         yield Purpose.GRADIENTS_DOWN, (self._flat.index.slice_numel - self._padding) * work.reductions * work.updates
 
     def _empty(self) -> None:

@@ -34,7 +34,7 @@ class HostTiers:
         disk: where states live, if not in host memory.
         shadows: pages for updates that may have to be undone.
         ranks: that slice among themselves.
-        brings: as what slices of parameters are moved for each use.
+        brings: the purposes under which slices of parameters are moved for each use.
         adam: whether the host's own Adam takes the place of the user's optimizer.
     """
 
@@ -84,10 +84,10 @@ class HostTiers:
     def check_room(
         self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int, adds: bool
     ) -> None:
-        """Refuse what host memory cannot hold, before any of it is taken.
+        """Refuse states that host memory cannot hold, before any of it is taken.
 
         Args:
-            going: the numbers of the units that are kept below.
+            going: the numbers of the units that are offloaded.
             compute: the dtype of computation; None is each parameter's own.
             states: bytes of optimizer states per element.
             adds: whether gradients of several microbatches add up.
@@ -117,7 +117,7 @@ class HostTiers:
             _warn_if_slow(self.disk, on_disk)
 
     def slice_of(self, flat: Flat, numel: int, padding: int) -> HostSlice:
-        """The home of a slice [numel] of a flat."""
+        """The host slice [numel] of a flat."""
         most = numel // BLOCK + 1 + len(flat.index.entries)  # of spans, each may end in a block that is not full
         blocks = most if self.policy.moments == "8bit" else 0
         form = Form(numel, self.policy.moments, blocks, as_on_cpus=self._device.type == "cpu")

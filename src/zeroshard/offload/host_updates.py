@@ -1,14 +1,14 @@
-"""All updates below the device of one engine: when they run, and when the new weights come up.
+"""All updates below the device of one engine: when they run, and when the new weights reach the device.
 
 [Note: after the norm] A step ends when its updates are begun, in the order of the forward. The next forward waits for
-each unit's weights where it needs them. What other ranks need of a slice is published then, in one fixed order.
+each unit's weights where it needs them. A slice that other ranks need is published then, in one fixed order.
 
 [Note: speculation] As soon as a slice's gradient is on the host, its update can run beside the backward, on shadow
-pages, as if nothing were to be clipped or skipped. If the step's verdict is what was guessed, the pages change places;
-else they are forgotten and the update runs again. After too many wrong guesses nothing is guessed for a while.
+pages, as if nothing were to be clipped or skipped. If the step's verdict is the expected one, the pages change places;
+else they are dropped and the update runs again. After too many wrong speculations none begins for a while.
 
 [Note: delayed update] ZeRO-Offload's one-step delay (2101.06840, section 5): after a warm-up, the update of step t runs
-beside step t+1, and its weights come up when that one ends. Everything about it (rate, decay, clipping) is step t's.
+beside step t+1, and its weights reach the device when that one ends. Its rate, decay and clipping are those of step t.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.late_updates import LateUpdates, SpeculationCounts
 from zeroshard.parts.weights import Weights
 
-WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong guesses among them, beyond which nothing is guessed
+WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong speculations among them, beyond which none begins
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class HostUpdate:
         start: the place of the slice in the flat.
         task: None for one that is done.
         source: the new weights on the host.
-        staging: memory that is free again when they have come up.
-        placed: whether they are where they are used already.
+        staging: memory that is free again when they have reached the device.
+        placed: whether they are in their place already.
     """
 
     weights: Weights
@@ -71,11 +71,11 @@ class Speculates(Protocol):
         """The optimizer has its spans."""
 
     def forget(self) -> int:
-        """Drop what has run and was not taken over; how much that is."""
+        """Drop updates that ran and were not taken over; returns their number."""
 
 
 class Speculations:
-    """Updates before the verdict: whether to begin one, and what becomes of its pages ([Note: speculation]).
+    """Updates before the verdict: whether to begin one, and whether its pages are kept ([Note: speculation]).
 
     Args:
         scale: the loss scale of the step under way.
@@ -130,7 +130,7 @@ class HostUpdates(LateUpdates):
         host: the memory in which they run.
         arena: scratch on the device.
         speculations: of its updates before the verdict.
-        in_place: whether parameters are kept below too, so that updates write where they are used.
+        in_place: whether parameters are offloaded too, so that updates write the weights in their place.
     """
 
     def __init__(
@@ -185,17 +185,17 @@ class HostUpdates(LateUpdates):
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was guessed and not taken over."""
+        """Drop updates that ran before the verdict and were not taken over."""
         for updater in self._adams:
             self.speculation_counts.undone += updater.forget()
 
     def flush(self) -> None:
-        """Have all new weights here."""
+        """Wait for all new weights on the device."""
         self._commit()
         self.finish()
 
     def finish(self) -> None:
-        """Have all new weights here, but for those of delayed updates."""
+        """Wait for all new weights on the device, but for those of delayed updates."""
         self._settle(list(self._rising))
 
     def entering(self, root: int, trains: bool) -> None:
@@ -206,16 +206,16 @@ class HostUpdates(LateUpdates):
             self.need(root)
 
     def need(self, unit: int) -> None:
-        """Have the new weights of a unit here, and of all before it."""
+        """Wait for the new weights of a unit, and of all units before it."""
         last = self._turn(unit)
         self._settle([item for item in self._rising if self._turn(item[0].unit) <= last])
 
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
-        """All units, if any are updated here; where they are gathered for use, that waits for their updates."""
+        """All units, if any are updated on the host; none where units are gathered for use, since the gather waits."""
         return units if self._policy.optimizer and not self._gathers else ()
 
     def rise(self, update: HostUpdate) -> None:
-        """Let new weights come to where forwards find them."""
+        """Copy new weights to where forwards find them."""
         weights, link, task = update.weights, self.link, update.task
         after = [] if task is None else [task]
         own, source, label = weights.own, update.source, weights.flat.label
@@ -234,7 +234,7 @@ class HostUpdates(LateUpdates):
         return 0 if unit == self._root else unit + 1
 
     def _commit(self) -> None:
-        """Bring the weights of delayed updates up ([Note: delayed update])."""
+        """Copy the weights of delayed updates to the device ([Note: delayed update])."""
         for update in self._late:
             self.rise(update)
         self._late.clear()
@@ -255,7 +255,7 @@ class HostUpdates(LateUpdates):
                 update.weights.published()
 
     def _tidy(self) -> None:
-        """Take staging back that weights came up from, which on a GPU nobody waited for until now."""
+        """Take back the staging memory of weights that were copied up; on a GPU this waits for the copies."""
         for task, staging in self._used:
             task.wait_on_host()
             self.host.give_back(staging)

@@ -4,7 +4,7 @@
 to swap the two; to undo it is to forget the other. Nothing is computed back, so it is exact, and clipping or an
 overflow that is known only when the backward has ended costs no more than the work that was in vain.
 
-[Note: pages on the disk] A slice that lives on the disk has pages in memory only while it is updated, saved or loaded.
+[Note: pages on the disk] A slice on the disk has pages in memory only while it is updated, saved or loaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +103,7 @@ class Shadows:
         return Pages(form, [self._host.borrow(size) for size in form.sizes])
 
     def give(self, pages: Pages) -> None:
-        """Hand pages back that nobody reads any more."""
+        """Hand back pages that no update reads any more."""
         self._free[pages.form].append(pages)
 
 
@@ -144,7 +144,7 @@ class HostSlice:
 
     @property
     def on_disk(self) -> bool:
-        """Whether it lives on the disk."""
+        """Whether it is kept on the disk."""
         return self._disk is not None
 
     @property

@@ -46,7 +46,7 @@ class HostUpdater(MasterUpdater):
         self._updates, self.unit = updates, unit
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
-        """Take one step with the gradients times `factor`, and begin to bring the new weights up."""
+        """Take one step with the gradients times `factor`, and begin to copy the new weights to the device."""
         with gradients.for_update() as gradient:
             self._step(gradient, written, factor)
         staging = self._updates.host.borrow(self.values.numel() * self.weights.flat.dtype.itemsize)
@@ -62,7 +62,7 @@ class HostUpdater(MasterUpdater):
         yield on_lower_tier(index, "host", Category.OPTIMIZER_STATES, states, paged=False)
 
     def wire(self, work: Work) -> Wire:
-        """New weights come up once for each update, unless they stay below until they are used."""
+        """New weights are copied to the device once for each update, unless parameters are offloaded too."""
         if not self._updates.in_place:
             index = self.weights.flat.index
             own = self.values.numel() - index.padding_in(self.start, self.start + self.values.numel())
@@ -102,18 +102,18 @@ class HostAdam(HostUpdater):
         updates.join(self)
 
     def adopt(self) -> None:
-        """Follow the pages from now on, and hear of gradients that come."""
+        """Follow the pages from now on, and speculate on gradients as they come."""
         self._host_slice.rebind = self._rebind
         self._rebind(None if self._host_slice.on_disk else self._host_slice.pages)
         self._lay_out()
         self._sum.on_put = self._speculate
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
-        """Let the update begin after the others of the step have been told, in the order of the forward."""
+        """Register the update; `HostUpdates.start` begins those of the step in the order of the forward."""
         self._updates.tell(self.unit, partial(self._begin, written))
 
     def forget(self) -> int:
-        """Drop what has run ahead and was not taken over; how much that is."""
+        """Drop the update that ran ahead and was not taken over; returns its number."""
         if self._ahead is None:
             return 0
         ahead, self._ahead = self._ahead, None
@@ -126,7 +126,7 @@ class HostAdam(HostUpdater):
         self._lay_out()
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Pages]:
-        """Have the pages in the host's memory inside; what is written there is kept if `writes`."""
+        """Keep the pages in host memory inside; writes there are kept if `writes`."""
         return self._host_slice.fetched(writes)
 
     def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
@@ -159,10 +159,10 @@ class HostAdam(HostUpdater):
         return isinstance(value, Blockwise) or super()._per_element(value, span)
 
     def _begin(self, written: bytes, factor: float, late: bool) -> HostUpdate:
-        """Begin one step with the sum times `factor`, or take over what has run ahead and was right.
+        """Begin one step with the sum times `factor`, or take over the update that ran ahead, if it was right.
 
         Args:
-            late: the weights come up at the end of the next step.
+            late: the weights reach the device at the end of the next step.
         """
         self._split_for(written)
         spans = [span for span in self.spans if written[self.weights.flat.index.number_at(span.start)]]

@@ -1,4 +1,4 @@
-"""Choices: what the planner asks of each technique of a plan, whichever it is.
+"""Choices: the questions of the planner to each technique of a plan.
 
 A technique answers in `choice.py` of its folder; what it leaves unanswered is as if it were not there.
 """
@@ -14,7 +14,7 @@ Split = Callable[[int], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A technique in the few words that tell a plan.
+    """A technique in the short text that describes a plan.
 
     Attributes:
         name: which of its kinds it is.
@@ -128,11 +128,11 @@ class Choice:
         yield from ()
 
     def row_owner(self, usual: str) -> str:
-        """In a word, what takes rows of its own, where otherwise it is the `usual`."""
+        """The name of what takes rows of its own, such as "rank"; the `usual` one by default."""
         return usual
 
     def on_host(self, usual: str) -> str:
-        """What lies in host memory, where otherwise it is the `usual`: a sentence that goes on with its size."""
+        """The start of a sentence on host memory, which goes on with its size; the `usual` one by default."""
         return usual
 
     def budget(self, nbytes: int, usual: str) -> str:

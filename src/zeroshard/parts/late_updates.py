@@ -11,7 +11,7 @@ from zeroshard.memory.transfers import TaskSpan
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """How updates before the verdict went.
+    """Counts of updates that ran before the verdict.
 
     Attributes:
         taken: updates that ran beside the backward and were right.
@@ -23,16 +23,16 @@ class SpeculationCounts:
 
 
 class TracedWork(Protocol):
-    """What runs beside the main thread, on a clock."""
+    """Work that runs beside the main thread, on a clock."""
 
     def note(self, label: str, start: float) -> None:
-        """Enter into a trace what the main thread has computed since `start`."""
+        """Enter into a trace the main thread's computation since `start`."""
 
     def now(self) -> float:
         """Seconds of the clock."""
 
     def reset(self) -> tuple[Mapping[Purpose, Count], Mapping[str, float]]:
-        """What was copied since the last call, and the seconds for which the main thread stood still, by cause."""
+        """Copies since the last call, and the seconds for which the main thread stood still, by cause."""
 
     def traced(self, spans: list[TaskSpan]) -> AbstractContextManager[None]:
         """Add to `spans` when what is inside runs."""
@@ -58,7 +58,7 @@ class Nothing:
 
 
 class LateUpdates:
-    """All updates of an engine that run beside it; of this class there are none, and all are done as `step` returns.
+    """All updates of an engine that run beside its steps; in this class there are none: all are done as `step` returns.
 
     Args:
         beside: what runs beside the main thread.
@@ -82,10 +82,10 @@ class LateUpdates:
         """A step has no update."""
 
     def forget(self) -> None:
-        """Drop what has run before the verdict and was not taken over."""
+        """Drop updates that ran before the verdict and were not taken over."""
 
     def flush(self) -> None:
-        """Have all new weights here."""
+        """Wait for all new weights."""
 
     def finish(self) -> None:
         """Have the new weights of all updates here that the next step uses."""

@@ -100,7 +100,7 @@ class Part:
     edits: int = 0
 
     def keep_what_was_written(self) -> None:
-        """Take over what the user wrote into the parameters: into this rank's slice and master weights."""
+        """Take over the user's writes into the parameters: into this rank's slice and master weights."""
         self.weights.end_edit()
         self.edits = self.flat.edits
         self.updater.take_over()
@@ -111,7 +111,7 @@ class Part:
         return self.weights.lost or (self.updater.lost if self.versions.single else None)
 
     def planned(self) -> Iterator[Planned]:
-        """What it should hold."""
+        """Planned bytes."""
         yield from self.weights.planned()
         if self.gradients is not None:
             yield on_device(self.flat.index, Category.PARAMETERS, self.flat.dtype.itemsize * self.versions.older)
@@ -119,7 +119,7 @@ class Part:
         yield from self.updater.planned()
 
     def wire(self, work: Work) -> Wire:
-        """What it should send, and move between tiers, in a step."""
+        """Planned elements that are sent, and moved between tiers, in a step."""
         yield from self.weights.wire(work)
         if self.gradients is not None:
             yield from self.gradients.wire(work)
@@ -136,10 +136,10 @@ class Part:
 
 
 class Gathers(Protocol):
-    """Brings units to this rank and takes them away, where a list of actions says so."""
+    """Gathers units on this rank and frees them, where a list of actions says so."""
 
     def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """Have these units here; a collective call."""
+        """Gather these units; a collective call."""
 
     def free(self, numbers: Sequence[int]) -> None:
         """Keep only slices of these units."""

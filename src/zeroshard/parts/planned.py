@@ -1,4 +1,4 @@
-"""What a part should hold and move, by the formulas of the papers; the ledger and comm say what it does."""
+"""Bytes that a part should hold and move, by the formulas of the papers; the ledger and comm measure them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

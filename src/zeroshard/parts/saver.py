@@ -1,4 +1,4 @@
-"""What happens to a tensor that autograd saves for the backward."""
+"""Savers: how a tensor that autograd saves for the backward is kept."""
 
 from typing import Any, Protocol
 
@@ -15,10 +15,10 @@ class Saver(Protocol):
     moves: bool
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Take in a tensor; what `unpack` needs to bring it back. A `Kept` one stays where it is."""
+        """Take in a tensor; returns the handle that `unpack` takes. A `Kept` one stays where it is."""
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again, on its device."""
 
     def settle(self) -> None:
-        """A step ends: wait for what is under way, and drop what came up without being read."""
+        """A step ends: wait for copies under way, and drop prefetched tensors that no backward read."""

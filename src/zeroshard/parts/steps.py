@@ -1,4 +1,4 @@
-"""What carries a step: backwards, updates and the decision between them, as an order of actions needs them."""
+"""Protocols of a step: backwards, updates and the decision between them, as an order of actions uses them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What all ranks agree on before an update: the norm of the mean gradient as it is (scaled), and who got one.
+    """The agreement of all ranks before an update: the norm of the scaled mean gradient, and which parameters got one.
 
     Attributes:
         written: one byte for each parameter, 1 for one that got a gradient.
@@ -74,7 +74,7 @@ class Reduces(Protocol):
 
 
 class Learns(Protocol):
-    """Knows which gradients are to be waited for."""
+    """Knows which gradients a reduction has to wait for."""
 
     def learn(self) -> None:
         """A step is over: expect of the next the gradients that came so far."""
@@ -139,7 +139,7 @@ class Updates(Protocol):
 
 
 class Decides(Protocol):
-    """Decides what becomes of a step."""
+    """Decides whether a step is taken, clipped or skipped."""
 
     @property
     def scale(self) -> float:
@@ -166,13 +166,13 @@ class StepOrder(Protocol):
         """One step on this data rank's batch; the mean loss, where it is known."""
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the whole model returns for this data rank's arguments."""
+        """The output of the whole model for this data rank's arguments."""
 
     def flush(self) -> None:
-        """Finish what is in flight."""
+        """Finish the microbatches in flight."""
 
     def reloaded(self) -> None:
-        """The weights are others; a collective call."""
+        """The weights were replaced; a collective call."""
 
     def gathers(self, unit: int) -> int:
         """How often a step gathers a unit whose weights come and go."""

@@ -1,4 +1,4 @@
-"""What the plan's formulas say beside what the ledger and comm counted: `engine.memory()` and `engine.traffic()`."""
+"""The plan's formulas beside the measurements of the ledger and comm: `engine.memory()` and `engine.traffic()`."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,10 +113,10 @@ class TrafficTable(_Table[TrafficRow]):
 
 
 def memory_table(parts: Parts, ledger: Ledger, more: Iterable[Planned]) -> MemoryTable:
-    """The formula and the ledger, tier by tier and category by category; what ranks share counts in equal parts.
+    """The formula and the ledger, tier by tier and category by category; memory that ranks share counts in equal parts.
 
     Args:
-        more: what should be there besides the parts.
+        more: planned bytes besides those of the parts.
     """
     planned: dict[tuple[str, Category], tuple[Fraction, Fraction]] = {
         (tier, category): (Fraction(0), Fraction(0)) for tier in TIERS for category in MODEL_STATES

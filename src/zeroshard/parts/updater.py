@@ -1,4 +1,4 @@
-"""What updates the weights that a rank owns, and keeps the optimizer's states of them."""
+"""Updaters: they update the weights that a rank owns, and keep their optimizer states."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -60,25 +60,25 @@ class Updater(Protocol):
         """Have values and states in memory inside; what is written there is kept if `writes`."""
 
     def take_over(self) -> None:
-        """Let the values be what the user has written into the parameters."""
+        """Set the values to those that the user has written into the parameters."""
 
     def restore(self) -> None:
-        """Let the parameters be the values."""
+        """Set the parameters to the values."""
 
     def elements(self, span: Span) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps for each element of a span [stop - start], by name, as a checkpoint holds it."""
+        """The optimizer's states of each element of a span [stop - start], by name, as a checkpoint holds it."""
 
     def scalars(self, span: Span) -> dict[str, Any] | None:
-        """What it keeps for a span besides, such as a step count; None before its first update."""
+        """The optimizer's scalars of a span, such as a step count; None before its first update."""
 
     def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
-        """Set what it keeps for a span, in fp32; None for nothing yet."""
+        """Set the states of a span, in fp32; None if it has none yet."""
 
     def planned(self) -> Iterator[Planned]:
-        """What master weights and states should hold."""
+        """Planned bytes of master weights and states."""
 
     def wire(self, work: Work) -> Wire:
-        """What it should move between tiers in a step."""
+        """Planned elements that move between tiers in a step."""
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
         """A part of `values` that outlives `at_hand`."""

@@ -17,7 +17,7 @@ class Residence(Enum):
 
     SLICED = auto()  # each rank holds its slice; the parameters read NaN
     GATHERING = auto()  # the collective is under way
-    ARRIVING = auto()  # whole, and updated by other ranks; wherever it is used, that is waited for
+    ARRIVING = auto()  # whole, and other ranks' updates arrive; each use waits for them
     GATHERED = auto()  # whole on this rank; the parameters may be used
 
 
@@ -62,19 +62,19 @@ class Weights(Protocol):
         """Let `buffer` [N*S] be the whole buffer from now on."""
 
     def begin_edit(self) -> None:
-        """The user is about to write into the parameters, which are here."""
+        """The user is about to write into the parameters, which are gathered."""
 
     def end_edit(self, keep: bool = True) -> None:
-        """The user is done; with `keep`, take this rank's slice of what was written."""
+        """The user is done; with `keep`, take over this rank's slice of the writes."""
 
     def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
         """Start to fetch the other ranks' slices."""
 
     def finish_gather(self) -> None:
-        """Have the whole buffer here, and let the parameters view it."""
+        """Wait for the whole buffer, and let the parameters view it."""
 
     def lend(self) -> None:
-        """Let the next gather fill memory of its own, which `free` leaves to those who still view it."""
+        """Let the next gather fill memory of its own, which `free` leaves to the views that still use it."""
 
     def free(self) -> None:
         """Keep only this rank's slice."""
@@ -87,10 +87,10 @@ class Weights(Protocol):
         """
 
     def published(self) -> None:
-        """Wait for what the other ranks published, unless that may arrive later."""
+        """Wait for the slices that the other ranks published, unless that may arrive later."""
 
     def planned(self) -> Iterator[Planned]:
-        """What it should hold."""
+        """Planned bytes."""
 
     def wire(self, work: Work) -> Wire:
-        """What it should send and receive in a step."""
+        """Planned elements that are sent and received in a step."""

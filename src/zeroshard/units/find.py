@@ -32,7 +32,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """The name that people see."""
+        """The name in messages and tables."""
         return self.name or "root"
 
 

@@ -21,8 +21,8 @@ def is_small(parameter: torch.Tensor) -> bool:
 class Flat:
     """The parameters of one unit that share dtype and trainability, one behind the other in one buffer.
 
-    The buffer itself belongs to whoever decides on residency (ZeRO, offload); here it is only the place that the
-    parameters view. `detach` leaves each parameter with its true shape, reading NaN and refusing writes.
+    The technique that decides on residency (ZeRO, offload) owns the buffer; a flat only lets the parameters view
+    it. `detach` leaves each parameter with its true shape, reading NaN and refusing writes.
 
     Attributes:
         unit: where the parameters come from.
@@ -30,9 +30,9 @@ class Flat:
         dtype: of the parameters as the model computes with them.
         trainable: whether they get gradients and an update.
         parameters: the user's `nn.Parameter` objects, in the order of the index.
-        views: where each of them is in the buffer.
-        kinds: the classes of the parameters while they are here and while they are absent, once they are watched.
-        replaced: the numbers of parameters under which somebody put other memory (`p.data = values`).
+        views: of the buffer, one for each parameter.
+        kinds: the classes of watched parameters, while their values are present and while they are absent.
+        replaced: the numbers of parameters whose memory the user replaced (`p.data = values`).
         first_small: the number from which on all parameters are small; at least one is not.
     """
 
@@ -64,7 +64,7 @@ class Flat:
 
     @property
     def label(self) -> str:
-        """The name that people see; where a unit has several flats, their kinds tell them apart."""
+        """The name in messages and tables; where a unit has several flats, their kinds tell them apart."""
         kinds = [str(self.dtype).removeprefix("torch."), "" if self.trainable else "frozen", self._split or ""]
         return f"{self.unit.label}[{', '.join(filter(None, kinds))}]"
 
@@ -152,7 +152,7 @@ class Flat:
         self.replaced.discard(number)
 
     def moved(self) -> list[int]:
-        """The numbers of the parameters that do not view the buffer, however they came to that."""
+        """The numbers of the parameters that do not view the buffer, whatever replaced their memory."""
         if list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
             return []
         self._addresses = list(map(torch.Tensor.data_ptr, self.views))
@@ -166,12 +166,12 @@ class Flat:
 
     @property
     def edits(self) -> int:
-        """How often somebody has written into the parameters in place, so far, through `p.data` too."""
+        """How often the parameters were written in place, so far, through `p.data` too."""
         versions = sum(parameter._version for parameter in self.parameters)
         if self._aliases:
             versions += sum(alias._version for alias in self._aliases.values())
         return versions + self._past_edits
 
     def written_while_absent(self) -> bool:
-        """Whether somebody wrote into a parameter whose values were elsewhere (`fill_` cannot be refused)."""
+        """Whether a parameter was written while its values were absent (`fill_` cannot be refused)."""
         return self.dtype.is_floating_point and not bool(self._absent.isnan())

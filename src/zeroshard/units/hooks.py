@@ -1,7 +1,7 @@
 """Hooks that belong to one engine, and tensors in what modules take and return.
 
-[Note: compiled modules] torch.compile must not trace what gathers. The hooks of a unit and of the model are left out of
-the graph, which is cut there; those of the modules inside of a unit vanish from it, for the unit is here by then.
+[Note: compiled modules] torch.compile must not trace gathers. The hooks of a unit and of the model are left out of
+the graph, which is cut there; those of the modules inside of a unit vanish from it, since the unit is gathered by then.
 """
 
 from collections.abc import Callable

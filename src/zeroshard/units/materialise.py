@@ -105,7 +105,7 @@ class Materialiser:
 
 
 def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor that `_unset` recognises: NaN, or integers that nobody has written."""
+    """A real tensor that `_unset` recognises: NaN, or integers that were never written."""
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.full_like(tensor, float("nan"), device="cpu", requires_grad=False)
     return torch.zeros_like(tensor, device="cpu", requires_grad=False)

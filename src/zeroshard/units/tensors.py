@@ -45,7 +45,7 @@ def with_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _children(item: Any) -> list[tuple[Any, Any]]:
-    """(key, index or attribute; value) of all that an object holds."""
+    """(key, index or attribute; value) of everything that an object holds."""
     if isinstance(item, Mapping):
         return list(item.items())
     if isinstance(item, (list, tuple, Set)):

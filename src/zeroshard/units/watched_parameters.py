@@ -1,4 +1,4 @@
-"""Parameters that report writes through `.data`, and stand-ins whose values cannot be read.
+"""Parameters that report writes through `.data`, and placeholders whose values cannot be read.
 
 [Note: watched parameters] torch's `p.data` is a second name for the values: a write through it moves no version
 counter, and `p.data = values` puts other memory under the parameter. Either would be undone in silence by an update
@@ -6,7 +6,8 @@ whose truth lies elsewhere (fp32 masters, slices, host memory). The parameters t
 subclass of `nn.Parameter` whose `.data` asks the engine. Operations see no difference.
 
 [Note: absent values] While a parameter's values are on other ranks, or its gradient is in a flat buffer, a function
-that would read the values is an error, or fetches them first; what only asks for shape, dtype or device runs as always.
+that would read the values is an error, or fetches them first; a function that only asks for shape, dtype or device
+runs as always.
 """
 
 import weakref
@@ -56,7 +57,7 @@ class Watcher(Protocol):
         """Carry out `parameter.data = values`, or raise."""
 
     def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
-        """Bring the values of absent parameters here, or raise; without `reads`, only values that come by themselves.
+        """Fetch the values of absent parameters, or raise; without `reads`, only values that arrive by themselves.
 
         Args:
             reads: whether values are asked for, or only where they are.
@@ -133,7 +134,7 @@ class Absent(WatchedParameter):
 
 
 def kinds_for(watcher: Watcher) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """The classes of one engine's parameters while their values are here, and while they are absent."""
+    """The classes of one engine's parameters while their values are present, and while they are absent."""
     owner = weakref.ref(watcher)
 
     class Parameter(WatchedParameter):
@@ -165,7 +166,7 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
 
 
 class Unreadable(Tensor):
-    """A tensor with a shape and no values: what reads or writes them gets an error.
+    """A tensor with a shape and no values: reading or writing them is an error.
 
     Attributes:
         parameter: the name of the parameter whose values or gradient it stands for.
@@ -238,7 +239,7 @@ class HeldGradient(Unreadable):
 
 @cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The one element that all stand-ins of a dtype and device share."""
+    """The one element that all placeholders of a dtype and device share."""
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 

@@ -1,8 +1,8 @@
 """ZeRO data parallelism (Rajbhandari et al., 1910.02054): stages 0 to 3 as one mechanism.
 
-The stage only answers who keeps what (`residency`); gathering, freeing and reducing are the same code for all.
+A stage only says which states a rank keeps (`residency`); gathering, freeing and reducing are the same code for all.
 Read `residency`, `weights`, `gradients` (`buffer`, `reduce`, `sums`), then the order in which units are gathered
-(`gatherer`, `order`) and reduced (`reductions`), then `formulas`.
+(`gatherer`, `gather_order`) and reduced (`reductions`), then `byte_formulas`.
 """
 
 from zeroshard.zero.byte_formulas import StateBytes, state_bytes, wire_elements

@@ -56,7 +56,7 @@ class Arriving(Whole):
             super().published()
 
     def finish_gather(self) -> None:
-        """Have the slices of all ranks here, and let the parameters view them."""
+        """Wait for the slices of all ranks, and let the parameters view them."""
         if self.residence is Residence.ARRIVING:
             super().published()
             self.residence = Residence.GATHERED
@@ -88,23 +88,23 @@ class Arrivals(LateUpdates):
         self._of_units.setdefault(weights.flat.unit.number, []).append(weights)
 
     def flush(self) -> None:
-        """Have all new weights here."""
+        """Wait for all new weights."""
         self.finish()
 
     def finish(self) -> None:
-        """Have all new weights here."""
+        """Wait for all new weights."""
         for unit in self._of_units:
             self.need(unit)
 
     def entering(self, root: int, trains: bool) -> None:
-        """A forward begins; have the weights of the root unit here."""
+        """A forward begins; wait for the new weights of the root unit."""
         self.need(root)
 
     def need(self, unit: int) -> None:
-        """Have the new weights of a unit here."""
+        """Wait for the new weights of a unit."""
         for weights in self._of_units.get(unit, ()):
             weights.finish_gather()
 
     def awaited(self, units: Iterable[int]) -> Iterable[int]:
-        """Those of the units whose weights arrive."""
+        """The units whose weights arrive after the step, of those given."""
         return [unit for unit in units if unit in self._of_units]

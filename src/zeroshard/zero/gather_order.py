@@ -33,12 +33,12 @@ class GatherOrder:
 
 
 class Pass:
-    """One walk under way: how far it has come, and what this rank really used."""
+    """One walk under way: its place in the order, and the units that this rank used."""
 
     def __init__(self, kind: PassKind, order: GatherOrder) -> None:
         self.kind = kind
         self.order = order
-        self.cursor = 0  # entries of the order that are behind us
+        self.cursor = 0  # entries of the order that are done
         self.started = 0  # entries whose gather was started
         self.used: list[int] = []
 
@@ -60,10 +60,10 @@ class ByPass(Gatherer):
         self._orders: dict[PassKind, GatherOrder] = {}
         self._passes: list[Pass] = []
         self._begun = 0
-        self._pins = 0  # contexts under way that keep everything here
+        self._pins = 0  # contexts under way that keep all units gathered
         self._in_use: set[int] = set()  # units that this rank needed and is not done with
         self._wanted: dict[PassKind, list[int]] = {}  # units for the lists of passes to come
-        self._detours: list[int] = []  # what single ranks wanted in the forwards since the last backward
+        self._detours: list[int] = []  # units that single ranks wanted in the forwards since the last backward
         self._ended: PassKind | None = None  # the kind of the last pass
 
     @property
@@ -81,7 +81,7 @@ class ByPass(Gatherer):
         Raises:
             CommError: another rank begins another kind of pass, or is at another one.
         """
-        if self._pins:  # everything is here, on every rank: nothing to agree on
+        if self._pins:  # all units are gathered, on every rank: nothing to agree on
             self._passes.append(Pass(kind, GatherOrder([], settled=True)))
             return
         self._begun += 1
@@ -119,7 +119,7 @@ class ByPass(Gatherer):
         self.free_all()
 
     def need(self, number: int) -> None:
-        """Have unit `number` here when this returns; start to fetch the one after it."""
+        """Gather unit `number` before this returns; start to fetch the one after it."""
         shards = self._shards[number]
         self._in_use.add(number)
         if all(shard.residence is Residence.GATHERED for shard in shards):
@@ -178,7 +178,7 @@ class ByPass(Gatherer):
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Have every unit here inside; a collective call."""
+        """Keep every unit gathered inside; a collective call."""
         self._pin()
         try:
             yield
@@ -187,7 +187,7 @@ class ByPass(Gatherer):
 
     @contextmanager
     def visit(self, number: int) -> Iterator[None]:
-        """Have one unit here inside, outside of any pass; a collective call."""
+        """Keep one unit gathered inside, outside of any pass; a collective call."""
         for shard in self._shards[number]:
             shard.lend()
         self._start(number)
@@ -223,14 +223,14 @@ class ByPass(Gatherer):
         return self._orders[kind]
 
     def _advance(self, walk: Pass, place: int) -> None:
-        """Come to `place` in the order; what lies between was for other ranks."""
+        """Advance to `place` in the order; units in between are gathered for other ranks."""
         while walk.cursor < place:
             self._start_up_to(walk, walk.cursor + 1)
             self._drop_after_arrival(walk.order.units[walk.cursor])
             walk.cursor += 1
 
     def _drop_after_arrival(self, number: int) -> None:
-        """Take in a gather that this rank had no use for, and drop it, unless an earlier use of the unit goes on."""
+        """Finish a gather of a unit that this rank does not use, and free the unit, unless an earlier use goes on."""
         for shard in self._shards[number]:
             if shard.residence is Residence.GATHERING:
                 shard.finish_gather()

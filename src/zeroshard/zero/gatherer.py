@@ -1,6 +1,6 @@
-"""What brings units to a rank for use: nothing where they are always there, or the list of a pipeline's actions.
+"""Gatherers of units: none where all units stay on the rank, or by the list of a pipeline's actions.
 
-`zero.order` has the third: units that come and go inside of passes, as modules use them.
+`zero.gather_order` has the third: units that are gathered and freed inside of passes, as modules use them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,10 @@ class PassKind(StrEnum):
 
 
 class Gatherer:
-    """Brings units to this rank and takes them away; of this class, all units are here, always.
+    """Gathers units on this rank and frees them; in this class, all units are always present.
 
     Attributes:
-        gathers: whether units come and go.
+        gathers: whether units are gathered for use and freed after it.
         passes: whether they do so inside of passes, as modules use them.
     """
 
@@ -51,7 +51,7 @@ class Gatherer:
         """Leave all passes after an error, freeing what they hold."""
 
     def need(self, number: int) -> None:
-        """Have unit `number` here when this returns."""
+        """Gather unit `number` before this returns."""
 
     def done(self, number: int) -> None:
         """Free unit `number`: nothing in this pass uses it again."""
@@ -61,15 +61,15 @@ class Gatherer:
 
     @property
     def all_gathered(self) -> bool:
-        """Whether all units of this rank are here."""
+        """Whether all units of this rank are present."""
         return True
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Have every unit here inside; a collective call."""
+        """Keep every unit gathered inside; a collective call."""
         return nullcontext()
 
     def visit(self, number: int) -> AbstractContextManager[None]:
-        """Have one unit here inside, outside of any pass; a collective call."""
+        """Keep one unit gathered inside, outside of any pass; a collective call."""
         return nullcontext()
 
     def lower(self, actions: Schedule) -> Schedule:
@@ -77,7 +77,7 @@ class Gatherer:
         return actions
 
     def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """Have these units here for a chunk of the model; a collective call."""
+        """Gather these units for a chunk of the model; a collective call."""
 
     def free(self, numbers: Sequence[int]) -> None:
         """A chunk of the model is done with these units."""
@@ -103,7 +103,7 @@ class ByChunk(Gatherer):
         return all(each.residence is Residence.GATHERED for weights in self._weights for each in weights)
 
     def need(self, number: int) -> None:
-        """Check that a unit is here.
+        """Check that a unit is gathered.
 
         Raises:
             PlanError: it is of a chunk that does not run now.
@@ -115,7 +115,7 @@ class ByChunk(Gatherer):
             )
 
     def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
-        """Have these units here; a collective call."""
+        """Gather these units; a collective call."""
         if not self._pins:
             self._bring([each for number in numbers for each in self._weights[number]], trains)
 
@@ -127,7 +127,7 @@ class ByChunk(Gatherer):
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Have every unit of this rank here inside; a collective call."""
+        """Keep every unit of this rank gathered inside; a collective call."""
         every = [each for weights in self._weights for each in weights]
         with self._lent(every if not self._pins else []):
             self._pins += 1
@@ -137,7 +137,7 @@ class ByChunk(Gatherer):
                 self._pins -= 1
 
     def visit(self, number: int) -> AbstractContextManager[None]:
-        """Have one unit here inside; a collective call."""
+        """Keep one unit gathered inside; a collective call."""
         return self._lent(list(self._weights[number]))
 
     @contextmanager

@@ -1,9 +1,9 @@
-"""What `p.grad` shows, and where autograd adds up gradients by itself.
+"""The values of `p.grad`, and the buffers into which autograd accumulates gradients by itself.
 
-[Note: p.grad] The gradients are in flat buffers, and `p.grad` is a stand-in that has their shape and refuses to be
-read. Whoever sets it to None, or zeroes it, discards the gradient. Autograd needs a place: big parameters have None
-there until their gradient came, so that it hands over a tensor of its own; the stand-in of a small parameter is a view
-of the buffer in which autograd adds up, which sees no difference.
+[Note: p.grad] The gradients are in flat buffers, and `p.grad` is a placeholder that has their shape and refuses to be
+read. Setting it to None, or zeroing it, discards the gradient. Autograd needs a place: big parameters have None
+there until their gradient came, so that it hands over a tensor of its own; the placeholder of a small parameter is a
+view of the buffer in which autograd adds up, which sees no difference.
 """
 
 from collections.abc import Sequence
@@ -127,7 +127,7 @@ class ShownGradients:
                     parameter.grad = None
 
     def forget(self) -> None:
-        """Drop what autograd has added up and nobody collected."""
+        """Drop the gradients that autograd accumulated and no `collect` took over."""
         if self.small is not None and self.fresh:
             self.small.zero_()
         self.fresh.clear()
@@ -148,7 +148,7 @@ class ShownGradients:
             )
 
     def discarded(self, written: Sequence[int], everything: bool = False) -> tuple[list[int], list[int]]:
-        """Which gradients the user has discarded since they came, and which he zeroed (all of them with `everything`).
+        """The gradients that the user discarded since they came, and those zeroed (all of them with `everything`).
 
         Raises:
             PlanError: `p.grad` is a tensor that the user has put there.
@@ -180,7 +180,7 @@ class ShownGradients:
 
 
 def unreadable(name: str) -> PlanError:
-    """The error of those who read the gradient of the parameter so called."""
+    """The error for a read of the gradient of the parameter with this name."""
     return PlanError(
         f"The gradient of '{name}' was read or changed through p.grad, and is in the engine's flat buffers, reduced "
         f"over the ranks or still to be. Clip with engine.clip_grad_norm(max_norm, norm_type) or "

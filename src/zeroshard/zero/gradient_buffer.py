@@ -11,7 +11,7 @@ from zeroshard.units import Flat
 
 
 class GradientBuffer:
-    """A buffer [N*S] that is contiguous like what goes on the wire.
+    """A buffer [N*S], contiguous so that reductions send it as it is.
 
     Args:
         kept: hold it for good; else it comes from the arena with the first gradient and goes back when it was reduced.
@@ -41,7 +41,7 @@ class GradientBuffer:
             self.tensor = None
 
     def widen(self) -> None:
-        """Hold fp32 from now on, with what is in it."""
+        """Convert the buffer to fp32, values included, and stay there."""
         old, self.dtype = self.tensor, torch.float32
         if old is None:
             return
@@ -55,7 +55,7 @@ class GradientBuffer:
         self.tensor.copy_(old)
 
     def planned(self) -> Iterator[Planned]:
-        """Whole gradients, where they are kept; as wide as at the start."""
+        """Bytes of whole gradients, where they are kept, in the dtype of the start."""
         if self.kept:
             yield self._planned
 

@@ -96,7 +96,7 @@ class BufferedGradients:
         return self.first_small
 
     def collect(self) -> None:
-        """Take over what autograd has added up itself since the last call."""
+        """Take over the gradients that autograd accumulated itself since the last call."""
         if not self.shown.fresh:
             return
         earlier, small = self.shown.earlier, self.shown.small
@@ -189,7 +189,7 @@ class BufferedGradients:
         self.written = bytearray(len(self.written))
 
     def settle(self) -> GradientSum:
-        """The sum of the step, with nothing under way; call it when nothing is left to reduce."""
+        """The sum of the step, after its reductions; call it when all gradients are reduced."""
         self.reduction.finish()
         self.reduction.release()
         if not self.reduction.needed:
@@ -197,10 +197,10 @@ class BufferedGradients:
         return self._sum
 
     def change(self, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:
-        """Change the sum of the step [S] in place; call it when nothing is left to reduce.
+        """Change the sum of the step [S] in place; call it when all gradients are reduced.
 
         Args:
-            filled: it holds what other ranks had from now on, be there gradients here or not.
+            filled: from now on the sum holds gradients of other ranks, even if this rank has none.
         """
         edit(self.settle().settle())
         self._sum.changed(filled)
@@ -214,7 +214,7 @@ class BufferedGradients:
         self.reduction.used()
 
     def consume(self) -> None:
-        """Forget the step's gradients: they were used, or the step was skipped."""
+        """Drop the step's gradients: they were used, or the step was skipped."""
         self.reduction.release()
         self._buffer.drop()
         if self.shown.opened:
@@ -226,25 +226,25 @@ class BufferedGradients:
         self.shown.consumed()
 
     def planned(self) -> Iterator[Planned]:
-        """What the buffer and the sum should hold."""
+        """Planned bytes of the buffer and the sum."""
         yield from self._buffer.planned()
         yield from self._sum.planned()
 
     def wire(self, work: Work) -> Wire:
-        """What reductions and the sum should send in a step."""
+        """Planned elements that reductions and the sum send in a step."""
         yield from self.reduction.wire(work)
         yield from self._sum.wire(work)
 
     def _ready(self) -> torch.Tensor:
         """The gradient buffer, free to be written."""
-        self.reduction.finish()  # of several flats, whoever launches sees to the order
+        self.reduction.finish()  # the caller finishes reductions of several flats in order
         self.reduction.release()
         buffer = self._buffer.ready()
         self._sum.make_way()
         return buffer
 
     def _zero(self, numbers: Sequence[int]) -> None:
-        """Let what these parameters got in this step be zeros, on this rank before reductions and after them."""
+        """Zero the gradients of these parameters in this step, on this rank: in the buffer and in the sum."""
         self.reduction.finish()
         self.reduction.release()
         start, stop = self._interval

@@ -19,11 +19,11 @@ from zeroshard.zero.mean import add_mean
 
 
 class OwnSlice:
-    """One rank whose gradients stay where they are: nothing ever leaves.
+    """The reduction of a single rank whose sum is the gradient buffer: nothing to reduce.
 
     Attributes:
         needed: whether gradients have to be reduced before the update.
-        local: whether no other rank waits for it, so that nothing need be sent where there are no gradients.
+        local: whether no other rank takes part, so that a rank without gradients need not start it.
     """
 
     needed, local = False, True
@@ -34,21 +34,21 @@ class OwnSlice:
         return False
 
     def start(self) -> None:
-        """Nothing is to be done."""
+        """Single rank: nothing to reduce."""
 
     def finish(self, seconds: float | None = None) -> bool:
         """Nothing is under way."""
         return True
 
     def release(self) -> None:
-        """Nobody reads."""
+        """Single rank: no other rank reads the buffer."""
 
     def whole(self, total: torch.Tensor) -> torch.Tensor:
         """The gradient over what this rank updates: its sum [S]."""
         return total
 
     def used(self) -> None:
-        """What `whole` returned is not needed any more."""
+        """The tensor that `whole` returned is not needed any more."""
 
     def wire(self, work: Work) -> Wire:
         """Nothing is sent."""
@@ -77,7 +77,7 @@ class Direct(OwnSlice):
         self._leaving = True
 
     def release(self) -> None:
-        """Wait until they are there."""
+        """Wait until the gradients are added."""
         if self._leaving:
             self._leaving = False
             self._sum.release()
@@ -141,7 +141,7 @@ class Scatter(OwnSlice):
             return False
         (exchange, wire), self._exchange = self._exchange, None
         exchange.wait()
-        # In place, unless the sum lies where a copy does that is needed later.
+        # In place, unless the sum overlaps a copy that is read later.
         apart = self._sum.apart or len(exchange.copies) == 2
         into = self._sum.room()
         add_mean(self._comm, into, exchange.copies, self._arena, self._sum.adds, apart, self._divisor)
@@ -155,7 +155,7 @@ class Scatter(OwnSlice):
         return True
 
     def release(self) -> None:
-        """Hand back what the other ranks have read by now, and the sum has, waiting for them if need be."""
+        """Wait until the other ranks and the sum have read the buffers, and hand those back."""
         self._release_read()
         self._sum.release()
 
@@ -191,7 +191,7 @@ class AllReduce(Scatter):
         return whole
 
     def used(self) -> None:
-        """What `whole` returned is not needed any more."""
+        """The tensor that `whole` returned is not needed any more."""
         if self._wide is not None:
             self._arena.give(self._wide)
             self._wide = None

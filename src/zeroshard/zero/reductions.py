@@ -47,7 +47,7 @@ class Reductions:
                 self._finish(1, self._grace)
 
     def finish(self) -> None:
-        """Finish all that are under way."""
+        """Finish all reductions under way."""
         self._finish(len(self._in_flight))
 
     def end(self) -> None:
@@ -56,7 +56,7 @@ class Reductions:
         self._release(len(self._unread))
 
     def forget(self) -> None:
-        """Nothing is under way any more, after an error."""
+        """Drop the reductions under way, after an error."""
         self._in_flight.clear()
         self._unread.clear()
 

@@ -1,4 +1,4 @@
-"""Who keeps what: the whole difference between the stages of ZeRO."""
+"""Which states each rank keeps: the whole difference between the stages of ZeRO."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Residency:
 
     @classmethod
     def of_stage(cls, stage: int) -> "Residency":
-        """The answers of stage 0 (plain data parallel), 1, 2 or 3."""
+        """The residency of stage 0 (plain data parallel), 1, 2 or 3."""
         return cls(stage >= 1, stage >= 2, stage >= 3)
 
     @property

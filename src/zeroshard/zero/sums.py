@@ -13,7 +13,7 @@ from zeroshard.zero.gradient_buffer import GradientBuffer
 
 
 class BufferSum:
-    """Of one rank alone, the gradient buffer is the sum, and autograd adds to it.
+    """The sum of a single rank: the gradient buffer itself, to which autograd adds.
 
     Attributes:
         adds: whether a mean has come since the last `consume`, to which the next is added.
@@ -43,11 +43,11 @@ class BufferSum:
         return self.total
 
     def put(self, mean: torch.Tensor) -> None:
-        """A mean is there."""
+        """A mean has been written into the room."""
         self.adds = True
 
     def make_way(self) -> None:
-        """The gradient buffer is about to be written; what autograd adds is part of the sum."""
+        """The gradient buffer is about to be written; autograd adds to the sum in place."""
 
     def widen(self, empty: bool = False) -> None:
         """The gradient buffer is widened by itself."""
@@ -67,7 +67,7 @@ class BufferSum:
         """Let elements [low, high) of the slice be zeros; those in the gradient buffer are by now."""
 
     def changed(self, filled: bool = False) -> None:
-        """The sum was changed in place; with `filled`, what it holds came from other ranks."""
+        """The sum was changed in place; with `filled`, it holds gradients of other ranks."""
         self.adds = self.adds or filled
 
     def consume(self) -> None:
@@ -75,7 +75,7 @@ class BufferSum:
         self.adds = False
 
     def planned(self) -> Iterator[Planned]:
-        """Nothing beside the gradient buffer."""
+        """No bytes beside the gradient buffer."""
         yield from ()
 
     def wire(self, work: Work) -> Wire:
@@ -124,7 +124,7 @@ class DeviceSum(BufferSum):
             self._separate()
 
     def put(self, mean: torch.Tensor) -> None:
-        """A mean is there; one that is elsewhere than in the room is copied, or added."""
+        """A mean has come; unless it was written into the room, copy or add it."""
         total = self.total
         if not same_place(mean, total):
             total.add_(mean) if self.adds else total.copy_(mean)

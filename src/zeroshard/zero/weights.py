@@ -62,22 +62,22 @@ class Whole:
         self.full, self.own = buffer, self._part(buffer)
 
     def begin_edit(self) -> None:
-        """What is written is in place."""
+        """Writes go into the parameters themselves."""
 
     def end_edit(self, keep: bool = True) -> None:
-        """What was written is in place."""
+        """Writes went into the parameters themselves."""
 
     def start_gather(self, purpose: Purpose = Purpose.GATHER_PARAMETERS) -> None:
-        """Everything is here."""
+        """Whole parameters need no gather."""
 
     def finish_gather(self) -> None:
-        """Everything is here."""
+        """Whole parameters need no gather."""
 
     def lend(self) -> None:
-        """What views of it the user keeps follow later updates, as in PyTorch."""
+        """The user's views follow later updates, as in PyTorch."""
 
     def free(self) -> None:
-        """Everything stays here."""
+        """Whole parameters are never freed."""
 
     def publish(self, spans: int | None = None) -> None:
         """After an update of `own`, start to bring the other ranks' updated slices into `full` (stages 1 and 2).
@@ -140,23 +140,23 @@ class Mapped(Whole):
         return self.full if self._edited is None else self._edited
 
     def planned(self) -> Iterator[Planned]:
-        """What is there once for all ranks counts in equal parts."""
+        """Bytes that the ranks share, in equal parts."""
         index = self.flat.index
         yield on_device(index, Category.PARAMETERS, self.flat.dtype.itemsize, index.ranks)
 
     def wire(self, work: Work) -> Wire:
-        """Updates are there for all ranks at once."""
+        """Updates in shared memory send nothing."""
         yield Purpose.GATHER_PARAMETERS, 0
 
     def begin_edit(self) -> None:
-        """Let the parameters view a copy of this rank's own, so that what every rank writes is not written N times."""
+        """Let the parameters view a private copy, so that N ranks do not write the shared memory N times."""
         self._ledger.take(Category.BUFFERS, self._nbytes, f"edit {self.flat.label}")
         self._edited = self.full.clone()
         self.flat.bind(self._edited)
         self.flat.attach()
 
     def end_edit(self, keep: bool = True) -> None:
-        """Let the parameters view what is common again, and with `keep` take this rank's slice out of the copy."""
+        """Let the parameters view the shared memory again, and with `keep` copy this rank's slice into it."""
         if self._edited is not None:
             if keep:
                 self.own.copy_(self._part(self._edited))
@@ -170,7 +170,7 @@ class Keeper(Protocol):
     """Where a slice is kept between uses.
 
     Attributes:
-        brings: as what the slice is moved for each use.
+        brings: the purposes under which the slice is moved for each use; empty if it is not moved.
     """
 
     brings: tuple[Purpose, ...]
@@ -179,21 +179,21 @@ class Keeper(Protocol):
         """A place for a slice [numel], of which `padding` elements hold nothing."""
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
-        """Start to bring the slice to the device; where it will be [S], and what to wait for.
+        """Start to bring the slice to the device; returns its place [S], and the task to wait for.
 
         Args:
             into: its part of the gathered buffer.
         """
 
     def planned(self, weights: "Sliced") -> Planned:
-        """What a slice should take."""
+        """Planned bytes of a slice."""
 
 
 class OnDevice:
     """A slice that stays on the device.
 
     Attributes:
-        brings: as nothing.
+        brings: empty, since the slice is not moved.
     """
 
     brings: tuple[Purpose, ...] = ()
@@ -206,7 +206,7 @@ class OnDevice:
         return self._ledger.empty(numel, dtype, self._device, Category.PARAMETERS, label, padding)
 
     def bring(self, weights: "Sliced", into: torch.Tensor, purpose: Purpose) -> tuple[torch.Tensor, Task | None]:
-        """It is here, as soon as its update has come."""
+        """The slice is on the device, once its update has ended."""
         if weights.update is not None:
             weights.update.wait()
             weights.update = None
@@ -251,7 +251,7 @@ class Sliced(Whole):
         self.flat.detach()
 
     def end_edit(self, keep: bool = True) -> None:
-        """With `keep`, take this rank's slice of what was written into the gathered parameters."""
+        """With `keep`, copy this rank's slice out of the gathered parameters, with the user's writes."""
         if keep:
             self.own.copy_(self._part(self.full))
 
@@ -281,7 +281,7 @@ class Sliced(Whole):
             self.flat.attach()
 
     def lend(self) -> None:
-        """Let the next gather fill a storage of its own, which `free` leaves to those who still view it."""
+        """Let the next gather fill a storage of its own, which `free` leaves to the views that still use it."""
         self.free()
         self._lasting = self.full, self.flat.views
         self.full = torch.empty_like(self.full)
@@ -301,7 +301,7 @@ class Sliced(Whole):
         self.residence = Residence.SLICED
 
     def published(self) -> None:
-        """Other ranks fetch it when they need it."""
+        """Other ranks gather the slice when they need it."""
 
     def planned(self) -> Iterator[Planned]:
         """A slice, wherever it is kept."""
