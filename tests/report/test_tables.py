@@ -65,7 +65,7 @@ def test_what_offload_cost_over_all_steps() -> None:
         ("disk", ["2.0 s", "0.00 ms", "2.0 s"]),
         ("All causes", ["2.0 s", "2.00 ms", "2.0 s"]),
     ]
-    assert table.note.endswith("9 guessed updates were taken and 3 undone.")
+    assert table.note.endswith("9 speculative updates were taken and 3 undone.")
     assert exposed_table([TrainingPoint(1, 1, 1, 1, 1, 1, False)]) is None
 
 

@@ -1,15 +1,15 @@
-"""Activations on the host: what autograd saves goes down in the forward and comes back before the backward reads it.
+"""Activation offload: saved tensors are copied to the host in the forward, and back before the backward reads them.
 
 vDNN (Rhu et al., 1602.08124, section 3) moves the input of each layer; here it is each saved tensor, as in
 `torch.autograd.graph.saved_tensors_hooks`, and several wait at a time.
 
-[Note: regions] What is moved is a region: bytes of one storage, from a multiple of 64 on, so that a tensor is aligned
+[Note: regions] A copy moves a region: bytes of one storage, from a multiple of 64 on, so that a tensor is aligned
 as it was. All tensors in a region share its one copy, whatever their dtype, shape and stride, and each comes back with
 its own: kernels choose by strides, so others could give other sums. A region is known by storage, bytes and version;
 the weak reference to the storage keeps its address from being given out again.
 
 [Note: parts of a storage] A tensor with gaps, or a small part of something large, brings its whole storage, which the
-graph would hold for it anyway: q, k and v that were cut out of one product go down once. Where the storage is no
+graph would hold for it anyway: q, k and v that were cut out of one product are copied once. Where the storage is no
 result of the graph (a column of the data, say) such a part stays where it is.
 
 [Note: changed in place] With hooks torch does not check whether a saved tensor was changed before the backward. So the
@@ -43,7 +43,7 @@ from zeroshard.memory.transfers import Task, Transfers
 
 ALIGNED = 64  # bytes; no kernel looks at more of an address
 SMALLEST = 2**14  # bytes; below it a copy costs more than it frees
-PATIENCE = 4  # so many times the window may others be asked for before a copy on the device is let go
+PATIENCE = 4  # times the window: requests for others after which an unused copy on the device is dropped
 
 
 class ActivationStore:
@@ -55,10 +55,10 @@ class ActivationStore:
         ledger: shows what of them is on the device, while a step is recorded or where the device has a budget; close to
             that budget fewer are under way.
         smallest: bytes; smaller tensors stay where they are.
-        window: how many may be on their way down at a time, and how many come up before they are asked for; at least 1.
+        window: how many are copied to the host at a time, and how many are prefetched; at least 1.
 
     Attributes:
-        moves: whether it need be asked at all.
+        moves: whether it takes any tensor at all.
 
     `pack` and `unpack` are the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Parameters and views of them
     are not for `pack`: an optimizer changes them in place, and they are on the device anyway.
@@ -127,7 +127,7 @@ class ActivationStore:
             return saved.tensor()
 
     def settle(self) -> None:
-        """Wait for all that is under way, and let go of what came up; at the end of a step.
+        """Wait for all copies under way, and drop prefetched activations; at the end of a step.
 
         Afterwards the store holds nothing on the device, and on the host what live graphs still need.
 
@@ -182,7 +182,7 @@ class ActivationStore:
         self._raised[region] = self._asked
 
     def _raise_before(self, number: int) -> None:
-        """Begin to copy up what was packed before a handle, for a backward reads in reverse."""
+        """Begin to prefetch the regions packed before a handle, since a backward reads in reverse."""
         current = self._saved[number]
         ahead = {region for region in self._raised if region.rising is not None} - {current}
         at = bisect_left(self._order, number)
@@ -196,7 +196,7 @@ class ActivationStore:
                 ahead.add(region)
 
     def _let_go_of_idle(self) -> None:
-        """Let go of copies that nobody has asked for in a while: another graph is read, or a graph is retained."""
+        """Drop copies on the device that were not requested lately: another graph is read, or one is retained."""
         for region, touched in list(self._raised.items()):
             if self._asked - touched > PATIENCE * self._window:
                 self._let_go(region)
@@ -236,7 +236,7 @@ class ActivationStore:
         return True
 
     def _note(self, region: "_Region") -> None:
-        """Enter in the ledger what of the region is on the device, where somebody wants to know."""
+        """Enter the region's bytes on the device in the ledger, where it records a step or has a budget."""
         resident = region.source is not None or region.copy is not None
         if resident and not region.seen and (self._ledger.recording or self._ledger.limits_activations):
             self._ledger.take(Category.ACTIVATIONS, region.nbytes, "save or fetch an activation")

@@ -424,7 +424,7 @@ class Comm:
             )
 
     def failure(self) -> str | None:
-        """What the first rank to fail said of it, if one did and the store still answers."""
+        """The failure of the first rank to fail, if one did and the store still answers."""
         store = self.mesh.failures
         try:
             return store.get("failure").decode() if store is not None and store.check(["failure"]) else None
@@ -440,7 +440,7 @@ def _in(rank: int, group: str) -> bool:
 
 
 def _tag(label: str, session: int) -> int:
-    """Messages meet by their labels, so that ranks which disagree wait (and are told) instead of mixing them up."""
+    """Messages meet by their labels, so that ranks which disagree wait (and get an error) instead of mixing them up."""
     return zlib.crc32(label.encode(), session) & 0x3FFFFFFF
 
 

@@ -1,4 +1,4 @@
-"""A thread that looks after a wait which has no timeout of its own."""
+"""The hang detector: a thread that watches a wait which has no timeout of its own."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ PATIENCE = 2.0  # seconds of waiting before a rank says where it is
 
 
 class WatchedWait(Protocol):
-    """What is told when a wait takes long."""
+    """Calls of the detector when a wait takes long."""
 
     mesh: Mesh
 
@@ -27,16 +27,16 @@ class WatchedWait(Protocol):
 
 
 class HangDetector(threading.Thread):
-    """Looks after a wait for a message that takes long.
+    """Watches a wait for a message.
 
     Attributes:
-        place: what is waited for; None between waits.
+        place: the message that is waited for; None between waits.
         since: when the wait began.
         found: why it can never end.
     """
 
     def __init__(self, comm: WatchedWait) -> None:
-        super().__init__(name="zeroshard watch", daemon=True)
+        super().__init__(name="zeroshard hang detector", daemon=True)
         self._comm = weakref.ref(comm)
         self.place: Any = None
         self.since = 0.0
@@ -44,7 +44,7 @@ class HangDetector(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Look in twice a second for as long as there is something to look after."""
+        """Check twice a second for as long as there is a wait to watch."""
         published = False
         while True:
             time.sleep(PATIENCE / 4)

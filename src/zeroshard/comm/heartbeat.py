@@ -1,8 +1,8 @@
-"""The pulse of one rank: a small file, mapped into memory, that says where the rank is.
+"""The heartbeat of one rank: a small file, mapped into memory, that says where the rank is.
 
 The rank writes it in passing; its supervisor reads it, also after the rank was killed. Times are those of
 `time.monotonic`, which all processes of one machine share. Numbers are written whole; a text that is read while it is
-written may be cut, which matters to nobody, because decisions are taken over a pulse that has not changed for seconds.
+written may be cut, which is harmless: decisions are taken over a heartbeat that has not changed for seconds.
 """
 
 import json
@@ -32,7 +32,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReading:
-    """What a pulse said when it was read.
+    """The contents of a heartbeat when it was read.
 
     Attributes:
         rank: of the process.
@@ -59,7 +59,7 @@ class HeartbeatReading:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank stopped, in its own words.
+    """Why a rank stopped, as it wrote itself.
 
     Attributes:
         type: the exception's class.
@@ -95,7 +95,7 @@ class Heartbeat:
                 _STEP.pack_into(self._map, at, -1)
             self.beat()
             self._changed()
-            _BORN.pack_into(self._map, _AT_BORN, _MAGIC, rank, os.getpid())  # last: from here on it can be read
+            _BORN.pack_into(self._map, _AT_BORN, _MAGIC, rank, os.getpid())  # last: a file with this mark can be read
 
     def beat(self) -> None:
         """The process runs; for the heartbeat's thread."""
@@ -143,7 +143,7 @@ class Heartbeat:
 
 
 def read_heartbeat(path: Path) -> HeartbeatReading | None:
-    """What the pulse at `path` says; None while there is none."""
+    """The contents of the heartbeat at `path`; None while there is none."""
     try:
         blob = path.read_bytes()
     except OSError:
@@ -166,7 +166,7 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
 
 
 def write_failure(path: Path, error: BaseException, first: bool = True) -> None:
-    """Leave word beside the pulse at `path` of why this rank stops; what cannot be written is left out."""
+    """Write beside the heartbeat at `path` why this rank stops; a file that cannot be written is left out."""
     trace = "".join(traceback.format_exception(error))
     failure = Failure(type(error).__name__, str(error), first, time.monotonic(), trace)
     part = path.with_suffix(".part")
@@ -178,7 +178,7 @@ def write_failure(path: Path, error: BaseException, first: bool = True) -> None:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """The word that the rank whose pulse is at `path` left; None if it left none."""
+    """The failure that the rank with the heartbeat at `path` wrote; None if it wrote none."""
     try:
         return Failure(**json.loads(path.with_suffix(".failure").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

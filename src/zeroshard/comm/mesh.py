@@ -32,7 +32,7 @@ from zeroshard.platform.real import REAL, Platform
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
-HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than watch.PATIENCE)
+HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than hang_detector.PATIENCE)
 CONNECTIONS = 384 * 2**20  # bytes of address space that the threads of the groups take, malloc's part included
 WORLD = "the process group of all ranks"
 CALLS: Counter[float] = Counter()  # how often this process asked for a mesh, by its timeout
@@ -51,7 +51,7 @@ class Mesh:
         gathers: the process group in which parameters are gathered; None when there is one rank.
         reductions: the one in which gradients are reduced, apart from the other because the two interleave differently
             on ranks that take different branches; None when there is one rank.
-        control: a gloo group for the few host-side words on which ranks agree; None when there is one rank.
+        control: a gloo group for the few bytes on the host on which ranks agree; None when there is one rank.
         store: the key-value store through which a rank in trouble says where it is; None when there is one rank.
         failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
         timeout: seconds that a collective may wait before it is an error.
@@ -109,7 +109,7 @@ def job() -> str:
 
 
 def owner() -> Owner:
-    """Who this rank works for: the process that starts it again after a failure, or else itself."""
+    """The owner of this rank: the process that starts it again after a failure, or else itself."""
     pid = os.environ.get("ZEROSHARD_SUPERVISOR", "")
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     count = os.environ.get("SLURM_RESTART_COUNT", "")
@@ -209,7 +209,7 @@ def _join(backend: str, timeout: float) -> None:
 
 
 def _check_address_space() -> None:
-    """Refuse a limit under which gloo's threads cannot start, where it ends the process without a word.
+    """Refuse a limit under which gloo's threads cannot start, where gloo would end the process without an error.
 
     Raises:
         BudgetExceeded: with what is left.
@@ -316,7 +316,7 @@ def keep_freed_memory() -> None:
 
 
 def announce_failure(mesh: Mesh, error: BaseException) -> bool:
-    """Tell the other ranks why this one stops; returns whether it is the first to say so."""
+    """Write into the store why this rank stops; returns whether it is the first to say so."""
     if mesh.failures is None:
         return True
     text = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
@@ -337,7 +337,7 @@ def _leave(mesh: Mesh) -> None:
         if mesh.rank == 0 and mesh.heartbeat is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
             assert mesh.failures is not None
             with contextlib.suppress(dist.DistError):
-                mesh.failures.check(["failure"])  # where it does not answer, it answers nobody
+                mesh.failures.check(["failure"])  # where it does not answer, it answers no rank
                 time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
         os._exit(1)  # the end of the process groups would wait for peers that are gone
     elif dist.is_initialized():

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-ABANDONED: list[tuple[str, dist.Work]] = []  # operations that nobody waits for any more, with the names of leases
+ABANDONED: list[tuple[str, dist.Work]] = []  # operations that are not waited for any more, with the names of leases
 _COUNTS: Counter[str] = Counter()  # leases so far, by their first names
 _GROUPS: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # that were not ended yet, by the names of their leases
 

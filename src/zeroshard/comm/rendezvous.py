@@ -1,13 +1,13 @@
-"""How the ranks of a job find each other, and which of them did not come.
+"""Rendezvous: how the ranks of a job find each other, and which of them did not come.
 
 [Note: roll call] Making a process group waits inside torch until every rank is there, longer than `timeout` and without
 a name for the rank that is missing. So before a group is made each rank enters its name in the job's store and waits
 for those of the others; after that, the group is made at once.
 
 [Note: a store that does not answer] torch waits without an end for the store's answer, and neither a cable that was cut
-nor a process that was stopped answers anything. So the socket to the store has a deadline, whoever asks: this package,
-or torch where it makes a group. The answer may come after it, to be taken for that to the next question, so a
-connection that was given up is shut, and whatever asks then fails at once.
+nor a process that was stopped answers anything. So the socket to the store has a deadline, for requests of this
+package and for those of torch where it makes a group. The answer may come after it, to be
+taken for that to the next question, so a connection that was given up is shut, and later requests fail at once.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zeroshard.errors import CommError, PlanError
 
-SHORTEST, LONGEST = 0.001, 0.25  # seconds between two looks at who is there
+SHORTEST, LONGEST = 0.001, 0.25  # seconds between polls for the ranks that have come
 PATIENCE = 2.0  # seconds before a rank looks whether another one has failed
 SHAKE = 1.0  # seconds more than torch's own deadline for a connection
 BACKLOG = 1024  # connections that may wait to be accepted
@@ -127,7 +127,7 @@ def limit_waits(store: Store, timeout: float) -> None:
 
 
 def give_up(store: Store | None) -> str:
-    """End the connection to a store that has failed; returns what is to be said of it."""
+    """End the connection to a store that has failed; returns the text of the error."""
     for connection in _connections(store):
         LIBC.shutdown(connection, socket.SHUT_RDWR)
     return (

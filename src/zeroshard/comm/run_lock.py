@@ -1,6 +1,6 @@
-"""Who works in a folder: a file there holds the words of a process, and counts for as long as that process lives.
+"""The lock of a run folder: a file there names a process, and counts for as long as that process lives.
 
-A rank writes the words of the process that would start it again, so that no other run gets in between two attempts.
+A rank names the process that would start it again, so that no other run gets in between two attempts.
 Whether a process lives can be seen on its own machine alone, by its id and by when it started, because ids come again.
 """
 
@@ -20,7 +20,7 @@ import psutil
 
 from zeroshard.errors import ConfigError
 
-HELD = ".lock"  # suffix of a link beside a rank's pulse, to the lock that it took
+HELD = ".lock"  # suffix of a link beside a rank's heartbeat, to the lock that it took
 SLACK = 1.0  # seconds by which two readings of one process's start may differ, where the clock was set meanwhile
 
 
@@ -43,7 +43,7 @@ class Owner:
 
     @classmethod
     def of(cls, pid: int, job: str = "", requeued: int = 0) -> "Owner":
-        """The words of a process of this machine that lives."""
+        """The owner for a living process of this machine."""
         return cls(_user(), pid, socket.gethostname(), _started(pid) or 0.0, job, requeued)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Owner:
 
 
 def hold(path: Path, mine: Owner) -> None:
-    """Enter `mine` as the owner, in the place of nobody, of itself, or of one that is gone.
+    """Enter `mine` as the owner, where there is none, or it is the same one, or its process is gone.
 
     Raises:
         ConfigError: another process holds it.
@@ -86,7 +86,7 @@ def hold(path: Path, mine: Owner) -> None:
             way_out = OTHER_RUN
             if other.host != mine.host:
                 way_out = (
-                    f"from {mine.host} nobody sees whether it lives: if that run is gone, remove the file with "
+                    f"{mine.host} cannot see whether it lives: if that run is gone, remove the file with "
                     f"`rm {shlex.quote(str(path))}`; else {OTHER_RUN}"
                 )
             raise ConfigError(f"{path.parent} is held by {other}; {way_out}.")
@@ -106,7 +106,7 @@ OTHER_RUN = "wait for it, stop it, or start a run of its own with --resume never
 
 
 def _read(file: TextIO) -> Owner | None:
-    """Whose words a file holds; None for nobody, and for words that were cut off."""
+    """The owner in a file; None for an empty file, and for one that was cut off."""
     file.seek(0)
     try:
         fields = json.loads(file.read())

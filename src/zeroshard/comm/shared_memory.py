@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share: buffers which all of them map, and semaphores that say what is ready.
+"""Memory that the ranks of one machine share: buffers which all of them map, and semaphores that signal ready buffers.
 
 [Note: nothing stays behind] The memory is a file without a name in /dev/shm, which the other ranks open through /proc;
 the kernel frees it with the last process, however that ends.
@@ -69,7 +69,7 @@ class SharedMemory:
         weakref.finalize(self, _close, [*self._lives.values(), descriptor])  # buffers that are still held stay valid
 
     def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed 1-D buffer that is the same memory on all ranks; all must ask for the same ones in the same order.
+        """A zeroed 1-D buffer in memory common to all ranks; all must ask for the same ones in the same order.
 
         Raises:
             PlanError: no room.
@@ -85,27 +85,27 @@ class SharedMemory:
         return self._allocate(1 + self.rank, numel, dtype)
 
     def is_common(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in what is common."""
+        """Whether a tensor lies in common memory."""
         return 0 <= tensor.data_ptr() - self._base - _region(0, self.ranks) < REGION
 
     def publish(self, label: str, tensor: torch.Tensor) -> None:
-        """Say where this rank's buffer of that name is now; the names come up in the same order on all ranks."""
+        """Say where this rank's buffer of that name is now; all ranks publish names in the same order."""
         box = self._boxes.setdefault(label, len(self._boxes))
         self._box(self.rank, box).fill_(tensor.data_ptr() - self._base)
 
     def theirs(self, rank: int, label: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements [start, start + numel) of what `rank` published under a name."""
+        """Elements [start, start + numel) of the buffer that `rank` published under a name."""
         place = int(self._box(rank, self._boxes[label])) + start * dtype.itemsize
         return self._bytes[place : place + numel * dtype.itemsize].view(dtype)
 
     def post(self, signal: Signal) -> None:
-        """Tell every other rank; all that was written before is seen by who waits for it."""
+        """Signal every other rank; a rank that waits for the signal sees all earlier writes."""
         self._posted[signal] += 1
         for other in self.others:
             self._libc.sem_post(self._semaphore(self.rank, other, signal))
 
     def work(self, signal: Signal) -> "Signals":
-        """What ends when every other rank has posted as often as this one has so far."""
+        """Work that ends when every other rank has posted as often as this one has so far."""
         return Signals(self, signal, self._posted[signal])
 
     def reach(self, source: int, signal: Signal, number: int, deadline: float) -> bool:
@@ -143,7 +143,7 @@ class SharedMemory:
         self._used[region] += -(-nbytes // ALIGNMENT) * ALIGNMENT
         if not nbytes:
             return torch.empty(0, dtype=dtype)
-        # A storage of its own, so that who saves or copies a parameter does not do so with all that is mapped.
+        # A storage of its own, so that saving or copying a parameter does not take the whole mapping.
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=start).view(dtype)
 
     def _semaphore(self, source: int, destination: int, signal: Signal) -> ctypes.c_void_p:

@@ -1,4 +1,4 @@
-"""What went over the wire and between tiers, by purpose. Counts follow the ZeRO paper (1910.02054, section 7)."""
+"""Traffic over the wire and between tiers, by purpose. Counts follow the ZeRO paper (1910.02054, section 7)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Purpose(StrEnum):
-    """What a collective is for, or a copy between tiers (down: to the host; up: to the device)."""
+    """The purpose of a collective, or of a copy between tiers (down: to the host; up: to the device)."""
 
     GATHER_PARAMETERS = "gather parameters"
     GATHER_TO_EVALUATE = "gather to evaluate"
@@ -46,7 +46,7 @@ BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages 
 
 @dataclass(slots=True)
 class Count:
-    """What went over the wire for one purpose.
+    """Traffic for one purpose.
 
     Attributes:
         elements: elements moved, by the paper's count, without padding.

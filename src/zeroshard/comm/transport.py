@@ -33,7 +33,7 @@ class Several(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta = timedelta(seconds=300)) -> bool:
-        """Wait for all; what is done when the time runs out stays done."""
+        """Wait for all; works that ended before the timeout stay ended."""
         while self._works:
             self._works[0].wait(timeout)
             self._works.pop(0)
@@ -137,13 +137,13 @@ def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Shared:
-    """Memory that all ranks map: what is common needs no gather but a word, and gradients are read where they lie."""
+    """Memory that all ranks map: common parameters need a signal and no gather, and gradients are read in place."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, label: str) -> dist.Work:
-        """Start to fill `full` [N*S]: if it is common, by hearing that every owner has written its part."""
+        """Start to fill `full` [N*S]: if it is common, wait for the signals of the owners that wrote it."""
         if self.memory.is_common(full):
             self.memory.post(Signal.GATHER)
             return self.memory.work(Signal.GATHER)

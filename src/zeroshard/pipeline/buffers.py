@@ -1,4 +1,4 @@
-"""The model's buffers: whose copy is saved, and what a checkpoint does to them.
+"""The model's buffers: which rank's copy is saved, and how a checkpoint is loaded into them.
 
 [Note: whose buffer] Without a pipeline every rank has buffers of its own: each writes its copy, and reads that one
 again on the same ranks, rank 0's elsewhere. In a pipeline a buffer belongs to the stage that runs its module, and to no
@@ -32,7 +32,7 @@ class Buffers:
         self._made = {name: _shape(buffer) for name, _, _, buffer in self._all()}
 
     def present(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that have values on this rank."""
+        """The buffers that have values on this rank."""
         for name, _, _, buffer in self._all():
             if buffer is not None and not buffer.is_meta:
                 yield name, buffer.detach()
@@ -49,7 +49,7 @@ class Buffers:
                 yield Piece.whole(f"buffer:{name}", buffer.contiguous())
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says of buffers that are not as they were when the engine was made."""
+        """The facts of a checkpoint on buffers whose shapes changed since the engine was made."""
         stages = self.stages()
         mine = [e for e in self._all() if stages[e[0]] == self._stage.number]
         other = {name: _shape(b) for name, _, _, b in mine if self._made.get(name) != _shape(b)}
@@ -59,7 +59,7 @@ class Buffers:
         }
 
     def load(self, reader: Reader, same_ranks: bool) -> None:
-        """Take what a checkpoint holds.
+        """Load the buffers of a checkpoint.
 
         Args:
             same_ranks: whether it was written by as many ranks under the same cut, so each has a copy of its own there.
@@ -111,13 +111,13 @@ class Buffers:
 
 
 def facts_of(facts: dict[str, Any]) -> dict[str, Any]:
-    """What `Buffers.facts` said, empty for checkpoints that say nothing."""
+    """The facts from `Buffers.facts`, empty for checkpoints that say nothing."""
     found: dict[str, Any] = facts.get("buffers") or {"made": {}, "unset": []}
     return found
 
 
 def merged_facts(everyone: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks say of their buffers."""
+    """The facts of all ranks on their buffers."""
     said = list(map(facts_of, everyone))
     return {
         "made": {name: shape for said in said for name, shape in said["made"].items()},

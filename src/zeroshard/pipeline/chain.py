@@ -1,19 +1,19 @@
 """Chain: a model cut into layers that can be run one range at a time, with the model's class untouched.
 
-The layers are what runs before the blocks (the prefix), the blocks, and what runs after them (the suffix). Running
+The layers are the modules before the blocks (the prefix), the blocks, and the modules after them (the suffix). Running
 layers [first, last) calls the model's own forward on the whole microbatch: modules of earlier layers are passed over,
 the activation that comes from elsewhere takes the place of what enters layer `first`, and the forward is left as soon
 as something is about to enter layer `last`. Masks, positions and the like, which the model makes from the microbatch,
 are so made on every stage, and no parameter changes its name.
 
-[Note: stand-ins] A module that is passed over answers with a stand-in: one NaN, seen in every element of the right
+[Note: placeholders] A module that is passed over returns a placeholder: one NaN, seen in every element of the right
 shape. The shape comes from the module's own forward on the meta device, where only shapes exist, once per input shape.
 A module between or around the blocks whose output is made without any parameter, such as a table of rotary angles, is
 never passed over: every stage needs its values.
 
 [Note: what a chain is] Each layer may use what earlier layers made only through the one activation that enters it.
 This is checked on the autograd graph of one forward: walking back from what leaves a layer to what entered it must
-meet no other parameters than the layer's own. What goes another way unseen by autograd shows as NaN from a stand-in.
+meet no other parameters than the layer's own. A value that bypasses it unseen by autograd is NaN from a placeholder.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -101,7 +101,7 @@ class Chain:
 
     @property
     def everywhere(self) -> set[nn.Module]:
-        """The modules that run on every stage, whatever is passed over: frames, and what is made from the batch."""
+        """The modules that run on every stage: frames, and those whose output is made from the batch alone."""
         return set(self._paths) - self._learned - {gate.module for gate in self._gates if gate.learned}
 
     def layer_of_buffer(self, module: nn.Module, name: str) -> int:
@@ -129,14 +129,14 @@ class Chain:
         """Run layers [first, last) of the model that `forward` calls.
 
         Args:
-            hidden: what enters layer `first`; None at the start of the model.
+            hidden: the activation that enters layer `first`; None at the start of the model.
             entered: told of each of these layers but the first what enters it.
 
         Returns:
             What enters layer `last`, or what `forward` returns if `last` is past the suffix.
         """
         if hidden is not None and first in self._overwritten:
-            hidden = hidden.clone()  # nobody may write into a leaf of autograd, nor into a message
+            hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
         self._window, self._hidden, self._phase, self._entered = (first, last), hidden, 0, entered
         try:
             output = forward()
@@ -152,7 +152,7 @@ class Chain:
         return output
 
     def boundary(self, layer: int, forward: Callable[[], Any]) -> Tensor:
-        """A stand-in, with shape and dtype, for what enters a layer on the microbatch that `forward` uses."""
+        """A placeholder (shape and dtype) of the activation that enters a layer on the microbatch of `forward`."""
         hidden: Tensor = self.run_standing_in(layer, layer, forward)
         return hidden
 
@@ -174,7 +174,7 @@ class Chain:
         raise ModelError(f"The model has no layer {name!r} to cut before; its layers are {names}. Name some of them.")
 
     def enter(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a gated module returns, for its caller: its own output, or a stand-in."""
+        """The output of a gated module, for its caller: its own, or a placeholder."""
         if self._probe is not None:
             return self._probe.enter(gate, args, kwargs)
         if self._window is None:
@@ -299,7 +299,7 @@ def _check_chain(
     free: set[nn.Parameter],
     hint: str,
 ) -> None:
-    """Refuse what reaches a layer otherwise than through the chain; enter the frames' own parameters into layers."""
+    """Refuse values that reach a layer past the chain; enter the frames' own parameters into layers."""
     ends = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     for layer in layers:
         starts = ends if layer.number == len(layers) - 1 else [probe.marks[layer.number]]

@@ -1,4 +1,4 @@
-"""What the planner asks of pipelines, and those that are offered to a search."""
+"""Pipelines in the planner: the answers on a plan's stages, and the plans offered to a search."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class Stages(Choice):
     recomputes: bool = False
 
     def describe(self, ranks: int | None) -> Description:
-        """The stages and their order, what they go through, and what is computed again."""
+        """The stages and their order, their microbatches and chunks, and the recomputation."""
         cut = (f"{self.stages} stages {self.schedule}{self._replicas(ranks)}",) if self.stages > 1 else ()
         sizes = {"microbatches": self.microbatches, "chunks per stage": self.chunks}
         again = () if self.recompute == "auto" else ("recompute" if self.recomputes else "no recompute",)

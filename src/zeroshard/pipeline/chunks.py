@@ -1,4 +1,4 @@
-"""Chunks: what a list does with the weights and gradients of a rank's chunks, beside computing with them."""
+"""Chunks: the actions of a list on the weights and gradients of a rank's chunks, beside forwards and backwards."""
 
 from collections.abc import Callable, Mapping
 
@@ -60,7 +60,7 @@ class Chunks:
         self.early.plan(actions)
 
     def use(self, action: Action) -> None:
-        """Have the version of the weights in the modules that an action computes with."""
+        """Put the version of the weights that an action uses into the modules."""
         for part in self._parts[action.chunk]:
             part.versions.use(action.version)
 
@@ -71,7 +71,7 @@ class Chunks:
             part.versions.restart()
 
     def decide(self) -> None:
-        """Have the verdict on the step, before an update of a chunk."""
+        """Take the verdict on the step, before an update of a chunk."""
         if not self._decided:
             self._factor, self._decided = self._verdict(), True
 

@@ -103,7 +103,7 @@ class Executor:
         self._parts.update(parts)
 
     def shapes(self, batch: Any) -> dict[int, Shape]:
-        """What a microbatch is between this rank's chunks and their neighbours, by the layer that it enters."""
+        """The shapes of a microbatch between this rank's chunks and their neighbours, by the layer that it enters."""
         return self.messages.shapes(batch, partial(self._run, batch))
 
     def run(self, actions: Schedule) -> None:
@@ -118,7 +118,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, actions: Schedule, batch: Any, run: Run) -> Any:
-        """Run the forwards of `actions` on one microbatch, with nothing kept; what the model returns, if here."""
+        """Run the forwards of `actions` on one microbatch, keeping nothing; returns the model's output, if here."""
         number = next((action.microbatch for action in actions if action.microbatch is not None), 0)
         kept, self._parts, self._run = (self._parts, self._run), {number: Microbatch(batch, 1.0)}, run
         self._at_once, result = set(), None
@@ -156,7 +156,7 @@ class Executor:
             self._keep(action, flight, output)
 
     def _enter(self, action: Action) -> _Flight:
-        """Wait for what enters the chunk, and put its weights in place."""
+        """Wait for the activation that enters the chunk, and put its weights in place."""
         chunk, j = action.chunk, _number(action)
         flight = _Flight()
         if chunk > 0:
@@ -210,7 +210,7 @@ class Executor:
         flight = self._flights[chunk, j]
         gradient = self._gradient_of_output(chunk, j, flight)
         start = self.interpreter.now()
-        self.tied.again((chunk, j))  # whatever the model itself computes again needs the weights that it had
+        self.tied.again((chunk, j))  # a recomputation by the model itself needs the weights of its forward
         self._chunks.use(action)
         if flight.replay is not None:
             with flight.replay.again(), torch.enable_grad():

@@ -12,7 +12,7 @@ Enter = Callable[["Gate", tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Gate:
-    """Stands in for a module's forward.
+    """Takes the place of a module's forward.
 
     Args:
         enter: gives what the module returns, for its caller.

@@ -1,7 +1,7 @@
-"""Messages: the messages of one pipeline rank, and the buffers they arrive in.
+"""The messages of one pipeline rank, and the buffers they arrive in.
 
 Both ends work out the shape of a message from the microbatch, once per shape, and put it into the message's name. So
-ranks that were given other batches are told, and no shape is sent.
+ranks with different batches get an error, and no shape is sent.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ class Messages:
         return self._comm
 
     def shapes(self, microbatch: Any, forward: Callable[[], Any]) -> dict[int, Shape]:
-        """What goes between this rank's chunks and their neighbours, by the layer that it enters."""
+        """The shapes of messages between this rank's chunks and their neighbours, by the layer that they enter."""
         key = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
             for leaf in tree_leaves(microbatch)
@@ -52,7 +52,7 @@ class Messages:
         return self._shapes[key]
 
     def check(self, output: Tensor, expected: Shape, layer: int) -> None:
-        """Refuse an output that is not what the next stage works out.
+        """Refuse an output whose shape is not the one that the next stage expects.
 
         Raises:
             BatchError: with both shapes.
@@ -66,7 +66,7 @@ class Messages:
             )
 
     def post(self, name: str, shape: Shape, peer: int, purpose: Purpose) -> None:
-        """Have a buffer ready for the message `name`."""
+        """Post a buffer for the message `name`."""
         size, dtype = shape
         buffer = self._arena.take(torch.Size(size).numel(), dtype, "messages")
         self.post_into(name, buffer, size, peer, purpose)
@@ -94,7 +94,7 @@ class Messages:
             self._drop(sent.pop(0))
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends have ended."""
         for sent in self._sent.values():
             while sent:
                 self._drop(sent.pop(0))

@@ -1,4 +1,4 @@
-"""Stand-ins: what a module would return, as shapes only, for modules whose parameters are on other ranks."""
+"""Placeholders for the outputs of modules whose parameters are on other ranks: shape and dtype, no values."""
 
 import math
 from collections.abc import Callable
@@ -30,10 +30,10 @@ class Placeholders:
         self._known.clear()
 
     def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, writable: bool = False) -> Any:
-        """A stand-in for `forward(*args, **kwargs)`.
+        """A placeholder for the output of `forward(*args, **kwargs)`.
 
         Args:
-            writable: give every element its own memory, for models that write into what the module returns.
+            writable: give every element its own memory, for models that write into the output.
 
         Raises:
             ModelError: the module cannot run on the meta device, and no real call says what it returns.
@@ -80,7 +80,7 @@ _Flat = tuple[list[Any], Any]  # leaves and TreeSpec
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Shape and dtype of a tensor that is not there."""
+    """Shape and dtype of an output."""
 
     shape: torch.Size
     dtype: torch.dtype

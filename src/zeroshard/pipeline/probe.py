@@ -2,8 +2,8 @@
 
 [Note: probing without weights] Of a model on the meta device the frames run on the example itself, as they will on
 every stage: what they ask of the batch (is the mask full, how long is the longest row) needs values. Modules with
-parameters run on the meta device and return stand-ins, which autograd connects with their parameters. One that asks
-for a value inside runs once on random weights, which are let go before the next. Nothing is kept for a backward.
+parameters run on the meta device and return placeholders, which autograd connects with their parameters. One that asks
+for a value inside runs once on random weights, which are freed before the next. Nothing is kept for a backward.
 """
 
 import math
@@ -30,7 +30,7 @@ class Probe:
 
     Args:
         blocks: the modules between which the model can be cut.
-        placeholders: told of every output's shape.
+        placeholders: records every output's shape.
         device: where the frames of a model on meta run; None where the model runs as it is.
 
     Attributes:
@@ -101,7 +101,7 @@ class Probe:
         return output
 
     def _run_apart(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module of a model without weights; stand-ins for what it returns ([Note: probing without weights])."""
+        """Run a module of a model without weights; placeholders for its output ([Note: probing without weights])."""
         assert self._device is not None
         is_block = gate.module in self._blocks
         taken = tree_map(_to_meta, (args, kwargs))
@@ -165,7 +165,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def without_weights(
     model: nn.Module, frames: set[nn.Module], probe: Probe, whole: set[nn.Module], device: torch.device
 ) -> Iterator[None]:
-    """Let the frames of a model on meta run on `device`: stand-ins for their parameters, ones in all buffers there.
+    """Let the frames of a model on meta run on `device`: placeholders for their parameters, ones in all buffers there.
 
     Args:
         whole: modules that run on meta with all that is inside of them.
@@ -249,7 +249,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Never: only the graph is looked at."""
-        raise NotImplementedError("a stand-in has no gradient")
+        raise NotImplementedError("a placeholder has no gradient")
 
 
 def _placeholder(leaf: Any, device: torch.device | None) -> Any:

@@ -1,6 +1,6 @@
-"""The stage of a rank: which layers it has, what it shares with other stages, and who its replicas are.
+"""The stage of a rank: its layers, the weights that it shares with other stages, and its replicas.
 
-There is always one: `pipeline.whole.Whole` is that of a model which is not cut.
+There is always one: `pipeline.whole.WholeModel` is that of a model which is not cut.
 """
 
 import time
@@ -38,7 +38,7 @@ VERIFIED_STEPS = 3  # of a schedule that never flushes
 
 @dataclass(slots=True)
 class Stage:
-    """What this rank has of a model that is cut into stages.
+    """This rank's part of a model that is cut into stages.
 
     Attributes:
         world: all ranks of the pipeline; messages between stages go through it.
@@ -82,7 +82,7 @@ class Stage:
 
     @property
     def data_rank(self) -> int:
-        """Whose batch this rank works on."""
+        """The number of the batch that this rank works on."""
         return self.pipeline.layout.replica_of(self.rank) if self.data_ranks > 1 else 0
 
     @property
@@ -131,7 +131,7 @@ class Stage:
 
     @property
     def called(self) -> str:
-        """What a sentence about its ranks adds."""
+        """The phrase that a sentence about its ranks adds."""
         return " of a stage"
 
     @property
@@ -179,7 +179,7 @@ class Stage:
         for name, parameter in made.items():
             if id(parameter) in own_parameters:
                 continue
-            if not parameter.is_meta:  # whoever holds the parameter itself must not keep the values alive
+            if not parameter.is_meta:  # a reference to the parameter must not keep the values alive
                 parameter.data = torch.zeros((), dtype=parameter.dtype).to(parameter.device).expand(parameter.shape)
             if name in lent_names:
                 continue

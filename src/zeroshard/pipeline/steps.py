@@ -36,7 +36,7 @@ class PipelineOrder:
     """One rank's part in steps over all stages.
 
     Attributes:
-        executor: what carries the actions out.
+        executor: carries out the actions.
         actions: this rank's list of the first step.
         fed: steps since the start or the last flush of a schedule that never flushes by itself.
     """
@@ -94,7 +94,7 @@ class PipelineOrder:
         return self._loss
 
     def flush(self) -> None:
-        """Finish what is in flight; all stages then have weights that saw the same microbatches."""
+        """Finish the microbatches in flight; all stages then have weights that saw the same microbatches."""
         rest = self.stage.pipeline.rest(self.stage.rank, self.fed)
         self.executor.run(rest)
         self.executor.restart()
@@ -102,11 +102,11 @@ class PipelineOrder:
         self.fed = 0
 
     def reloaded(self) -> None:
-        """The weights are others: lend them anew; a collective call."""
+        """The weights were replaced: lend them anew; a collective call."""
         self.executor.tied.lend_again()
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the whole model returns for this data rank's arguments, on each of its ranks; with gradients off.
+        """The output of the whole model for this data rank's arguments, on each of its ranks; with gradients off.
 
         Raises:
             PlanError: gradients are on.
@@ -125,7 +125,7 @@ class PipelineOrder:
         last = stage.pipeline.layout.rank_of(stage.pipeline.layout.all_chunks - 1, stage.data_rank)
         if stage.rank != last:
             past = len(stage.chain.layers)
-            # Nothing of the model runs here, and what it returns has the right shapes.
+            # No layer runs on this rank; the placeholder for the output has the right shapes.
             result = stage.chain.run_standing_in(past, past + 1, partial(call, batch))
         return self._broadcast_output(result, last)
 
@@ -200,7 +200,7 @@ class PipelineOrder:
         return self._conclude(math.sqrt(squares), gain, all(sound for _, _, sound in answers))
 
     def _decide_alone(self) -> float | None:
-        """This stage's verdict on one update: it waits for nobody but its replicas."""
+        """This stage's verdict on one update: it waits for no ranks but its replicas."""
         settled = self._update.settle(self._updates)
         return self._conclude(settled.norm, 1, settled.sound)
 

@@ -1,4 +1,4 @@
-"""TiedWeights: weights that several stages use, on the side of the owner and on that of the borrower."""
+"""Tied weights: weights that several stages use, on the side of the owner and on that of the borrower."""
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class TiedWeights:
                 self._take(debt)
 
     def lend_again(self) -> None:
-        """Bring what is lent to the borrowers as it is now; a collective call."""
+        """Send the present values of lent weights to their borrowers; a collective call."""
         for loan in self._stage.loans:
             for peer in self._stage.pipeline.peers(loan, self._stage.rank):
                 if loan in self._lent:
@@ -91,7 +91,7 @@ class TiedWeights:
         self._messages.send(name, packed, _peer(action), Purpose.LEND_WEIGHTS, scratch=True)
 
     def borrow(self, action: Action) -> None:
-        """Have a buffer ready for a version."""
+        """Post a buffer for a version."""
         debt = self._debt(action)
         idle = action.microbatch is None
         while idle and debt.coming:

@@ -2,7 +2,7 @@
 
 A version is a buffer with `nn.Parameter` objects of its own, which are put into the modules before each forward and
 each backward. The objects of older versions live on in the graphs that used them, so a backward finds the weights of
-its forward, whatever has been updated since. The values are never swapped under an object.
+its forward, also after later updates. The values are never swapped under an object.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class StashedVersions:
     Args:
         buffer: version 0 [padded], in which the flat's parameters live.
         sites: where in the model each of the flat's parameters stands.
-        made: told the `nn.Parameter` objects of every new buffer.
+        made: called with the `nn.Parameter` objects of every new buffer.
         older: versions besides the latest that are kept once the pipeline is full.
 
     Attributes:
@@ -73,7 +73,7 @@ class StashedVersions:
             del self._slot_of[version]
 
     def advance(self) -> torch.Tensor:
-        """Begin version `latest + 1` as a copy of the latest, in its place if nobody needs it; returns its buffer."""
+        """Begin version `latest + 1` as a copy of the latest, in its place if no graph needs it; returns its buffer."""
         before = self._slot_of[self.latest]
         slot = before if self._expendable else self._free_slot()
         if self._expendable:

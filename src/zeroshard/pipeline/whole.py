@@ -1,4 +1,4 @@
-"""The model in one stage: what a stage is where nothing is cut."""
+"""The model in one stage: the stage of a model that is not cut."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar

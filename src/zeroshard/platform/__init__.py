@@ -1,4 +1,4 @@
-"""The platform: what a rank finds around it, real or rehearsed; nothing else knows of rehearsals.
+"""The platform: clock, network, memory and disk of a rank, real or rehearsed; no other room knows of rehearsals.
 
 Read `accelerator` (the device, as torch reaches it), `real` (clock, network, memory, disk and tasks of this machine),
 then `rehearsed` (one rank's, where the others do not exist, on a clock of predicted time). Nothing is imported here,

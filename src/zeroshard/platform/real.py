@@ -18,7 +18,7 @@ executor_of: Callable[[torch.device, float], TaskRunner] = ThreadRunner  # tests
 
 
 class Platform:
-    """What a rank finds around it. `Rehearsal` overrides what is not there."""
+    """Clock, network, memory and disk of a rank; `Rehearsal` overrides those that it imitates."""
 
     def now(self) -> float:
         """Seconds of a clock that the processes of a machine share."""
@@ -49,7 +49,7 @@ class Platform:
         return share(rank, ranks, agree_on, nbytes)
 
     def decides(self, rank: int) -> bool:
-        """Whether it is this rank's word that counts, where one speaks for all."""
+        """Whether this rank decides, where one rank decides for all."""
         return rank == 0
 
     def skips(self, nbytes: int, operations: int) -> bool:
@@ -61,7 +61,7 @@ class Platform:
         return find_rooms()
 
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
-        """The memory of the host, below the device."""
+        """The memory of the host."""
         return HostMemory(ledger, device)
 
     def disk(self, folder: Path, ledger: Ledger, timeout: float) -> Disk:

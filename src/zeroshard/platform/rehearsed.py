@@ -1,10 +1,10 @@
-"""Rehearsal: the collectives of one rank when no other process exists, so that an engine can be run to be looked at.
+"""Rehearsal: the collectives of one rank when no other process exists, so that an engine can be run and measured.
 
 A collective ends at once. Every other rank is taken to say what this one says, and to hold what this one holds; on
 tensors without values nothing is moved at all. What comm counts, and the buffers it asks for, are those of a real run.
 
 [Note: predicted time] A clock of its own goes on by what each operation would take. A collective occupies the wire from
-its start, and whoever waits for it loses only what is left; so what overlaps in the engine overlaps here.
+its start, and a wait for it takes only the time that is left; so the overlap is that of the engine.
 """
 
 import time
@@ -86,8 +86,8 @@ class Rehearsal(Platform):
         measured: whether time is the CPU's own, which is measured, and the clock only adds what comes beside it.
         clock: of the rehearsal.
         wire_seconds: what a collective takes; nothing by default.
-        made: told of each buffer that ranks have in common, and how many ranks.
-        compute: told of so many bytes that were to be moved by so many operations, and were not.
+        made: called with each buffer that ranks have in common, and how many ranks.
+        compute: called with the bytes and the number of operations that were skipped.
         task_seconds: what a copy between tiers, or a job of the host, takes; nothing by default.
         make_on_host: makes each buffer that is not on the device.
     """
@@ -112,13 +112,13 @@ class Rehearsal(Platform):
         return time.process_time() if self.measured else self.clock.now
 
     def network(self, rank: int, ranks: int, device: torch.device) -> Network:
-        """One on which nobody is."""
+        """A network without other ranks."""
         return RehearsedNetwork(rank, ranks, device, self)
 
     def share(
         self, rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int
     ) -> SharedMemory | str:
-        """Memory to share with nobody, or why there is none."""
+        """Memory that no other rank maps, or why there is none."""
         return OwnMemory(rank, ranks, self) if self.shares else "the ranks are taken to be on different machines"
 
     def decides(self, rank: int) -> bool:
@@ -181,14 +181,14 @@ class RehearsedNetwork(Network):
         return self._rehearsal.begin("exchange", full.nbytes), arrival
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
-        """Copies of what is here."""
+        """Copies of this rank's own values."""
         self._rehearsal.fill(full, own)
         return Imagined(self._rehearsal.clock)
 
     def all_to_all(
         self, into: torch.Tensor, out: torch.Tensor, receives: Sizes, sends: Sizes, group: Group
     ) -> dist.Work:
-        """Copies of what is here."""
+        """Copies of this rank's own values."""
         self._rehearsal.fill(into, out)
         return Imagined(self._rehearsal.clock)
 
@@ -213,7 +213,7 @@ class RehearsedNetwork(Network):
 
 
 class OwnMemory(SharedMemory):
-    """What stands for memory shared with ranks that do not exist: ordinary buffers of this process."""
+    """Ordinary buffers of this process, in the place of memory shared with ranks that do not exist."""
 
     def __init__(self, rank: int, ranks: int, rehearsal: Rehearsal) -> None:
         self.rank, self.ranks = rank, ranks
@@ -245,15 +245,15 @@ class OwnMemory(SharedMemory):
         return self._published[label].view(dtype)[start : start + numel]
 
     def post(self, signal: Signal) -> None:
-        """Nobody listens."""
+        """No other rank listens."""
 
     def work(self, signal: Signal) -> dist.Work:  # type: ignore[override]
-        """A word to the other ranks."""
+        """The seconds of a signal to the other ranks."""
         return self._rehearsal.begin("signal", 0)
 
 
 class Imagined(dist.Work):
-    """What is over when the clock says so; who waits for it lets the clock go on."""
+    """Work that ends at a time of the clock; a wait for it advances the clock."""
 
     def __init__(self, clock: Clock, end: float = 0.0) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class TrainingPoint:
 
     Attributes:
         exposed: seconds in which it stood still for what is offloaded, by cause; empty where nothing is.
-        taken: updates that were guessed right, beside the backward.
+        taken: speculative updates that were right, run beside the backward.
         undone: those that were not.
     """
 

@@ -90,13 +90,13 @@ def exposed_table(points: Sequence[TrainingPoint]) -> Table | None:
         return None
     rows = [Row(cause, _exposed_cells([p.exposed.get(cause, 0.0) for p in points]), causes[cause]) for cause in causes]
     taken, undone = (sum(numbers) for numbers in zip(*((p.taken, p.undone) for p in points), strict=True))
-    guesses = f"{format_exact(taken)} guessed updates were taken and {format_exact(undone)} undone."
+    counts = f"{format_exact(taken)} speculative updates were taken and {format_exact(undone)} undone."
     return Table(
         "Standing still for what is offloaded",
         ("Cause", "All steps", "Median step", "Longest step"),
         tuple(rows),
         (Row("All causes", _exposed_cells([sum(p.exposed.values()) for p in points])),),
-        f"Time in which compute waited for copies or updates; what ran beside it is not in it. {guesses}",
+        f"Time in which compute waited for copies or updates; what ran beside it is not in it. {counts}",
     )
 
 

@@ -20,7 +20,7 @@ BAR = 20  # characters
 
 
 class Exposed:
-    """What offload costs a run on this rank: how long it stood still, by cause, and how its guesses went."""
+    """What offload costs a run on this rank: how long it waited, by cause, and how its speculative updates went."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class Exposed:
         if not self._steps:
             return ""
         taken, undone = self._speculation_counts
-        speculation_counts = f"; guessed updates: {taken:,} taken, {undone:,} undone" if taken or undone else ""
+        speculation_counts = f"; speculative updates: {taken:,} taken, {undone:,} undone" if taken or undone else ""
         return f"exposed {exposed_text(self._seconds)} in {self._steps:,} steps{speculation_counts}"
 
 

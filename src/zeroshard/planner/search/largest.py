@@ -179,7 +179,7 @@ class _Climb:
     _members: dict[tuple[int, int], Member] = field(default_factory=dict)
 
     def run(self) -> Largest:
-        """Guess by the lines, then look at whole members until one fits and the next one does not."""
+        """Estimate by the lines, then rehearse whole members until one fits and the next one does not."""
         places = [
             (n, layers) for n, rung in enumerate(self.family.rungs) for layers in range(rung.fewest, rung.most + 1)
         ]
