@@ -337,7 +337,12 @@ class Run:
         self.built.module.eval()
         with torch.no_grad():
             for tokens in validation_windows(
-                self.text.validation, config.sequence, 2 * config.batch_per_rank, engine.data_rank, engine.data_ranks, rows
+                self.text.validation,
+                config.sequence,
+                2 * config.batch_per_rank,
+                engine.data_rank,
+                engine.data_ranks,
+                rows,
             ):
                 self._phase("validation")
                 total += float(self.built.loss(self.engine, tokens.to(mesh.device))) * len(tokens)
