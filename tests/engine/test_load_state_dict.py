@@ -30,7 +30,7 @@ def make(mesh: zs.Mesh, plan: dict[str, Any], seed: int) -> zs.Engine:
 
 def norm(engine: zs.Engine, step: int) -> float:
     """The norm of the gradient in a step."""
-    return engine.train_step((batch(step, engine.lane, engine.lanes), step)).grad_norm
+    return engine.train_step((batch(step, engine.data_rank, engine.data_ranks), step)).grad_norm
 
 
 def through(mesh: zs.Mesh, before: dict[str, Any], after: dict[str, Any], alone: bool) -> Any:

@@ -43,15 +43,15 @@ def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
     first.add_argument("--config", type=Path)
     known, rest = first.parse_known_args(list(argv))
     given = None if known.config is None else load_toml(known.config, cls)
-    words = rest[: rest.index("--")] if "--" in rest else rest
-    asked = [HELP[word] for word in words if word in HELP]
+    argv = rest[: rest.index("--")] if "--" in rest else rest
+    asked = [HELP[word] for word in argv if word in HELP]
     if asked:
         print(help_page(cls, given, prog, any(asked)), end="")
         raise SystemExit(0)
     options = _options_of(cls)
     default = tyro.MISSING_NONPROP if given is None else _spelled_out(given, options)
     try:
-        _refuse_elsewhere(cls, words)
+        _refuse_elsewhere(cls, argv)
         found: Any = tyro.cli(options, args=rest, prog=prog, default=default)
         config: Config = found.chosen()
     except ValueError as error:
@@ -60,9 +60,9 @@ def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
     return config
 
 
-def _refuse_elsewhere(cls: Any, words: Sequence[str]) -> None:
+def _refuse_elsewhere(cls: Any, argv: Sequence[str]) -> None:
     """Raise `ConfigError` for an option that only another command or version has."""
-    for word in (word.partition("=")[0] for word in words if word.startswith("--")):
+    for word in (word.partition("=")[0] for word in argv if word.startswith("--")):
         instead, meaning = getattr(cls, "ELSEWHERE", {}).get(word[2:].replace("-", "_"), ("", ""))
         if instead:
             raise ConfigError(f"There is no option {word} here; use --{instead.replace('_', '-')}, {meaning}.")
