@@ -127,7 +127,7 @@ def times(arguments: argparse.Namespace) -> dict[str, Any]:
     from zeroshard.doctor.facts import gather_facts
     from zeroshard.doctor.measure import Effort, measure
     from zeroshard.plan import Plan
-    from zeroshard.planner.predict.timed import predict_really
+    from zeroshard.planner.predict.timed import predict_timed
 
     torch.set_num_threads(1)
     measured: list[list[float]] = [[] for _ in PLANS]
@@ -140,7 +140,7 @@ def times(arguments: argparse.Namespace) -> dict[str, Any]:
             transport: Any = "shared" if given.get("transport") == "shared" else "network"
             machines = profile.machines(RANKS, transport, "cpu")
             with company(RANKS - 1):
-                prediction = predict_really(task_of(MODELS[model], ROWS * RANKS), plan, machines, ROWS, threads=1)
+                prediction = predict_timed(task_of(MODELS[model], ROWS * RANKS), plan, machines, ROWS, threads=1)
             foretold[place].append(prediction.seconds - prediction.causes.get("bubble", 0.0))
             ranks = launch(__file__, ["--times-rank", json.dumps([[PLANS[place]], arguments.steps])], RANKS)
             measured[place].append(max(rank["found"][0][0] for rank in ranks))

@@ -99,7 +99,7 @@ class Desk:
         self.words.append(word)
         return [word, *self.words[:-1]]
 
-    def spread(self, word: Any) -> Any:
+    def broadcast(self, word: Any) -> Any:
         """The word."""
         return word
 
