@@ -1,7 +1,7 @@
 """Updates on the device: the user's optimizer takes steps over the slice that a rank owns."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -157,33 +157,25 @@ class DeviceUpdater(Untrained):
         return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == span.tensor.shape
 
     def _step(self, gradient: torch.Tensor, written: bytes, factor: float) -> None:
-        with self._in_dtype(gradient) as own:
-            if factor != 1.0:
-                own.mul_(factor)
-            self._split_for(written)
-            index, start = self.weights.flat.index, self.start
+        fits = gradient.dtype == self.values.dtype
+        own = gradient if fits else self._take(gradient.numel()).copy_(gradient)
+        if factor != 1.0:
+            own.mul_(factor)
+        self._split_for(written)
+        index, start = self.weights.flat.index, self.start
 
-            def gradient_of(span: Span) -> torch.Tensor | None:
-                return own[span.start - start : span.stop - start] if written[index.number_at(span.start)] else None
+        def gradient_of(span: Span) -> torch.Tensor | None:
+            return own[span.start - start : span.stop - start] if written[index.number_at(span.start)] else None
 
-            self._optimizer.step(self._number, gradient_of)
+        self._optimizer.step(self._number, gradient_of)
+        if not fits:
+            self._give(own)
 
     def _split_for(self, written: bytes) -> None:
         """Cut the spans so that each got a gradient whole or not at all."""
         if not all(written):
             ends = zip(written, written[1:], self.weights.flat.index.entries[1:], strict=False)
             self.split([entry.offset for before, after, entry in ends if before != after])
-
-    @contextmanager
-    def _in_dtype(self, gradient: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The gradient in the dtype of the values, in scratch if that is another one."""
-        if gradient.dtype == self.values.dtype:
-            yield gradient
-            return
-        scratch = self._take(gradient.numel())
-        scratch.copy_(gradient)
-        yield scratch
-        self._give(scratch)
 
     def _take(self, numel: int) -> torch.Tensor:
         return self._arena.take(numel, self.values.dtype, "gradients in fp32")
