@@ -40,7 +40,7 @@ class Axes:
     def __init__(
         self, stage: Stage | WholeModel, shard_group: int | None, techniques: Sequence[Technique] = ()
     ) -> None:
-        self._stage, self._shard_ranks, self._techniques = stage, shard_group, techniques
+        self._stage, self._shard_group, self._techniques = stage, shard_group, techniques
         self.world = stage.world
         self.alike = self.world if stage.mesh is stage.world.mesh else Comm(stage.mesh)
         self._known: dict[str, Axis] = {}
@@ -134,13 +134,13 @@ class Axes:
 
     def _slices(self, ranks: int, split: str | None) -> Partition:
         groups = _by(self._coordinates(ranks, split))
-        size = min(self._shard_ranks or len(groups[0]), len(groups[0]))
+        size = min(self._shard_group or len(groups[0]), len(groups[0]))
         return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
 
     def _copies(self, ranks: int, split: str | None) -> Partition:
         """Equal places of the slice groups over the same coordinates."""
         groups = _by(self._coordinates(ranks, split))
-        size = min(self._shard_ranks or len(groups[0]), len(groups[0]))
+        size = min(self._shard_group or len(groups[0]), len(groups[0]))
         return [group[place::size] for group in groups for place in range(size)]
 
     def _twins(self, ranks: int, split: str | None) -> Partition:
@@ -168,7 +168,7 @@ class Axes:
         return axis
 
     def _check(self, members: Sequence[int]) -> None:
-        size, data_ranks = self._shard_ranks, len(members) // _product(self._new(len(members)))
+        size, data_ranks = self._shard_group, len(members) // _product(self._new(len(members)))
         if size and data_ranks % size:
             raise PlanError(
                 f"{data_ranks} ranks{self._stage.called} do not divide into groups of shard_group={size}; start a "

@@ -34,7 +34,7 @@ def choices_of(plan: Plan) -> Choices:
         Slicing(
             zero=plan.zero,
             groups=plan.pipeline.stages,
-            shard_ranks=plan.shard_group,
+            shard_group=plan.shard_group,
             reduce_dtype=plan.reduce_dtype,
             reduce_every=plan.reduce_every,
             reduces_each=plan.reduces_each_microbatch,

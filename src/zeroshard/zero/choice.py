@@ -19,7 +19,7 @@ class Slicing(Choice):
     Attributes:
         zero: the stage.
         groups: into which the ranks fall, each of which slices among itself.
-        shard_ranks: ranks of such a group that slice among themselves; None for all of it.
+        shard_group: ranks of such a group that slice among themselves; None for all of it.
         reduce_dtype: of gradients on the wire; None for their own.
         reduce_every: when they are reduced: "auto", "microbatch" or "step".
         reduces_each: whether that is after every microbatch.
@@ -27,7 +27,7 @@ class Slicing(Choice):
 
     zero: Literal[0, 1, 2, 3] = 0
     groups: int = 1
-    shard_ranks: int | None = None
+    shard_group: int | None = None
     reduce_dtype: str | None = None
     reduce_every: str = "auto"
     reduces_each: bool = False
@@ -39,11 +39,11 @@ class Slicing(Choice):
 
     def slices(self, ranks: int) -> int:
         """Ranks that slice among themselves."""
-        return self.shard_ranks or ranks // self.groups
+        return self.shard_group or ranks // self.groups
 
     def describe(self, ranks: int | None) -> Description:
         """The stage, its groups, and how gradients are reduced."""
-        sizes = () if self.shard_ranks is None else (f"slices over {self.shard_ranks} ranks",)
+        sizes = () if self.shard_group is None else (f"slices over {self.shard_group} ranks",)
         sent = () if self.reduce_dtype is None else (f"gradients sent in {self.reduce_dtype}",)
         when = () if self.reduce_every == "auto" else (f"reduced every {self.reduce_every}",)
         return Description((f"zero {self.zero}",), sizes, (*sent, *when))
