@@ -22,9 +22,11 @@ def test_every_plan_does_what_it_did(pool: Pool, name: str) -> None:
     found = see(name, pool.run)
     assert len(found) == len(wanted)
     bound = 0.0 if SAME_MACHINE else LOOSE[CASES[name][3].get("precision", "fp32")]
-    bound *= (
-        1000 if CASES[name][3].get("pipeline_parallel.schedule") == "pipedream" else 1
-    )  # old weights make roundings grow
+    options = CASES[name][3]
+    if options.get("pipeline_parallel.schedule") == "pipedream":
+        bound *= 1000  # old weights make roundings grow
+    if "offload.moments" in options:
+        bound *= 10  # a moment that rounds to the next value of fewer bits moves a weight by more than a last bit
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.keys() == theirs.keys()
         for field in mine.keys() - set(NUMBERS):
