@@ -159,13 +159,17 @@ class Expected:
         return self._came(unit, self._flags[unit])
 
     def _came(self, unit: int, wanted: Sequence[bytes]) -> bool:
-        pairs = list(zip(self._gradients[unit], wanted, strict=True))
-        big = [(g.arrived[: g.first_small], flags[: g.first_small]) for g, flags in pairs]
-        if not all(_covers(arrived, flags) for arrived, flags in big):
-            return False  # without looking at the small ones
-        for gradients, _ in pairs:
+        of_unit = self._gradients[unit]
+        for gradients, flags in zip(of_unit, wanted, strict=True):
+            big = gradients.first_small
+            if big and not _covers(gradients.arrived[:big], flags[:big]):
+                return False  # without looking at the small ones
+        for gradients in of_unit:
             gradients.collect()
-        return all(_covers(gradients.arrived, flags) for gradients, flags in pairs)
+        for gradients, flags in zip(of_unit, wanted, strict=True):
+            if not _covers(gradients.arrived, flags):
+                return False
+        return True
 
 
 def either(a: bytes, b: bytes) -> bytes:
@@ -174,4 +178,4 @@ def either(a: bytes, b: bytes) -> bytes:
 
 
 def _covers(arrived: bytearray, expected: bytes) -> bool:
-    return not int.from_bytes(expected) & ~int.from_bytes(arrived)
+    return arrived == expected or not int.from_bytes(expected) & ~int.from_bytes(arrived)
