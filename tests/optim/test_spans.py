@@ -229,3 +229,31 @@ def test_state_of_every_kind_is_cut() -> None:
     assert first["step"].item() == second["step"].item() == 1 and first["step"] is not second["step"]
     assert first["note"] == second["note"] == ["a word"] and first["note"] is not second["note"]
     assert span.tensor not in optimizer.optimizer.state
+
+
+def test_joined_steps_are_those_of_one_flat_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.optim.spans.JOINED", 20)
+    sizes = [8, 8, 8, 30, 4]  # the third does not fit with the first two, the fourth is more than all may be
+    values = [torch.randn(size) for size in sizes]
+    gradients = [torch.randn(size) for size in sizes]
+    singly, joined = ([v.clone() for v in values] for _ in range(2))
+    calls: list[list[int]] = []
+    done: list[int] = []
+    for joins, flats in ((False, singly), (True, joined)):
+        optimizer = SpanOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), Ledger())
+        for flat in flats:
+            optimizer.add(Index.of([("w", flat.shape)], 1), [0], flat, 0)
+        optimizer.adopt()
+        if joins:
+            sizes_of = lambda o, *_: calls.append([p.numel() for g in o.param_groups for p in g["params"]])  # noqa: E731
+            optimizer.optimizer.register_step_pre_hook(sizes_of)
+        for number, gradient in enumerate(gradients):
+            if joins:
+                optimizer.join(number, lambda span, g=gradient: g, partial(done.append, number))  # type: ignore[misc]
+            else:
+                optimizer.step(number, lambda span, g=gradient: g)  # type: ignore[misc]
+        optimizer.flush()
+        optimizer.flush()
+    assert calls == [[8, 8], [8], [30], [4]] and done == [0, 1, 2, 3, 4]
+    assert all(torch.equal(a, b) for a, b in zip(singly, joined, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(values, joined, strict=True))

@@ -176,13 +176,18 @@ class Update:
         """
         assert self._settled is not None
         chosen = None if parts is None else set(map(id, parts))
+        written_in_step, turns = self._settled[1].written, []
         for part, gradients, place in self._turns:
-            written = self._settled[1].written[place : place + len(part.flat.parameters)]
+            written = written_in_step[place : place + len(part.flat.parameters)]
             if chosen is not None and id(part) not in chosen:
                 continue
             part.next_version()
             if any(written):
-                part.updater.update(gradients, written, factor)
+                gradients.reduction.start_whole()
+                turns.append((part, gradients, written))
+        for part, gradients, written in turns:
+            part.updater.update(gradients, written, factor)
+        self._optimizer.flush()
         for part, _ in self._trained:
             part.weights.published()
         self._late.start(factor, self._step)

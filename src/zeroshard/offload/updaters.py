@@ -47,8 +47,8 @@ class HostUpdater(MasterUpdater):
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and begin to copy the new weights to the device."""
-        with gradients.for_update() as gradient:
-            self._step(gradient, written, factor)
+        self._step(gradients.for_update(), written, factor)
+        gradients.reduction.used()
         staging = self._updates.host.borrow(self.values.numel() * self.weights.flat.dtype.itemsize)
         out = staging.view(self.weights.flat.dtype)
         out.copy_(self.values)

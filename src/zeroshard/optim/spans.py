@@ -20,6 +20,7 @@ from zeroshard.optim.probe import StateLayout, fresh_state
 from zeroshard.units import Index, Unreadable
 
 UNKNOWN = StateLayout(0, 0)  # where nobody asks what states should take
+JOINED = 2**16  # elements, below which a call of the optimizer costs more than its arithmetic
 
 
 class SliceSpan:
@@ -31,6 +32,9 @@ class SliceSpan:
         self.group = group
         self.tensor = torch.nn.Parameter(tensor)
         self.held: torch.Tensor | None = None
+
+
+GradientOf = Callable[[SliceSpan], torch.Tensor | None]
 
 
 class SpanOptimizer:
@@ -56,6 +60,9 @@ class SpanOptimizer:
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_by_hand)
         self._fresh: list[tuple[SliceSpan, dict[str, Any]]] = []
+        self._joined: list[SliceSpan] = []  # of flats whose steps were put off
+        self._joined_elements = 0
+        self._then: list[Callable[[], None]] = []
 
     def add(
         self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
@@ -149,15 +156,41 @@ class SpanOptimizer:
         for span in self._spans[number]:
             span.tensor.data = owned[span.start - start : span.stop - start]
 
-    def step(self, number: int, gradient_of: Callable[[SliceSpan], torch.Tensor | None]) -> None:
+    def step(self, number: int, gradient_of: GradientOf) -> None:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
-        self._step(self._spans[number], gradient_of)
-
-    def _step(self, spans: Sequence[SliceSpan], gradient_of: Callable[[SliceSpan], torch.Tensor | None]) -> None:
-        groups = self.optimizer.param_groups
-        everything = [group["params"] for group in groups]
+        spans = self._spans[number]
         for span in spans:
             span.tensor.grad = gradient_of(span)
+        self._step(spans)
+
+    def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
+        """As `step`, in one call of the optimizer with flats of few elements beside it.
+
+        Args:
+            gradient_of: its tensors last until `then`.
+            then: called when the step is done, at the latest by `flush`.
+        """
+        spans = self._spans[number]
+        elements = sum([span.stop - span.start for span in spans])
+        if self._joined_elements + elements > JOINED:
+            self.flush()
+        for span in spans:
+            span.tensor.grad = gradient_of(span)
+        self._joined += spans
+        self._joined_elements += elements
+        self._then.append(then)
+
+    def flush(self) -> None:
+        """Take the steps that `join` has put off."""
+        spans, then, self._joined, self._then, self._joined_elements = self._joined, self._then, [], [], 0
+        if then:
+            self._step(spans)
+        for call in then:
+            call()
+
+    def _step(self, spans: Sequence[SliceSpan]) -> None:
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
         for place, group in enumerate(groups):  # or the optimizer would look through all others for gradients
             group["params"] = [span.tensor for span in spans if span.group == place]
         self._stepping = True
@@ -172,7 +205,7 @@ class SpanOptimizer:
 
     def touch(self) -> None:
         """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
-        self._step([], lambda span: None)
+        self._step([])
 
     def account(self) -> None:
         """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""

@@ -1,7 +1,8 @@
 """Updates on the device: the user's optimizer takes steps over the slice that a rank owns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,10 +110,13 @@ class DeviceUpdater(Untrained):
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and let the other ranks have the new weights."""
-        with gradients.for_update() as gradient:
+        gradient = gradients.for_update()
+        if gradient.dtype == self.values.dtype and gradients.reduction.lasts:
+            gradient_of = self._gradient_of(gradient, written, factor)
+            self._optimizer.join(self._number, gradient_of, partial(self._updated, gradients))
+        else:
             self._step(gradient, written, factor)
-        self._update_parameters()
-        self.weights.publish(0 if self.separate else len(self.spans))
+            self._updated(gradients)
 
     def split(self, cuts: Sequence[int]) -> None:
         """Cut the spans at these elements of the flat, with their states."""
@@ -159,6 +163,12 @@ class DeviceUpdater(Untrained):
     def _step(self, gradient: torch.Tensor, written: bytes, factor: float) -> None:
         fits = gradient.dtype == self.values.dtype
         own = gradient if fits else self._take(gradient.numel()).copy_(gradient)
+        self._optimizer.step(self._number, self._gradient_of(own, written, factor))
+        if not fits:
+            self._give(own)
+
+    def _gradient_of(self, own: torch.Tensor, written: bytes, factor: float) -> Callable[[Span], torch.Tensor | None]:
+        """The gradient of each span, out of `own` [S] times `factor`; None where there is none."""
         if factor != 1.0:
             own.mul_(factor)
         self._split_for(written)
@@ -167,9 +177,13 @@ class DeviceUpdater(Untrained):
         def gradient_of(span: Span) -> torch.Tensor | None:
             return own[span.start - start : span.stop - start] if written[index.number_at(span.start)] else None
 
-        self._optimizer.step(self._number, gradient_of)
-        if not fits:
-            self._give(own)
+        return gradient_of
+
+    def _updated(self, gradients: Gradients) -> None:
+        """A step was taken: let the model and the other ranks have the new weights."""
+        gradients.reduction.used()
+        self._update_parameters()
+        self.weights.publish(0 if self.separate else len(self.spans))
 
     def _split_for(self, written: bytes) -> None:
         """Cut the spans so that each got a gradient whole or not at all."""

@@ -1,7 +1,6 @@
 """The path of a gradient, from autograd to the update."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -67,6 +66,7 @@ class Reduction(Protocol):
 
     needed: bool
     local: bool
+    lasts: bool
 
     @property
     def in_flight(self) -> bool:
@@ -81,11 +81,14 @@ class Reduction(Protocol):
     def release(self) -> None:
         """Have the gradient buffer free again."""
 
+    def start_whole(self) -> None:
+        """Start to fetch from other ranks what `whole` returns, if that takes no memory."""
+
     def whole(self, total: torch.Tensor) -> torch.Tensor:
-        """The gradient over what this rank updates, from its slice of the sum."""
+        """The gradient over the elements that this rank updates, from its slice of the sum."""
 
     def used(self) -> None:
-        """What `whole` returned is not needed any more."""
+        """The tensor that `whole` returned is not needed any more."""
 
     def wire(self, work: Work) -> Wire:
         """What it should send in a step."""
@@ -157,8 +160,8 @@ class Gradients(Protocol):
     def change(self, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:
         """Change the sum of the step [S] in place."""
 
-    def for_update(self) -> AbstractContextManager[torch.Tensor]:
-        """The gradient over what this rank updates."""
+    def for_update(self) -> torch.Tensor:
+        """The gradient over the elements that this rank updates; `reduction.used` comes after the update."""
 
     def consume(self) -> None:
         """Forget the step's gradients."""

@@ -14,7 +14,6 @@ their number. Big gradients are copied one by one, while they are in the cache: 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -207,11 +206,9 @@ class BufferedGradients:
         if filled and not self.reduction.needed:
             self.written = bytearray(b"\1" * len(self.written))
 
-    @contextmanager
-    def for_update(self) -> Iterator[torch.Tensor]:
-        """The gradient over what this rank updates: its slice [S], or at stage 0 everything [N*S], gathered."""
-        yield self.reduction.whole(self._sum.settle())
-        self.reduction.used()
+    def for_update(self) -> torch.Tensor:
+        """The gradient over the elements that this rank updates: its slice [S], or at stage 0 all [N*S], gathered."""
+        return self.reduction.whole(self._sum.settle())
 
     def consume(self) -> None:
         """Drop the step's gradients: they were used, or the step was skipped."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from zeroshard.comm.collectives import Comm, Exchange, Purpose
+from zeroshard.comm.collectives import Comm, Exchange, Pending, Purpose
 from zeroshard.comm.transport import same_place
 from zeroshard.memory.ledger import Arena
 from zeroshard.parts.gradients import GradientSum
@@ -24,9 +24,10 @@ class OwnSlice:
     Attributes:
         needed: whether gradients have to be reduced before the update.
         local: whether no other rank takes part, so that a rank without gradients need not start it.
+        lasts: whether the tensor that `whole` returned takes no memory that `used` hands back.
     """
 
-    needed, local = False, True
+    needed, local, lasts = False, True, True
 
     @property
     def in_flight(self) -> bool:
@@ -43,8 +44,11 @@ class OwnSlice:
     def release(self) -> None:
         """Single rank: no other rank reads the buffer."""
 
+    def start_whole(self) -> None:
+        """Start to gather what `whole` returns: nothing to gather."""
+
     def whole(self, total: torch.Tensor) -> torch.Tensor:
-        """The gradient over what this rank updates: its sum [S]."""
+        """The gradient over the elements that this rank updates: its sum [S]."""
         return total
 
     def used(self) -> None:
@@ -177,29 +181,46 @@ class AllReduce(Scatter):
     """Every rank updates everything (stage 0), so the slices of the mean are gathered for the update."""
 
     _wide: torch.Tensor | None = None
+    _gather: Pending | None = None
+
+    def start_whole(self) -> None:
+        """Start to gather the slices of the mean, where the gradient buffer holds them."""
+        total = self._sum.settle()
+        if self._buffer.kept and total.dtype == self._buffer.dtype:
+            self._start_gather(self._buffer.ready(), total)
 
     def whole(self, total: torch.Tensor) -> torch.Tensor:
-        """The gradient over what this rank updates: everything [N*S], gathered."""
-        index, whole = self._flat.index, self._buffer.ready()
-        if total.dtype != whole.dtype:
-            whole = self._wide = self._arena.take(index.padded_numel, total.dtype, f"sums {self._flat.label}")
-        start, stop = index.interval(self._comm.mesh.rank)
-        own = whole[start:stop]
-        if not same_place(own, total):
-            own.copy_(total)
-        self._comm.gather(whole, own, Purpose.GATHER_GRADIENTS, self._flat.label, index.padding).wait()
+        """The gradient over the elements that this rank updates: everything [N*S], gathered."""
+        whole = self._buffer.ready()
+        if self._gather is None:
+            if total.dtype != whole.dtype:
+                numel, label = self._flat.index.padded_numel, f"sums {self._flat.label}"
+                whole = self._wide = self._arena.take(numel, total.dtype, label)
+                self.lasts = False
+            self._start_gather(whole, total)
+        assert self._gather is not None
+        self._gather.wait()
+        self._gather = None
         return whole
 
     def used(self) -> None:
         """The tensor that `whole` returned is not needed any more."""
         if self._wide is not None:
             self._arena.give(self._wide)
-            self._wide = None
+            self._wide, self.lasts = None, True
 
     def wire(self, work: Work) -> Wire:
         """With the gather for the update it is an all-reduce."""
         yield from super().wire(work)
         yield Purpose.GATHER_GRADIENTS, self._flat.index.numel * work.updates
+
+    def _start_gather(self, whole: torch.Tensor, total: torch.Tensor) -> None:
+        index = self._flat.index
+        start, stop = index.interval(self._comm.mesh.rank)
+        own = whole[start:stop]
+        if not same_place(own, total):
+            own.copy_(total)
+        self._gather = self._comm.gather(whole, own, Purpose.GATHER_GRADIENTS, self._flat.label, index.padding)
 
 
 def average(total: torch.Tensor, comm: Comm, arena: Arena, label: str) -> None:
