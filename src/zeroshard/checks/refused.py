@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def told(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+def raises_budget_exceeded(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
     """Let a method of an engine raise `BudgetExceeded` where the system has no memory for it."""
 
     @functools.wraps(method)

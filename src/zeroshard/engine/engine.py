@@ -18,7 +18,7 @@ from zeroshard.checkpoint.saving import Savings
 from zeroshard.checks.alike import check_alike, check_settings, tied_names
 from zeroshard.checks.arguments import check_arguments, check_options
 from zeroshard.checks.model_checks import check_model, guard
-from zeroshard.checks.refused import told
+from zeroshard.checks.refused import raises_budget_exceeded
 from zeroshard.checks.replicas import check_replicas
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
@@ -75,7 +75,7 @@ class Engine(Readings):
         exposed: seconds of the last step in which this rank stood still for what is offloaded, by cause.
     """
 
-    @told
+    @raises_budget_exceeded
     def __init__(
         self,
         model: nn.Module,
@@ -129,7 +129,7 @@ class Engine(Readings):
         guard(model, self._assembly.parts, self._forward, self.plan.pipelined)
         self._reset_counts()
 
-    @told
+    @raises_budget_exceeded
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward.
 
@@ -140,7 +140,7 @@ class Engine(Readings):
         """
         return self._order.evaluate(args, kwargs)
 
-    @told
+    @raises_budget_exceeded
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` (a scalar) to those of the step; with loss scaling, of the scaled loss.
 
@@ -172,7 +172,7 @@ class Engine(Readings):
         self._update.discard()
         self._decision.clip = None
 
-    @told
+    @raises_budget_exceeded
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients down at the next `step` so that their norm over all parameters is at most `max_norm`.
 
@@ -191,7 +191,7 @@ class Engine(Readings):
         self._stage.refuse("clip_grad_value")
         self._update.clip_values(self.steps, clip_value * self.loss_scale)
 
-    @told
+    @raises_budget_exceeded
     def step(self) -> StepResult:
         """Update the weights with what the backwards since the last step added up; a collective call.
 
@@ -221,7 +221,7 @@ class Engine(Readings):
         self._backward.expected.learn()
         self._update.consume()
 
-    @told
+    @raises_budget_exceeded
     def train_step(self, batch: Any) -> StepResult:
         """One step of the schedule on this rank's batch: tensors [B, ...], cut into `plan.microbatches` microbatches.
 
@@ -234,7 +234,7 @@ class Engine(Readings):
         loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
 
-    @told
+    @raises_budget_exceeded
     def flush(self) -> None:
         """Finish what is in flight: microbatches of a schedule without flushes, offloaded updates; a collective call.
 
@@ -269,7 +269,7 @@ class Engine(Readings):
         self.flush()
         return self._editing.gathered(writer)
 
-    @told
+    @raises_budget_exceeded
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         self.flush()
@@ -285,7 +285,7 @@ class Engine(Readings):
                 for k, v in self.model.state_dict().items()
             }
 
-    @told
+    @raises_budget_exceeded
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int | None = None, wait: bool = False
     ) -> Saving:
@@ -318,7 +318,7 @@ class Engine(Readings):
         }
         return self._savings.begin(lambda: self._state.save(Path(path).absolute(), facts, keep, wait))
 
-    @told
+    @raises_budget_exceeded
     def load(self, path: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint folder: what any plan saved, any plan loads; a collective call.
 
@@ -343,7 +343,7 @@ class Engine(Readings):
         extra: dict[str, Any] = facts["extra"]
         return extra
 
-    @told
+    @raises_budget_exceeded
     def load_weights(self, path: str | Path) -> None:
         """Start from given weights: a safetensors file, a folder of them as transformers writes it, or a checkpoint.
 
@@ -357,7 +357,7 @@ class Engine(Readings):
         self._state.load_weights(Path(path))
         self._take_over()
 
-    @told
+    @raises_budget_exceeded
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> LoadedKeys:
         """Start from a complete state dict, as `state_dict()` of an engine or a model gives it; a collective call.
 
