@@ -240,7 +240,7 @@ class Engine(Readings):
 
         Evaluating, saving and taking the model out do it by themselves.
         """
-        self._forward.writes.look(closely=True)
+        self._forward.writes.reconcile(thoroughly=True)
         self._late.flush()
         self._order.flush()
 

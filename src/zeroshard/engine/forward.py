@@ -137,7 +137,7 @@ class Forward:
         begins, began = False, self._late.beside.now()
         self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
-            self.writes.look()
+            self.writes.reconcile()
         if torch.is_grad_enabled():
             self.writes.refuse_unfrozen()
         if self._gatherer.passes and not self._gatherer.all_gathered:

@@ -59,7 +59,7 @@ class Update:
             CommError: the ranks are at different steps, or did different things on the way.
             PlanError: weights or gradients were written where that is lost.
         """
-        self._writes.look(closely=True)
+        self._writes.reconcile(thoroughly=True)
         if self._backward.take_back():
             self._settled = None
         if self._settled is not None and self._settled[0] == self._backward.count:

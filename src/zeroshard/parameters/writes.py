@@ -128,24 +128,25 @@ class Writes:
         set_values(parameter, values)
         part.flat.replaced.add(number)
 
-    def look(self, closely: bool = False) -> None:
-        """Take over or refuse what was written since the last look.
+    def reconcile(self, thoroughly: bool = False) -> None:
+        """Copy writes since the last call into the flat buffers, or refuse them.
 
         Args:
-            closely: look for memory that was replaced in ways other than `p.data = values`, and for new parameters.
+            thoroughly: find new parameters too, and memory that was replaced other than by `p.data = values`.
 
         Raises:
-            PlanError: what was written is lost, or done once per rank to what all ranks share; with the way out.
+            PlanError: a write would be lost, or repeated by each rank in memory that all ranks share; with the way
+                out.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for part, number in self._casts:
                 part.flat.restore(number)
             self._casts.clear()
             for part in self._parts.all:
-                if part.flat.kinds is not None and (closely or part.flat.replaced) and not self._absent(part):
+                if part.flat.kinds is not None and (thoroughly or part.flat.replaced) and not self._absent(part):
                     self._take_over(part)
                 self._refuse_lost(part)
-        if closely and self._structure() != self._contents:
+        if thoroughly and self._structure() != self._contents:
             self._refuse_strangers()
             self._learn_structure()
 
