@@ -32,10 +32,10 @@ class Savings:
         """Let the last checkpoint come to its end; one that failed is a warning, unless somebody knows already."""
         if self._last is not None:
             self._last.join(seconds)
-        self.look()
+        self.warn_of_failure()
 
-    def look(self) -> None:
-        """Warn of a checkpoint that has failed."""
+    def warn_of_failure(self) -> None:
+        """Warn of a failed checkpoint, unless its caller has seen the error."""
         if self._last is not None and self._last.done:
             last, self._last = self._last, None
             if last.problem is not None and not last.seen:

@@ -428,7 +428,7 @@ class Engine(Readings):
         self.steps += 1
         if self.mesh.heartbeat is not None:
             self.mesh.heartbeat.step(self.steps)
-        self._savings.look()
+        self._savings.warn_of_failure()
         self.skipped += verdict.skip if verdict else False
         self._forward.end_step()
         moved, self.exposed = self._late.beside.reset()
