@@ -84,7 +84,7 @@ def spans_of(
     owned, ledger = flat[start:stop].clone(), Ledger()
     optimizer = SpanOptimizer(grouped(make, parameters_of(flat, index)), ledger)
     assert optimizer.add(index, GROUPS, owned, start) == 0
-    optimizer.adopt()
+    optimizer.install_spans()
     return optimizer, owned, ledger
 
 
@@ -139,7 +139,7 @@ def test_a_slice_of_padding_alone() -> None:
     optimizer = SpanOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), Ledger())
     owned = torch.zeros(2)
     optimizer.add(index, [0, 0], owned, 6)
-    optimizer.adopt()
+    optimizer.install_spans()
     assert [(s.start, s.stop, s.group) for s in optimizer.spans(0)] == [(6, 8, 0)]
     optimizer.step(0, lambda span: torch.zeros(2))
     assert owned.tolist() == [0, 0]
@@ -148,7 +148,7 @@ def test_a_slice_of_padding_alone() -> None:
 def test_an_empty_flat() -> None:
     optimizer = SpanOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), Ledger())
     optimizer.add(Index.of([("a", torch.Size((0, 3)))], ranks=2), [0], torch.zeros(0), 0)
-    optimizer.adopt()
+    optimizer.install_spans()
     assert optimizer.spans(0) == []
     optimizer.step(0, lambda span: torch.zeros(0))
 
@@ -158,7 +158,7 @@ def test_a_step_on_one_flat_leaves_the_others() -> None:
     optimizer = SpanOptimizer(grouped(OPTIMIZERS["AdamW"], parameters_of(flat, index)), Ledger())
     owned = [flat.clone(), flat.clone()]
     assert [optimizer.add(index, GROUPS, tensor, 0) for tensor in owned] == [0, 1]
-    optimizer.adopt()
+    optimizer.install_spans()
     step_spans(optimizer, index, gradients[0], set(), number=1)
     assert torch.equal(owned[0], flat) and not torch.equal(owned[1], flat)
     assert all(isinstance(span.tensor.grad, Unreadable) for number in (0, 1) for span in optimizer.spans(number))
@@ -186,7 +186,7 @@ def test_a_scheduler_goes_on_working() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(torch_optimizer, 1, gamma=0.1)
     optimizer, owned = SpanOptimizer(torch_optimizer, Ledger()), flat.clone()
     optimizer.add(index, GROUPS, owned, 0)
-    optimizer.adopt()
+    optimizer.install_spans()
     step_spans(optimizer, index, gradients[0], set())
     scheduler.step()
     optimizer.split(0, [5])

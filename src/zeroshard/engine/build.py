@@ -145,8 +145,8 @@ class Builder:
         self._place_buffers(skip)
         self._comm.agree(b"", "weights are in place")
         self._axes.begin()
-        self._spans.adopt()
-        self._late.adopt()
+        self._spans.install_spans()
+        self._late.spans_installed()
         states = sum(_state_nbytes(part, layout) for of_unit in parts for part in of_unit)
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them

@@ -67,7 +67,7 @@ class Speculation:
 class Speculates(Protocol):
     """An updater whose updates may run before the verdict."""
 
-    def adopt(self) -> None:
+    def spans_installed(self) -> None:
         """The optimizer has its spans."""
 
     def forget(self) -> int:
@@ -155,10 +155,10 @@ class HostUpdates(LateUpdates):
             self._optimizer.optimizer.register_load_state_dict_pre_hook(_refuse_states)
         self._adams.append(updater)
 
-    def adopt(self) -> None:
+    def spans_installed(self) -> None:
         """The optimizer has its spans."""
         for updater in self._adams:
-            updater.adopt()
+            updater.spans_installed()
 
     def tell(self, unit: int, begin: Callable[[float, bool], HostUpdate]) -> None:
         """Let `start` begin an update of a unit, with the factor on its gradients and whether it is late."""

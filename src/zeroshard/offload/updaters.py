@@ -101,7 +101,7 @@ class HostAdam(HostUpdater):
         self._began = False
         updates.join(self)
 
-    def adopt(self) -> None:
+    def spans_installed(self) -> None:
         """Follow the pages from now on, and speculate on gradients as they come."""
         self._host_slice.rebind = self._rebind
         self._rebind(None if self._host_slice.on_disk else self._host_slice.pages)

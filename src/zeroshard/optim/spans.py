@@ -95,7 +95,7 @@ class SpanOptimizer:
         self._tiers.append(tier)
         return len(self._spans) - 1
 
-    def adopt(self) -> None:
+    def install_spans(self) -> None:
         """Give the optimizer its spans, once all are entered."""
         self.optimizer.state.clear()
         for span, state in self._fresh:

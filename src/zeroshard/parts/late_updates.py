@@ -72,7 +72,7 @@ class LateUpdates:
         self.beside: TracedWork = beside if beside is not None else Nothing()
         self.speculation_counts = SpeculationCounts()
 
-    def adopt(self) -> None:
+    def spans_installed(self) -> None:
         """The optimizer has its spans."""
 
     def start(self, factor: float, step: int) -> None:
