@@ -90,7 +90,7 @@ class Backward:
             )
         self._active = True
         self._late.finish()  # of a step since this backward's forward
-        self._began = self._late.beside.now()
+        self._began = self._late.background.now()
         self.reductions.begin()
         for gradients in self.gradients:
             gradients.collect()
@@ -186,7 +186,7 @@ class Backward:
         self._gatherer.end()
         self.reductions.end()
         self._active = False
-        self._late.beside.note("backward", self._began)
+        self._late.background.note("backward", self._began)
 
 
 class _Arrival:

@@ -431,7 +431,7 @@ class Engine(Readings):
         self._savings.warn_of_failure()
         self.skipped += verdict.skip if verdict else False
         self._forward.end_step()
-        moved, self.exposed = self._late.beside.reset()
+        moved, self.exposed = self._late.background.reset()
         self._counts = merged([*(comm.counts for comm in self._axes.all), moved])
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)

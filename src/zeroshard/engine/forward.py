@@ -134,7 +134,7 @@ class Forward:
 
     def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._backward.forget_interrupted()
-        begins, began = False, self._late.beside.now()
+        begins, began = False, self._late.background.now()
         self._late.entering(self._root, trains=torch.is_grad_enabled())
         if not (self.writes.allowed or self._open):
             self.writes.reconcile()
@@ -168,7 +168,7 @@ class Forward:
             hooks.__exit__(None, None, None)
         if sys.exc_info()[0] is None:
             self._late.finish()
-        self._late.beside.note("forward", began)
+        self._late.background.note("forward", began)
         if begins:
             if output is None and sys.exc_info()[0] is not None:  # the others hear of it when this rank ends
                 self._gatherer.abandon()

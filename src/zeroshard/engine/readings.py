@@ -98,7 +98,7 @@ class Readings:
         Args:
             memory: keep every change of memory too, activations included, which slows the forward down.
         """
-        return traced(self._order.interpreter, self._assembly.late.beside, self.ledger if memory else None)
+        return traced(self._order.interpreter, self._assembly.late.background, self.ledger if memory else None)
 
     @property
     def data_rank(self) -> int:

@@ -61,15 +61,15 @@ class LateUpdates:
     """All updates of an engine that run beside its steps; in this class there are none: all are done as `step` returns.
 
     Args:
-        beside: what runs beside the main thread.
+        background: work that runs beside the main thread.
 
     Attributes:
-        beside: as given.
+        background: as given.
         speculation_counts: of those that ran before the verdict.
     """
 
-    def __init__(self, beside: TracedWork | None = None) -> None:
-        self.beside: TracedWork = beside if beside is not None else Nothing()
+    def __init__(self, background: TracedWork | None = None) -> None:
+        self.background: TracedWork = background if background is not None else Nothing()
         self.speculation_counts = SpeculationCounts()
 
     def spans_installed(self) -> None:

@@ -49,16 +49,16 @@ class Trace:
 
 
 @contextmanager
-def traced(interpreter: Interpreter, beside: TracedWork, ledger: Ledger | None) -> Iterator[Trace]:
+def traced(interpreter: Interpreter, background: TracedWork, ledger: Ledger | None) -> Iterator[Trace]:
     """Keep what an engine does inside; a trace inside of another leaves that one complete.
 
     Args:
         interpreter: of its actions.
-        beside: what runs beside its main thread.
+        background: work that runs beside its main thread.
         ledger: whose changes to keep; None to keep none.
     """
     trace = Trace()
-    with interpreter.traced(trace.actions), beside.traced(trace.tasks):
+    with interpreter.traced(trace.actions), background.traced(trace.tasks):
         if ledger is None:
             yield trace
         else:
