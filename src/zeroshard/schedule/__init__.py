@@ -1,8 +1,8 @@
 """The schedule: one training step as a list of actions per rank (the second backbone).
 
-Read `actions` (the grammar), `layout` (who has what), `orders` (the schedules of the literature, compute only), `lower`
-(passes that add versions, updates and messages), `pipeline` (all of it put together), then what consumes the lists:
-`verify`, `simulate`, and the engine's executor.
+Read `actions` (the grammar), `layout` (chunks and microbatches of each rank), `orders` (the schedules of the
+literature, compute only), `lower` (passes that add versions, updates and messages), `pipeline` (the complete lists),
+then their consumers: `verify`, `simulate`, and the engine's executor.
 """
 
 from zeroshard.schedule.actions import Action, Kind, Schedule

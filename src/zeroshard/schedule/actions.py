@@ -1,21 +1,21 @@
-"""Actions: what one rank does, one after the other, in a grammar of one word each.
+"""Actions: the steps of one rank, one after the other, each one word of a small grammar.
 
 An action is written `KIND chunk [. microbatch] @ version [> or < peer]`:
 
     F3.2@0          forward of microbatch 2 through chunk 3 with weight version 0
     B3.2@0          its backward; or in two parts, I3.2@0 (gradient of the input) and W3.2@0 (of the weights)
-    RECV_F3.2@0<2   have a buffer ready for the input of that forward, which comes from rank 2
-    SEND_F3.2@0>4   send its output to rank 4, where chunk 4 takes it in
-    RECV_B3.2@0<4   have a buffer ready for the gradient of its output; SEND_B3.2@0>2 sends that of its input
+    RECV_F3.2@0<2   post the receive of that forward's input from rank 2
+    SEND_F3.2@0>4   send its output to rank 4, which holds chunk 4
+    RECV_B3.2@0<4   post the receive of its output's gradient; SEND_B3.2@0>2 sends that of its input
     GATHER3@0       from here on, chunk 3's units are gathered as they are used (ZeRO 3); FREE3@0 ends that
-    REDUCE3.2@0     its gradients, up to those of microbatch 2, are reduced over the replicas, as far as the backward
-                    before it has not begun to
-    UPDATE3@0       version 0 of the weights makes version 1
-    DROP3@0         no forward and no backward uses version 0 any more
-    REPAY3.2@0>0    send the gradient of weights that chunk 3 borrows from a chunk on rank 0
+    REDUCE3.2@0     reduce its gradients up to microbatch 2 over the replicas, except those that the backward before it
+                    has begun to reduce
+    UPDATE3@0       make version 1 of the weights from version 0
+    DROP3@0         free version 0, which no later forward or backward uses
+    REPAY3.2@0>0    send to rank 0 the gradient of the weights that chunk 3 borrows from it
     COLLECT0.2@0<3  wait for that gradient, and add it to chunk 0's
-    LEND0@1>3       send version 1 of weights that are lent to rank 3
-    BORROW3.5@1<0   have a buffer ready for them, to be taken in before the forward of microbatch 5
+    LEND0@1>3       send version 1 of the lent weights to rank 3
+    BORROW3.5@1<0   post their receive; the forward of microbatch 5 waits for it
 """
 
 import re
@@ -26,7 +26,7 @@ from zeroshard.errors import PlanError
 
 
 class Kind(StrEnum):
-    """What an action does."""
+    """Kinds of actions."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -48,7 +48,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset((Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT))
-BACKWARDS = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))  # what needs the gradient of the output
+BACKWARDS = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))  # they need the gradient of the output
 SENDS = frozenset((Kind.SEND_FORWARD, Kind.SEND_BACKWARD, Kind.REPAY, Kind.LEND))
 RECEIVES = frozenset((Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD, Kind.COLLECT, Kind.BORROW))
 
@@ -58,7 +58,7 @@ class Action(NamedTuple):
 
     Attributes:
         chunk: number of the chunk in the whole model, from the first layers to the last.
-        microbatch: number of the microbatch among those of all replicas; None where an action belongs to none.
+        microbatch: number of the microbatch among those of all replicas; None for an action without one.
         version: of the chunk's weights, counted in updates since the start of the list.
         peer: the rank at the other end of a message.
     """
@@ -88,7 +88,7 @@ class Action(NamedTuple):
                 f"{text!r} is no action; write a kind ({', '.join(Kind)}), chunk, .microbatch, @version and, for a "
                 f"message, >peer or <peer: F0.2@0, SEND_F0.2@0>1."
             )
-        microbatch, peer = (None if word is None else int(word) for word in (match[3], match[6]))
+        microbatch, peer = (None if digits is None else int(digits) for digits in (match[3], match[6]))
         return cls(kind, int(match[2]), microbatch, int(match[4]), peer)
 
 

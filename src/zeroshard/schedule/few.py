@@ -1,4 +1,4 @@
-"""Few microbatches: of which the memory and the times of many follow."""
+"""Few microbatches, from which memory and times of many are extrapolated."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -6,14 +6,14 @@ from fractions import Fraction
 from zeroshard.schedule.peaks import peaks
 from zeroshard.schedule.pipeline import PipelineSchedule
 
-ALIKE = 3  # microbatches from which on every further one costs the same
-MOST_FILLED = 8  # stages up to which few microbatches fill the pipeline
+ALIKE = 3  # microbatches after which each further one costs the same
+MOST_FILLED = 8  # stages of a pipeline that few microbatches still fill
 
 
 def few_microbatches(pipeline: PipelineSchedule) -> tuple[int, int] | None:
-    """Two numbers of microbatches, of which the larger one fills the stages where they are few; None where all count.
+    """Two numbers of microbatches, the larger of which fills a short pipeline; None where all microbatches must run.
 
-    A stream goes on from step to step, so that none of its microbatches is left out.
+    A stream goes on from step to step, so all its microbatches run.
     """
     d = pipeline.layout.stages
     less, more = (d, d + 1) if d <= MOST_FILLED else (ALIKE, ALIKE + 1)
@@ -25,6 +25,6 @@ def few_microbatches(pipeline: PipelineSchedule) -> tuple[int, int] | None:
 
 
 def in_flight(pipeline: PipelineSchedule, rank: int, microbatches: int) -> Fraction:
-    """Microbatches whose activations a rank keeps at once, at most, of so many in a step."""
+    """The most microbatches whose activations a rank keeps at once, in a step of so many."""
     lists = [replace(pipeline, microbatches=microbatches).step(rank)]
     return peaks(lists, pipeline.layout.chunks)[0].in_flight

@@ -1,4 +1,4 @@
-"""Layout: which rank has which chunk of the model, and which microbatches."""
+"""Layout: chunks and microbatches of each rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,13 +35,13 @@ class Layout:
 
     @classmethod
     def described(cls, replicas: tuple[int, ...], stages: int | None, chunks: int, usual: int) -> "Layout":
-        """The layout that numbers of replicas mean: one for all stages, or one for each.
+        """The layout with these numbers of replicas: one number for all stages, or one for each.
 
         Args:
-            stages: how many; None for as many as there are numbers, or `usual` where there is one.
+            stages: how many; None for one per number, or for `usual` where there is a single number.
 
         Raises:
-            ConfigError: numbers for another number of stages.
+            ConfigError: there are neither one nor `stages` numbers.
         """
         if len(replicas) == 1:
             return cls.equal(usual if stages is None else stages, chunks, replicas[0])
@@ -100,6 +100,6 @@ class Layout:
         return self.first_ranks[stage] + microbatch % self.replicas[stage]
 
     def microbatches_of(self, rank: int, first: int, last: int) -> Iterator[int]:
-        """Those of the microbatches [first, last) that come to a rank."""
+        """The microbatches of [first, last) that come to a rank."""
         replicas, own = self.replicas[self.stage_of(rank)], self.replica_of(rank)
         return iter(range(first + (own - first) % replicas, last, replicas))

@@ -1,4 +1,4 @@
-"""Lowering: pure passes that add to a rank's compute what memory and the wire need."""
+"""Lowering: pure passes that add gathers, reductions, updates and messages to a rank's compute."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -7,9 +7,9 @@ from zeroshard.schedule.actions import BACKWARDS, COMPUTE, Action, Kind, Schedul
 from zeroshard.schedule.layout import Layout
 
 VersionRule = Callable[[int], int]
-LOOKAHEAD = 2  # enough for every order that takes what it receives in soon, even if sends block
-LOANS_UNDER_WAY = 2  # messages of one loan and direction that need no receive before the sender goes on
-GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # what completes a microbatch's gradients
+LOOKAHEAD = 2  # computes; enough for every order that uses its inputs soon, even if sends block
+LOANS_UNDER_WAY = 2  # messages of one loan and direction that a sender may have without a receive
+GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # they complete a microbatch's gradients
 
 
 class Loan(NamedTuple):
@@ -20,13 +20,13 @@ class Loan(NamedTuple):
 
 
 def with_gathers(schedule: Schedule) -> Schedule:
-    """Gather a chunk for each run of forwards, or of backwards, that nothing else comes between (ZeRO 3).
+    """Gather a chunk for each unbroken run of its forwards or of its backwards (ZeRO 3).
 
-    A breadth-first schedule so gathers a chunk once per pass, and one that alternates gathers it for each microbatch.
+    A breadth-first schedule gathers a chunk once per pass, an alternating one for each microbatch.
     """
     lowered: Schedule = []
-    gathered: tuple[int, int, bool] | None = None  # chunk and version that are gathered, and whether for forwards
-    last = 0  # where the list of the last compute ends
+    gathered: tuple[int, int, bool] | None = None  # chunk, version, whether for forwards
+    last = 0  # position after the last compute
     for action in schedule:
         if action.kind in COMPUTE:
             needed = (action.chunk, action.version, action.kind is Kind.FORWARD)
@@ -62,8 +62,8 @@ def with_update(schedule: Schedule) -> Schedule:
 def with_updates(schedule: Schedule, every: int, version_of: VersionRule) -> Schedule:
     """Number the versions, update after every `every`-th backward, and drop versions after their last use.
 
-    For schedules that never flush. Microbatches are this rank's, counted from 0; `version_of` says which version a
-    microbatch uses, and never falls. A version is dropped before the update, which may then take its place.
+    For schedules that never flush. Microbatches are this rank's, counted from 0; `version_of` gives the
+    version that a microbatch uses, and never falls. A version is dropped before the update, which may reuse its buffer.
     """
     lowered: Schedule = []
     for action in schedule:
@@ -93,12 +93,12 @@ def with_repayments(schedule: Schedule, chunk: int, every: int, owner: int) -> S
 def with_borrowing(
     schedule: Schedule, chunk: int, owner: int, version_of: VersionRule | None, posted: int, made: int
 ) -> Schedule:
-    """Have room for the next version of what `chunk` borrows as soon as the last one was taken in.
+    """Post the receive of the next version that `chunk` borrows as soon as the version before it was used.
 
     Args:
-        version_of: the lent version that a microbatch uses, which is the one that the owner uses for it; None where
-            all use the same, and the next version comes at the end.
-        posted: the last version that there is room for before the list begins.
+        version_of: the version that owner and borrower use for a microbatch; None where all microbatches use the same
+            and the next version comes at the end.
+        posted: the last version whose receive is posted before the list begins.
         made: the last version that the owner makes by the end of the list.
     """
     lowered: Schedule = []
@@ -128,7 +128,7 @@ def with_lending(schedule: Schedule, chunk: int, borrower: int, every: int = 1) 
 
 
 def with_messages(schedule: Schedule, layout: Layout, rank: int, lookahead: int = LOOKAHEAD) -> Schedule:
-    """Send every output that another rank takes in right after it is made; be ready to receive it ahead of its use.
+    """Send every output that another rank needs right after it is made; post its receive ahead of its use.
 
     Args:
         lookahead: compute actions by which a receive buffer is ready before its use.
@@ -143,7 +143,7 @@ def with_messages(schedule: Schedule, layout: Layout, rank: int, lookahead: int 
 
 
 def _ahead(schedule: Schedule, needs: Mapping[int, Schedule], lookahead: int) -> Schedule:
-    """Put what an action needs before the compute that comes `lookahead` earlier."""
+    """Put the receives that an action needs before the compute that comes `lookahead` earlier."""
     computes = [n for n, action in enumerate(schedule) if action.kind in COMPUTE]
     early: dict[int, Schedule] = {}
     for place, n in enumerate(computes):

@@ -45,7 +45,7 @@ def gpipe(layout: Layout, stage: int, m: int) -> Schedule:
 
 
 def one_f_one_b_part(layout: Layout, stage: int, first: int, last: int) -> Schedule:
-    """Of an endless 1F1B, the part in which microbatches [first, last) go forward: each then lets an older one back."""
+    """The part of an endless 1F1B with the forwards of [first, last); an older backward follows each forward."""
     w = warm_up(layout, stage)
     actions = []
     for j in range(first, last):
@@ -56,7 +56,7 @@ def one_f_one_b_part(layout: Layout, stage: int, first: int, last: int) -> Sched
 
 
 def one_f_one_b_rest(layout: Layout, stage: int, last: int) -> Schedule:
-    """The backwards that an endless 1F1B still owes when no forward follows microbatch `last - 1`."""
+    """The backwards that remain in an endless 1F1B after the forward of microbatch `last - 1`."""
     return [Action(B, stage, j) for j in range(max(0, last - warm_up(layout, stage)), last)]
 
 
@@ -108,15 +108,15 @@ FLUSHING: dict[str, Order] = {
 }
 STREAMING = ("pipedream", "2bw")  # 1F1B that never flushes while it is fed
 SCHEDULES = (*FLUSHING, *STREAMING)
-CHUNKED = ("naive", "gpipe", "interleaved")  # what may have several chunks per stage
-UNEVEN = ("1f1b", "pipedream-flush", "pipedream")  # what may have other numbers of replicas from stage to stage
+CHUNKED = ("naive", "gpipe", "interleaved")  # may have several chunks per stage
+UNEVEN = ("1f1b", "pipedream-flush", "pipedream")  # stages may differ in their number of replicas
 
 
 def check(name: str, layout: Layout, m: int) -> None:
-    """Refuse what a schedule cannot do; m counts the microbatches per step and data rank.
+    """Check that a schedule supports a layout and m microbatches per step and data rank.
 
     Raises:
-        PlanError: what does not fit, and the way out.
+        PlanError: the setting that does not fit, and the way out.
     """
     if name not in SCHEDULES:
         raise PlanError(f"There is no schedule {name!r}; the schedules are {', '.join(SCHEDULES)}.")

@@ -1,4 +1,4 @@
-"""Peaks: how much each rank holds at once under given lists, by counting alone."""
+"""Peaks: the most that each rank holds at once under given lists, by counting alone."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ class Peak:
     Attributes:
         in_flight: microbatches whose activations are kept, from the forward to the backward or, where that is in two
             parts, to the gradient of the weights; in units of one microbatch of the rank's whole share.
-        weight_versions: of any one chunk's weights. An update adds one, except in the place of one that was dropped.
-        buffers: messages between chunks for which room is kept: receives that no forward or backward has taken in.
+        weight_versions: of any one chunk's weights. An update adds one, unless it reuses a dropped one.
+        buffers: messages between chunks: receives that are posted and not yet used by a forward or backward.
     """
 
     in_flight: Fraction
@@ -28,7 +28,7 @@ class Peak:
 def peaks(lists: Sequence[Schedule], chunks: int) -> list[Peak]:
     """The peaks of every rank; `chunks` is the number of chunks of each stage.
 
-    Lists in which no weights are used after an update are those of a flush, and update in place.
+    Lists that use no weights after an update end with a flush, and update in place.
     """
     flushes = not any(a.kind is Kind.DROP or (a.kind in COMPUTE and a.version) for actions in lists for a in actions)
     return [
@@ -42,12 +42,12 @@ def peaks(lists: Sequence[Schedule], chunks: int) -> list[Peak]:
 
 
 def _flights(action: Action) -> int:
-    """By how many chunks' activations of one microbatch an action changes what is kept."""
+    """The change in kept activations, in chunks of one microbatch."""
     return (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT))
 
 
 def _versions(actions: Schedule) -> Iterator[int]:
-    """How many versions of its chunk there are after each update or drop."""
+    """The number of versions of the chunk after each update or drop."""
     alive = Counter[int]()
     for action in actions:
         if action.kind is Kind.UPDATE or action.kind is Kind.DROP:
@@ -56,7 +56,7 @@ def _versions(actions: Schedule) -> Iterator[int]:
 
 
 def _buffers(actions: Schedule) -> Iterator[int]:
-    """How many receives are open after each."""
+    """The number of open receives after each action."""
     opened: set[tuple[bool, int, int | None]] = set()
     for action in actions:
         key = action.kind is Kind.FORWARD or action.kind is Kind.RECEIVE_FORWARD, action.chunk, action.microbatch

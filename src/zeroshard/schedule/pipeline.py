@@ -17,21 +17,21 @@ class PipelineSchedule:
     """A schedule over a layout.
 
     A schedule that flushes has the same list for every step. One that streams (PipeDream, 2BW) goes on from step to
-    step; `rest` is what remains to be done once nothing follows, after which it may start anew. Versions of weights
-    count the updates since that start; the microbatches of one step are numbered from 0, those of a stream on from
-    step to step.
+    step; `rest` drains it, after which it may start anew. Versions of weights
+    count the updates since that start; the microbatches of a step that flushes are numbered from 0, those of
+    a stream on from step to step.
 
     Attributes:
         name: one of `SCHEDULES`.
         microbatches: per step and data rank (an even layout has as many data ranks as replicas, an uneven one a
             single one that all replicas share).
-        vertical_sync: PipeDream: every stage uses the version that the input stage had (SOSP 2019, section 3.3).
+        vertical_sync: of PipeDream: every stage uses the version that the input stage had (SOSP 2019, section 3.3).
         reduce_each: reduce gradients after every microbatch.
         loans: weights that two chunks share.
         gathers: gather the chunks for use (ZeRO 3).
 
     Raises:
-        PlanError: what does not fit together.
+        PlanError: settings that do not fit together.
     """
 
     name: str
@@ -68,7 +68,7 @@ class PipelineSchedule:
         return 1 if self.name == "pipedream" else self.microbatches
 
     def step(self, rank: int, number: int = 0) -> Schedule:
-        """What a rank does in step `number` since the start, or the last flush."""
+        """The list of a rank for step `number` since the start, or the last flush."""
         stage = self.layout.stage_of(rank)
         m = self._share(rank)
         if not self.streams:
@@ -80,7 +80,7 @@ class PipelineSchedule:
         return self._streamed(compute, rank, number * m, made=0)
 
     def rest(self, rank: int, steps: int) -> Schedule:
-        """What a rank of a stream has still to do after `steps` steps."""
+        """The list that drains a rank of a stream after `steps` steps; empty for a schedule that flushes."""
         if not self.streams or steps == 0:
             return []
         stage, fed = self.layout.stage_of(rank), steps * self._share(rank)
@@ -96,12 +96,12 @@ class PipelineSchedule:
         return [self.step(rank) for rank in ranks]
 
     def unlike(self, steps: int) -> int:
-        """How many of so many steps are unlike the first: where each flushes, the first is like all."""
+        """How many of so many steps have lists of their own: all steps of a stream, one of a schedule that flushes."""
         return steps if self.streams else 1
 
     @property
     def title(self) -> str:
-        """The schedule in words, with what it alone has."""
+        """The schedule's name with its chunks and vertical sync."""
         name = "1f1b (PipeDream-flush)" if self.name == "1f1b" else self.name
         extra = f", {self.layout.chunks} chunks per stage" if self.layout.chunks > 1 else ""
         return name + extra + (", vertical sync" if self.vertical_sync else "")
@@ -112,9 +112,9 @@ class PipelineSchedule:
         return self.name == "zb-h1"
 
     def evaluation(self, rank: int, microbatch: int) -> Schedule:
-        """What a rank does to bring one microbatch forward through all chunks.
+        """The list of a rank that brings one microbatch forward through all chunks.
 
-        Chunks that are gathered for it are so by all their replicas, whichever of them has it.
+        All replicas of a chunk gather it, whichever of them has the microbatch.
         """
         layout = self.layout
         actions = [Action(Kind.FORWARD, c, microbatch) for c in layout.chunks_of(layout.stage_of(rank))]
@@ -127,7 +127,7 @@ class PipelineSchedule:
     def peers(self, loan: Loan, rank: int) -> list[int]:
         """The ranks to which `rank` lends, or from which it borrows, the weights of a loan.
 
-        Replica n of the borrower borrows from replica n of the owner, where there is one; else they go round again.
+        Replica n of the borrower borrows from replica n modulo the owner's replicas.
         """
         stages = self.layout.stages
         owners, borrowers = self.layout.members(loan.owner % stages), self.layout.members(loan.borrower % stages)
@@ -149,10 +149,10 @@ class PipelineSchedule:
 
     @property
     def _lookahead(self) -> int:
-        """Computes by which receives go ahead, so that no send waits for a send.
+        """Computes by which receives are posted ahead of their use, so that no send waits for a send.
 
-        Breadth-first, a rank is busy with one chunk while m/d rounds of outputs come to it for the next. Where one rank
-        of a stream faces r replicas, which reduce together, it is a round of r forwards and r backwards.
+        Breadth-first, m/d rounds of outputs for the next chunk arrive while a rank computes one chunk. A rank of a
+        stream that faces r replicas, which reduce together, needs a round of r forwards and r backwards.
         """
         lookahead = lower.LOOKAHEAD
         if self.name == "gpipe" and self.layout.chunks > 1:
@@ -168,7 +168,7 @@ class PipelineSchedule:
         return self._with_messages(actions, rank, first, made)
 
     def _with_messages(self, actions: Schedule, rank: int, first: int, made: int) -> Schedule:
-        """Add what goes to and comes from other ranks, and number the microbatches among those of all data ranks.
+        """Add the messages of a rank, and number its microbatches among those of all data ranks.
 
         `first` is this rank's first microbatch, `made` the last version that owners make for their borrowers.
         """
@@ -177,7 +177,7 @@ class PipelineSchedule:
         for loan in self.loans:
             lender, borrows = loan.owner % layout.stages, loan.borrower % layout.stages == stage
             if lender == loan.borrower % layout.stages:
-                continue  # both are here, and share the tensor itself
+                continue  # one stage holds both chunks, which share the tensor itself
             for peer in self.peers(loan, rank):
                 if borrows:
                     actions = lower.with_repayments(actions, loan.borrower, every, peer)

@@ -1,4 +1,4 @@
-"""Rules that the list of one rank keeps by itself: of weights, gradients and versions, and of what goes in and out."""
+"""Rules for the list of one rank: weights, gradients and versions, inputs and outputs."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
@@ -7,36 +7,36 @@ from dataclasses import dataclass, field
 from zeroshard.errors import PlanError
 from zeroshard.schedule.actions import BACKWARDS, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 
-Rule = str | None  # the rule that an action breaks, if it does
-COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.UPDATE)  # what all replicas of a chunk do together
-ANSWER = {  # the receive that a send needs at its peer
+Rule = str | None  # the rule that an action breaks; None if it breaks none
+COLLECTIVES = (Kind.GATHER, Kind.REDUCE, Kind.UPDATE)  # all replicas of a chunk take part
+RECEIVE_OF = {  # the receive that a send needs at its peer
     Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD,
     Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD,
     Kind.REPAY: Kind.COLLECT,
     Kind.LEND: Kind.BORROW,
 }
-QUESTION = {receive: send for send, receive in ANSWER.items()}
-EXPECTED = (Kind.GATHER, Kind.REPAY, Kind.COLLECT, Kind.LEND, Kind.BORROW)  # what binds others before it comes
-NUMBERED = COMPUTE | {Kind.REDUCE} | (SENDS | RECEIVES) - {Kind.LEND, Kind.BORROW}  # what names a microbatch
+SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
+EXPECTED = (Kind.GATHER, Kind.REPAY, Kind.COLLECT, Kind.LEND, Kind.BORROW)  # they bind actions before them too
+NUMBERED = COMPUTE | {Kind.REDUCE} | (SENDS | RECEIVES) - {Kind.LEND, Kind.BORROW}  # they name a microbatch
 
 
 def refusal(rank: int, place: int, action: Action, rule: str) -> PlanError:
-    """What to raise about an action that breaks a rule."""
+    """The error for an action that breaks a rule."""
     return PlanError(f"Rank {rank}, action {place}, {action}, {rule}.")
 
 
 @dataclass(slots=True)
 class Loans:
-    """What a chunk exchanges with the chunks that share weights with it, by their ranks."""
+    """Messages between a chunk and the chunks that share weights with it, by their ranks."""
 
-    repaid: dict[int | None, int | None] = field(default_factory=dict)  # the last microbatch whose gradients went there
-    collected: dict[int | None, int | None] = field(default_factory=dict)  # the last whose gradients came from there
-    lent: dict[int | None, int] = field(default_factory=dict)  # the last version that went there
+    repaid: dict[int | None, int | None] = field(default_factory=dict)  # the last microbatch repaid to each rank
+    collected: dict[int | None, int | None] = field(default_factory=dict)  # the last microbatch from each rank
+    lent: dict[int | None, int] = field(default_factory=dict)  # the last version lent to each rank
     lenders: set[int | None] = field(default_factory=set)
-    coming: set[int | None] = field(default_factory=set)  # microbatches whose forward is to take in a new version
+    coming: set[int | None] = field(default_factory=set)  # microbatches whose forward waits for a new version
 
     def expect(self, action: Action) -> None:
-        """Learn that a message of a loan will come."""
+        """Note that the list holds this message of a loan."""
         match action.kind:
             case Kind.REPAY:
                 self.repaid[action.peer] = None
@@ -48,7 +48,7 @@ class Loans:
                 self.lenders.add(action.peer)
 
     def end(self, latest: int, fed: int) -> Rule:
-        """The rule that the whole breaks, if it does; after microbatch `fed` the stream is cut off."""
+        """The rule that the loans break as a whole; after microbatch `fed` the stream is cut off."""
         passed_by = [j for j in self.coming if j is not None and j < fed]
         if passed_by:
             return f"borrows a version for microbatches that have no forward here: {names(passed_by)}"
@@ -63,7 +63,7 @@ class Loans:
 
 @dataclass(slots=True)
 class ChunkState:
-    """What one chunk has gone through on one rank. Dictionaries from microbatches give versions."""
+    """The state of one chunk on one rank after a part of the list. Dictionaries map microbatches to versions."""
 
     gathers: bool = False
     loans: Loans = field(default_factory=Loans)
@@ -72,20 +72,20 @@ class ChunkState:
     gathered: int | None = None
     forwards: dict[int | None, int] = field(default_factory=dict)
     backwards: dict[int | None, int] = field(default_factory=dict)
-    halves: dict[int | None, int] = field(default_factory=dict)  # input gradients that lack their weight gradients
+    halves: dict[int | None, int] = field(default_factory=dict)  # input gradients without their weight gradients so far
     sent: set[tuple[Kind, int | None]] = field(default_factory=set)
     unreduced: dict[int | None, int] = field(default_factory=dict)
     newest: int | None = None  # the last microbatch whose gradients are complete
-    reductions: list[int] = field(default_factory=list)  # since the last update, of how many microbatches each was
+    reductions: list[int] = field(default_factory=list)  # microbatches in each reduction since the last update
     users: Counter[int] = field(default_factory=Counter)  # version: microbatches between their forward and reduction
 
     def expect(self, action: Action) -> None:
-        """Learn that an action will come."""
+        """Note that the list holds an action."""
         self.gathers |= action.kind is Kind.GATHER
         self.loans.expect(action)
 
     def follow(self, action: Action) -> Rule:
-        """Take one action."""
+        """Apply one action; returns the rule that it breaks."""
         match action.kind:
             case Kind.FORWARD | Kind.BACKWARD | Kind.INPUT_GRADIENT | Kind.WEIGHT_GRADIENT:
                 return self._compute(action)
@@ -220,7 +220,7 @@ class ChunkState:
         return None
 
     def end(self) -> Rule:
-        """The rule that the whole breaks, if it does."""
+        """The rule that the list breaks as a whole."""
         unfinished = self.forwards.keys() - self.backwards.keys()
         if unfinished:
             return f"has forwards without a backward: microbatches {names(unfinished)}"
@@ -243,14 +243,14 @@ def names(numbers: Iterable[object]) -> str:
 
 @dataclass(slots=True)
 class ScheduleState:
-    """What one rank has gone through."""
+    """The state of one rank after a part of its list."""
 
     last: int
     chunks: dict[int, ChunkState] = field(default_factory=lambda: defaultdict(ChunkState))
-    posts: dict[tuple[Kind, int, int | None], int] = field(default_factory=dict)  # places of receives not taken in yet
-    channels: dict[tuple[Kind, int | None], deque[int]] = field(default_factory=lambda: defaultdict(deque))  # the same
-    inputs: dict[int, int] = field(default_factory=dict)  # place of a compute: place of the receive that it takes in
-    collectives: list[tuple[int, str]] = field(default_factory=list)  # with their places
+    posts: dict[tuple[Kind, int, int | None], int] = field(default_factory=dict)  # places of unused receives
+    channels: dict[tuple[Kind, int | None], deque[int]] = field(default_factory=lambda: defaultdict(deque))
+    inputs: dict[int, int] = field(default_factory=dict)  # place of a compute: place of the receive of its input
+    collectives: list[tuple[int, str]] = field(default_factory=list)  # (place, text)
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, ranks: int, last: int) -> "ScheduleState":
@@ -314,7 +314,7 @@ class ScheduleState:
 def _form(action: Action, rank: int, ranks: int) -> Rule:
     if action.kind in NUMBERED and action.microbatch is None:
         return "names no microbatch"
-    if action.kind in ANSWER or action.kind in QUESTION:
+    if action.kind in SENDS or action.kind in RECEIVES:
         if action.peer is None or not 0 <= action.peer < ranks:
             return f"names no peer; there are ranks 0 to {ranks - 1}"
         if action.peer == rank:

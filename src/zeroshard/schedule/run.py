@@ -30,7 +30,7 @@ class Interpreter:
             self._handlers[action.kind](action)
 
     def note(self, action: Action, start: float) -> None:
-        """Enter an action that has run since `start`, which may be later than that of its handler: it waits before."""
+        """Enter an action that has run since `start`, which excludes the time for which its handler waited."""
         if self.spans:
             span = (action, start, self.now())
             for spans in self.spans:
@@ -38,7 +38,7 @@ class Interpreter:
 
     @contextmanager
     def traced(self, spans: list[Timed]) -> Iterator[None]:
-        """Add to `spans` what runs inside, as (action, start, end) in seconds of the clock."""
+        """Add the actions that run inside to `spans`, as (action, start, end) in seconds of the clock."""
         self.spans = (*self.spans, spans)
         try:
             yield

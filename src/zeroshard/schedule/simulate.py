@@ -1,6 +1,6 @@
-"""Simulation: when every action of the lists happens, given what each chunk costs.
+"""Simulation: the time of every action of the lists, given the costs of each chunk.
 
-The lists are the very ones that are executed. Times are in seconds; whole numbers and fractions stay exact.
+The lists are those that are executed. Times are in seconds; whole numbers and fractions stay exact.
 """
 
 import math
@@ -23,19 +23,19 @@ PER_CHUNK = "forward backward input_gradient weight_gradient update reduce bound
 
 @dataclass(frozen=True)
 class Costs:
-    """What each chunk costs, one number per chunk; times and activations are those of one microbatch.
+    """The costs of each chunk, one number per chunk; times and activations are those of one microbatch.
 
     Attributes:
         forward: seconds.
         backward: seconds, of the whole.
-        input_gradient: seconds of the backward's first part; half of `backward` where not given.
+        input_gradient: seconds of the backward's first part; half of `backward` by default.
         weight_gradient: seconds of its second part; likewise.
-        update: seconds of one update; none where not given.
-        reduce: seconds of one reduction over the replicas, once all of them are there; none where not given.
-        boundary_bytes: the chunk's output; the gradient that comes back for it is as large. 0 where not given.
-        saved_bytes: what its forward keeps for its backward; 0 where not given.
-        parameter_bytes: one version of its weights; 0 where not given.
-        loan_bytes: weights that two chunks share.
+        update: seconds of one update; 0 by default.
+        reduce: seconds of one reduction over the replicas, once all of them are there; 0 by default.
+        boundary_bytes: of the chunk's output, and of its gradient; 0 by default.
+        saved_bytes: that its forward saves for its backward; 0 by default.
+        parameter_bytes: of one version of its weights; 0 by default.
+        loan_bytes: of the weights that two chunks share.
         bytes_per_second: of every link.
         latency_seconds: from the end of a send to the arrival of the last byte.
         recompute: only the chunk's input is kept, and its forward runs again before its backward, except where that
@@ -103,9 +103,9 @@ class Costs:
         return self.input_gradient[chunk] + self.weight_gradient[chunk] if split else self.backward[chunk]
 
     def activation_bytes(self, chunks: Sequence[int], in_flight: Fraction) -> int:
-        """What a rank with these chunks keeps of so many microbatches, taken to be spread evenly over the chunks.
+        """Bytes that a rank with these chunks keeps of so many microbatches, spread evenly over the chunks.
 
-        With recomputation the inputs of chunks, and all of the one that is computed again.
+        With recomputation, the inputs of all chunks and the saved tensors of the one that is recomputed.
         """
         if not self.recompute:
             return round(in_flight * sum(self.saved_bytes[c] for c in chunks))
@@ -113,18 +113,18 @@ class Costs:
         return round(in_flight * sum(inputs[c] for c in chunks)) + max(self.saved_bytes[c] for c in chunks)
 
     def travel(self, nbytes: int) -> float:
-        """Seconds for which a message occupies its channel."""
+        """Seconds that a message occupies its channel."""
         return 0 if math.isinf(self.bytes_per_second) else nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when on every rank, simulated or measured: what the drawings show.
+    """The actions of every rank with their times, simulated or measured, for a drawing.
 
     Attributes:
-        name: what it is, in a few words.
-        spans: for each rank, (action, start, end) in seconds, in order; where time starts does not matter.
-        notes: figures that stand beside the name.
+        name: the title.
+        spans: for each rank, (action, start, end) in seconds, in order, from any zero of time.
+        notes: figures beside the title.
     """
 
     name: str
@@ -137,8 +137,9 @@ class Steady:
     """A stream between fill and drain.
 
     Attributes:
-        microbatch_seconds: from one microbatch of a data rank to the next (of all data ranks, where they are shared).
-        bubble_fraction: idle time of all ranks, of all time.
+        microbatch_seconds: from one microbatch of a data rank to the next (of all data ranks, where stages share
+            them).
+        bubble_fraction: idle time over all time, of all ranks.
     """
 
     microbatch_seconds: float
@@ -147,12 +148,12 @@ class Steady:
 
 @dataclass(frozen=True)
 class Simulation:
-    """When everything ran. Idle time is counted in two ways: to the end of the slowest rank, and within a rank's own.
+    """The simulated times. Idle time is counted until the slowest rank ends, or between a rank's own start and end.
 
     Attributes:
-        spans: for each rank, (action, start, end) of what takes time: computes, and updates and reductions that do.
+        spans: for each rank, (action, start, end) of computes, and of updates and reductions that take time.
         makespan: from the start to the end of the slowest rank; for a schedule that flushes, the time of a step.
-        steady: of a schedule that streams; None for one that flushes, or a stretch too short to see it.
+        steady: of a stream; None for a schedule that flushes, or for too few steps.
     """
 
     spans: list[list[Span]]
@@ -165,26 +166,26 @@ class Simulation:
 
     @property
     def idle(self) -> list[float]:
-        """Seconds in which each rank does nothing, from the start to the makespan."""
+        """Idle seconds of each rank, from the start to the makespan."""
         return [self.makespan - busy for busy in self.busy]
 
     @property
     def window_idle(self) -> list[float]:
-        """Seconds in which each rank does nothing, from its own first start to its own last end.
+        """Idle seconds of each rank, from its own first start to its own last end.
 
-        What remains where the update waits for no other rank (2401.10241, section 4).
+        This idle time remains where the update waits for no other rank (2401.10241, section 4).
         """
         return [row[-1][2] - row[0][1] - busy if row else 0 for row, busy in zip(self.spans, self.busy, strict=True)]
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time of all ranks, of all time."""
+        """Idle time over all time, of all ranks."""
         whole = self.makespan * len(self.spans)
         return sum(self.idle) / whole if whole else 0
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time of all ranks over their busy time."""
+        """Idle time over busy time, of all ranks."""
         busy = sum(self.busy)
         return sum(self.idle) / busy if busy else 0
 
@@ -194,7 +195,7 @@ def simulate(lists: Sequence[Schedule], layout: Layout, costs: Costs) -> Simulat
 
     A compute starts when its rank is free and its input has arrived. Sending costs the rank nothing; the messages of
     one channel (source, destination, kind) leave one after another. A reduction waits for all replicas of its chunk,
-    and a COLLECT for its message; a BORROW lets the forward of its microbatch wait.
+    a COLLECT for its message, and the forward of a BORROW's microbatch for the borrowed weights.
 
     Raises:
         PlanError: costs for another number of chunks, or lists that wait for each other for ever.
@@ -220,7 +221,7 @@ def simulate(lists: Sequence[Schedule], layout: Layout, costs: Costs) -> Simulat
 
 
 class _Run:
-    """The clocks of all ranks, and what is under way between them. Ranks in `ready` can go on in their lists."""
+    """The clocks of all ranks, and the messages between them. Ranks in `ready` can go on in their lists."""
 
     def __init__(self, lists: Sequence[Schedule], layout: Layout, costs: Costs) -> None:
         ranks = range(len(lists))
@@ -233,20 +234,20 @@ class _Run:
         self.waiting: dict[Hashable, int] = {}
         self.channels: dict[Hashable, float] = {}  # when a channel is free again
         self.travels = [costs.travel(nbytes) for nbytes in costs.boundary_bytes]
-        self.numbers: Counter[Hashable] = Counter()  # of what has no microbatch of its own, in order
+        self.numbers: Counter[Hashable] = Counter()  # of messages that no microbatch identifies
         self.pending: dict[Hashable, list[Hashable]] = {}  # messages that a forward or a COLLECT needs
         self.meetings: dict[Hashable, dict[int, float]] = {}
         self.met: Counter[tuple[int, int]] = Counter()
 
     def advance(self, rank: int) -> None:
-        """Go on in a rank's list as far as what has arrived allows."""
+        """Go on in a rank's list until an input is missing."""
         costs, actions, arrived, spans = self.costs, self.lists[rank], self.arrived, self.spans[rank]
         chunks, now, local = len(self.travels), self.clock[rank], self.layout.stages == 1
         forward, backward, last = costs.forward, costs.backward, len(self.travels) - 1
         for at in range(self.at[rank], len(actions)):
             action = actions[at]
             kind, chunk, number, _, peer = action
-            key = 2 * chunks * (number or 0) + chunk  # of the input of a forward; of a backward's, `chunks` more
+            key = 2 * chunks * (number or 0) + chunk  # identifies a forward's input; `chunks` more, a backward's
             if kind is RECEIVE_F or kind is RECEIVE_B:
                 continue
             if kind is SEND_F:
@@ -303,7 +304,7 @@ class _Run:
             self.ready.append(waiter)
 
     def _other(self, rank: int, action: Action, now: float) -> float | None:
-        """When a rank has done what is neither compute nor a message of it; None if it must wait first."""
+        """The time after an action other than a compute or a message between chunks; None if the rank must wait."""
         kind, chunk, number, _, peer = action
         if kind is Kind.UPDATE:
             return self._spend(rank, action, now, self.costs.update[chunk])
@@ -322,12 +323,12 @@ class _Run:
         return now
 
     def _next(self, side: str, *channel: Hashable) -> Hashable:
-        """The next message of a channel, which has no microbatch of its own to be known by."""
+        """The key of a channel's next message, which no microbatch identifies."""
         self.numbers[side, channel] += 1
         return channel, self.numbers[side, channel]
 
     def _settle(self, rank: int, need: Hashable, now: float) -> float | None:
-        """When all that is pending for a need is there; None if that is not known yet."""
+        """The time at which all pending messages of `need` are there; None if that is not known yet."""
         keys = self.pending.get((rank, need), [])
         for key in keys:
             if key not in self.arrived:
@@ -337,7 +338,7 @@ class _Run:
         return max([now, *(self.arrived.pop(key) for key in keys)])
 
     def _meet(self, rank: int, chunk: int, now: float) -> float | None:
-        """When the last replica of a chunk is at its reduction; None if that is not known yet."""
+        """The time at which the last replica of a chunk is at its reduction; None if that is not known yet."""
         replicas = self.layout.replicas[chunk % self.layout.stages]
         if replicas == 1:
             return now
@@ -358,7 +359,7 @@ class _Run:
 
 
 def _steady(lists: Sequence[Schedule], spans: list[list[Span]], layout: Layout) -> Steady | None:
-    """The rhythm of the first rank's forwards from the middle of a stream to its last, in whole rounds."""
+    """Seconds a microbatch and bubble, by the first rank's forwards in the later half of a stream, in whole rounds."""
     kinds = [action.kind for action in lists[0]]
     if B not in kinds or Kind.UPDATE not in kinds or F not in kinds[kinds.index(Kind.UPDATE) :]:
         return None

@@ -1,4 +1,4 @@
-"""Spans: what each chunk cost, read from when its actions ran."""
+"""Spans: the costs of each chunk, read from the times of its actions."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ TIMES = {
 
 
 def costs_of(spans: Sequence[Sequence[Span]], pipeline: PipelineSchedule) -> Costs:
-    """What each chunk cost: the median time of each kind of action. Messages cost nothing."""
+    """The costs of each chunk: the median seconds of each kind of action. Messages cost nothing."""
     seconds = medians(spans)
     given: dict[str, Any] = {}
     for kind, name in TIMES.items():
@@ -31,9 +31,9 @@ def costs_of(spans: Sequence[Sequence[Span]], pipeline: PipelineSchedule) -> Cos
 
 
 def medians(spans: Sequence[Sequence[Span]]) -> dict[tuple[Kind, int], float]:
-    """The median time of each kind of action, chunk by chunk."""
+    """The median seconds of each kind of action, by kind and chunk."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for rank in spans:
         for action, start, end in rank:
             times[action.kind, action.chunk].append(end - start)
-    return {of: median(seconds) for of, seconds in times.items()}
+    return {key: median(seconds) for key, seconds in times.items()}

@@ -1,7 +1,7 @@
 """Verification: lists that break a rule are refused before anything runs.
 
-First the list of each rank is followed by itself (`rules`), then what ranks must agree on is compared (`_Together`),
-and last all lists are walked at once under sends that block (`_Walk`). All of it is linear in the number of actions.
+First each list is checked alone (`rules`), then against the lists of other ranks (`_CrossChecks`), and last all lists
+are walked at once under sends that block (`_Walk`). The time is linear in the number of actions.
 """
 
 from collections import Counter, defaultdict
@@ -10,29 +10,29 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from zeroshard.errors import PlanError
-from zeroshard.schedule.actions import COMPUTE, Action, Kind, Schedule
+from zeroshard.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
-from zeroshard.schedule.rules import ANSWER, QUESTION, ScheduleState, names, refusal
+from zeroshard.schedule.rules import RECEIVE_OF, SEND_OF, ScheduleState, names, refusal
 
 
 def verify(lists: Sequence[Schedule]) -> None:
-    """Check that the lists of all ranks are whole: each does its part, they fit together, and all come to their end.
+    """Check that the list of each rank is complete, that the lists fit together, and that no rank waits for ever.
 
     A list is one step of a schedule that flushes, or a stream from its start to its end; versions count from 0. SEND_F
     and SEND_B are taken to block until the peer has posted the receive, so that lists that pass need no other buffers;
-    REPAY and LEND send a copy, of which the sender keeps up to `LOANS_UNDER_WAY` per loan and direction.
+    REPAY and LEND send a copy; a sender keeps up to `LOANS_UNDER_WAY` of them per loan and direction.
 
     Raises:
-        PlanError: the first action that breaks a rule, its rank and place, and the rule; or what every rank waits for,
-            where none can go on.
+        PlanError: the first action that breaks a rule, its rank and place, and the rule; or, in a deadlock, the action
+            that each rank waits for.
     """
     last = max((action.chunk for schedule in lists for action in schedule), default=-1)
     ranks = [ScheduleState.of(schedule, rank, len(lists), last) for rank, schedule in enumerate(lists)]
-    together = _Together(lists, ranks)
-    together.check_microbatches(last)
-    together.check_collectives()
-    together.match_messages()
-    _Walk(together).run()
+    checks = _CrossChecks(lists, ranks)
+    checks.check_microbatches(last)
+    checks.check_collectives()
+    checks.match_messages()
+    _Walk(checks).run()
 
 
 class _Place(NamedTuple):
@@ -49,7 +49,7 @@ _Content = tuple[int | None, int | None]
 
 
 def _content(action: Action) -> _Content:
-    """What a message is, in the receiver's words."""
+    """The chunk and microbatch of a message at its receiver, or the version of lent weights."""
     kind, chunk, j, version, _ = action
     match kind:
         case Kind.SEND_FORWARD:
@@ -58,13 +58,13 @@ def _content(action: Action) -> _Content:
             return chunk - 1, j
         case Kind.LEND | Kind.BORROW:
             return None, version
-        case Kind.REPAY | Kind.COLLECT:  # the rules of each rank tie it to one update; microbatches may be others
+        case Kind.REPAY | Kind.COLLECT:  # the ranks' own rules tie it to one update; microbatches may differ
             return None, None
     return chunk, j
 
 
-class _Together:
-    """What ranks must agree on."""
+class _CrossChecks:
+    """Rules between the lists of several ranks."""
 
     def __init__(self, lists: Sequence[Schedule], ranks: Sequence[ScheduleState]) -> None:
         self.lists = lists
@@ -74,14 +74,14 @@ class _Together:
             for number, chunk in state.chunks.items():
                 if chunk.forwards:
                     self.members[number].append(rank)
-        self.messages: list[tuple[_Place, _Place]] = []  # a send, and the receive that takes it in
+        self.messages: list[tuple[_Place, _Place]] = []  # a send and its receive
         self.loans: dict[_Holder, set[_Holder]] = {}  # by borrower: owners
 
     def check_microbatches(self, last: int) -> None:
         """Every microbatch passes every chunk, each on one rank.
 
         Raises:
-            PlanError: the first that does not.
+            PlanError: the first microbatch that does not.
         """
         chunk_ranks: list[dict[int | None, int]] = []
         for number in range(last + 1):
@@ -118,15 +118,15 @@ class _Together:
         """Every send has its receive and the other way round, in the same order on every channel.
 
         Raises:
-            PlanError: the first message that has lost its other end, or is overtaken.
+            PlanError: the first message without its other end, or out of order.
         """
         channels: dict[tuple[int, int | None, Kind], tuple[list[_Place], list[_Place]]] = defaultdict(lambda: ([], []))
         for rank, schedule in enumerate(self.lists):
             for number, action in enumerate(schedule):
-                if action.kind in ANSWER:
+                if action.kind in SENDS:
                     channels[rank, action.peer, action.kind][0].append(_Place(rank, number))
-                elif action.kind in QUESTION and action.peer is not None:
-                    channels[action.peer, rank, QUESTION[action.kind]][1].append(_Place(rank, number))
+                elif action.kind in RECEIVES and action.peer is not None:
+                    channels[action.peer, rank, SEND_OF[action.kind]][1].append(_Place(rank, number))
         for sends, receives in channels.values():
             out, into = ([_content(self.action(place)) for place in places] for places in (sends, receives))
             if out != into:
@@ -158,42 +158,42 @@ class _Together:
         lost, awaited = Counter(out) - Counter(into), Counter(into) - Counter(out)
         for place, content in [*zip(sends, out, strict=True), *zip(receives, into, strict=True)]:
             action = self.action(place)
-            if content in (lost if action.kind in ANSWER else awaited):
-                other = ANSWER.get(action.kind) or QUESTION[action.kind]
+            if content in (lost if action.kind in SENDS else awaited):
+                other = RECEIVE_OF.get(action.kind) or SEND_OF[action.kind]
                 return self.refusal(place, f"has no {other} that belongs to it on rank {action.peer}")
         first = next(n for n, content in enumerate(out) if content != into[n])
         rule = f"comes where rank {receives[first].rank} takes in {self.action(receives[first])} first"
         return self.refusal(sends[first], rule)
 
     def refusal(self, place: _Place, rule: str) -> PlanError:
-        """What to raise about an action."""
+        """The error for the action at `place`."""
         return refusal(*place, self.action(place), rule)
 
     def action(self, place: _Place) -> Action:
-        """The action that stands there."""
+        """The action at `place`."""
         return self.lists[place.rank][place.number]
 
     def holder(self, place: _Place) -> _Holder:
-        """The rank and chunk that it belongs to."""
+        """The rank and chunk of the action at `place`."""
         return _Holder(place.rank, self.action(place).chunk)
 
 
-# What an action does in the walk: an event that counts down when a rank comes to it, those that must be down to zero
-# before the rank goes on, and one that counts down when it does.
+# An action in the walk: the event that it counts down on arrival, the events that must be zero before the rank goes on,
+# and the event that it counts down on leaving.
 _Step = tuple[int | None, tuple[int, ...], int | None]
 _NOTHING: _Step = (None, (), None)
 
 
 class _Walk:
-    """All lists, walked at once: events count down to zero, and a rank waits for the first that it lacks."""
+    """All lists, walked at once: events count down to zero, and a rank waits at the first that is not."""
 
-    def __init__(self, together: _Together) -> None:
-        self._together = together
-        self._lists = together.lists
-        self._counts = [1] * (2 * len(together.messages))  # message n is posted in event 2n and sent in event 2n + 1
-        self._reductions: dict[tuple[int, int], int] = {}  # chunk and how many came before: the event
-        self._ends: list[dict[int, int]] = [{} for _ in self._lists]  # place of a send or receive: message
-        for message, places in enumerate(together.messages):
+    def __init__(self, checks: _CrossChecks) -> None:
+        self._checks = checks
+        self._lists = checks.lists
+        self._counts = [1] * (2 * len(checks.messages))  # message n is posted in event 2n and sent in event 2n + 1
+        self._reductions: dict[tuple[int, int], int] = {}  # by chunk and earlier reductions of it: the event
+        self._ends: list[dict[int, int]] = [{} for _ in self._lists]  # by place of a send or receive: message
+        for message, places in enumerate(checks.messages):
             for place in places:
                 self._ends[place.rank][place.number] = message
         self._steps = [self._plan(rank) for rank in range(len(self._lists))]
@@ -209,16 +209,16 @@ class _Walk:
             kind, chunk = action.kind, action.chunk
             if kind in COMPUTE:
                 for message in coming.pop((chunk, action.microbatch), ()) if kind is Kind.FORWARD else ():
-                    borrowed[chunk, self._together.holder(self._together.messages[message][0])] = message
+                    borrowed[chunk, self._checks.holder(self._checks.messages[message][0])] = message
                 steps.append((None, self._inputs(_Place(rank, number), borrowed), None))
             elif kind is Kind.SEND_FORWARD or kind is Kind.SEND_BACKWARD:
                 steps.append((None, (2 * ends[number],), 2 * ends[number] + 1))
-            elif kind in ANSWER:  # of a loan: some are on their way at once
+            elif kind in SENDS:  # of a loan, which may have several messages under way
                 earlier = loaned[kind, chunk, action.peer]
                 waits = (2 * earlier[-LOANS_UNDER_WAY],) if len(earlier) >= LOANS_UNDER_WAY else ()
                 steps.append((None, waits, 2 * ends[number] + 1))
                 earlier.append(ends[number])
-            elif kind in QUESTION:
+            elif kind in RECEIVES:
                 if kind is Kind.BORROW:
                     coming[chunk, action.microbatch].append(ends[number])
                 needs = (2 * ends[number] + 1,) if kind is Kind.COLLECT else ()
@@ -226,7 +226,7 @@ class _Walk:
             elif kind is Kind.REDUCE:
                 event = self._reductions.setdefault((chunk, reduced[chunk]), len(self._counts))
                 if event == len(self._counts):
-                    self._counts.append(len(self._together.members[chunk]))
+                    self._counts.append(len(self._checks.members[chunk]))
                 reduced[chunk] += 1
                 steps.append((event, (event,), None))
             else:
@@ -234,19 +234,19 @@ class _Walk:
         return steps
 
     def _inputs(self, place: _Place, borrowed: Mapping[tuple[int, _Holder], int]) -> tuple[int, ...]:
-        """The events that a compute waits for: its input is sent, and the weights that it borrows."""
-        action, ranks = self._lists[place.rank][place.number], self._together.ranks
+        """The events that a compute waits for: the sends of its input and of the weights that it borrows."""
+        action, ranks = self._lists[place.rank][place.number], self._checks.ranks
         post = ranks[place.rank].inputs.get(place.number)
         needs = [] if post is None else [2 * self._ends[place.rank][post] + 1]
         if action.kind is Kind.FORWARD:
-            for owner in self._together.loans.get(_Holder(place.rank, action.chunk), ()):
+            for owner in self._checks.loans.get(_Holder(place.rank, action.chunk), ()):
                 message = borrowed.get((action.chunk, owner))
-                have = 0 if message is None else self._together.action(self._together.messages[message][0]).version
-                uses = (ranks[rank].chunks[owner.chunk].forwards for rank in self._together.members[owner.chunk])
+                have = 0 if message is None else self._checks.action(self._checks.messages[message][0]).version
+                uses = (ranks[rank].chunks[owner.chunk].forwards for rank in self._checks.members[owner.chunk])
                 wanted = next((own[action.microbatch] for own in uses if action.microbatch in own), None)
                 if have != wanted:
                     rule = f"uses version {have} of what chunk {owner.chunk} lends it, which itself uses {wanted} there"
-                    raise self._together.refusal(place, rule)
+                    raise self._checks.refusal(place, rule)
                 needs += [] if message is None else [2 * message + 1]
         return tuple(needs)
 
@@ -254,7 +254,7 @@ class _Walk:
         """Walk to the end.
 
         Raises:
-            PlanError: what every rank waits for, where none can go on.
+            PlanError: a deadlock, with the action that each rank waits for.
         """
         counts, at = self._counts, self._at
         arrived = [False] * len(at)  # whether the arrival at the present action has been counted
@@ -285,13 +285,13 @@ class _Walk:
         blocked = sorted((rank, event) for event, ranks in waiting.items() for rank in ranks)
         places = [(rank, self._at[rank], event) for rank, event in blocked]
         lines = [
-            f"rank {r} at action {n}, {self._lists[r][n]}, waits for {self._what(event)}" for r, n, event in places
+            f"rank {r} at action {n}, {self._lists[r][n]}, waits for {self._text_of(event)}" for r, n, event in places
         ]
         return f"No rank can go on: {'; '.join(lines)}. Let receives come earlier, or change the order."
 
-    def _what(self, event: int) -> str:
-        if event < 2 * len(self._together.messages):
-            rank, number = self._together.messages[event // 2][1 - event % 2]
+    def _text_of(self, event: int) -> str:
+        if event < 2 * len(self._checks.messages):
+            rank, number = self._checks.messages[event // 2][1 - event % 2]
             return f"{self._lists[rank][number]} on rank {rank}, action {number}"
         chunk, before = next(key for key, number in self._reductions.items() if number == event)
-        return f"reduction {before} of chunk {chunk} on ranks {names(self._together.members[chunk])}"
+        return f"reduction {before} of chunk {chunk} on ranks {names(self._checks.members[chunk])}"
