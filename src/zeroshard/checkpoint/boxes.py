@@ -1,8 +1,8 @@
 """Boxes of a tensor: a start and a length per dimension.
 
-Slices of ranks become boxes in a checkpoint: a range of a flattened tensor is a few boxes, and so is a range of one
-rank's share under tensor parallelism, which is a box itself. The values of several boxes lie in one flat tensor, box
-after box, each in row-major order.
+A checkpoint stores the slices of ranks as boxes: a range of a flattened tensor is a few boxes, and so is a range of a
+tensor-parallel shard, which is a box itself. The values of several boxes lie in one flat tensor, box after box, each in
+row-major order.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-PRIME = 2**127 - 1  # of the arithmetic in `tiles`
+PRIME = 2**127 - 1  # modulus of the arithmetic in `tiles`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Box:
         return math.prod(self.shape)
 
     def inside(self, whole: "Box") -> bool:
-        """Whether this is a box, and no element of it is outside of `whole`."""
+        """Whether this is a box, all of whose elements are in `whole`."""
         if not len(self.start) == len(self.shape) == len(whole.shape):
             return False
         for start, length, origin, size in zip(self.start, self.shape, whole.start, whole.shape, strict=True):
@@ -68,9 +68,9 @@ class Box:
 
 
 def cut(box: Box, low: int, high: int) -> list[Box]:
-    """The boxes that make up the elements [low, high) of `box` in row-major order; as few as keep that order.
+    """The fewest boxes that hold the elements [low, high) of `box`, in row-major order.
 
-    They are the rest of a first row, the whole rows after it, and the beginning of a last row, where a row has one
+    These are the rest of a first row, the whole rows after it, and the beginning of a last row, where a row has one
     dimension less and is cut likewise: at most 2 * dimensions - 1 boxes.
     """
     if low >= high:
@@ -108,12 +108,12 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def extent(boxes: Sequence[Box], wanted: Sequence[Box]) -> range:
-    """From the first to the last element of `boxes`, which lie in one flat tensor, that is also in one of `wanted`."""
+    """The range of `boxes`, one after the other in a flat tensor, that spans all their elements in `wanted`."""
     low, high = sum(box.numel for box in boxes), 0
-    for at, box in _offsets(boxes):
+    for offset, box in _offsets(boxes):
         for common in filter(None, (intersection(box, other) for other in wanted)):
-            low = min(low, at + common.offset(box))
-            high = max(high, at + common.end(box))
+            low = min(low, offset + common.offset(box))
+            high = max(high, offset + common.end(box))
     return range(low, high) if low < high else range(0)
 
 
@@ -121,31 +121,31 @@ def copy_common(into: torch.Tensor, wanted: Sequence[Box], values: torch.Tensor,
     """Copy the elements that two flat tensors have in common.
 
     Args:
-        into: what is filled, where the boxes `wanted` lie one after the other.
-        values: what is copied, where the boxes `held` do.
+        into: the target, in which the boxes `wanted` lie one after the other.
+        values: the source, in which the boxes `held` do.
 
     Returns:
-        How many elements were copied.
+        The number of elements copied.
     """
     copied = 0
-    for at, target in _offsets(wanted):
-        for there, source in _offsets(held):
+    for target_at, target in _offsets(wanted):
+        for source_at, source in _offsets(held):
             common = intersection(target, source)
             if common is not None:
-                found = values[there : there + source.numel].view(source.shape)[common.slices(source)]
-                into[at : at + target.numel].view(target.shape)[common.slices(target)].copy_(found)
+                found = values[source_at : source_at + source.numel].view(source.shape)[common.slices(source)]
+                into[target_at : target_at + target.numel].view(target.shape)[common.slices(target)].copy_(found)
                 copied += common.numel
     return copied
 
 
 def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes hold every element of a tensor exactly once; in a time that is linear in their number.
+    """Whether boxes hold every element of a tensor exactly once, in time linear in their number.
 
-    [Note: random volumes] Volumes that add up to the tensor's prove nothing: one box may overlap another by as much as
-    is missing elsewhere. So each coordinate of each dimension gets a random mark, and a length is the difference of two
+    [Note: random volumes] Volumes that add up to that of the tensor prove nothing: an overlap may be as large as a gap.
+    So each coordinate of each dimension gets a random mark, and a length is the difference of two
     marks modulo a prime. For boxes that tile the tensor the volumes add up whatever the marks are. For others the
     difference is a polynomial in the marks, which is zero for at most dimensions/PRIME of all marks (Schwartz-Zippel).
-    The marks are drawn anew each time, so nobody can make boxes that fit them.
+    The marks are drawn anew each time, so a forged manifest cannot fit them.
     """
     marks: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(PRIME)) for _ in shape]
 
@@ -159,7 +159,7 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _offsets(boxes: Sequence[Box]) -> Iterator[tuple[int, Box]]:
-    """Where each of several boxes begins in a flat tensor that holds them one after the other."""
+    """The offset of each box in a flat tensor that holds them one after the other, and the box."""
     return zip(itertools.accumulate((box.numel for box in boxes), initial=0), boxes, strict=False)
 
 

@@ -1,12 +1,12 @@
 """The checkpoint commit: every rank writes its shard, rank 0 the manifest, and one rename makes the checkpoint exist.
 
     step-00000100.tmp-TOKEN/rank-*.safetensors    each rank writes and syncs its own
-    step-00000100.tmp-TOKEN/MANIFEST.json         rank 0, when all have said what they wrote; synced, then the folder
+    step-00000100.tmp-TOKEN/MANIFEST.json         rank 0, after the reports of all ranks; synced, then the folder
     step-00000100/                                renamed, and the folder above synced
 
-Digests are made from memory before a byte is written, so that what a disk or a wire changes is seen. The manifest is
-read back before the rename, and a sample of the rest before older checkpoints go. Whatever fails on any rank, the
-folder of that name is not there, and all ranks learn why.
+Digests are computed in memory before a byte is written, so a fault of a disk or network is found. The manifest is read
+back before the rename, and a sample of the rest before older checkpoints are removed. After a failure on any rank there
+is no folder of that name, and all ranks raise its cause.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ class WriteOrder:
     """One checkpoint as one rank is to write it.
 
     Attributes:
-        token: what tells the folder that is being written from that of any other try.
-        pieces: this rank's.
-        facts: this rank's facts.
-        merge: makes the manifest's facts out of those of all ranks; called on rank 0.
-        keep: how many checkpoints of the folder stay; None for all.
+        token: part of the name of the temporary folder, unique to this attempt.
+        pieces: the tensors of this rank.
+        facts: the facts of this rank.
+        merge: the manifest's facts, made on rank 0 from those of all ranks.
+        keep: number of checkpoints that stay in the folder; None for all.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class WriteOrder:
 
     @property
     def temporary(self) -> Path:
-        """Where it is being written."""
+        """The folder that is written before the rename."""
         return self.path.with_name(f"{self.path.name}.tmp-{self.token}")
 
 
@@ -58,18 +58,18 @@ def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
     """Carry out an order; every rank calls it, and all succeed or all raise.
 
     Raises:
-        CheckpointError: some rank could not write.
+        CheckpointError: a rank could not write.
     """
     problem, shard = None, {}
     try:
         order.disk.make_folder(order.temporary)
-        json.dumps(order.facts)  # what is no JSON cannot even be told
+        json.dumps(order.facts)  # facts that are not JSON cannot be sent either
         shard = _write_shard(order, file_of(mesh.rank, mesh.ranks))
-    except Exception as error:  # of whatever kind: the others wait for a word
+    except Exception as error:  # of any kind: the other ranks wait for a report
         problem = _text_of(error)
     try:
         parts = coordination.collect([problem, shard, None if problem else order.facts])
-    except CheckpointError as error:  # a rank is gone
+    except CheckpointError as error:  # a rank has ended
         parts = [[_text_of(error), {}, None]]
     if mesh.rank == 0:
         problem = next((found for found, _, _ in parts if found), None) or _commit(order, parts)
@@ -86,7 +86,7 @@ def write(order: WriteOrder, mesh: Mesh, coordination: Coordination) -> None:
 
 
 def _write_shard(order: WriteOrder, file: str) -> dict[str, Any]:
-    """Write a rank's pieces; what the manifest must know of them."""
+    """Write the pieces of a rank; returns their entries for the manifest."""
     pieces = sorted(order.pieces, key=lambda piece: in_order(piece.values.dtype))
     chunks = [Chunk(file, piece.box, ()) for piece in pieces]
     slots = [
@@ -102,7 +102,7 @@ def _write_shard(order: WriteOrder, file: str) -> dict[str, Any]:
 
 
 def _commit(order: WriteOrder, parts: list[list[Any]]) -> str | None:
-    """Write the manifest and let the checkpoint exist; returns what went wrong."""
+    """Write the manifest and rename the folder; returns the problem, or None."""
     disk, path, temporary = order.disk, order.path, order.temporary
     try:
         if path.exists():
@@ -121,13 +121,13 @@ def _commit(order: WriteOrder, parts: list[list[Any]]) -> str | None:
             with contextlib.suppress(OSError):
                 disk.rename(path, temporary)
             raise
-    except Exception as error:  # of whatever kind: the others wait for a word
+    except Exception as error:  # of any kind: the other ranks wait for a report
         return _text_of(error)
     return None
 
 
 def _manifest(order: WriteOrder, parts: list[list[Any]]) -> Manifest:
-    """What all ranks wrote."""
+    """The manifest of the shards of all ranks."""
     manifest = Manifest({**order.merge([facts for _, _, facts in parts]), "ranks": len(parts)})
     chunks: dict[str, list[Chunk]] = {}
     for _, shard, _ in parts:

@@ -1,4 +1,4 @@
-"""How two checkpoints differ in what they hold, block by block, whatever plans wrote them."""
+"""The differences of two checkpoints in facts and tensors, block by block, whatever plans wrote them."""
 
 import math
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from zeroshard.checkpoint.manifest import COPIES
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 
-# Facts of how it was written, not of what.
+# Facts about how a checkpoint was written, not about the state in it.
 LAYOUT = ("zeroshard", "torch", "plan", "ranks", "cut", "gradient_layouts", "last_update")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor that is not the same in both.
+    """A tensor that differs.
 
     Attributes:
-        a, b: its dtype and shape.
-        largest: the largest absolute difference of two elements; None where there is none or it is NaN.
+        a, b: its dtype and shape in each checkpoint.
+        largest: the largest absolute difference of two elements; None if the shapes differ, or if not finite.
     """
 
     a: str
@@ -31,13 +31,15 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """What differs.
+    """The differences of two checkpoints.
 
     Attributes:
-        facts: by dotted key, both values; None where one lacks it.
-        layout: likewise of what says how it was written. A state is the same under every layout, but for the random
-            numbers of ranks, which are compared where as many ranks wrote.
-        same: how many tensors are equal to the last bit.
+        facts: by dotted key, both values; None for a missing one.
+        layout: likewise the facts about how each was written. A state is the same under every layout, except for the
+            random numbers of ranks, which are compared if equally many ranks wrote.
+        only_a, only_b: names of the tensors of one checkpoint alone.
+        different: by name, the tensors that differ.
+        same: number of tensors equal to the last bit.
     """
 
     facts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -54,10 +56,10 @@ class Comparison:
 
 
 def compare(a: Reader, b: Reader) -> Comparison:
-    """Compare facts and every byte of every tensor; a block of each is in memory at a time.
+    """Compare facts and every byte of every tensor; one block of each is in memory at a time.
 
     Raises:
-        DamagedError: one of them is not what was written.
+        DamagedError: a block does not match its digest.
     """
     found = Comparison()
     mine, theirs = dict(_flat(a.facts)), dict(_flat(b.facts))
@@ -82,9 +84,9 @@ def compare(a: Reader, b: Reader) -> Comparison:
 
 def _difference(a: Reader, b: Reader, name: str) -> Difference | None:
     one, other = a.tensors[name], b.tensors[name]
-    what = [f"{str(e.dtype).removeprefix('torch.')} {'x'.join(map(str, e.shape)) or 'scalar'}" for e in (one, other)]
+    kinds = [f"{str(e.dtype).removeprefix('torch.')} {'x'.join(map(str, e.shape)) or 'scalar'}" for e in (one, other)]
     if one.shape != other.shape:
-        return Difference(what[0], what[1], None)
+        return Difference(kinds[0], kinds[1], None)
     same, largest = one.dtype == other.dtype, 0.0
     for mine, theirs in _blocks(a, b, name):
         if mine.dtype != theirs.dtype or bytes_of(mine) != bytes_of(theirs):
@@ -94,15 +96,15 @@ def _difference(a: Reader, b: Reader, name: str) -> Difference | None:
             if math.isnan(largest):
                 break
     finite = None if math.isnan(largest) or math.isinf(largest) else largest
-    return None if same else Difference(what[0], what[1], finite)
+    return None if same else Difference(kinds[0], kinds[1], finite)
 
 
 def _blocks(a: Reader, b: Reader, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same elements of both, flat and each in its own dtype, block by block; of copies, each with its like."""
+    """The same elements of both, flat and each in its own dtype, block by block; copies in pairs."""
     one, other = a.tensors[name], b.tensors[name]
     if name.partition(":")[0] in COPIES:
-        alike = len(one.chunks) == len(other.chunks)
-        for part in range(len(one.chunks) if alike else 1):
+        paired = len(one.chunks) == len(other.chunks)
+        for part in range(len(one.chunks) if paired else 1):
             yield a.whole(name, part), b.whole(name, part)
         return
     step = BLOCK // max(one.dtype.itemsize, other.dtype.itemsize)
@@ -115,7 +117,7 @@ def _blocks(a: Reader, b: Reader, name: str) -> Iterator[tuple[torch.Tensor, tor
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest absolute difference; equal infinities differ by nothing."""
+    """The largest absolute difference; equal infinities count as 0."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     return (a - b).abs().masked_fill(a == b, 0).max().item() if a.numel() else 0.0

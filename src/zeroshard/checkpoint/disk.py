@@ -1,4 +1,4 @@
-"""The few operations by which a checkpoint gets onto a disk, in one place: each can fail, and tests make each fail."""
+"""The disk operations of a checkpoint in one place: each can fail, and tests make each fail."""
 
 import contextlib
 import os
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-BUFFER = 2**20  # bytes of small writes that are collected
+BUFFER = 2**20  # bytes of the buffer for small writes
 
 
 class CheckpointDisk:
     """Writes files and folders so that they survive a loss of power once they are synced.
 
-    Every operation first calls `reached` with its name and path, which does nothing here.
+    Every operation first calls `reached` with its name and path; tests override it.
     """
 
     def reached(self, operation: str, path: Path) -> None:
         """An operation is about to begin."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it, whose names are synced; it may be there: every rank asks for it."""
+        """Make a folder and its missing parents, and sync their names; every rank calls it, so the folder may exist."""
         self.reached("make folder", path)
         made = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -29,14 +29,14 @@ class CheckpointDisk:
 
     @contextlib.contextmanager
     def create(self, path: Path) -> Iterator[BinaryIO]:
-        """A new file to write into, closed at the end; it must not be there yet."""
+        """A new file to write into, closed at the end; it must not exist yet."""
         self.reached("create", path)
         file = path.open("xb", buffering=BUFFER)
         try:
             yield file
             file.close()
         finally:
-            with contextlib.suppress(OSError):  # what made the write fail fails again when it is closed
+            with contextlib.suppress(OSError):  # the cause of a failed write makes the close fail too
                 file.close()
 
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
@@ -45,14 +45,14 @@ class CheckpointDisk:
         file.write(content)
 
     def sync(self, file: BinaryIO) -> None:
-        """Bring a file onto the disk."""
+        """Flush and sync a file."""
         self.reached("flush", Path(file.name))
         file.flush()
         self.reached("sync", Path(file.name))
         os.fsync(file.fileno())
 
     def sync_folder(self, folder: Path) -> None:
-        """Bring the names in a folder onto the disk."""
+        """Sync the names in a folder."""
         self.reached("sync folder", folder)
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -61,11 +61,11 @@ class CheckpointDisk:
             os.close(handle)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Give a folder another name in one step; nothing may be there but an empty folder."""
+        """Rename a folder in one step; only an empty folder may have the new name."""
         self.reached("rename", path)
         path.rename(to)
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder and what is in it; what is gone already is no error."""
+        """Remove a folder and its content; files that are gone already are no error."""
         self.reached("remove", folder)
         shutil.rmtree(folder, ignore_errors=True)

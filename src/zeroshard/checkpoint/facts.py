@@ -1,4 +1,4 @@
-"""What a checkpoint says besides its tensors: how values become JSON and back, and what each of them must be."""
+"""The facts of a checkpoint besides its tensors: their form in JSON, and the type and range of each."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def plain(value: Any) -> Any:
-    """A scalar tensor as ["tensor", dtype, value], NaN and infinities as ["float", name], the rest as it is.
+    """A scalar tensor as ["tensor", dtype, value], NaN and infinities as ["float", name], all else unchanged.
 
     Raises:
         CheckpointError: a tensor of several elements, which is no option of an optimizer.
@@ -33,10 +33,10 @@ def plain(value: Any) -> Any:
 
 
 def setting(value: Any) -> Any:
-    """What `plain` made of an option or a scalar state, as it was; JSON has lists where there were tuples.
+    """The option or scalar state that `plain` was given; lists of JSON become tuples.
 
     Raises:
-        ValueError: nothing that `plain` makes.
+        ValueError: `plain` makes no such value.
     """
     match value:
         case ["tensor", str(dtype), inner] if dtype in DTYPES:
@@ -54,13 +54,13 @@ def setting(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a message."""
+    """A value in at most `SHOWN` characters, for a message."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def unfit(value: Any, at: str = "extra") -> str | None:
-    """Why a value would not come back from JSON as it is, with its place; None if it would. Tuples become lists."""
+    """The reason why JSON cannot keep a value, with its place; None if it can, but for tuples, which become lists."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -79,10 +79,10 @@ def unfit(value: Any, at: str = "extra") -> str | None:
 
 
 def check_facts(path: Path, facts: dict[str, Any]) -> None:
-    """Check every fact for its type and range; the manifest has checked those that all readers need.
+    """Check the type and range of every fact but `CHECKED_BEFORE`, which reading the manifest has checked.
 
     Raises:
-        DamagedError: one is missing, unknown or none, with its name and what it must be.
+        DamagedError: a fact is missing, unknown, or out of range, with its name and the values it may have.
     """
     unknown = sorted(facts.keys() - FACTS.keys() - set(CHECKED_BEFORE))
     if unknown:
@@ -90,13 +90,13 @@ def check_facts(path: Path, facts: dict[str, Any]) -> None:
             f"{path} is not to be trusted: its manifest says {shown(unknown[0])}, which this zeroshard does not "
             f"know. Use an earlier checkpoint, or the version that wrote this one."
         )
-    for name, (fits, what) in FACTS.items():
+    for name, (fits, needed) in FACTS.items():
         if name not in facts and name in OPTIONAL:
             continue
         if name not in facts or not fits(facts[name]):
             found = f"says that {name} is {shown(facts[name])}" if name in facts else f"has no {name}"
             raise DamagedError(
-                f"{path} is not to be trusted: its manifest {found}, and {name} must be {what}. Use an earlier "
+                f"{path} is not to be trusted: its manifest {found}, and {name} must be {needed}. Use an earlier "
                 f"checkpoint."
             )
     if not _fits_ranks(facts["cut"], facts["ranks"]):

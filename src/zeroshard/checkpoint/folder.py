@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one per saved step: which are whole, which may go."""
+"""A folder of checkpoints, one per saved step: the committed ones, and the removal of old ones."""
 
 import contextlib
 import re
@@ -46,7 +46,7 @@ def put_aside(path: Path, disk: CheckpointDisk | None = None) -> Path:
 
 
 def clear(folder: Path, disk: CheckpointDisk | None = None) -> None:
-    """Remove what a run that died left half written or half removed; only for whoever writes alone."""
+    """Remove checkpoints that a dead run left half written or half removed; no run may be writing into the folder."""
     if folder.is_dir():
         for path in folder.iterdir():
             if LEFT_OVER.fullmatch(path.name):
@@ -54,14 +54,14 @@ def clear(folder: Path, disk: CheckpointDisk | None = None) -> None:
 
 
 def retain(newest: Path, keep: int, disk: CheckpointDisk) -> None:
-    """Of the checkpoints beside `newest`, keep so many that there are `keep` with it; the oldest go first.
+    """Remove the oldest checkpoints beside `newest` until `keep` remain, `newest` included.
 
     Raises:
         CheckpointError: `newest` cannot be read back; nothing was removed.
     """
     for problem in Reader(newest).problems(sample=True):
         raise CheckpointError(problem)
-    with contextlib.suppress(OSError):  # they will go another time
+    with contextlib.suppress(OSError):  # a later save removes them
         others = [path for _, path in committed(newest.parent) if path.name != newest.name]
         for path in others[: max(0, len(others) - max(0, keep - 1))]:
             gone = path.with_name(f"{path.name}.gone-{newest.name}")

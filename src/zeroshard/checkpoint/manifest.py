@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint: what there is, where, and the digests of every byte, as JSON that proves itself.
+"""The manifest of a checkpoint: its tensors, their places, and the digests of every byte, as JSON with its own digest.
 
-The last entry of the file is the SHA-256 of all bytes before it. Reading trusts nothing: every value is checked for its
-type and range, files are named by one pattern inside the folder, and nothing is allocated by what a number claims.
+The last entry of the file is the SHA-256 of all bytes before it. Reading trusts no value: each is checked for its type
+and range, files are named by one pattern inside the folder, and no allocation has a size that the manifest claims.
 
-[Note: format 2] Chunks are boxes of a tensor. In format 2 they were ranges of the flattened tensor, that is boxes of a
-tensor of one dimension; each is read as the few boxes of the tensor that it consists of.
+[Note: format 2] Chunks are boxes of a tensor. In format 2 they were ranges of the flattened tensor, that is boxes of
+one dimension; each is read as the few boxes of the tensor that it consists of.
 """
 
 import hashlib
@@ -22,22 +22,22 @@ from zeroshard.checkpoint.stream import BLOCK, CODES
 from zeroshard.errors import CheckpointError, DamagedError
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 3  # that is written
-FORMATS = (2, 3)  # that are read
-MOST_BYTES = 2**28  # of a manifest
-MOST = 2**53  # of any count
-MOST_AXES = 64  # of a tensor, as in torch
-COPIES = ("buffer", "rng")  # kinds of which every chunk is a whole copy; the chunks of all others tile their tensor
+FORMAT = 3  # written
+FORMATS = (2, 3)  # readable
+MOST_BYTES = 2**28  # limit on the size of a manifest
+MOST = 2**53  # limit on any count
+MOST_AXES = 64  # limit on the dimensions of a tensor, as in torch
+COPIES = ("buffer", "rng")  # kinds whose chunks are whole copies; the chunks of all others tile their tensor
 TAIL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor: its file, where its values lie flat, and the CRC-32 of each block of their bytes.
+    """A box of a tensor: its file, in which its values lie flat, and the CRC-32 of each block of their bytes.
 
     Attributes:
-        flattened: the shape of the tensor where the box is one of the flattened tensor ([Note: format 2]).
+        flattened: the shape of the tensor, if the box is a range of its elements ([Note: format 2]).
     """
 
     file: str
@@ -86,14 +86,14 @@ class FileEntry:
 
 @dataclass(slots=True)
 class Manifest:
-    """All that is no tensor (`facts`), the files, and the tensors by logical name `kind:NAME`."""
+    """The facts besides tensors, the files, and the tensors by logical name `kind:NAME`."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     def dump(self) -> bytes:
-        """The content of the file, in the format that is written.
+        """The content of the file, in the current format.
 
         Raises:
             ValueError: a fact is NaN or infinite, which JSON does not have.
@@ -124,7 +124,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: there is none, or one of another format. DamagedError: it is not what was written.
+        CheckpointError: there is none, or one of another format. DamagedError: its digest differs, or a value is out of
+            range.
     """
     file = folder / MANIFEST
     try:
@@ -157,7 +158,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(table: dict[str, Any]) -> Manifest:
-    """Check everything. Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError` with what is wrong."""
+    """The manifest in a table, all of it checked.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: the problem.
+    """
     version = _count(table["format"], "the format")
     manifest = Manifest({k: v for k, v in table.items() if k not in ("files", "tensors", "sha256", "format")})
     for key in ("optimizer", "extra"):
@@ -213,7 +218,7 @@ def _entry(name: str, fields: dict[str, Any], files: dict[str, FileEntry], versi
 
 
 def _range(start: Any, stop: Any, what: str) -> Box:
-    """The box of the flattened tensor that a chunk of format 2 is."""
+    """A chunk of format 2 as a box of the flattened tensor."""
     first = _count(start, what)
     return Box((first,), (_count(stop, what) - first,))
 
@@ -236,10 +241,10 @@ def _count(value: Any, what: str) -> int:
     return value
 
 
-def _finite(word: str) -> float:
-    value = float(word)
+def _finite(text: str) -> float:
+    value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {word[:40]}, which is no number")
+        raise ValueError(f"it holds {text[:40]}, which is no number")
     return value
 
 

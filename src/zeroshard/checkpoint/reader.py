@@ -13,11 +13,11 @@ from zeroshard.checkpoint.manifest import MANIFEST, Chunk, TensorEntry, file_of,
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 from zeroshard.errors import CheckpointError, DamagedError
 
-MOST_HEADER = 100_000_000  # bytes that the library reads
+MOST_HEADER = 100_000_000  # bytes; safetensors reads no larger header
 
 
 class Reader:
-    """The facts of a checkpoint, and its tensors by range and box; reads only the blocks that are asked for.
+    """The facts of a checkpoint, and its tensors by range and box; reads only the blocks that hold them.
 
     Raises:
         CheckpointError: no checkpoint there, or one of another format. DamagedError: a damaged manifest.
@@ -30,8 +30,8 @@ class Reader:
         self._open: dict[str, Any] = {}
         self._positions: dict[str, list[range]] = {}
         self._kinds: dict[str, list[str]] = {}
-        for kind, _, of in (full.partition(":") for full in self.tensors):
-            self._kinds.setdefault(of, []).append(kind)
+        for kind, _, name in (full.partition(":") for full in self.tensors):
+            self._kinds.setdefault(name, []).append(kind)
 
     def names(self, kind: str) -> list[str]:
         """The logical names `NAME` of all tensors `kind:NAME`."""
@@ -49,12 +49,12 @@ class Reader:
         """Fill `into` (1-D) with elements of tensor `name`, one block at a time.
 
         Args:
-            start: the first element, in the row-major order of `box`; those behind it follow.
-            box: the part of the tensor that is wanted, such as a rank's share; all of it by default.
+            start: the first element, in the row-major order of `box`.
+            box: the part of the tensor to read, such as a tensor-parallel shard; all of it by default.
 
         Raises:
-            CheckpointError: elements are missing, or a file cannot be read. DamagedError: a block is not what was
-                written.
+            CheckpointError: elements are missing, or a file cannot be read. DamagedError: a block does not match its
+                digest.
         """
         entry, filled = self._entry(name), 0
         whole = Box.whole(entry.shape)
@@ -72,7 +72,7 @@ class Reader:
             )
 
     def whole(self, name: str, rank: int = 0) -> torch.Tensor:
-        """The copy of a tensor that `rank` wrote, flat and in its own dtype; the first one, if it wrote none."""
+        """The copy of a tensor that `rank` wrote, or the first if it wrote none; flat and in its own dtype."""
         entry = self._entry(name)
         own = (chunk for chunk in entry.chunks if chunk.file == file_of(rank, len(self.files)))
         chunk = next(own, entry.chunks[0])
@@ -80,10 +80,10 @@ class Reader:
         return torch.cat(blocks) if blocks else torch.empty(0, dtype=entry.dtype)
 
     def problems(self, sample: bool = False) -> Iterator[str]:
-        """What is wrong with the content, each problem with its file and tensor: every byte is read.
+        """The problems of the content, each with its file and tensor; reads every byte.
 
         Args:
-            sample: read the headers and one block of every file only.
+            sample: read only the headers and one block of every file.
         """
         for name in sorted(self.files):
             try:
@@ -115,7 +115,7 @@ class Reader:
         return self.tensors[name]
 
     def _places(self, name: str) -> list[range]:
-        """Of each chunk of a tensor the positions in the flattened tensor, from its first element to its last."""
+        """The range from the first to the last element of each chunk, as positions in the flattened tensor."""
         if name not in self._positions:
             entry = self.tensors[name]
             whole = [Box.whole(entry.shape)]
@@ -123,13 +123,13 @@ class Reader:
         return self._positions[name]
 
     def _copy(self, name: str, chunk: Chunk, into: torch.Tensor, wanted: list[Box]) -> int:
-        """Fill `into`, where the boxes `wanted` lie one after the other, with what of them a chunk holds; how many."""
+        """Fill `into`, in which the boxes `wanted` lie in order, with their elements in a chunk; returns the number."""
         step, filled = BLOCK // self.tensors[name].dtype.itemsize, 0
         near = extent(chunk.boxes(0, chunk.numel), wanted)
         numbers = range(near.start // step, -(-near.stop // step))
         for number in numbers:
             held = chunk.boxes(number * step, min((number + 1) * step, chunk.numel))
-            if len(numbers) == 1 or extent(held, wanted):  # of wide rows, some blocks have no part in a box
+            if len(numbers) == 1 or extent(held, wanted):  # in wide rows, some blocks hold no element of a box
                 filled += copy_common(into, wanted, self._block(name, chunk, number), held)
         return filled
 
@@ -140,7 +140,7 @@ class Reader:
         first, last = number * step, min((number + 1) * step, chunk.numel)
         try:
             values: torch.Tensor = file.get_slice(chunk.key(name))[first:last]
-        except Exception as error:  # the library raises its own kinds
+        except Exception as error:  # safetensors raises several kinds
             raise DamagedError(f"{self.path / chunk.file} does not hold '{name}' ({error}).") from error
         good = values.dtype == dtype and values.shape == (last - first,)
         if not good or zlib.crc32(bytes_of(values)) != chunk.crc32[number]:

@@ -1,4 +1,4 @@
-"""The streams of random numbers of one process, as tensors, so that a resumed run draws what the other would have."""
+"""The streams of random numbers of one process, as tensors, so that a resumed run draws the same numbers."""
 
 import random
 import struct
@@ -9,7 +9,7 @@ import torch
 
 from zeroshard.platform import accelerator
 
-PYTHON = struct.Struct("<625qd?")  # Mersenne Twister: 624 words and a position; the pending gauss, and if there is one
+PYTHON = struct.Struct("<625qd?")  # Mersenne Twister: 624 words, position; pending gauss, whether there is one
 NUMPY = struct.Struct("<624Iqqd")  # the same: words, position, whether there is a gauss, the gauss
 
 
@@ -26,7 +26,7 @@ def streams(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def restore(name: str, state: torch.Tensor, device: torch.device) -> None:
-    """Set a stream to what `streams` gave; one that is not here is left out."""
+    """Set a stream to a state of `streams`; a stream that this process does not have is left out."""
     content = state.numpy().tobytes()
     if name == "torch":
         torch.set_rng_state(state)

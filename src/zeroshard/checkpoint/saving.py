@@ -1,4 +1,4 @@
-"""The checkpoint that an engine has on its way: one at a time, looked after until it is on the disk."""
+"""The background save of an engine: one at a time, waited for at the end of the process."""
 
 import atexit
 import sys
@@ -10,18 +10,18 @@ from collections.abc import Callable
 from zeroshard.checkpoint import Saving
 from zeroshard.errors import CheckpointWarning
 
-GRACE = 5.0  # seconds that a process which failed gives its last checkpoint
+GRACE = 5.0  # seconds for the last checkpoint of a process that failed
 
 
 class Savings:
-    """Begins checkpoints one after the other, and tells of those that fail."""
+    """Begins checkpoints one after the other, and warns of those that fail."""
 
     def __init__(self) -> None:
         self._last: Saving | None = None
         atexit.register(_finish, weakref.ref(self))
 
     def begin(self, save: Callable[[], Saving]) -> Saving:
-        """Wait for the last checkpoint, then begin another; counts what both took."""
+        """Wait for the last checkpoint, then begin another; `exposed_seconds` covers both."""
         started = time.perf_counter()
         self.wait()
         self._last = save()
@@ -29,7 +29,7 @@ class Savings:
         return self._last
 
     def wait(self, seconds: float | None = None) -> None:
-        """Let the last checkpoint come to its end; one that failed is a warning, unless somebody knows already."""
+        """Wait for the last checkpoint, at most so long; warn if it failed and its caller has not seen the error."""
         if self._last is not None:
             self._last.join(seconds)
         self.warn_of_failure()
@@ -43,7 +43,7 @@ class Savings:
 
 
 def _finish(savings: "weakref.ref[Savings]") -> None:
-    """At the end of the process, let the last checkpoint come to its end; with little patience after a failure."""
-    found = savings()
-    if found is not None:
-        found.wait(GRACE if getattr(sys, "last_value", None) is not None else None)
+    """At the end of the process, wait for the last checkpoint; after an uncaught exception, `GRACE` at most."""
+    alive = savings()
+    if alive is not None:
+        alive.wait(GRACE if getattr(sys, "last_value", None) is not None else None)

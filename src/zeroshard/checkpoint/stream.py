@@ -1,7 +1,7 @@
-"""Writing safetensors files as a stream: one tensor in memory at a time, and digests made from memory before a write.
+"""Writing safetensors files as a stream: one tensor in memory at a time, and digests computed in memory before a write.
 
-The library's own writer wants all tensors of a file at once and says nothing of what it wrote, so the header (8 bytes
-of length, then JSON) is made here; files are read back by the library.
+The writer of safetensors takes all tensors of a file at once and returns no digests, so the header (8 bytes of length,
+then JSON) is made here; safetensors reads the files.
 """
 
 import json
@@ -53,7 +53,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file came to: its bytes, the CRC-32 of its header, and those of every block of every tensor."""
+    """A written file: its bytes, the CRC-32 of its header, and those of every block of every tensor."""
 
     nbytes: int
     header_crc32: int
@@ -61,7 +61,7 @@ class Written:
 
 
 def in_order(dtype: torch.dtype) -> int:
-    """What tensors in a file are sorted by: large elements first, so that all are aligned."""
+    """Sort key of the tensors in a file: large elements first, so that all are aligned."""
     return -dtype.itemsize
 
 
@@ -101,7 +101,7 @@ def write_tensors(
     """Write and sync a safetensors file; `values` are those of `slots`, which are sorted by `in_order`.
 
     Raises:
-        CheckpointError: a dtype that such files do not hold. OSError: the disk is full, gone or read-only.
+        CheckpointError: safetensors has no such dtype. OSError: the disk is full, gone or read-only.
     """
     header = header_of(slots, metadata)
     digests: list[list[int]] = []

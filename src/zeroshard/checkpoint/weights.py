@@ -1,11 +1,11 @@
-"""Weights that came from elsewhere: safetensors files under the names of a model's state dict, read by range and box.
+"""Weights in safetensors files under the names of a model's state dict, read by range and box.
 
     weights.safetensors                                            a file
-    FOLDER/model.safetensors                                       a folder as transformers writes it
+    FOLDER/model.safetensors                                       a folder that transformers wrote
     FOLDER/model.safetensors.index.json, FOLDER/*.safetensors      likewise, in several files
     FOLDER/MANIFEST.json, FOLDER/rank-*.safetensors                a checkpoint
 
-Nothing is run and nothing is unpickled. An index names files inside its folder only.
+No code in the files is run, and nothing is unpickled. An index may only name files inside its folder.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from zeroshard.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MOST_BYTES = 2**28  # of an index
+MOST_BYTES = 2**28  # limit on the size of an index
 FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-WIDEST = 8  # bytes of an element, at most but for complex numbers
-PREFIXES = 8  # that are tried: a model inside of another has one or two
+WIDEST = 8  # bytes of the largest element that is not complex
+PREFIXES = 8  # prefixes that are tried: a model inside of another has one or two
 NAMED = 5  # names in a message
 
 Shape = tuple[int, ...]
@@ -41,11 +41,11 @@ Shape = tuple[int, ...]
 class WeightFiles:
     """Reads tensors of a safetensors file, of a folder of them, or of a checkpoint, as a `Reader` does.
 
-    Tensors are asked for as `weight:NAME` or `buffer:NAME`; one name serves both.
+    Tensors are read as `weight:NAME` or `buffer:NAME`; either works.
 
     Args:
-        tied: of parameters with several names, each further name and the first. A file may hold any of them; what it
-            holds twice must be the same twice.
+        tied: for parameters with several names, each further name and the first. A file may hold any of them; values
+            under two of them must be equal.
 
     Raises:
         CheckpointError: no such files, or files that cannot be read.
@@ -63,29 +63,29 @@ class WeightFiles:
 
         Args:
             parameters: the first name of each.
-            buffers: their shapes; None for one that is not read. Those that the files lack stay as they are.
-            ignored: regular expressions for what the files may hold besides.
+            buffers: their shapes; None for one that is not read. A buffer that the files lack keeps its values.
+            ignored: regular expressions for further names that the files may hold.
 
         Raises:
-            CheckpointError: names are missing or unknown, or two prefixes would do; or a buffer has another shape.
+            CheckpointError: names are missing or unknown, or two prefixes fit; or a buffer has another shape.
         """
         wanted, patterns = set(parameters), [re.compile(pattern) for pattern in ignored]
         known = {*wanted, *self._tied, *buffers}
 
         def differences(names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-            """What is missing, and what nobody knows, if the files' names are read like that."""
+            """The missing and the unknown names under a renaming of those in the files."""
             targets = {self._tied.get(name, name) for name in names.values()}
             strange = [old for old, new in names.items() if new not in known]
             twice = [old for old, new in names.items() if old != new and new in names]
             unknown = {name for name in strange if not any(pattern.search(name) for pattern in patterns)}
             return sorted(wanted - targets), sorted(unknown | set(twice))
 
-        asis, *others = _renamings(list(self._files.shapes), known)
+        unchanged, *others = _renamings(list(self._files.shapes), known)
         fitting = [names for names in others if differences(names) == ([], [])]
-        if differences(asis) == ([], []):
-            fitting = [asis]
+        if differences(unchanged) == ([], []):
+            fitting = [unchanged]
         if len(fitting) != 1:
-            nearest = min((asis, *others), key=lambda names: sum(map(len, differences(names))))
+            nearest = min((unchanged, *others), key=lambda names: sum(map(len, differences(names))))
             raise CheckpointError(self._misfit(*differences(nearest), ambiguous=bool(fitting)))
         self._buffers = set(buffers)
         self._places = self._placed({old: new for old, new in fitting[0].items() if new in known})
@@ -97,7 +97,7 @@ class WeightFiles:
                 )
 
     def names(self, kind: str) -> list[str]:
-        """The names of all parameters (`weight`) or buffers (`buffer`), in the model's words."""
+        """The model's names of all parameters (`weight`) or buffers (`buffer`)."""
         return [name for name in self._places if (name in self._buffers) == (kind == "buffer")]
 
     def shape(self, name: str) -> Shape | None:
@@ -106,11 +106,11 @@ class WeightFiles:
         return self._files.shapes[places[0]] if places else None
 
     def read(self, name: str, into: torch.Tensor, start: int, box: Box | None = None) -> None:
-        """Fill `into` (1-D) with elements of a tensor; reads the rows in which they are.
+        """Fill `into` (1-D) with elements of a tensor; reads only their rows.
 
         Args:
-            start: the first element, in the row-major order of `box`; those behind it follow.
-            box: the part of the tensor that is wanted, such as a rank's share; all of it by default.
+            start: the first element, in the row-major order of `box`.
+            box: the part of the tensor to read, such as a tensor-parallel shard; all of it by default.
 
         Raises:
             CheckpointError: elements are missing, a file cannot be read, or two names of one parameter differ.
@@ -135,14 +135,14 @@ class WeightFiles:
         return self._files.whole(self._of(name)[0])
 
     def _of(self, name: str) -> list[str]:
-        """The names in the files of what the model knows under one."""
+        """The names in the files of one parameter or buffer of the model."""
         places = self._places.get(name.partition(":")[2])
         if not places:
             raise CheckpointError(f"{self.path} holds no tensor '{name}'.")
         return places
 
     def _placed(self, names: Mapping[str, str]) -> dict[str, list[str]]:
-        """By the model's first names, where in the files."""
+        """By the model's first name of each tensor, its names in the files."""
         places: dict[str, list[str]] = {}
         for old, new in names.items():
             places.setdefault(self._tied.get(new, new), []).append(old)
@@ -170,7 +170,7 @@ class WeightFiles:
 
 
 class _Files(Protocol):
-    """Tensors by the names that they have on the disk."""
+    """Tensors by their names in the files."""
 
     shapes: dict[str, Shape]
 
@@ -206,10 +206,10 @@ class _Shards:
     """The tensors of safetensors files.
 
     Args:
-        where: by name, the file; one without names holds all that are in it.
+        where: by file, the names to read; None for all in it.
 
     Raises:
-        CheckpointError: a file is none, or does not hold what it is said to.
+        CheckpointError: a file cannot be read, or lacks one of these names.
     """
 
     def __init__(self, path: Path, where: Mapping[Path, list[str] | None]) -> None:
@@ -231,7 +231,7 @@ class _Shards:
         """Fill `into` with the elements of a box from `start` on, some rows of the tensor at a time.
 
         Raises:
-            CheckpointError: elements are missing, or the file cannot be read; or it has whole numbers for a weight.
+            CheckpointError: elements are missing, or the file cannot be read; or it holds integers for a weight.
         """
         shape, (file, handle) = self.shapes[name], self._files[name]
         whole, stop = Box.whole(shape), start + into.numel()
@@ -263,7 +263,7 @@ class _Shards:
 
 
 def files_of(path: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files that `path` means, each with the names that are to be read from it; None for all.
+    """The safetensors files at `path`, each with the names to read from it; None for all.
 
     Raises:
         CheckpointError: there are none, or the index is damaged.
@@ -300,7 +300,7 @@ def _refuse_pickle(file: Path) -> None:
 
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
-    """The files that an index names, which nobody has checked."""
+    """The files and names in an index, whose content is checked here."""
     with _readable(index):
         if index.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
@@ -323,7 +323,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Whatever is raised while a file is read, as a `CheckpointError`; the library raises its own kinds."""
+    """Raise any error of reading a file as a `CheckpointError`; safetensors raises several kinds."""
     try:
         yield
     except Exception as error:
@@ -331,15 +331,15 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _renamings(found: list[str], known: set[str]) -> Iterator[dict[str, str]]:
-    """Ways to read the names in files: as they are, then with a prefix more, then with one less."""
+    """Renamings of the names in files: none, then those that add a prefix, then those that remove one."""
     yield {name: name for name in found}
-    lacking, strange = known - set(found), set(found) - known
-    more = Counter(first for name in lacking for first, rest in _cuts(name) if rest in strange)
-    less = Counter(first for name in strange for first, rest in _cuts(name) if rest in lacking)
+    missing, unknown = known - set(found), set(found) - known
+    added = Counter(first for name in missing for first, rest in _cuts(name) if rest in unknown)
+    removed = Counter(first for name in unknown for first, rest in _cuts(name) if rest in missing)
     seen = []
     makers: list[tuple[Counter[str], Callable[[str, str], str]]] = [
-        (more, lambda prefix, name: prefix + name),
-        (less, lambda prefix, name: name.removeprefix(prefix)),
+        (added, lambda prefix, name: prefix + name),
+        (removed, lambda prefix, name: name.removeprefix(prefix)),
     ]
     for prefixes, renamed in makers:
         for prefix, _ in prefixes.most_common(PREFIXES):
@@ -350,13 +350,13 @@ def _renamings(found: list[str], known: set[str]) -> Iterator[dict[str, str]]:
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """A dotted name in two, at each of its dots."""
+    """The two parts of a dotted name, cut at each of its dots."""
     for place, letter in enumerate(name):
         if letter == ".":
             yield name[: place + 1], name[place + 1 :]
 
 
 def _some(names: list[str]) -> str:
-    """At most `NAMED` names."""
+    """At most `NAMED` names, for a message."""
     listed = ", ".join(f"'{name}'" for name in names[:NAMED])
     return listed + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

@@ -1,7 +1,7 @@
-"""Pieces that ranks write into a checkpoint, snapshots of them, and how the ranks tell each other.
+"""Pieces that ranks write into a checkpoint, snapshots of them, and the exchange of reports between the ranks.
 
-[Note: two boards] Ranks tell each other what they wrote by the engine's own agreements where they wait for the disk,
-and through the key-value store where a thread writes while training goes on: the thread must not start collectives.
+[Note: two exchanges] Ranks that wait for the disk exchange their reports by a collective of the engine. Threads that
+write while training goes on use the key-value store, since they must not start collectives.
 """
 
 import json
@@ -23,7 +23,7 @@ from zeroshard.errors import CheckpointError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.platform import accelerator
 
-POLLS = 0.005, 0.1  # seconds between looks into the store, at first and at most
+POLLS = 0.005, 0.1  # seconds between polls of the store, at first and at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Piece:
     def cut(
         cls, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor, box: Box | None = None
     ) -> "Iterator[Piece]":
-        """A range of the flattened tensor that a rank has; of the range of an empty tensor, that tensor.
+        """The pieces of a range of a rank's flattened tensor; of an empty tensor, one empty piece.
 
         Args:
-            shape: of the tensor as the checkpoint holds it.
-            start: the first element of the range in the tensor of this rank.
+            shape: of the tensor in the checkpoint.
+            start: the first element of the range in the flattened tensor of this rank.
             values: of the range (1-D); the pieces are views of them.
-            box: which part of the tensor this rank has; all of it by default.
+            box: the part of the tensor that this rank has; all of it by default.
         """
         whole, at = Box.whole(shape), 0
         parts = cut(box or whole, start, start + values.numel()) if whole.numel else [whole]
@@ -60,14 +60,14 @@ class Piece:
 
 
 class Snapshot:
-    """Copies of a rank's pieces on the host, in buffers that stay from one checkpoint to the next."""
+    """Copies of a rank's pieces on the host, in buffers that all checkpoints use."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The same pieces, with values that no step changes any more."""
+        """The pieces with copies of their values, which later steps do not change."""
         before, self._buffers = self._buffers, {}
         copies, devices = [], set[torch.device]()
         for piece in pieces:
@@ -94,73 +94,73 @@ class Snapshot:
 
 
 class Coordination(Protocol):
-    """How ranks tell each other how far they are; calls come in the same order on all ranks."""
+    """Exchange of reports between ranks; calls come in the same order on all ranks."""
 
-    def collect(self, word: Any) -> list[Any]:
-        """On rank 0 every rank's word (whatever JSON holds), in rank order; on the others nothing."""
+    def collect(self, report: Any) -> list[Any]:
+        """On rank 0 the report of every rank (plain JSON values), in rank order; on the others nothing is needed."""
 
-    def broadcast(self, word: Any) -> Any:
-        """Rank 0's word, on every rank."""
+    def broadcast(self, report: Any) -> Any:
+        """The report of rank 0, on every rank."""
 
 
 class Meeting:
-    """The board of ranks that wait for each other."""
+    """The exchange of ranks that wait for each other, by collectives ([Note: two exchanges])."""
 
     def __init__(self, comm: Comm, name: str) -> None:
         self._comm, self._name = comm, name
 
-    def collect(self, word: Any) -> list[Any]:
-        """All words, on every rank."""
-        return self._comm.agree_on(word, f"parts of {self._name}")
+    def collect(self, report: Any) -> list[Any]:
+        """All reports, on every rank."""
+        return self._comm.agree_on(report, f"parts of {self._name}")
 
-    def broadcast(self, word: Any) -> Any:
-        """Rank 0's word."""
-        return self._comm.agree_on(word, f"end of {self._name}")[0]
+    def broadcast(self, report: Any) -> Any:
+        """The report of rank 0."""
+        return self._comm.agree_on(report, f"end of {self._name}")[0]
 
 
 class Notes:
-    """The board of threads: notes in the store, which are looked for now and then.
+    """The exchange of threads: notes in the store, which is polled ([Note: two exchanges]).
 
     Raises:
-        CheckpointError: from `collect` and `broadcast`, when a rank has failed, or the store does not answer.
+        CheckpointError: `collect` or `broadcast` found that a rank has failed, or that the store does not answer.
     """
 
     def __init__(self, mesh: Mesh, token: str) -> None:
         self._mesh, self._token = mesh, token
 
-    def collect(self, word: Any) -> list[Any]:
-        """On rank 0 all words, which are taken out of the store."""
+    def collect(self, report: Any) -> list[Any]:
+        """On rank 0 all reports, which are removed from the store; on the others an empty list."""
         mesh, store = self._mesh, self._mesh.store
         if mesh.ranks == 1 or store is None:
-            return [word]
+            return [report]
         if mesh.rank:
-            with _Naming(self._mesh):
-                store.set(f"save/{self._token}/{mesh.rank}", json.dumps(word))
+            with _StoreErrors(self._mesh):
+                store.set(f"save/{self._token}/{mesh.rank}", json.dumps(report))
             return []
-        answers = [word]
+        answers = [report]
         for rank in range(1, mesh.ranks):
             answers.append(json.loads(self._wait_for(f"save/{self._token}/{rank}")))
-            with _Naming(self._mesh):
+            with _StoreErrors(self._mesh):
                 store.delete_key(f"save/{self._token}/{rank}")
         return answers
 
-    def broadcast(self, word: Any) -> Any:
-        """Rank 0's word, which stays in the store."""
+    def broadcast(self, report: Any) -> Any:
+        """The report of rank 0, which stays in the store."""
         mesh, store = self._mesh, self._mesh.store
         if mesh.ranks == 1 or store is None:
-            return word
+            return report
         if mesh.rank == 0:
-            with _Naming(self._mesh):
-                store.set(f"save/{self._token}/end", json.dumps(word))
-            return word
+            with _StoreErrors(self._mesh):
+                store.set(f"save/{self._token}/end", json.dumps(report))
+            return report
         return json.loads(self._wait_for(f"save/{self._token}/end"))
 
     def _wait_for(self, key: str) -> bytes:
-        """Wait for a note: as long as training goes on, and for the timeout where it has ended or waits for this."""
+        """Wait for a note while training goes on; once it has ended or waits for this thread, at most the timeout."""
         mesh, pause, moved = self._mesh, POLLS[0], time.monotonic()
         assert mesh.store is not None and mesh.failures is not None
         while True:
-            with _Naming(self._mesh):
+            with _StoreErrors(self._mesh):
                 if mesh.store.check([key]):
                     return mesh.store.get(key)
                 if mesh.failures.check(["failure"]):
@@ -173,8 +173,8 @@ class Notes:
             pause = min(2 * pause, POLLS[1])
 
 
-class _Naming:
-    """Turns an error of the store into a `CheckpointError`."""
+class _StoreErrors:
+    """Raises errors of the store as a `CheckpointError`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -188,19 +188,19 @@ class _Naming:
 
 
 class _Writer(threading.Thread):
-    """The thread that writes a checkpoint; `awaited` while another stands still for it."""
+    """The thread that writes a checkpoint; `awaited` while another thread waits for it."""
 
     awaited = False
 
 
 class Saving:
-    """A checkpoint on its way to the disk, or already there.
+    """A checkpoint that is being written, or is complete.
 
     Attributes:
-        path: where it will be.
-        exposed_seconds: how long the caller stood still for it.
-        problem: why it is not there; None while under way and after success.
-        seen: whether `wait` has raised it.
+        path: its folder once complete.
+        exposed_seconds: for which the caller waited.
+        problem: the failure; None while under way and after success.
+        seen: whether `wait` has raised the problem.
     """
 
     def __init__(self, path: Path, work: Callable[[], None]) -> None:
@@ -213,15 +213,15 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is on the disk, or has failed."""
+        """Whether it is complete, or has failed."""
         return not self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Start to write, in a thread of its own."""
         self._thread.start()
 
     def wait(self) -> Path:
-        """Wait until it is on the disk.
+        """Wait until it is complete.
 
         Raises:
             CheckpointError: it could not be written.
@@ -233,7 +233,7 @@ class Saving:
         return self.path
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until it is on the disk or has failed, at most so long; a problem is left for others to see."""
+        """Wait at most `seconds` until it is complete or has failed; does not raise the problem."""
         if self._thread.ident is not None:
             self._thread.awaited = True
             self._thread.join(seconds)
@@ -244,5 +244,5 @@ class Saving:
             self._work()
         except CheckpointError as error:
             self.problem = error
-        except BaseException as error:  # no thread may die in silence
+        except BaseException as error:  # else the thread would end without a report
             self.problem = CheckpointError(f"The checkpoint {self.path} was not written: {error!r}.")
