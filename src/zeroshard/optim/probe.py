@@ -1,6 +1,6 @@
-"""Is this optimizer elementwise, and what states does it keep? Asked of the optimizer itself, by trying it.
+"""Trial steps that show whether an optimizer is elementwise, and which states it keeps.
 
-An update on slices is exact if cutting a tensor into flat pieces, stepped one after the other, changes nothing.
+An update on slices is exact if a tensor cut into flat pieces, stepped one after the other, gets the same values.
 """
 
 import inspect
@@ -17,14 +17,14 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Bytes of optimizer state: per element in fp32, and in scalars (a step count) per tensor."""
+    """Bytes of optimizer state: per fp32 element, and in scalars (a step count) per tensor."""
 
     bytes_per_element: int
     scalar_bytes: int
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
-    """Try the optimizer whole and in pieces.
+    """Compare steps of the optimizer on a whole tensor and on pieces of it.
 
     Raises:
         OptimizerError: it needs whole tensors (Adafactor, Muon, LAMB, ...), a closure (LBFGS), or sparse gradients.
@@ -42,7 +42,7 @@ def _try_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], way_out:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(SHAPE, generator=generator)
     gradients = [torch.randn(SHAPE, generator=generator) for _ in range(STEPS)]
-    group = {**group, "lr": 0.01}  # a scheduler may have set the rate to 0, which would hide all
+    group = {**group, "lr": 0.01}  # a scheduler may have set it to 0, which would hide every difference
     cut = SHAPE.numel() // 3
     try:
         with torch.enable_grad():
@@ -51,7 +51,7 @@ def _try_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], way_out:
             _pieces, parts = _run(
                 optimizer, group, _cut(start, cut), [_cut(g, cut) for g in gradients], one_by_one=True
             )
-    except Exception as error:  # whatever an optimizer of the user's may raise when it meets flat tensors
+    except Exception as error:  # a user's optimizer may raise any kind of error on flat tensors
         raise OptimizerError(
             f"{name} does not run on flat slices ({type(error).__name__}: {error}). {way_out}"
         ) from error
@@ -82,7 +82,7 @@ def try_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     parameter = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
     try:
-        # The constructors of torch.optim look at what they are called with, not at what a group brings.
+        # The constructors of torch.optim check their arguments, not the options of a group.
         settings = {k: v for k, v in {**optimizer.defaults, **options}.items() if k in accepted}
         probe = kind([{**options, "params": [parameter]}], **settings)
         found = []
@@ -91,7 +91,7 @@ def try_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[
                 parameter.grad = torch.randn(SHAPE, generator=generator)
                 probe.step()
                 found.append(dict(probe.state.get(parameter, {})))
-    except Exception as error:  # whatever an optimizer of the user's may raise
+    except Exception as error:  # a user's optimizer may raise any kind of error
         raise OptimizerError(f"{kind.__name__} cannot use them ({type(error).__name__}: {error}).") from error
     return found
 
@@ -118,7 +118,7 @@ def _run(
     gradients: list[list[torch.Tensor]],
     one_by_one: bool = False,
 ) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
-    """Step copies of `starts`; `one_by_one` calls `step` once a tensor, as the engine does."""
+    """Step copies of `starts`; with `one_by_one`, `step` is called once per tensor, as the engine does."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     probe = _construct(optimizer, group, list(parameters))
     for step in gradients:

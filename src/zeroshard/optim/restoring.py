@@ -1,7 +1,7 @@
-"""Whether what a checkpoint says of an optimizer fits the optimizer here, asked before anything is changed.
+"""Checks of saved options and states against the optimizer of this run, before anything is changed.
 
-The optimizer is asked itself: a copy of it is made with the saved options, which checks their ranges, and takes a few
-steps, which shows what states it needs and of which types. See `zeroshard.optim.probe`.
+A copy of the optimizer is made with the saved options, which checks their ranges, and takes a few steps, which show
+the names and types of its states. See `zeroshard.optim.probe`.
 """
 
 import math
@@ -15,18 +15,18 @@ from zeroshard.checkpoint.facts import setting, shown
 from zeroshard.errors import CheckpointError, OptimizerError
 from zeroshard.optim.probe import SHAPE, try_states
 
-NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are not the optimizer's
+NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are no optimizer states
 WAY_OUT = "Use an earlier checkpoint, or take the weights alone with engine.load_weights."
 
 Table = dict[str, Any]
 
 
 class Saved:
-    """An optimizer's options and states as a checkpoint has them.
+    """An optimizer's options and states in a checkpoint.
 
     Attributes:
-        groups: the options of each parameter group, as they were.
-        scalars: by parameter, the states that are no element's, as JSON has them.
+        groups: the options of each parameter group when they were saved.
+        scalars: by parameter, its scalar states in their JSON form.
 
     Raises:
         CheckpointError: the options are not those of this optimizer, or out of range.
@@ -40,8 +40,8 @@ class Saved:
                 f"{self._path} was written with {facts['class']} in {len(facts['groups'])} parameter groups, "
                 f"this run has {kind} in {len(groups)}. Use the same optimizer to go on."
             )
-        version, there = str(torch.__version__), reader.facts.get("torch", torch.__version__)
-        needed = optimizer.defaults.keys() if version == there else ()  # another version has other options
+        version, saved_with = str(torch.__version__), reader.facts.get("torch", torch.__version__)
+        needed = optimizer.defaults.keys() if version == saved_with else ()  # another version has other options
         self.scalars: Table = facts["scalars"]
         self.groups: list[Table] = []
         self._needs: list[list[Table]] = []  # by group: the states after each of some steps
@@ -62,30 +62,30 @@ class Saved:
             self.groups.append(options)
 
     def state(self, name: str) -> Table | None:
-        """The states of a parameter that are no element's; None if it has no states."""
+        """The scalar states of a parameter; None if it has no states."""
         kept = self.scalars.get(name)
         return None if kept is None else {key: setting(value) for key, value in kept.items()}
 
     def kinds(self, name: str) -> list[str]:
-        """The states of a parameter that are there for each element."""
+        """The states of a parameter that have a value per element."""
         return [kind for kind in self._reader.kinds(name) if kind not in NO_STATES]
 
     def check(self, name: str, group: int) -> None:
         """Check a parameter's states against those that its group's optimizer makes.
 
         Raises:
-            CheckpointError: one is missing, or of another type or shape.
+            CheckpointError: a state is missing, or of another type or shape.
         """
         kept, kinds, steps = self.scalars.get(name), self.kinds(name), self._needs[group]
         if kept is None and not kinds:
             return
         for key in kinds:
             self._check_elements(key, name)
-        seen = {key: value for states in steps for key, value in states.items()}
-        for key, value in seen.items():
+        known = {key: value for states in steps for key, value in states.items()}
+        for key, value in known.items():
             elements = isinstance(value, torch.Tensor) and value.shape == SHAPE
-            there = key in kinds if elements else kept is not None and key in kept
-            if not there and all(key in states for states in steps):
+            saved = key in kinds if elements else kept is not None and key in kept
+            if not saved and all(key in states for states in steps):
                 raise CheckpointError(
                     f"{self._path} lacks the optimizer's state '{key}' of '{name}', without which the update would be "
                     f"another. {WAY_OUT}"
@@ -93,7 +93,7 @@ class Saved:
         if kept is None:
             raise CheckpointError(f"{self._path} holds '{kinds[0]}:{name}' and no scalars of '{name}'. {WAY_OUT}")
         for key, value in kept.items():
-            _check_scalar(self._path, f"the optimizer's state '{key}' of '{name}'", value, seen.get(key), key)
+            _check_scalar(self._path, f"the optimizer's state '{key}' of '{name}'", value, known.get(key), key)
 
     def _check_elements(self, key: str, name: str) -> None:
         entry, weight = self._reader.tensors[f"{key}:{name}"], self._reader.tensors[f"weight:{name}"]
@@ -112,10 +112,10 @@ def _decoded(path: Path, at: str, saved: Any) -> Any:
 
 
 def _option(path: Path, at: str, saved: Any, live: Any, free: bool) -> Any:
-    """An option as it was, of the type that it has here.
+    """A saved option, in the type of the option of this run.
 
     Args:
-        free: it may be left out (None), and be a number or true or false.
+        free: whether the option may also be None, a number or a bool, since its default is None.
     """
     value = _decoded(path, at, saved)
     if not _alike(value, live, free):
@@ -126,7 +126,7 @@ def _option(path: Path, at: str, saved: Any, live: Any, free: bool) -> Any:
 
 
 def _alike(value: Any, live: Any, free: bool) -> bool:
-    """Whether a value may stand where another one stands."""
+    """Whether a saved value has the type and form of the one in use."""
     if free and (value is None or live is None):
         return value is None or (_finite(value) is not False and not isinstance(value, (str, tuple)))
     if isinstance(live, bool) or live is None or isinstance(live, str):
@@ -138,14 +138,14 @@ def _alike(value: Any, live: Any, free: bool) -> bool:
 
 
 def _finite(value: Any) -> bool | None:
-    """Of a number, also one in a tensor, whether it is finite; None for what is none."""
+    """Whether a number, also one in a tensor, is finite; None if the value is no number."""
     if isinstance(value, torch.Tensor):
         return None if value.dtype == torch.bool else math.isfinite(value.item())
     return math.isfinite(value) if type(value) in (int, float) else None
 
 
 def _check_scalar(path: Path, at: str, saved: Any, like: Any, key: str) -> None:
-    """Check a state that is no element's; what a few steps of the optimizer do not make, nothing is known of."""
+    """Check a scalar state; one that the trial steps do not make (`like` is None) may have any type."""
     value = _decoded(path, at, saved)
     if like is not None and _type(value) != _type(like):
         raise CheckpointError(f"{path} says that {at} is a {_type(value)}; it must be a {_type(like)}. {WAY_OUT}")

@@ -1,9 +1,8 @@
 """Spans: the intervals of flat slices that a `torch.optim` optimizer sees as its tensors.
 
 A span is as long as it can be: consecutive elements of one parameter group that were always updated together. When a
-parameter inside a span gets no gradient in some step, the span is cut there, states and all, which changes nothing
-for an elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is
-None.
+parameter inside a span gets no gradient in a step, the span and its states are cut there, which changes nothing for an
+elementwise optimizer; so a parameter without a gradient is skipped exactly as torch skips one whose `.grad` is None.
 """
 
 import copy
@@ -19,7 +18,7 @@ from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim.probe import StateLayout, fresh_state
 from zeroshard.units import Index, Unreadable
 
-UNKNOWN = StateLayout(0, 0)  # where nobody asks what states should take
+UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
 JOINED = 2**16  # elements, below which a call of the optimizer costs more than its arithmetic
 
 
@@ -31,7 +30,7 @@ class SliceSpan:
         self.stop = stop
         self.group = group
         self.tensor = torch.nn.Parameter(tensor)
-        self.held: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None
 
 
 GradientOf = Callable[[SliceSpan], torch.Tensor | None]
@@ -47,18 +46,16 @@ class SpanOptimizer:
         layout: of its states.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = StateLayout(0, 0)
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = UNKNOWN) -> None:
         self.optimizer, self.layout = optimizer, layout
         self._ledger = ledger
         self._spans: list[list[SliceSpan]] = []
         self._tiers: list[str | None] = []
-        self._states_bytes = {"device": 0, "host": 0}  # in the ledger, beside what others enter
-        self._seen_bytes = {"device": 0, "host": 0}  # of scalars
+        self._states_bytes = {"device": 0, "host": 0}  # that this object has entered into the ledger
+        self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
         self._templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         self._stepping = False
-        optimizer.register_step_pre_hook(self._refuse_by_hand)
+        optimizer.register_step_pre_hook(self._refuse_user_step)
         self._fresh: list[tuple[SliceSpan, dict[str, Any]]] = []
         self._joined: list[SliceSpan] = []  # of flats whose steps were put off
         self._joined_elements = 0
@@ -67,13 +64,13 @@ class SpanOptimizer:
     def add(
         self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
     ) -> int:
-        """Enter the elements of one flat that this rank updates; returns the number of their list of spans.
+        """Make the spans of one flat that this rank updates; returns the number of their list.
 
         Args:
             groups: the parameter group of each entry of the index.
             owned: the values [stop - start] that are updated, fp32 or the parameters' own dtype.
-            start: the place of `owned` in the flat.
-            tier: of the ledger, on which the optimizer's states are; None where somebody else enters them.
+            start: the offset of `owned` in the flat.
+            tier: of the optimizer's states in the ledger; None if the caller enters them.
         """
         stop = start + owned.numel()
         spans: list[SliceSpan] = []
@@ -89,14 +86,14 @@ class SpanOptimizer:
         for span in spans:
             span.tensor = torch.nn.Parameter(owned[span.start - start : span.stop - start])
             state = fresh_state(self.optimizer, self._templates[span.group], span.tensor)
-            _hold(span)
+            _hide_gradient(span)
             self._fresh.append((span, state))
         self._spans.append(spans)
         self._tiers.append(tier)
         return len(self._spans) - 1
 
     def install_spans(self) -> None:
-        """Give the optimizer its spans, once all are entered."""
+        """Give the optimizer its spans, once all are made."""
         self.optimizer.state.clear()
         for span, state in self._fresh:
             if state:
@@ -106,17 +103,17 @@ class SpanOptimizer:
         self.account()
 
     def guard(self, discard: Callable[[bool], None]) -> None:
-        """Let the optimizer's `zero_grad` discard the gradients that the engine holds, and refuse new groups.
+        """Let the optimizer's `zero_grad` discard the gradients in the engine, and refuse new groups.
 
         Args:
-            discard: takes whether the gradients are dropped, or zeroed and still applied.
+            discard: called with `set_to_none`: drop the gradients, or else zero them and still apply them.
         """
         discarding = weakref.WeakMethod(discard)
 
         def zero_grad(set_to_none: bool = True) -> None:
-            call = discarding()
-            if call is not None:
-                call(set_to_none)
+            method = discarding()
+            if method is not None:
+                method(set_to_none)
 
         def add_param_group(param_group: dict[str, Any]) -> None:
             raise OptimizerError(
@@ -129,7 +126,7 @@ class SpanOptimizer:
         self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         self.optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
-    def _refuse_by_hand(self, *_: Any) -> None:
+    def _refuse_user_step(self, *_: Any) -> None:
         if not self._stepping:
             raise OptimizerError(
                 "The optimizer runs on slices whose gradients the engine holds, so its own step would do nothing. "
@@ -152,7 +149,7 @@ class SpanOptimizer:
             self._refill_groups()
 
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
-        """Let one flat's spans view `owned`, which begins at `start` and holds what they viewed before."""
+        """Let one flat's spans view `owned`, which begins at `start` and holds the same values."""
         for span in self._spans[number]:
             span.tensor.data = owned[span.start - start : span.stop - start]
 
@@ -190,7 +187,7 @@ class SpanOptimizer:
 
     def _step(self, spans: Sequence[SliceSpan]) -> None:
         groups = self.optimizer.param_groups
-        everything = [group["params"] for group in groups]
+        all_tensors = [group["params"] for group in groups]
         for place, group in enumerate(groups):  # or the optimizer would look through all others for gradients
             group["params"] = [span.tensor for span in spans if span.group == place]
         self._stepping = True
@@ -198,10 +195,10 @@ class SpanOptimizer:
             self.optimizer.step()
         finally:
             self._stepping = False
-            for group, tensors in zip(groups, everything, strict=True):
+            for group, tensors in zip(groups, all_tensors, strict=True):
                 group["params"] = tensors
         for span in spans:
-            _hold(span)
+            _hide_gradient(span)
 
     def touch(self) -> None:
         """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
@@ -234,7 +231,7 @@ class SpanOptimizer:
         for low, high in itertools.pairwise(places):
             a, b = low - span.start, high - span.start
             part = SliceSpan(low, high, span.group, span.tensor.detach()[a:b])
-            _hold(part)
+            _hide_gradient(part)
             if state:
                 self.optimizer.state[part.tensor] = {k: _part(v, span.tensor.shape, a, b) for k, v in state.items()}
             parts.append(part)
@@ -246,12 +243,12 @@ class SpanOptimizer:
             group["params"] = [s.tensor for spans in self._spans for s in spans if s.group == number]
 
 
-def _hold(span: SliceSpan) -> None:
-    """Let the gradient of a span refuse to be read: the engine has it, but for the moment of the span's step."""
-    if span.held is None:
-        real = type(span.tensor.detach()) is torch.Tensor  # with values, unlike those of a rehearsal
-        span.held = Unreadable.of(span.tensor, f"elements {span.start} to {span.stop}", _unreadable) if real else None
-    span.tensor.grad = span.held
+def _hide_gradient(span: SliceSpan) -> None:
+    """Give the span a `.grad` that raises when read; a real gradient is there only during the span's step."""
+    if span.hidden is None:
+        real = type(span.tensor.detach()) is torch.Tensor  # tensors of a rehearsal have no values
+        span.hidden = Unreadable.of(span.tensor, f"elements {span.start} to {span.stop}", _unreadable) if real else None
+    span.tensor.grad = span.hidden
 
 
 def _unreadable(name: str) -> OptimizerError:

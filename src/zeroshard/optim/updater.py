@@ -1,4 +1,4 @@
-"""Updates on the device: the user's optimizer takes steps over the slice that a rank owns."""
+"""Updates on the device: the user's optimizer steps over the slice that a rank owns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +16,12 @@ from zeroshard.parts.weights import Weights
 
 
 class Untrained:
-    """Nothing is updated: frozen weights, which are only saved and loaded.
+    """Frozen weights, which are only saved and loaded.
 
     Attributes:
-        weights: what the model computes with.
-        values: what this rank saves of them [S], or [N*S] where every rank has all.
-        start: the place of `values` in the flat.
+        weights: the parameters of the model.
+        values: their values that this rank saves [S], or [N*S] if every rank has all.
+        start: the offset of `values` in the flat.
         lost: as `Updater.lost`.
         separate: as `Updater.separate`.
     """
@@ -34,11 +34,11 @@ class Untrained:
 
     @property
     def spans(self) -> Sequence[Span]:
-        """The optimizer sees none of it."""
+        """None: the optimizer does not have these weights."""
         return []
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
-        """Nothing gets a gradient."""
+        """Frozen weights get no update."""
 
     def split(self, cuts: Sequence[int]) -> None:
         """There are no spans."""
@@ -47,7 +47,7 @@ class Untrained:
         """The weights stay where they are."""
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Any]:
-        """They are in memory."""
+        """The values are in memory."""
         return nullcontext()
 
     def take_over(self) -> None:
@@ -65,7 +65,7 @@ class Untrained:
         return None
 
     def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
-        """There is none."""
+        """There are no states."""
 
     def planned(self) -> Iterator[Planned]:
         """Nothing beside the weights."""
@@ -76,17 +76,17 @@ class Untrained:
         yield from ()
 
     def exact(self, values: torch.Tensor) -> torch.Tensor:
-        """Themselves: they stay in memory."""
+        """The values themselves."""
         return values
 
 
 class DeviceUpdater(Untrained):
-    """The user's optimizer, over values on the device that are the parameters themselves.
+    """The user's optimizer over parameters on the device.
 
     Args:
         groups: the parameter group of each parameter of the flat.
         arena: for gradients in the dtype of the values.
-        tier: of the ledger, on which the optimizer's states are; None where somebody else enters them.
+        tier: of the optimizer's states in the ledger; None if the caller enters them.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DeviceUpdater(Untrained):
 
     @property
     def spans(self) -> Sequence[Span]:
-        """Its elements as the optimizer sees them."""
+        """The spans of the values."""
         return self._optimizer.spans(self._number)
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
@@ -123,33 +123,33 @@ class DeviceUpdater(Untrained):
         self._optimizer.split(self._number, cuts)
 
     def follow(self) -> None:
-        """Let the values be those of the buffer in which the parameters are now."""
+        """Let the values view the buffer that now holds the parameters."""
         self.values = self.weights.full[self.start : self.start + self.values.numel()]
         self._optimizer.rebind(self._number, self.values, self.start)
 
     def elements(self, span: Span) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps for each element of a span [stop - start], by name."""
+        """The optimizer's states with a value per element of a span [stop - start], by name."""
         return {key: value for key, value in self._state(span).items() if self._per_element(value, span)}
 
     def scalars(self, span: Span) -> dict[str, Any] | None:
-        """What it keeps for a span besides, such as a step count; None before its first update."""
+        """Its other states of a span, such as a step count; None before the first update."""
         state = self._state(span)
         return {k: v for k, v in state.items() if not self._per_element(v, span)} if state else None
 
     def load_state(self, span: Span, state: dict[str, Any] | None) -> None:
-        """Set what the optimizer keeps for a span; None for nothing yet."""
+        """Set the optimizer's states of a span; None for no states yet."""
         self._optimizer.optimizer.state.pop(span.tensor, None)
         if state is not None:
             self._optimizer.optimizer.state[span.tensor] = state
 
     def planned(self) -> Iterator[Planned]:
-        """The optimizer's states of what this rank updates."""
+        """The optimizer's states of the values that this rank updates."""
         each = self._optimizer.layout.bytes_per_element * self.values.itemsize // 4
         yield on_device(self.weights.flat.index, Category.OPTIMIZER_STATES, each, self._slices)
 
     @property
     def _slices(self) -> int:
-        """Among how many ranks the updates are shared out."""
+        """Number of ranks among which the updates are divided."""
         index = self.weights.flat.index
         return index.ranks if self.values.numel() < index.padded_numel else 1
 
@@ -186,7 +186,7 @@ class DeviceUpdater(Untrained):
         self.weights.publish(0 if self.separate else len(self.spans))
 
     def _split_for(self, written: bytes) -> None:
-        """Cut the spans so that each got a gradient whole or not at all."""
+        """Cut the spans so that each has gradients for all its parameters or for none."""
         if not all(written):
             ends = zip(written, written[1:], self.weights.flat.index.entries[1:], strict=False)
             self.split([entry.offset for before, after, entry in ends if before != after])
@@ -209,22 +209,22 @@ class MasterUpdater(DeviceUpdater):
 
     @property
     def target(self) -> torch.Tensor:
-        """The parameters that belong to `values`, in the dtype of computation."""
+        """The parameters of `values`, in the dtype of computation."""
         whole = self.weights.copied and self.values.numel() == self.weights.flat.index.padded_numel
         return self.weights.full if whole else self.weights.own
 
     def follow(self) -> None:
-        """The values stay where they are."""
+        """Master weights stay in their own buffer."""
 
     def take_over(self) -> None:
-        """Let the values be what the user has written into the parameters, where he has."""
+        """Copy the user's writes into the parameters to the values."""
         with self.at_hand(writes=True):
             target = self.target.to(self.values.device)
             written = target != self.values.to(target.dtype)
             self.values[written] = target[written].to(self.values.dtype)
 
     def restore(self) -> None:
-        """Let the parameters be the values, rounded."""
+        """Copy the values to the parameters, rounded."""
         with self.at_hand():
             self._update_parameters()
 
