@@ -1,7 +1,7 @@
-"""Do all ranks train the same? One digest when the engine is made, and a checksum of the optimizer's settings per step.
+"""Comparison of all ranks: a digest when the engine is made, and a checksum of the optimizer's settings per step.
 
-Ranks that differ in a width, a learning rate or a version would otherwise train on with weights that mean nothing, or
-end inside a collective without a word about the reason.
+Ranks that differ in a width, a learning rate or a version would otherwise train meaningless weights, or fail inside a
+collective without the reason.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def check_alike(comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, 
     """Compare versions, plans, models and optimizers over all ranks: a collective call.
 
     Raises:
-        CommError: they differ, on every rank alike, with the fields; or a rank did not come.
+        CommError: they differ, with the fields, on all ranks; or a rank did not join.
     """
     wait_for_ranks(comm.mesh, "an engine")
     if comm.mesh.ranks > 1:
@@ -42,7 +42,7 @@ def check_settings(comm: Comm, groups: Groups) -> None:
     """Compare the settings of the optimizer's groups over all ranks: a collective call.
 
     Raises:
-        CommError: they differ, on every rank alike, with the fields.
+        CommError: they differ, with the fields, on all ranks.
     """
     if comm.mesh.ranks > 1:
         _compare(comm, dict(_settings(groups)), "the optimizer's settings")
@@ -56,7 +56,7 @@ class Settings:
         self._checksum = 0
 
     def checksum(self, groups: Groups) -> int:
-        """Of everything in the groups but their parameters; of tensors only where they are on the CPU."""
+        """The checksum of all settings but the parameters; tensors count only if they are on the CPU."""
         values: list[Any] = []
         for group in groups:
             values += [
@@ -70,17 +70,17 @@ class Settings:
         return self._checksum
 
 
-def _compare(comm: Comm, facts: dict[str, str], what: str) -> None:
+def _compare(comm: Comm, facts: dict[str, str], subject: str) -> None:
     digest = hashlib.sha256(json.dumps(facts).encode()).digest()
-    if len(set(comm.agree(digest, f"comparison of {what}"))) == 1:
+    if len(set(comm.agree(digest, f"comparison of {subject}"))) == 1:
         return
-    everyone = comm.agree_on(facts, f"differences in {what}")
-    differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    differences = [_difference(rank, everyone[rank], everyone[0]) for rank in differing[:MOST]]
+    by_rank = comm.agree_on(facts, f"differences in {subject}")
+    differing = [rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]]
+    differences = [_difference(rank, by_rank[rank], by_rank[0]) for rank in differing[:MOST]]
     if len(differing) > MOST:
         differences.append(f"ranks {', '.join(map(str, differing[MOST:]))} differ too")
     raise CommError(
-        f"The ranks differ in {what}: {'. '.join(differences)}. Every rank must run the same script with the same "
+        f"The ranks differ in {subject}: {'. '.join(differences)}. Every rank must run the same script with the same "
         f"packages, and may choose nothing by its rank or machine but its data."
     )
 
@@ -127,7 +127,7 @@ def _of_tensor(tensor: torch.Tensor) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What can be compared between processes: an object of which only the class is alike counts as its class."""
+    """A value as plain JSON, comparable between processes; an object without such a form counts as its class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
@@ -140,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters with several names, each further name and the first; before the model is cut into stages."""
+    """For parameters with several names, each further name and the first; taken before stages are cut."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

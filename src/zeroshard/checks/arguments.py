@@ -17,11 +17,11 @@ CALLED = {  # each argument that is a function, and an example
     "loss": "write for example loss=lambda output, batch: F.mse_loss(output, batch[1])",
     "initialise": "write for example initialise=lambda module: module.reset_parameters()",
 }
-LONGEST = 60  # characters of a value that are shown
+LONGEST = 60  # characters of a value in a message
 
 
 def check_arguments(model: Any, optimizer: Any, plan: Any) -> None:
-    """Refuse arguments of other kinds, before anything is built of them.
+    """Refuse arguments of other kinds, before anything is built from them.
 
     Raises:
         ModelError, OptimizerError, PlanError: naming what was found, what is needed, and the way out.
@@ -48,10 +48,10 @@ def check_arguments(model: Any, optimizer: Any, plan: Any) -> None:
 
 
 def check_options(mesh: Any, **functions: Any) -> None:
-    """Refuse a mesh of another kind, and what is to be called and cannot be; None is left out.
+    """Refuse a mesh of another kind, and functions that cannot be called; each may be None.
 
     Args:
-        functions: by name, the arguments that are called.
+        functions: by name, the arguments that must be callable.
 
     Raises:
         PlanError: naming what was found, what is needed, and the way out.
@@ -64,7 +64,7 @@ def check_options(mesh: Any, **functions: Any) -> None:
 
 
 def _plan_meant(plan: Any) -> str:
-    """The way out of another thing in the place of a plan."""
+    """The way out for an argument that is no plan."""
     names = {field.name for field in fields(Plan)}
     if isinstance(plan, Mapping) and plan.keys() <= names:
         return f"write zs.Plan({', '.join(f'{key}={value!r}' for key, value in plan.items())})"
@@ -87,13 +87,13 @@ def _found(value: Any) -> str:
 
 
 def _place_of(value: Any, place: str) -> str:
-    """What follows where one argument stands in the place of another."""
+    """The end of a message about an argument in the place of another; empty for other values."""
     kinds = {"model": nn.Module, "optimizer": torch.optim.Optimizer, "plan": Plan}
     name = next((name for name, kind in kinds.items() if isinstance(value, kind)), None)
     return f"; the {place} argument here is the {name}" if name else ""
 
 
 def _class_called(text: str) -> str:
-    """The class of torch.optim that a word means."""
+    """The class of torch.optim with a name in any spelling; AdamW if there is none."""
     known = {name.lower(): name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     return known.get(text.lower().replace("_", ""), "AdamW")

@@ -1,4 +1,4 @@
-"""Which other plan keeps a model's states within a device's budget, by the formulas of ZeRO and offload alone."""
+"""Plans that keep a model's states within a device's budget, by the formulas of ZeRO and offload alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from zeroshard.parts.settings import flat
 from zeroshard.plan import Plan
 from zeroshard.zero.byte_formulas import BytesPerParameter, state_bytes
 
-OPTIONS = {  # in which plans differ here, as the command line calls them
+OPTIONS = {  # fields in which the plans differ, and their options of the command line
     "zero": "--zero",
     "offload.parts": "--offload",
     "offload.fraction": "--offload.fraction",
@@ -23,13 +23,13 @@ ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Looks for a plan that needs fewer bytes on each device than the one of a model.
+    """Searches a plan that needs fewer bytes on each device than the present one.
 
     Attributes:
-        plan: that the model has.
-        ranks: that slice its states.
-        trainable: elements that are trained, of all units.
-        frozen: elements that are not.
+        plan: the present plan.
+        ranks: number of ranks that slice the states.
+        trainable: trainable elements of all units.
+        frozen: frozen elements of all units.
         units: bytes of the parameters of each unit, the root last.
         each: bytes of one parameter's states.
     """
@@ -59,8 +59,8 @@ class Fitting:
         """The first plan with which `needed` bytes shrink into the budget, as options; or the smallest budget.
 
         Args:
-            needed: bytes that the device would have to hold for what was asked for; what is no model state of these
-                stays as it is.
+            needed: bytes on the device at the refused allocation; those that are no model states are the same under
+                every plan.
         """
         states_bytes = self.device_bytes(self.plan)
         others = [
@@ -82,7 +82,7 @@ class Fitting:
 
 
 def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
-    """Plans that keep less on each device, those that cost least first: higher stages, and then more offload."""
+    """Plans that keep less on each device, in the order of their cost: higher stages, then more offload."""
     kept = [part for part in KINDS if part in plan.offloading.kinds]
     ways = [(zero, kept) for zero in range(plan.zero + 1, 4) if ranks > 1]
     ways += [(zero, [*kept, "optimizer"]) for zero in range(max(2, plan.zero), 4 if ranks > 1 else 3)]
@@ -92,7 +92,7 @@ def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
         parts_text = ",".join(part for part in KINDS if part in parts)
         try:
             other = replace(plan, zero=ZERO[zero], offload=replace(plan.offloading, parts=parts_text, fraction=1.0))
-        except PlanError:  # what it does not combine with
+        except PlanError:  # fields that do not combine
             continue
         if other not in seen:
             seen.add(other)
@@ -100,6 +100,6 @@ def leaner(plan: Plan, ranks: int) -> Iterator[Plan]:
 
 
 def changed(plan: Plan, other: Plan) -> str:
-    """What differs between two plans, as options of the command line."""
+    """The differences between two plans, as options of the command line."""
     before, after = dict(flat(plan.as_dict())), dict(flat(other.as_dict()))
     return " ".join(f"{option} {after[name]}" for name, option in OPTIONS.items() if after[name] != before[name])

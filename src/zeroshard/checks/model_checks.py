@@ -1,4 +1,4 @@
-"""What a model must not be when an engine is made for it, and what must not be done to it afterwards."""
+"""Refusals of models that an engine cannot take, and of calls that would change a model behind its engine."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ WRAPPERS = {  # classes that make their own gradients or slices, and the way to 
 
 
 class Running(Protocol):
-    """What the hooks of the forward know."""
+    """The passes of the model and the writes into it, as the hooks of the forward know them."""
 
     writes: Writes
 
@@ -67,7 +67,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> None:
-    """Refuse from now on to load, save or move parameters of `model` in ways that the engine does not see."""
+    """Make calls that load, save or move parameters of `model` without the engine raise."""
     part_of = {id(parameter): part for part in parts.all for parameter in part.flat.parameters}
     for module in model.modules():
         vars(module)["_apply"] = _Apply(module, forward)
@@ -77,7 +77,7 @@ def guard(model: nn.Module, parts: Parts, forward: Running, staged: bool) -> Non
 
 
 def _has_engine(module: nn.Module) -> bool:
-    """Whether an engine was made for it, or was about to be made when something failed."""
+    """Whether an engine was made for the module, or its construction failed."""
     hooks = module._forward_pre_hooks.values()
     watched = any(isinstance(p, WatchedParameter) and p.watcher() is not None for p in module._parameters.values())
     return watched or any(isinstance(hook, Hook) for hook in hooks)
@@ -99,7 +99,7 @@ def _check_tensor(name: str, tensor: torch.Tensor | None, module: nn.Module) -> 
 
 
 def _check_overlaps(model: nn.Module) -> None:
-    """Refuse parameters that are views of common elements: in flat buffers each has its own."""
+    """Refuse parameters that view common elements: in flat buffers each has elements of its own."""
     places: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.layout is torch.strided and parameter.numel():
@@ -125,7 +125,7 @@ def _refuse_load(
     prefix: str,
     *more: Any,
 ) -> None:
-    """Before `load_state_dict` writes into a module: refuse where it would be lost."""
+    """Refuse a `load_state_dict` of a module whose writes would be lost."""
     assign = "assign_to_params_buffers" in more[0]
     for name, parameter in module._parameters.items():
         if parameter is None or prefix + name not in values or (forward.writes.allowed and not assign):
@@ -146,7 +146,7 @@ def _refuse_load(
 
 
 def _refuse_absent(part_of: PartOf, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Before a module's `state_dict` copies values: refuse where there are none."""
+    """Refuse a `state_dict` of a module whose values are on other ranks."""
     for name, parameter in module._parameters.items():
         part = part_of.get(id(parameter))
         if not keep_vars and part is not None and part.weights.residence in ABSENT:
@@ -157,7 +157,7 @@ def _refuse_absent(part_of: PartOf, module: nn.Module, prefix: str, keep_vars: b
 
 
 class _Apply:
-    """`Module._apply` of one module, through which `to`, `cuda`, `half` and `float` change parameters."""
+    """Takes the place of `Module._apply`, by which `to`, `cuda`, `half` and `float` change parameters."""
 
     __slots__ = ("_forward", "_module")
 
@@ -165,7 +165,7 @@ class _Apply:
         self._module, self._forward = weakref.ref(module), weakref.ref(forward)
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Apply `function`, if it leaves all parameters where they are; a forward may cast its own ([Note: writes])."""
+        """Apply `function` if it moves and casts no parameter; inside a forward it may ([Note: writes])."""
         module, forward = self._module(), self._forward()
         assert module is not None
         outside = forward is not None and not forward.running

@@ -1,7 +1,7 @@
-"""Memory that the system refuses, told as one error wherever an engine's call met it: in the model, autograd or here.
+"""Out of host memory, raised as one error from the model, autograd or zeroshard.
 
-Torch, Python and the system say it in words of their own, some without a limit or a way out. A limit that the kernel
-enforces by killing, as those of cgroups, is not met here: `check_machine` refuses the states that go beyond it before.
+Torch, Python and the system raise errors of their own, some without a limit or a way out. A limit that the kernel
+enforces by killing, such as that of a cgroup, raises no error: `check_machine` refuses states beyond it beforehand.
 """
 
 import errno
@@ -16,8 +16,8 @@ from zeroshard.memory import find_rooms
 from zeroshard.memory.ledger import WAYS_OUT, Ledger
 from zeroshard.platform.accelerator import is_accelerator
 
-SAID = re.compile(r"can('|no)t allocate memory|bad_alloc|can't start new thread|not enough memory", re.I)
-ASKED = re.compile(r"tried to allocate (\d+) bytes")
+REFUSED = re.compile(r"can('|no)t allocate memory|bad_alloc|can't start new thread|not enough memory", re.I)
+REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
 RAISE = "Raise that limit or free memory"
 
 E = TypeVar("E")
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 def raises_budget_exceeded(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Let a method of an engine raise `BudgetExceeded` where the system has no memory for it."""
+    """Let a method of an engine raise `BudgetExceeded` if the system has no memory for it."""
 
     @functools.wraps(method)
     def call(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,32 +41,36 @@ def raises_budget_exceeded(method: Callable[Concatenate[E, P], R]) -> Callable[C
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error says that host memory could not be had."""
+    """Whether an error reports that host memory could not be allocated."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or SAID.search(str(error)) is not None
+    return isinstance(error, MemoryError) or REFUSED.search(str(error)) is not None
 
 
 def exceeded(error: BaseException, method: str, ledger: Ledger | None) -> BudgetExceeded:
-    """What was needed, the limit that is met first, and what the engine holds."""
-    asked = ASKED.search(str(error))
-    what = {"__init__": "making the engine", "__call__": "the forward"}.get(method, f"engine.{method}()")
-    needed = f"{int(asked[1]):,} more bytes" if asked else "more memory"
+    """The error with the bytes needed, the tightest limit, and the bytes that the engine holds."""
+    requested = REQUESTED.search(str(error))
+    call = {"__init__": "making the engine", "__call__": "the forward"}.get(method, f"engine.{method}()")
+    needed = f"{int(requested[1]):,} more bytes" if requested else "more memory"
     rooms = sorted(find_rooms(), key=lambda room: room.nbytes)
     found = f"{rooms[0].limit} leaves {max(0, rooms[0].nbytes):,}" if rooms else "the system gave no more"
     tiers = {tier: ledger.snapshot(tier) for tier in ("device", "host")} if ledger else {}
     held = [f"{name} {n:,} on the {tier}" for tier, names in tiers.items() for name, n in names.items() if n]
     return BudgetExceeded(
-        f"Memory ran out in {what}, which needed {needed}; {found}. The engine holds {', '.join(held) or 'nothing'}.",
+        f"Memory ran out in {call}, which needed {needed}; {found}. The engine holds {', '.join(held) or 'nothing'}.",
         f"{RAISE}, {WAYS_OUT['device']}.",
     )
 
 
 def check_machine(mesh: Mesh, nbytes: int, what: str) -> None:
-    """Refuse what this rank will take on a CPU and its machine, its cgroups or its own limits cannot hold.
+    """Refuse states on a CPU that do not fit the machine, its cgroups or the limits of this process.
+
+    Args:
+        nbytes: that this rank will allocate.
+        what: the states, in the plural, for the message.
 
     Raises:
-        BudgetExceeded: with the limit that is met first.
+        BudgetExceeded: with the tightest limit.
     """
     if is_accelerator(mesh.device):
         return

@@ -1,7 +1,7 @@
-"""Are the replicas still the same? Bytes that must be equal on several ranks, compared by their CRC-32.
+"""Comparison of replicas: bytes that must be equal on several ranks, by their CRC-32.
 
-A CRC-32 finds every flip of up to 32 bits side by side, and misses one other change in 2**32. Ranks that share memory
-have one copy, with which there is nothing to compare.
+A CRC-32 finds every burst of up to 32 flipped bits, and misses one other change in 2**32. Ranks that share memory have
+one copy and nothing to compare.
 """
 
 import struct
@@ -19,19 +19,19 @@ from zeroshard.units.digest import digest_of
 SHOWN = 5  # differences in an error
 ENTRY = struct.Struct("<BI")  # the number of an axis, and a digest
 
-Pieces = list[tuple[str, torch.Tensor]]  # what it is of which parameter, and its values
+Pieces = list[tuple[str, torch.Tensor]]  # (kind and parameter, values)
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What other ranks of an axis have as well: names and values."""
+    """Named values that other ranks of an axis hold too."""
 
     axis: Axis
     pieces: Pieces
 
 
 def copied(parts: Parts) -> Iterator[Copied]:
-    """Which parts of this rank's memory other ranks have."""
+    """The values of this rank that other ranks hold too."""
     for part in parts.all:
         place, weights, index = part.place, part.weights, part.flat.index
         if weights.copied:
@@ -46,29 +46,29 @@ def copied(parts: Parts) -> Iterator[Copied]:
 
 
 def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
-    """Compare what must be the same on several ranks: a collective call of all ranks that train.
+    """Compare values that must be the same on several ranks: a collective call of all ranks that train.
 
-    Full parameters at the stages that keep them; slices that several groups of ranks have; and what the optimizer
-    keeps, where several ranks keep the same. Where weights have versions, the latest.
+    These are full parameters at the stages that keep them, slices that several groups of ranks hold, and optimizer
+    states that several ranks hold. Of weights with versions, the latest is compared.
 
     Raises:
-        DivergenceError: on every rank, with the names of the parameters and of the ranks.
+        DivergenceError: on every rank, with the names of the parameters and the differing ranks.
     """
     mine = list(copied(parts))
     numbers = {axis.name: number for number, axis in enumerate(axes)}
     digests = b"".join(
         ENTRY.pack(numbers[each.axis.name], digest_of(values for _, values in each.pieces)) for each in mine
     )
-    everyone = [list(ENTRY.iter_unpack(digests)) for digests in world.agree(digests, "digests of the replicas")]
+    by_rank = [list(ENTRY.iter_unpack(digests)) for digests in world.agree(digests, "digests of the replicas")]
     differing: list[tuple[Sequence[int], int]] = []
     for number, axis in enumerate(axes):
         for ranks in (group for group in axis.groups if len(group) > 1):
-            places = [n for n, (of, _) in enumerate(everyone[ranks[0]]) if of == number]
-            differing += [(ranks, n) for n in places if len({everyone[rank][n] for rank in ranks}) > 1]
+            places = [n for n, (axis_number, _) in enumerate(by_rank[ranks[0]]) if axis_number == number]
+            differing += [(ranks, n) for n in places if len({by_rank[rank][n] for rank in ranks}) > 1]
     if not differing:
         return
-    closer = {n for ranks, n in differing if world.mesh.rank in ranks}
-    details = {str(n): _details(mine[n].pieces) for n in sorted(closer)}
+    own = {n for ranks, n in differing if world.mesh.rank in ranks}
+    details = {str(n): _details(mine[n].pieces) for n in sorted(own)}
     answers = world.agree_on(details, "which parameters differ")
     found = [text for ranks, n in differing for text in _compare(ranks, [answers[rank][str(n)] for rank in ranks])]
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
@@ -79,7 +79,7 @@ def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
 
 
 def _compare(ranks: Sequence[int], answers: list[dict[str, int]]) -> Iterator[str]:
-    """In words, where the ranks' digests differ."""
+    """A text for each name whose digests differ between the ranks."""
     for name in dict.fromkeys(name for answer in answers for name in answer):
         sides: dict[int | None, list[int]] = {}
         for rank, answer in zip(ranks, answers, strict=True):
@@ -115,7 +115,7 @@ def _masters(part: Part) -> Pieces:
 
 
 def _states(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the optimizer keeps for a part."""
+    """The optimizer's states of a part."""
     for span in part.updater.spans:
         for key, value in part.updater.elements(span).items():
             yield from _pieces(part, f"{key} of", value, span.start)

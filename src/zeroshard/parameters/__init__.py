@@ -1,4 +1,5 @@
-"""Parameters in the user's hands: who may read and write them, and when that is seen.
+"""Parameters in the user's hands: their reads and writes, and when the engine sees them.
 
-Read `writes` (each write, where it happens), then `editing` (whole parameters inside of `engine.gathered()`).
+Read `writes` (each write by the user), `editing` (whole parameters inside of `engine.gathered()`), then `given` (a
+state dict in memory).
 """

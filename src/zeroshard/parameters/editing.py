@@ -15,20 +15,20 @@ from zeroshard.parts.part import Part, Parts
 from zeroshard.units.digest import digest_of
 
 
-class Brings(Protocol):
+class UnitGatherer(Protocol):
     """Gathers units."""
 
     def pinned(self) -> AbstractContextManager[None]:
-        """Have every unit here inside; a collective call."""
+        """All units are gathered inside; a collective call."""
 
     def visit(self, number: int) -> AbstractContextManager[None]:
-        """Have one unit here inside; a collective call."""
+        """One unit is gathered inside; a collective call."""
 
 
 class Editing:
-    """Gathers all parameters of one engine, and takes over what is written into them."""
+    """Gathers all parameters of one engine, and keeps the user's writes into them."""
 
-    def __init__(self, parts: Parts, gatherer: Brings, late: LateUpdates, world: Comm, writes: Writes) -> None:
+    def __init__(self, parts: Parts, gatherer: UnitGatherer, late: LateUpdates, world: Comm, writes: Writes) -> None:
         self._parts, self._gatherer, self._late, self._writes, self._world = parts, gatherer, late, writes, world
 
     def whole(self) -> AbstractContextManager[None]:
@@ -37,10 +37,10 @@ class Editing:
 
     @contextmanager
     def gathered(self, writer: int | None) -> Iterator[None]:
-        """Whole parameters inside; what is written there is taken over at the end; a collective call.
+        """Whole parameters inside; writes are kept at the end; a collective call.
 
         Args:
-            writer: the rank whose values all take; by default all must write alike.
+            writer: the rank whose values all ranks take; by default all must write the same.
 
         Raises:
             PlanError: ranks that hold the same parameters wrote different values; or there is no rank `writer`, or it
@@ -60,7 +60,7 @@ class Editing:
             for part in parts:
                 part.weights.begin_edit()
                 part.edits = part.flat.edits
-            self._world.agree(b"", "weights are copied")  # before anybody writes
+            self._world.agree(b"", "weights are copied")  # no rank writes before all have copied
             self._writes.allowed = True
             keep = True
             try:
@@ -68,23 +68,23 @@ class Editing:
                 keep = False
                 self._make_alike(writer)
                 keep = True
-            finally:  # what was written before an exception of the user's own is kept too
+            finally:  # writes before an exception of the user are kept too
                 self._writes.allowed = False
                 for part in parts:
                     part.keep_what_was_written() if keep else part.weights.end_edit(keep=False)
         self._world.agree(b"", "edited weights are in place")
 
     def _make_alike(self, writer: int | None) -> None:
-        """Have the same values on all ranks wherever one of them wrote."""
+        """Make all ranks have the same values wherever one of them wrote, or raise."""
         with torch.no_grad():
             for part in self._parts.all:
                 for number in part.flat.moved() if part.flat.kinds is not None else ():
                     part.flat.take_over(number)
         mine = [n for n, part in enumerate(self._parts.all) if part.flat.edits != part.edits]
-        everyone = self._world.agree_on(mine, "which weights were written")
-        written = sorted({n for numbers in everyone for n in numbers})
+        by_rank = self._world.agree_on(mine, "which weights were written")
+        written = sorted({n for numbers in by_rank for n in numbers})
         if written:
-            self._late.forget()  # updates that began from the weights as they were
+            self._late.forget()  # updates that began from the old weights
         parts = [self._parts.all[number] for number in written]
         if writer is None:
             found = [problem for problem in map(self._difference, parts) if problem is not None]
@@ -96,12 +96,12 @@ class Editing:
             self._world.broadcast(part.weights.visible, f"edited weights {part.flat.label}", writer)
 
     def _difference(self, part: Part) -> str | None:
-        """What ranks that hold the same parameters wrote unlike, in words; a collective call of those."""
+        """The first parameter that owners wrote differently, as an error text; a collective call of the owners."""
         flat, owners = part.flat, part.place.owners
         buffer = part.weights.visible
         mine = [digest_of([buffer[entry.offset : entry.stop]]) for entry in flat.index.entries]
-        everyone = owners.comm.agree_on(mine, f"digests of edited weights {flat.label}")
-        for entry, found in zip(flat.index.entries, zip(*everyone, strict=True), strict=True):
+        by_rank = owners.comm.agree_on(mine, f"digests of edited weights {flat.label}")
+        for entry, found in zip(flat.index.entries, zip(*by_rank, strict=True), strict=True):
             if len(set(found)) > 1:
                 first, *others = next(group for group in owners.groups if self._world.mesh.rank in group)
                 other = next(rank for rank, digest in zip(others, found[1:], strict=True) if digest != found[0])
@@ -114,7 +114,7 @@ class Editing:
         return None
 
 
-def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: Brings) -> dict[str, Any]:
+def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: UnitGatherer) -> dict[str, Any]:
     """The complete state dict of a model that the device cannot hold, on every rank; a collective call."""
     found: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     keys: dict[int, list[str]] = {}

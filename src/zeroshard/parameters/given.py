@@ -1,8 +1,8 @@
-"""A state dict in memory as the source of an engine's weights, read by range and box as the files of a checkpoint are.
+"""A state dict in memory as the source of an engine's weights, read by range and box like a checkpoint.
 
-[Note: one state dict] Every rank keeps its own part of what it is given, so ranks that give different values would mix
-two models. Checksums of the parameters are compared first. Buffers are each rank's own and may differ, as those of
-`engine.state_dict()` do.
+[Note: one state dict] Every rank keeps its own part of its state dict, so ranks with different values would mix two
+models. Checksums of the parameters are compared first. Buffers belong to each rank and may differ, as in
+`engine.state_dict()`.
 """
 
 import json
@@ -26,8 +26,8 @@ class LoadedKeys(NamedTuple):
     """The names that did not match in `engine.load_state_dict`, as `nn.Module.load_state_dict` returns them.
 
     Attributes:
-        missing_keys: of the model, that the state dict lacks.
-        unexpected_keys: of the state dict, that the model lacks.
+        missing_keys: names in the model alone.
+        unexpected_keys: names in the state dict alone.
     """
 
     missing_keys: list[str]
@@ -35,16 +35,16 @@ class LoadedKeys(NamedTuple):
 
 
 class GivenWeights:
-    """Reads tensors of a state dict, as a `Reader` reads those of a checkpoint; one that is missing stays as it is.
+    """Reads tensors of a state dict, as a `Reader` reads those of a checkpoint; a missing one is left unread.
 
-    Tensors are asked for as `weight:NAME` or `buffer:NAME`.
+    Tensors are read as `weight:NAME` or `buffer:NAME`.
 
     Args:
         state: by name, the whole tensors.
-        tied: of parameters with several names, each further name and the first.
+        tied: for parameters with several names, each further name and the first.
 
     Attributes:
-        path: the state dict, in a message.
+        path: the source, as messages name it.
         keys: the names that did not match.
     """
 
@@ -59,7 +59,7 @@ class GivenWeights:
         """Compare names and shapes with those of the model.
 
         Args:
-            parameters: the shapes of all, by the first name of each.
+            parameters: the shape of each, by its first name.
             strict: refuse names that do not match.
 
         Raises:
@@ -90,8 +90,8 @@ class GivenWeights:
         """Fill `into` (1-D) with elements of a tensor.
 
         Args:
-            start: the first element, in the row-major order of `box`; those behind it follow.
-            box: the part of the tensor that is wanted, such as a rank's share; all of it by default.
+            start: the first element, in the row-major order of `box`.
+            box: the part of the tensor to read, such as a tensor-parallel shard; all of it by default.
         """
         values = self._values(name)
         if values is not None:
@@ -104,25 +104,25 @@ class GivenWeights:
         return None if values is None else tuple(values.shape)
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of a tensor that is there, flat and in its own dtype."""
+        """All of a tensor that is not missing, flat and in its own dtype."""
         values = self._values(name)
         assert values is not None, name
         return values.reshape(-1)
 
     def set_extras(self) -> None:
-        """Give modules with `set_extra_state` theirs."""
+        """Call `set_extra_state` of the modules whose extra state is given."""
         for key, module in _extras(self._model).items():
             if key in self._state:
                 module.set_extra_state(self._state[key])
 
     def _values(self, name: str) -> torch.Tensor | None:
-        """A tensor, under the first of its names that is there."""
+        """The tensor under the first of its names in the state dict; None if it is missing."""
         wanted = name.partition(":")[2]
         names = [wanted, *(other for other, first in self._first.items() if first == wanted)]
         return next((self._state[each].detach() for each in names if each in self._state), None)
 
     def _check(self, name: str, needed: Shape, floating: bool) -> None:
-        """Refuse what is no tensor of this shape."""
+        """Refuse a value that is no tensor of this shape."""
         value = self._state[name]
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{self.path} holds a {type(value).__name__} under '{name}', and a tensor is needed.")
@@ -149,17 +149,18 @@ class GivenWeights:
 
 
 def shared(state: Mapping[str, Any] | None, world: Comm) -> Mapping[str, Any]:
-    """The state dict on every rank: its own, or that of rank 0 where the others have None; a collective call.
+    """The state dict of this rank, or that of rank 0 if all others give None; a collective call.
 
     Raises:
-        CheckpointError: on all ranks, where one gives no state dict, or two give different values.
+        CheckpointError: on all ranks, if one gives another kind of object, or the ranks with a state dict are neither
+            all ranks nor rank 0 alone.
     """
-    everyone = world.agree_on(_described(state), "state dicts")
-    for rank, described in enumerate(everyone):
+    by_rank = world.agree_on(_described(state), "state dicts")
+    for rank, described in enumerate(by_rank):
         if "problem" in described:
             raise CheckpointError(f"engine.load_state_dict() on rank {rank} {described['problem']}")
-    if any("none" in described for described in everyone):
-        return _from_rank_0(state, world, everyone)
+    if any("none" in described for described in by_rank):
+        return _from_rank_0(state, world, by_rank)
     assert state is not None
     return state
 
@@ -174,12 +175,11 @@ def check_same(state: Mapping[str, Any], names: set[str], world: Comm) -> None:
         CheckpointError: two ranks give different values.
     """
     given = {name: values for name, values in state.items() if name in names and isinstance(values, torch.Tensor)}
-    given = {name: values for name, values in state.items() if name in names and isinstance(values, torch.Tensor)}
     mine = {name: digest_of([values.detach().reshape(-1)]) for name, values in given.items() if values.numel()}
-    everyone = world.agree_on(mine, "digests of state dicts")
-    for rank, digests in enumerate(everyone):
-        for name in sorted(digests.keys() | everyone[0].keys()):
-            if digests.get(name) != everyone[0].get(name):
+    by_rank = world.agree_on(mine, "digests of state dicts")
+    for rank, digests in enumerate(by_rank):
+        for name in sorted(digests.keys() | by_rank[0].keys()):
+            if digests.get(name) != by_rank[0].get(name):
                 raise CheckpointError(
                     f"Ranks 0 and {rank} give engine.load_state_dict() different values of '{name}'. Give the same "
                     f"state dict on every rank, or give it on rank 0 and None on the others."
@@ -187,7 +187,7 @@ def check_same(state: Mapping[str, Any], names: set[str], world: Comm) -> None:
 
 
 def _described(state: Any) -> dict[str, Any]:
-    """A rank's state dict in words that JSON holds."""
+    """The description of a rank's state dict as plain JSON: its tensors, or the problem with it."""
     if state is None:
         return {"none": True}
     if not isinstance(state, Mapping):
@@ -202,16 +202,16 @@ def _described(state: Any) -> dict[str, Any]:
     return {"tensors": tensors}
 
 
-def _from_rank_0(state: Mapping[str, Any] | None, world: Comm, everyone: list[dict[str, Any]]) -> Mapping[str, Any]:
-    """What rank 0 alone has, sent to all, tensor by tensor."""
+def _from_rank_0(state: Mapping[str, Any] | None, world: Comm, by_rank: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """The state dict of rank 0, sent to all ranks tensor by tensor."""
     rank = world.mesh.rank
-    having = [number for number, described in enumerate(everyone) if "none" not in described]
-    if having != [0]:
+    givers = [number for number, described in enumerate(by_rank) if "none" not in described]
+    if givers != [0]:
         raise CheckpointError(
-            f"engine.load_state_dict() was given a state dict on ranks {having} of {len(everyone)}. Give the same on "
+            f"engine.load_state_dict() was given a state dict on ranks {givers} of {len(by_rank)}. Give the same on "
             f"every rank, or give it on rank 0 and None on the others."
         )
-    tensors = everyone[0]["tensors"]
+    tensors = by_rank[0]["tensors"]
     rest, problem = {}, None
     if state is not None:
         rest = {key: value for key, value in state.items() if key not in tensors}
@@ -242,7 +242,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _further_buffers(model: nn.Module) -> dict[str, str]:
-    """Of buffers of modules with several names, each further name and the first."""
+    """For buffers of modules with several names, each further name and the first."""
     firsts = {id(module): path for path, module in model.named_modules()}
     return {
         f"{path}.{name}": f"{firsts[id(module)]}.{name}" if firsts[id(module)] else name
@@ -253,7 +253,7 @@ def _further_buffers(model: nn.Module) -> dict[str, str]:
 
 
 def _extras(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that keep more than tensors, by its name in a state dict."""
+    """The modules with an extra state, by its name in a state dict."""
     return {
         f"{path}.{EXTRA}" if path else EXTRA: module
         for path, module in model.named_modules()
@@ -262,6 +262,6 @@ def _extras(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _some(names: list[str]) -> str:
-    """At most `NAMED` names."""
+    """At most `NAMED` names, for a message."""
     listed = ", ".join(f"'{name}'" for name in names[:NAMED])
     return listed + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

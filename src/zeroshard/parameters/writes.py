@@ -1,10 +1,11 @@
-"""Who may write into a parameter, and when that is seen.
+"""Writes of the user into parameters: where they are allowed, and when the engine sees them.
 
-[Note: writes] Whole parameters without masters that every rank has for itself are the truth: a user may write into
-them at any time, as in PyTorch. Elsewhere the truth is a slice, an fp32 master or memory that ranks share, so a write
-outside of `engine.gathered()` would be lost or done N times, and is refused: at once for `p.data = values`, else in the
-next forward or step. A module that casts its own weights in its forward (`self.router = self.router.to(torch.float32)`)
-changes no value: the cast lasts until the next step, and its gradient goes to the weights as they are kept.
+[Note: writes] If every rank has whole parameters of its own and no master weights, a user may write into them at any
+time, as in PyTorch. Else the authoritative values are in a slice, an fp32 master or memory that ranks share, so a write
+outside of `engine.gathered()` would be lost or repeated by N ranks, and is refused: at once for `p.data = values`, else
+in the next forward or step. A module that casts its own weights in its forward
+(`self.router = self.router.to(torch.float32)`) changes no value: the cast lasts until the next step, and its gradient
+goes to the weights in the dtype in which they are kept.
 """
 
 import warnings
@@ -23,14 +24,14 @@ GATHERED = "Change parameters inside `with engine.gathered():`, on every rank al
 
 
 class Passes(Protocol):
-    """What the hooks of the forward know."""
+    """The passes of the model, as the hooks of the forward know them."""
 
     @property
     def running(self) -> bool:
         """Whether a forward or a backward of the model is under way."""
 
     def bring(self, unit: int, parameter: str) -> None:
-        """Gather a unit for a module of another one, which reads the parameter; or raise."""
+        """Gather a unit whose parameter a module of another unit reads; or raise."""
 
 
 class Writes:
@@ -62,7 +63,7 @@ class Writes:
         self.allowed = False
 
     def watch(self) -> None:
-        """Watch the parameters from now on; those with several versions put other objects into the modules."""
+        """Watch the parameters from now on, except those with several versions, which are other objects in turn."""
         kinds = kinds_for(self)
         for part in self._parts.all:
             if part.versions.single:
@@ -71,7 +72,7 @@ class Writes:
             self._learn_structure()
 
     def alias(self, parameter: nn.Parameter) -> Tensor:
-        """What `parameter.data` returns."""
+        """The value of `parameter.data`."""
         part, number, _ = self._places[id(parameter)]
         if self._absent(part):
             if not self._passes.running:
@@ -81,13 +82,13 @@ class Writes:
         return part.flat.alias(number)
 
     def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
-        """Have absent parameters here: those that arrive, and to read values of a forward or backward all of them.
+        """Wait for arriving parameters; to read values inside a forward or backward, gather all others too.
 
         Args:
-            reads: whether values are asked for, or only where they are.
+            reads: whether values are read, or only their memory is asked for.
 
         Raises:
-            PlanError: values are asked for, and neither a forward nor a backward is under way.
+            PlanError: values are read, and neither a forward nor a backward is under way.
         """
         for parameter in parameters:
             part, number, unit = self._places[id(parameter)]
@@ -101,12 +102,12 @@ class Writes:
         """Carry out `parameter.data = values`.
 
         Raises:
-            PlanError: it would be lost, or another shape or dtype cannot be kept.
+            PlanError: the write would be lost, or the values have another shape or dtype.
         """
         if values is parameter:
             return
         part, number, _ = self._places[id(parameter)]
-        _arrive(part)  # now, or it would take the place of `values` later
+        _arrive(part)  # else the gather would replace `values` later
         name, current = self._name(part, number), values_of(parameter)
         if values.shape != current.shape:
             raise PlanError(
@@ -122,7 +123,7 @@ class Writes:
         reason = None if self.allowed else part.lost
         fits = alike or (self.allowed and torch.promote_types(values.dtype, torch.float32) == torch.float32)
         if not fits:
-            raise PlanError(_other_kind(name, current, values))
+            raise PlanError(_conversion_text(name, current, values))
         if reason is not None:
             raise PlanError(f"'{name}' was given other values while {reason}. {GATHERED}")
         set_values(parameter, values)
@@ -147,7 +148,7 @@ class Writes:
                     self._take_over(part)
                 self._refuse_lost(part)
         if thoroughly and self._structure() != self._contents:
-            self._refuse_strangers()
+            self._refuse_new_parameters()
             self._learn_structure()
 
     def refuse_unfrozen(self) -> None:
@@ -159,18 +160,18 @@ class Writes:
         if not self._frozen:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            thawed = [name for parameter, name in self._frozen if parameter.requires_grad]
-        if thawed:
-            more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+            unfrozen = [name for parameter, name in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            more = f" and {len(unfrozen) - 1} more" if len(unfrozen) > 1 else ""
             raise PlanError(
-                f"'{thawed[0]}'{more} was frozen, or in no optimizer group, when the engine was made and requires "
+                f"'{unfrozen[0]}'{more} was frozen, or in no optimizer group, when the engine was made and requires "
                 f"gradients now; it has no gradient buffer and no optimizer states. Make the engine while it requires "
                 f"gradients and is in the optimizer, and freeze it afterwards until it is to be trained (a parameter "
                 f"without a gradient is not updated); or engine.save(), make a new engine, and load."
             )
 
     def _take_over(self, part: Part) -> None:
-        """Let parameters whose memory was replaced view the flat buffer again, with their new values."""
+        """Copy the new values of parameters whose memory was replaced into the flat buffer, which they view again."""
         flat = part.flat
         for number in flat.moved():
             if torch.equal(values_of(flat.parameters[number]), flat.views[number]):
@@ -191,7 +192,7 @@ class Writes:
 
     def _cast(self, part: Part, number: int, parameter: nn.Parameter, values: Tensor) -> None:
         set_values(parameter, values)
-        if not part.weights.sliced:  # else the next gather puts its own under the parameter
+        if not part.weights.sliced:  # else the next gather replaces the cast
             self._casts.append((part, number))
         module = self._name(part, number).rpartition(".")[0]
         if module not in self._cast_modules:
@@ -203,8 +204,8 @@ class Writes:
                 stacklevel=4,
             )
 
-    def _refuse_strangers(self) -> None:
-        """Refuse parameters that came into the model after the engine was made, unless they are frozen."""
+    def _refuse_new_parameters(self) -> None:
+        """Refuse trainable parameters that were added to the model after the engine was made."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._places:
                 raise PlanError(
@@ -213,16 +214,16 @@ class Writes:
                 )
 
     def _learn_structure(self) -> None:
-        self._modules = list(self._model.modules())  # kept, so that no other module gets the identity of one of them
+        self._modules = list(self._model.modules())  # kept alive, so that no new module gets the id of an old one
         self._tables = [table for m in self._modules for table in (m._parameters, m._modules)]
         self._contents = self._structure()
 
     def _structure(self) -> list[int]:
-        """The identities of all parameters and modules of the modules that are known."""
+        """The ids of all parameters and submodules of the known modules."""
         return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
     def _absent(self, part: Part) -> bool:
-        """Whether the values are on other ranks; those that arrive are waited for."""
+        """Whether the values are on other ranks, after a wait for those that arrive."""
         _arrive(part)
         return part.weights.residence is not Residence.GATHERED
 
@@ -247,7 +248,7 @@ def _is_cast(values: Tensor, current: Tensor) -> bool:
     return both and values.dtype != current.dtype and torch.equal(values.detach(), current.to(values.dtype))
 
 
-def _other_kind(name: str, current: Tensor, values: Tensor) -> str:
+def _conversion_text(name: str, current: Tensor, values: Tensor) -> str:
     own, given = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (current, values))
     return (
         f"'{name}' is {own}, and was given {given}. The engine decides about dtype and device: set "
