@@ -1,4 +1,4 @@
-"""A call of a model, with dtypes that do not fit explained."""
+"""A call of a model, with an explanation of dtypes that do not fit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ from zeroshard.precision.clash import raise_clash
 
 
 def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a model returns.
+    """The output of a model.
 
     Raises:
-        ModelError: tensors of different dtypes met in it.
+        ModelError: a module computed with tensors of different dtypes.
     """
     try:
         return model(*args, **kwargs)
@@ -20,7 +20,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_with(model: Any, batch: Any) -> Any:
-    """Call a model with a batch: a mapping as keywords, a tuple or list as arguments, anything else as it is."""
+    """Call a model with a batch: a mapping as keywords, a tuple or list as arguments, anything else as one argument."""
     if isinstance(batch, Mapping):
         return call(model, **batch)
     return call(model, *batch) if isinstance(batch, (tuple, list)) else call(model, batch)

@@ -1,4 +1,4 @@
-"""Which dtype a parameter computes in, and the casts at the borders."""
+"""The dtype in which each parameter computes, and the casts around modules in fp32."""
 
 import difflib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtype of computation; None keeps every parameter in the dtype that the user gave it."""
+    """The dtype of computation; None keeps every parameter in its own dtype."""
 
     compute: torch.dtype | None
 
@@ -40,13 +40,14 @@ class Precision:
 
 
 def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) -> set[nn.Parameter]:
-    """Let the modules of the named classes or paths compute in fp32, casting what goes in and what comes out.
+    """Let the modules of the named classes or paths compute in fp32, with casts of their inputs and outputs.
 
     Returns:
-        the parameters below those modules.
+        The parameters of those modules.
 
     Raises:
-        PlanError: a name fits no module, or a module outside of them has a kernel that takes one dtype alone.
+        PlanError: a name fits no module, or another module has parameters and buffers of two dtypes and a kernel that
+            takes one.
     """
     kept: set[nn.Parameter] = set()
     names = {type(module).__name__ for module in model.modules()} | {path for path, _ in model.named_modules()}
@@ -70,12 +71,12 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
 
 
 def _refuse_fp32_buffers(model: nn.Module, kept: Sequence[str], compute: torch.dtype, wanted: Sequence[str]) -> None:
-    """Refuse modules of torch that compute with parameters and buffers together, where these differ in dtype.
+    """Refuse modules of torch whose kernels take parameters and buffers of one dtype, if these differ.
 
     Args:
         kept: paths of the modules that compute in fp32.
     """
-    found: dict[str, tuple[str, str, torch.dtype]] = {}  # by what to name in fp32_modules: class, buffer, its dtype
+    found: dict[str, tuple[str, str, torch.dtype]] = {}  # by entry for fp32_modules: class, buffer, its dtype
     for path, module in model.named_modules():
         inside = any(not outer or path == outer or path.startswith(outer + ".") for outer in kept)
         buffer = None if inside else _mixed_buffer(module)
@@ -95,7 +96,7 @@ def _refuse_fp32_buffers(model: nn.Module, kept: Sequence[str], compute: torch.d
 
 
 def _mixed_buffer(module: nn.Module) -> str | None:
-    """The buffer that a module's kernel takes in the dtype of its parameters; None where there is none."""
+    """The buffer that a module's kernel needs in the dtype of the parameters; None if there is none."""
     if isinstance(module, _BatchNorm) and module.affine and module.running_mean is not None:
         return "running_mean"
     if isinstance(module, (_SpectralNorm, _Orthogonal)) and module._buffers:

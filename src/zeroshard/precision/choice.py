@@ -1,4 +1,4 @@
-"""What the planner asks of mixed precision."""
+"""Mixed precision as a choice of the planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Computing(Choice):
         return replace(states, parameter=2, gradient=2, master_weight=4)
 
     def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
-        """Gradients of meaningless values may overflow: no step is left out for it, and the scale stays."""
+        """A plan whose steps are never skipped: gradients of meaningless values may overflow."""
         if not meaningless:
             return {}
         return {"nonfinite": "ignore", "loss_scale": 1.0 if self.scales_loss else "auto"}

@@ -1,4 +1,4 @@
-"""Names the module in which tensors of different dtypes met, when torch's error names dtypes alone."""
+"""Explanations of dtype errors: the module and the tensors, where torch names the dtypes alone."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SHOWN = 6  # names of tensors per dtype
 
 
 def explain_clash(error: BaseException, model: nn.Module, precision: Precision) -> None:
-    """Add a note to an error that left the model's forward, if it comes from tensors of different dtypes."""
+    """Add a note to an error of the model's forward, if tensors of different dtypes caused it."""
     if not isinstance(error, (RuntimeError, ValueError)) or isinstance(error, ZeroshardError):
         return
     if not ABOUT_DTYPES.search(str(error)):
@@ -47,7 +47,7 @@ def explain_clash(error: BaseException, model: nn.Module, precision: Precision) 
 
 
 def raise_clash(error: Exception) -> None:
-    """Raise what `explain_clash` found, if anything.
+    """Raise the note of `explain_clash` as an error, if there is one.
 
     Raises:
         ModelError: from `error`.
@@ -79,7 +79,7 @@ def _module_of(frame: FrameType) -> nn.Module | None:
 
 
 def _tensors(frames: list[FrameType], module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors among the variables of the frames, and the module's own, by name."""
+    """Tensors among the variables of the frames, and those of the module itself, by name."""
     for frame in frames:
         for name, value in frame.f_locals.items():
             for part in value if isinstance(value, (tuple, list)) else (value,):

@@ -1,4 +1,4 @@
-"""Loss scaling (1710.03740, section 3.2): shift gradients into fp16's range, step only where all of them are finite."""
+"""Loss scaling (1710.03740, section 3.2): shift gradients into fp16's range, step only if all of them are finite."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ class LossScaler:
 
     Attributes:
         scale: the factor on the loss now.
-        dynamic: whether it moves.
+        dynamic: whether the scale changes.
         floor: the lowest scale; an overflow there is an error.
-        good: steps without overflow since the scale last moved.
-        left: overflows that the scale still bears before it backs off.
+        good: steps without overflow since the last change.
+        left: overflows until the scale backs off.
     """
 
     scale: float = 65536.0
@@ -33,17 +33,17 @@ class LossScaler:
 
     @classmethod
     def of(cls, policy: LossScale) -> "LossScaler":
-        """A fixed one, or one that moves."""
+        """The scaler of a policy, static or dynamic."""
         if isinstance(policy.value, (int, float)):
             return cls(float(policy.value), dynamic=False)
-        moves = (policy.growth, policy.backoff, policy.window, policy.hysteresis, policy.floor)
-        return cls(policy.initial, True, *moves)
+        changes = (policy.growth, policy.backoff, policy.window, policy.hysteresis, policy.floor)
+        return cls(policy.initial, True, *changes)
 
     def __post_init__(self) -> None:
         self.left = self.left or self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Move the scale after a step that overflowed, or did not.
+        """Change the scale after a step, depending on whether it overflowed.
 
         Raises:
             NonFiniteError: an overflow with the scale at its floor.
@@ -67,7 +67,7 @@ class LossScaler:
         self.scale, self.left = max(self.scale * self.backoff, self.floor), self.hysteresis
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The values for a checkpoint."""
         return {"scale": self.scale, "good": self.good, "left": self.left}
 
     def load(self, state: dict[str, float]) -> None:
