@@ -1,7 +1,7 @@
 """Units: a model cut into pieces whose parameters live in flat buffers (the first backbone).
 
-Read `find` (which modules are units), `index` and `flat` (one buffer and its views), `materialise` (initial weights),
-`watched_parameters` (parameters that tell when they are read or written).
+Read `find` (the modules that are units), `index` and `flat` (one buffer and its views), `materialise` (initial
+weights), `watched_parameters` (parameters that report reads and writes).
 """
 
 from zeroshard.units.find import Unit, find_units

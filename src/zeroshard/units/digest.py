@@ -1,11 +1,11 @@
-"""A checksum of tensors, for ranks that compare what they hold."""
+"""A checksum of tensors, for comparisons between ranks."""
 
 import zlib
 from collections.abc import Iterable
 
 import torch
 
-CHUNK = 2**24  # bytes on the host at a time
+CHUNK = 2**24  # bytes copied to the host at a time
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""Which modules are units: the repeated blocks of a model, or those that the user names; the rest is the root unit."""
+"""The units of a model: its repeated blocks, or modules that the user names; the rest is the root unit."""
 
 import difflib
 from collections import Counter
@@ -17,10 +17,10 @@ class Unit:
     """One unit: a module and the parameters that are gathered, reduced and freed together.
 
     Attributes:
-        number: its place in the fixed order of units (registration order, root last); collectives follow it.
-        name: the module's path in the model, "" shown as "root".
+        number: its place in the order of units (registration order, root last), which collectives follow.
+        name: the module's path in the model; "" for the root.
         module: the module whose forward is the unit's.
-        parameters: by name, each distinct parameter once.
+        parameters: by name, each parameter once.
         owners: modules that hold one of these parameters directly.
     """
 
@@ -41,7 +41,7 @@ def find_units(model: nn.Module, wanted: Sequence[str] | None = None) -> list[Un
 
     By rule, the units are the outermost modules that repeat: children of a `ModuleList`, `Sequential` or `ModuleDict`
     that share their class with a sibling. With `wanted`, they are the modules of the named classes or paths. Every
-    parameter belongs to the innermost unit around all of its uses, so a tied parameter lives once.
+    parameter belongs to the innermost unit around all of its uses, so a tied parameter is stored once.
 
     Raises:
         PlanError: a wanted name fits no module.

@@ -10,30 +10,30 @@ from zeroshard.units.find import Unit
 from zeroshard.units.index import Index
 from zeroshard.units.watched_parameters import WatchedParameter, set_values, values_of
 
-SMALL = 2**14  # elements; below it, what Python does for a tensor takes longer than copying it
+SMALL = 2**14  # elements, up to which Python takes longer per tensor than a copy
 
 
 def is_small(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is like a bias: it costs less to handle many such at once."""
+    """Whether a parameter has so few elements that many such are best handled at once."""
     return parameter.numel() <= SMALL
 
 
 class Flat:
     """The parameters of one unit that share dtype and trainability, one behind the other in one buffer.
 
-    The technique that decides on residency (ZeRO, offload) owns the buffer; a flat only lets the parameters view
-    it. `detach` leaves each parameter with its true shape, reading NaN and refusing writes.
+    The technique that decides on residency (ZeRO, offload) owns the buffer; a flat lets the parameters view it.
+    `detach` leaves each parameter with its shape and NaN for values, and refuses writes.
 
     Attributes:
-        unit: where the parameters come from.
+        unit: of the parameters.
         index: the table of names, shapes and offsets.
         dtype: of the parameters as the model computes with them.
         trainable: whether they get gradients and an update.
         parameters: the user's `nn.Parameter` objects, in the order of the index.
-        views: of the buffer, one for each parameter.
+        views: the view of the buffer for each parameter.
         kinds: the classes of watched parameters, while their values are present and while they are absent.
         replaced: the numbers of parameters whose memory the user replaced (`p.data = values`).
-        first_small: the number from which on all parameters are small; at least one is not.
+        first_small: the number from which on all parameters are small; at least 1.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class Flat:
         self.kinds: tuple[type[nn.Parameter], type[nn.Parameter]] | None = None
         self.replaced: set[int] = set()
         self._absent = torch.empty(())
-        self._nowhere: list[torch.Tensor] = []  # it, in the shapes of the parameters
-        self._aliases: dict[int, torch.Tensor] = {}  # of what `p.data` returned, by number
+        self._nowhere: list[torch.Tensor] = []  # `_absent` in the shapes of the parameters
+        self._aliases: dict[int, torch.Tensor] = {}  # the tensors behind `p.data`, by number
         self._lent: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._past_edits = 0
-        self._addresses: list[int] = []  # of the views, when they were last looked at
+        self._addresses: list[int] = []  # of the views at the last call of `moved`
 
     @property
     def label(self) -> str:
-        """The name in messages and tables; where a unit has several flats, their kinds tell them apart."""
+        """The name in messages and tables, with dtype and kind, since a unit may have several flats."""
         kinds = [str(self.dtype).removeprefix("torch."), "" if self.trainable else "frozen", self._split or ""]
         return f"{self.unit.label}[{', '.join(filter(None, kinds))}]"
 
     def view(self, buffer: torch.Tensor, number: int) -> torch.Tensor:
-        """The part of `buffer` [padded] that is parameter `number`, in its true shape."""
+        """The part of `buffer` [padded] that holds parameter `number`, in its shape."""
         entry = self.index.entries[number]
         return buffer[entry.offset : entry.stop].view(entry.shape)
 
     def bind(self, buffer: torch.Tensor) -> None:
-        """Make `buffer` [padded] the place of the parameters."""
+        """Make `buffer` [padded] the storage of the parameters; `attach` lets them view it."""
         self.views = [self.view(buffer, number) for number in range(len(self.parameters))]
         self._absent = torch.full((), float("nan") if self.dtype.is_floating_point else 0, device=buffer.device).to(
             self.dtype
@@ -100,14 +100,14 @@ class Flat:
         self.replaced.clear()
 
     def detach(self) -> None:
-        """Take the buffer away from the parameters: one NaN, seen in every element of the true shape."""
+        """Let the parameters view one NaN, expanded to their shapes, instead of the buffer."""
         if not self._nowhere:
             self._nowhere = [self._absent.expand(entry.shape) for entry in self.index.entries]
         self._put(self._nowhere)
         self._show(present=False)
 
     def _put(self, values: Iterable[torch.Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # asking each parameter takes half the time so
+        with torch._C.DisableTorchFunctionSubclass():  # halves the time
             for parameter, tensor in zip(self.parameters, values, strict=True):
                 set_values(parameter, tensor)
 
@@ -118,7 +118,7 @@ class Flat:
                 parameter.__class__ = kind
 
     def alias(self, number: int) -> torch.Tensor:
-        """What `p.data` returns: a detached tensor over the same memory, whose writes count as edits."""
+        """The value of `p.data`: a detached tensor over the same memory, whose writes count as edits."""
         values = values_of(self.parameters[number])
         known = self._aliases.get(number)
         if known is None or not known.is_set_to(values):
@@ -130,9 +130,9 @@ class Flat:
         return lent
 
     def take_over(self, number: int) -> None:
-        """Copy the values of a parameter whose memory was replaced into the buffer, and let it view that again.
+        """Copy the values of a parameter whose memory was replaced into the buffer, and let it view the buffer again.
 
-        Tensors that `p.data` returned before keep the values that they have: they get memory of their own.
+        Tensors that `p.data` returned before keep their values, in memory of their own.
         """
         parameter, view = self.parameters[number], self.views[number]
         values = values_of(parameter)
@@ -147,12 +147,12 @@ class Flat:
         self._past_edits += 1
 
     def restore(self, number: int) -> None:
-        """Let a parameter view the buffer again, with the values there."""
+        """Let a parameter view the buffer again, with the buffer's values."""
         set_values(self.parameters[number], self.views[number])
         self.replaced.discard(number)
 
     def moved(self) -> list[int]:
-        """The numbers of the parameters that do not view the buffer, whatever replaced their memory."""
+        """The numbers of the parameters that do not view the buffer."""
         if list(map(torch.Tensor.data_ptr, self.parameters)) == self._addresses:
             return []
         self._addresses = list(map(torch.Tensor.data_ptr, self.views))
@@ -161,12 +161,12 @@ class Flat:
 
     @property
     def aliases(self) -> int:
-        """How many tensors over the buffer are kept here of those that `p.data` returned."""
+        """Number of tensors over the buffer that are kept for `p.data`."""
         return sum(alias.is_set_to(self.views[number]) for number, alias in self._aliases.items())
 
     @property
     def edits(self) -> int:
-        """How often the parameters were written in place, so far, through `p.data` too."""
+        """Number of writes in place to the parameters so far, also through `p.data`."""
         versions = sum(parameter._version for parameter in self.parameters)
         if self._aliases:
             versions += sum(alias._version for alias in self._aliases.values())

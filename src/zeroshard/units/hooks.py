@@ -1,7 +1,7 @@
-"""Hooks that belong to one engine, and tensors in what modules take and return.
+"""Hooks that belong to one engine, on modules and on the tensors that modules take and return.
 
 [Note: compiled modules] torch.compile must not trace gathers. The hooks of a unit and of the model are left out of
-the graph, which is cut there; those of the modules inside of a unit vanish from it, since the unit is gathered by then.
+the graph, which breaks there; those of modules inside a unit are traced to nothing, since the unit is gathered by then.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from zeroshard.units.tensors import tensors_in
 
 
 class Hook:
-    """A hook that belongs to one engine: a deep copy of the module that has it gets one that does nothing."""
+    """A hook that belongs to one engine: in a deep copy of the module it does nothing."""
 
     __slots__ = ("call",)
 
@@ -22,7 +22,7 @@ class Hook:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
-        """What the hook does."""
+        """Call the function of the hook."""
         return self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -38,9 +38,9 @@ def outside(call: Callable[..., Any]) -> Hook:
 
 
 def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False) -> None:
-    """Have `hook` called in the backward with the gradients of all tensors in `tree`, or of the first alone.
+    """Call `hook` in the backward with the gradients of all tensors in `tree`, or of the first alone.
 
-    Parameters are passed over: they stay, and would gather a hook in every step.
+    Parameters are skipped: they live on, and would get one more hook in every step.
     """
     for tensor in tensors_in(tree):
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):

@@ -1,4 +1,4 @@
-"""The index table: which interval of a flat buffer is which parameter, and which interval is whose slice."""
+"""The index table: the interval of each parameter in a flat buffer, and the interval of each rank's slice."""
 
 import bisect
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ class Entry:
 
     Attributes:
         name: the parameter's name in the user's model (of tied parameters, the first).
-        shape: its true shape.
+        shape: its shape.
         offset: its first element in the buffer.
         numel: its number of elements.
     """
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The one-page table of a flat buffer: parameters one behind the other, then padding to a multiple of `ranks`.
+    """The table of a flat buffer: parameters one behind the other, then padding to a multiple of `ranks`.
 
     Rank r owns the even slice [r*S, (r+1)*S), S = `slice_numel`; the padding is shorter than `ranks`.
     """
@@ -65,7 +65,7 @@ class Index:
 
     @property
     def padding(self) -> int:
-        """Elements that hold nothing, at the end of the buffer."""
+        """Elements without a parameter, at the end of the buffer."""
         return self.padded_numel - self.numel
 
     def interval(self, rank: int) -> tuple[int, int]:
@@ -77,11 +77,11 @@ class Index:
         return max(0, stop - max(start, self.numel))
 
     def number_at(self, element: int) -> int:
-        """The number of the parameter that holds `element`; padding goes with the last one."""
+        """The number of the parameter that holds `element`; for padding, of the last one."""
         return max(0, bisect.bisect_right(self.entries, element, key=lambda entry: entry.offset) - 1)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(number, first, one past the last element in the buffer) of every parameter that meets [start, stop)."""
+        """(number, first, one past the last element in the buffer) of every parameter in [start, stop)."""
         for number, entry in enumerate(self.entries):
             low, high = max(start, entry.offset), min(stop, entry.stop)
             if low < high:

@@ -1,7 +1,7 @@
 """Initial weights keyed by name: a model on `meta` becomes real module by module, the same under every plan.
 
 The random numbers of a module depend on the seed and on the module's path in the model alone, never on the rank,
-the world size, or what was initialised before it.
+the world size, or other modules.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ class Materialiser:
     """Gives real values to the parameters and buffers of a model that was built on the `meta` device.
 
     Args:
-        model: the model; modules that are real already are left alone.
+        model: the model; modules with real tensors are left alone.
         seed: the seed of all initial weights.
         initialise: called with each module that owns parameters or buffers, as in `nn.Module.apply`; by default the
             module's own `reset_parameters()`.

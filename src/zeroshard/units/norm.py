@@ -1,14 +1,14 @@
-"""The 2-norm of flat values, the same wherever they are when it is taken."""
+"""The 2-norm of flat values."""
 
 import torch
 
-TILE = 2**16  # elements; torch would make an fp32 copy of all of a 16-bit vector first, far outside of the caches
+TILE = 2**16  # elements; torch would first copy a whole 16-bit vector to fp32, beyond the size of the caches
 
 
 def norm_of(values: torch.Tensor) -> torch.Tensor:
     """The 2-norm of a vector [n] as a scalar, computed in fp32 at least."""
     dtype = torch.promote_types(values.dtype, torch.float32)
-    valueless = values.untyped_storage().device.type == "meta"  # in a rehearsal, where each tile would only take time
+    valueless = values.untyped_storage().device.type == "meta"  # in a rehearsal
     if values.device.type != "cpu" or values.dtype == dtype or valueless:
         whole: torch.Tensor = torch.linalg.vector_norm(values, dtype=dtype)
         return whole

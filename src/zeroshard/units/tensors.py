@@ -1,4 +1,4 @@
-"""The tensors in what a module takes or returns, whatever objects hold them."""
+"""Tensors inside the arguments and outputs of modules, in any containers and objects."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from types import FunctionType, MethodType, ModuleType
@@ -11,7 +11,7 @@ NOT_WALKED = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType,
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors in what a module takes or returns: in mappings, sequences, sets, and in attributes of any object."""
+    """All tensors in mappings, sequences, sets and attributes of any objects."""
     pending, seen = [tree], set()
     while pending:
         item = pending.pop()
@@ -23,7 +23,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with each tensor replaced by `change` of it: tuples and sets anew, all else in place."""
+    """`tree` with `change` applied to each tensor: tuples and sets are made anew, all else is changed in place."""
     seen: set[int] = set()
 
     def walk(item: Any) -> Any:
@@ -45,7 +45,7 @@ def with_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def _children(item: Any) -> list[tuple[Any, Any]]:
-    """(key, index or attribute; value) of everything that an object holds."""
+    """(key, index or attribute name; value) of each member of an object."""
     if isinstance(item, Mapping):
         return list(item.items())
     if isinstance(item, (list, tuple, Set)):

@@ -1,13 +1,12 @@
 """Parameters that report writes through `.data`, and placeholders whose values cannot be read.
 
-[Note: watched parameters] torch's `p.data` is a second name for the values: a write through it moves no version
-counter, and `p.data = values` puts other memory under the parameter. Either would be undone in silence by an update
-whose truth lies elsewhere (fp32 masters, slices, host memory). The parameters that an engine holds are therefore of a
-subclass of `nn.Parameter` whose `.data` asks the engine. Operations see no difference.
+[Note: watched parameters] torch's `p.data` is an alias of the values: a write through it changes no version counter,
+and `p.data = values` replaces the memory of the parameter. The next update from other memory (fp32 masters, slices,
+host memory) would silently undo either. The parameters of an engine are therefore of a subclass of `nn.Parameter` whose
+`.data` asks the engine. Operations see no difference.
 
 [Note: absent values] While a parameter's values are on other ranks, or its gradient is in a flat buffer, a function
-that would read the values is an error, or fetches them first; a function that only asks for shape, dtype or device
-runs as always.
+that reads the values raises, or fetches them first; a function that only reads shape, dtype or device runs as always.
 """
 
 import weakref
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 VALUES: Any = torch.Tensor.data  # torch's own property
 _READING = frozenset({VALUES, *(getattr(Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag"))})
-_PLACES = frozenset(  # where values are: of those that arrive, one may be asked for only once they are here
+_PLACES = frozenset(  # functions about the memory of values, which wait for values that arrive
     getattr(Tensor, name)
     for name in (
         *("stride", "storage_offset", "is_contiguous", "is_pinned", "is_shared", "is_set_to", "dim_order"),
@@ -51,16 +50,16 @@ class Watcher(Protocol):
     """Decides about reads and writes of the parameters of one engine."""
 
     def alias(self, parameter: nn.Parameter) -> Tensor:
-        """What `parameter.data` returns."""
+        """The value of `parameter.data`."""
 
     def replace(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Carry out `parameter.data = values`, or raise."""
 
     def fetch(self, parameters: list[nn.Parameter], reads: bool = True) -> None:
-        """Fetch the values of absent parameters, or raise; without `reads`, only values that arrive by themselves.
+        """Fetch the values of absent parameters, or raise; without `reads`, only wait for values that arrive.
 
         Args:
-            reads: whether values are asked for, or only where they are.
+            reads: whether values are read, or only their memory is asked for.
         """
 
 
@@ -74,13 +73,13 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values, detached, sharing memory."""
+        """The values, detached, over the same memory."""
         watcher = self.watcher()
         return values_of(self) if watcher is None else watcher.alias(self)
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        """Put other memory under the parameter."""
+        """Replace the memory of the parameter."""
         watcher = self.watcher()
         if watcher is None:
             set_values(self, values)
@@ -134,7 +133,7 @@ class Absent(WatchedParameter):
 
 
 def kinds_for(watcher: Watcher) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """The classes of one engine's parameters while their values are present, and while they are absent."""
+    """The two classes of one engine's parameters: for present and for absent values."""
     owner = weakref.ref(watcher)
 
     class Parameter(WatchedParameter):
@@ -166,7 +165,7 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
 
 
 class Unreadable(Tensor):
-    """A tensor with a shape and no values: reading or writing them is an error.
+    """A tensor with a shape and no values: reading or writing it raises.
 
     Attributes:
         parameter: the name of the parameter whose values or gradient it stands for.
@@ -178,13 +177,13 @@ class Unreadable(Tensor):
 
     @classmethod
     def of(cls, parameter: Tensor, name: str, refuse: Callable[[str], Exception]) -> Self:
-        """One of the dtype and shape of `parameter`."""
+        """A placeholder with the dtype and shape of `parameter`."""
         with _disable_current_modes():
             return cls.over(_nothing(parameter.dtype, parameter.device).expand(parameter.shape), name, refuse)
 
     @classmethod
     def over(cls, values: Tensor, name: str, refuse: Callable[[str], Exception]) -> Self:
-        """One over the memory of `values`, which those who have another name for it read and write."""
+        """A placeholder over the memory of `values`, which stays readable and writable through other tensors."""
         made = values.as_subclass(cls)
         made.parameter, made.refuse = name, refuse
         return made
@@ -194,14 +193,14 @@ class Unreadable(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _CONVERTING:
-            return args[0]  # as unreadable there
+            return args[0]  # it is as unreadable in another dtype or on another device
         if isinstance(func, OpOverload) or CompileContext.try_get() is not None:
-            # autograd's own adding up, where a mode of the user watches operators; or a look of torch.compile
+            # autograd's accumulation under a dispatch mode of the user, or torch.compile
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func == _SETTING and isinstance(args[0], Unreadable):
             if args[1] is args[0]:
-                return None  # what `Module.to` does with what `Tensor.to` returned
+                return None  # `Module.to` assigns the result of `Tensor.to`
             raise args[0].refuse(args[0].parameter)
         with torch._C.DisableTorchFunctionSubclass():
             if _reads(func):
@@ -215,10 +214,10 @@ class Unreadable(Tensor):
 
 
 class HeldGradient(Unreadable):
-    """What `p.grad` shows while the gradient is in a flat buffer.
+    """The value of `p.grad` while the gradient is in a flat buffer.
 
     Attributes:
-        zeroed: gets the name when it is zeroed, as by `zero_grad(set_to_none=False)`.
+        zeroed: the names of the gradients that were zeroed, as by `zero_grad(set_to_none=False)`.
     """
 
     zeroed: set[str]
@@ -244,23 +243,23 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _reads(func: Any) -> bool:
-    """Whether a function of torch looks at values, as far as is known."""
+    """Whether a function of torch reads values; unknown functions count as readers."""
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return getattr(func, "__self__", None) in _READING and func.__name__ == "__get__"
     return func not in _HARMLESS
 
 
 def _converted(watcher: Watcher, parameter: nn.Parameter, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """`parameter.to(...)` of an absent parameter: itself where that has nothing to do, as `model.to(device)` asks."""
+    """`parameter.to(...)` of an absent parameter: itself if nothing changes, as in `model.to(device)`."""
     values = watcher.alias(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         if not isinstance(values, Unreadable):
-            return parameter.to(*args, **kwargs)  # it has been fetched
+            return parameter.to(*args, **kwargs)  # its values have arrived
         probe = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-        there = probe.to(*args, **kwargs)
-        if there is probe:
+        converted = probe.to(*args, **kwargs)
+        if converted is probe:
             return parameter
-        return Unreadable.of(there.expand(parameter.shape), values.parameter, values.refuse)
+        return Unreadable.of(converted.expand(parameter.shape), values.parameter, values.refuse)
 
 
 def _leaves(tree: Any) -> Iterator[Tensor]:
