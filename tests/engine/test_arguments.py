@@ -37,7 +37,7 @@ def test_an_argument_of_another_kind(arguments: tuple[Any, ...], kind: type[Exce
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"mesh": 2}, r"The mesh is 2 \(int\), and it must be what zs\.init_mesh\(\) returns"),
+    ({"mesh": 2}, r"The mesh is 2 \(int\), and it must be a mesh of zs\.init_mesh\(\)"),
     ({"loss": "mse"}, r"loss is 'mse' \(str\), and it must be a function; write for example loss=lambda output, batch"),
     ({"initialise": True}, r"initialise is True \(bool\), and it must be a function; .*reset_parameters"),
 ]

@@ -300,15 +300,15 @@ def test_two_ranks() -> None:
         ("SEND_F0.0@0>1 ", "", "Rank 1, action 0, RECV_F1.0@0<0, has no SEND_F that belongs to it on rank 0"),
         ("SEND_B1.0@0>0 ", "", "Rank 0, action 0, RECV_B0.0@0<1, has no SEND_B that belongs to it on rank 1"),
         ("RECV_F1.0@0<0 ", "RECV_F1.0@0<0 RECV_F1.0@0<0 ", "Rank 1, action 1, RECV_F1.0@0<0, repeats a receive"),
-        ("RECV_F1.0@0<0 ", "RECV_F1.0@0<0 RECV_F1.1@0<0 ", "RECV_F1.1@0<0, receives what no compute takes in"),
+        ("RECV_F1.0@0<0 ", "RECV_F1.0@0<0 RECV_F1.1@0<0 ", "RECV_F1.1@0<0, is a receive that no compute uses"),
         ("RECV_F1.0@0<0 ", "RECV_F1.0@1<0 ", r"F1.0@0, uses another version than RECV_F1.0@1<0 before it says"),
-        ("SEND_F0.0@0>1", "SEND_F0.0@1>1", r"SEND_F0.0@1>1, sends what was made with another version \(@0\)"),
+        ("SEND_F0.0@0>1", "SEND_F0.0@1>1", r"SEND_F0.0@1>1, sends a tensor that was made with another version \(@0\)"),
         ("SEND_F0.0@0>1", "SEND_F0.0@0>1 SEND_F0.0@0>1", "Rank 0, action 3, SEND_F0.0@0>1, repeats a send"),
-        ("SEND_F0.0@0>1", "SEND_B0.0@0>1", "Rank 0, action 2, SEND_B0.0@0>1, sends what has not been made"),
+        ("SEND_F0.0@0>1", "SEND_B0.0@0>1", "Rank 0, action 2, SEND_B0.0@0>1, sends a tensor that was not made before"),
         (
             "F0.0@0 SEND_F0.0@0>1",
             "SEND_F0.0@0>1 F0.0@0",
-            "Rank 0, action 1, SEND_F0.0@0>1, sends what has not been made",
+            "Rank 0, action 1, SEND_F0.0@0>1, sends a tensor that was not made before",
         ),
     ],
 )
@@ -362,7 +362,7 @@ def test_borrowed_weights_have_the_owners_version() -> None:
     assert borrow.microbatch is not None and borrow.version == 1
     lists[1][n] = borrow._replace(microbatch=borrow.microbatch + 1)
     with pytest.raises(
-        PlanError, match=f"F1.{borrow.microbatch}@2, uses version 0 of what chunk 0 lends it, .* uses 1"
+        PlanError, match=f"F1.{borrow.microbatch}@2, uses version 0 of the weights of chunk 0, .* uses 1"
     ):
         verify(lists)
 

@@ -143,7 +143,7 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
 
     [Note: random volumes] Volumes that add up to that of the tensor prove nothing: an overlap may be as large as a gap.
     So each coordinate of each dimension gets a random mark, and a length is the difference of two
-    marks modulo a prime. For boxes that tile the tensor the volumes add up whatever the marks are. For others the
+    marks modulo a prime. For boxes that tile the tensor the volumes add up for any marks. For others the
     difference is a polynomial in the marks, which is zero for at most dimensions/PRIME of all marks (Schwartz-Zippel).
     The marks are drawn anew each time, so a forged manifest cannot fit them.
     """

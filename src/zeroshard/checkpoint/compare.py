@@ -1,4 +1,4 @@
-"""The differences of two checkpoints in facts and tensors, block by block, whatever plans wrote them."""
+"""The differences of two checkpoints in facts and tensors, block by block, under any plans."""
 
 import math
 from collections.abc import Iterator

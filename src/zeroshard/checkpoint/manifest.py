@@ -194,7 +194,7 @@ def _entry(name: str, fields: dict[str, Any], files: dict[str, FileEntry], versi
     if not kind or not colon or not name.isprintable():
         raise ValueError(f"the tensor {name!r} has no kind, or no name to be read")
     if fields.keys() != {"shape", "dtype", "chunks"} or fields["dtype"] not in DTYPES:
-        raise ValueError(f"what is said of {name!r} is not its shape, its dtype and its chunks")
+        raise ValueError(f"the entry of {name!r} is not a shape, a known dtype and chunks")
     shape = _counts(fields["shape"], f"the shape of {name!r}")
     if len(shape) > MOST_AXES:
         raise ValueError(f"{name!r} has {len(shape)} axes")

@@ -75,9 +75,9 @@ class WeightFiles:
         def differences(names: Mapping[str, str]) -> tuple[list[str], list[str]]:
             """The missing and the unknown names under a renaming of those in the files."""
             targets = {self._tied.get(name, name) for name in names.values()}
-            strange = [old for old, new in names.items() if new not in known]
+            unmatched = [old for old, new in names.items() if new not in known]
             twice = [old for old, new in names.items() if old != new and new in names]
-            unknown = {name for name in strange if not any(pattern.search(name) for pattern in patterns)}
+            unknown = {name for name in unmatched if not any(pattern.search(name) for pattern in patterns)}
             return sorted(wanted - targets), sorted(unknown | set(twice))
 
         unchanged, *others = _renamings(list(self._files.shapes), known)
@@ -219,9 +219,9 @@ class _Shards:
             with _readable(file):
                 handle = safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
                 held = list(handle.keys())
-            lacking = sorted(set(names or ()) - set(held))
-            if lacking:
-                raise CheckpointError(f"{file} lacks {_some(lacking)}, which {path} says it holds. Copy it again.")
+            missing = sorted(set(names or ()) - set(held))
+            if missing:
+                raise CheckpointError(f"{file} lacks {_some(missing)}, which {path} says it holds. Copy it again.")
             for name in held if names is None else names:
                 self._files[name] = file, handle
                 with _readable(file):

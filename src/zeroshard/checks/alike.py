@@ -106,7 +106,7 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> It
     for name, buffer in model.named_buffers():
         yield f"buffer '{name}'", _of_tensor(buffer)
     for name, others in sorted(tied_names(model).items()):
-        yield f"what '{name}' is tied to", str(others)
+        yield f"the parameter that '{name}' is tied to", str(others)
     yield "the optimizer", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     for number, group in enumerate(optimizer.param_groups):
         members = "\n".join(sorted(names.get(id(parameter), "?") for parameter in group["params"]))

@@ -24,7 +24,7 @@ def check_arguments(model: Any, optimizer: Any, plan: Any) -> None:
     """Refuse arguments of other kinds, before anything is built from them.
 
     Raises:
-        ModelError, OptimizerError, PlanError: naming what was found, what is needed, and the way out.
+        ModelError, OptimizerError, PlanError: with the argument found, the kind needed, and the way out.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"The model is {_found(model)}. {ORDER}{_place_of(model, 'first')}.")
@@ -54,10 +54,10 @@ def check_options(mesh: Any, **functions: Any) -> None:
         functions: by name, the arguments that must be callable.
 
     Raises:
-        PlanError: naming what was found, what is needed, and the way out.
+        PlanError: with the argument found, the kind needed, and the way out.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise PlanError(f"The mesh is {_found(mesh)}, and it must be what zs.init_mesh() returns; or leave it out.")
+        raise PlanError(f"The mesh is {_found(mesh)}, and it must be a mesh of zs.init_mesh(); or leave it out.")
     for name, value in functions.items():
         if value is not None and not callable(value):
             raise PlanError(f"{name} is {_found(value)}, and it must be a function; {CALLED[name]}, or leave it out.")

@@ -19,7 +19,7 @@ from zeroshard.units.digest import digest_of
 
 Shape = tuple[int, ...]
 NAMED = 5  # names in a message
-EXTRA = "_extra_state"  # under which a module's state dict holds what `get_extra_state` returns
+EXTRA = "_extra_state"  # key of the result of `get_extra_state` in a module's state dict
 
 
 class LoadedKeys(NamedTuple):

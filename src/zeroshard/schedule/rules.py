@@ -145,9 +145,9 @@ class ChunkState:
         kind, _, j, version, _ = action
         made = self.forwards if kind is Kind.SEND_FORWARD else self.backwards
         if j not in made:
-            return "sends what has not been made"
+            return "sends a tensor that was not made before"
         if version != made[j]:
-            return f"sends what was made with another version (@{made[j]})"
+            return f"sends a tensor that was made with another version (@{made[j]})"
         if (kind, j) in self.sent:
             return "repeats a send"
         self.sent.add((kind, j))
@@ -156,10 +156,10 @@ class ChunkState:
     def _gather(self, action: Action) -> Rule:
         if action.kind is Kind.FREE:
             if self.gathered != action.version:
-                return "frees what is not gathered"
+                return "frees weights that are not gathered"
             self.gathered = None
         elif self.gathered is not None:
-            return "gathers what is gathered"
+            return "gathers weights that are gathered already"
         elif action.version not in self.alive:
             return f"gathers a version that is not there; there are {sorted(self.alive)}"
         else:
@@ -213,7 +213,7 @@ class ChunkState:
         if self.users[version]:
             return f"drops a version with {self.users[version]} microbatches in flight or unreduced"
         if version == self.gathered:
-            return "drops what is gathered"
+            return "drops weights that are gathered"
         if version == self.latest and not self.reductions:
             return "drops the latest version without an update that replaces it"
         self.alive.remove(version)
@@ -264,7 +264,7 @@ class ScheduleState:
             if rule:
                 raise refusal(rank, place, action, rule)
         for place in state.posts.values():
-            raise refusal(rank, place, schedule[place], "receives what no compute takes in")
+            raise refusal(rank, place, schedule[place], "is a receive that no compute uses")
         for number, chunk in state.chunks.items():
             rule = chunk.end()
             if rule:

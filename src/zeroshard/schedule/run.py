@@ -1,4 +1,4 @@
-"""The interpreter: carries out one rank's list, action by action, whatever the number of stages."""
+"""The interpreter: carries out one rank's list, action by action, for any number of stages."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

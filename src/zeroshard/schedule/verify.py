@@ -110,9 +110,9 @@ class _CrossChecks:
                 own = self.ranks[rank].collectives
                 for (place, mine), (other, theirs) in zip_longest(own, first, fillvalue=(-1, "nothing more")):
                     if mine != theirs:
-                        at, number, what = (rank, place, theirs) if place >= 0 else (members[0], other, mine)
+                        at, number, expected = (rank, place, theirs) if place >= 0 else (members[0], other, mine)
                         peer = members[0] if place >= 0 else rank
-                        raise self.refusal(_Place(at, number), f"is where rank {peer} does {what}")
+                        raise self.refusal(_Place(at, number), f"is where rank {peer} does {expected}")
 
     def match_messages(self) -> None:
         """Every send has its receive and the other way round, in the same order on every channel.
@@ -245,7 +245,7 @@ class _Walk:
                 uses = (ranks[rank].chunks[owner.chunk].forwards for rank in self._checks.members[owner.chunk])
                 wanted = next((own[action.microbatch] for own in uses if action.microbatch in own), None)
                 if have != wanted:
-                    rule = f"uses version {have} of what chunk {owner.chunk} lends it, which itself uses {wanted} there"
+                    rule = f"uses version {have} of the weights of chunk {owner.chunk}, which itself uses {wanted}"
                     raise self._checks.refusal(place, rule)
                 needs += [] if message is None else [2 * message + 1]
         return tuple(needs)
