@@ -141,7 +141,7 @@ CASES: dict[str, Case] = {
 
 
 def machine() -> dict[str, str]:
-    """The parts of the machine that decide last bits, and a digest of results, which differ between makes of processor."""
+    """The facts that decide last bits, with a digest of results, which differ between makes of processor."""
     numbers, digest = torch.Generator().manual_seed(0), hashlib.sha256()
     for size in (3, 8, 12, 16, 24, 32, 48, 64):
         a, b = (torch.randn(size, size, generator=numbers) for _ in range(2))

@@ -243,7 +243,7 @@ def test_joined_steps_are_those_of_one_flat_at_a_time(monkeypatch: pytest.Monkey
         optimizer = SpanOptimizer(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), Ledger())
         for flat in flats:
             optimizer.add(Index.of([("w", flat.shape)], 1), [0], flat, 0)
-        optimizer.adopt()
+        optimizer.install_spans()
         if joins:
             sizes_of = lambda o, *_: calls.append([p.numel() for g in o.param_groups for p in g["params"]])  # noqa: E731
             optimizer.optimizer.register_step_pre_hook(sizes_of)

@@ -166,10 +166,7 @@ class Expected:
                 return False  # without looking at the small ones
         for gradients in of_unit:
             gradients.collect()
-        for gradients, flags in zip(of_unit, wanted, strict=True):
-            if not _covers(gradients.arrived, flags):
-                return False
-        return True
+        return all(_covers(gradients.arrived, flags) for gradients, flags in zip(of_unit, wanted, strict=True))
 
 
 def either(a: bytes, b: bytes) -> bytes:
