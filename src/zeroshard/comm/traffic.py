@@ -1,7 +1,7 @@
 """Traffic over the wire and between tiers, by purpose. Counts follow the ZeRO paper (1910.02054, section 7)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -64,12 +64,20 @@ class Count:
     calls: int = 0
     seconds: float = 0.0
 
+    def add(self, other: "Count") -> None:
+        """Add the traffic of another count."""
+        self.elements += other.elements
+        self.padding += other.padding
+        self.nbytes += other.nbytes
+        self.sent_nbytes += other.sent_nbytes
+        self.calls += other.calls
+        self.seconds += other.seconds
+
 
 def merged(counts: Iterable[Mapping[Purpose, Count]]) -> dict[Purpose, Count]:
     """The sums of several `Comm.counts`."""
     total: dict[Purpose, Count] = {}
     for each in counts:
         for purpose, count in each.items():
-            sofar = astuple(total.get(purpose, Count()))
-            total[purpose] = Count(*(a + b for a, b in zip(sofar, astuple(count), strict=True)))
+            total.setdefault(purpose, Count()).add(count)
     return total
