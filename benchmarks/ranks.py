@@ -51,6 +51,7 @@ def launch(
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     env |= {"LOCAL_WORLD_SIZE": str(ranks), "PYTHONPATH": _source(), "PYTHONWARNINGS": "ignore", **(more_env or {})}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode, so start-up is counted with it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are ended too
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
