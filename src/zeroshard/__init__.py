@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from zeroshard.precision.policy import LossScale
     from zeroshard.resilience import Checkpoints, Guard
 else:
-    # what needs torch is loaded when it is first used, so that commands without it start at once (PEP 562)
-    _HOMES = {
+    # modules that need torch are loaded on first use, so that commands without torch start at once (PEP 562)
+    _MODULES = {
         "DeepSpeedWeights": "interop",
         "from_deepspeed": "interop",
         "AsynchronousTrainer": "parameter_server",
@@ -57,21 +57,21 @@ else:
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            home = import_module(f"{__name__}.{_HOMES.get(name, name)}")
+            module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
         if name == "Plan":
-            home.Plan.search = _search
-        return globals().setdefault(name, getattr(home, name)) if name in _HOMES else home
+            module.Plan.search = _search
+        return globals().setdefault(name, getattr(module, name)) if name in _MODULES else module
 
     def _search(*job: object) -> object:
-        """The search of the planner; `Plan.auto` gives it its arguments, in their order."""
+        """Run the planner's search with the arguments of `Plan.auto`, in their order."""
         return import_module(f"{__name__}.planner.search.auto").plan_for(*job)
 
     def __dir__() -> list[str]:
-        """The public names alone."""
+        """Only the public names."""
         return sorted(__all__)
 
 

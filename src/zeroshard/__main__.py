@@ -5,13 +5,12 @@ import sys
 
 
 def main() -> None:
-    """The command line, without the current folder, which `python -m` puts first on the path.
+    """Run the command line, without the current folder, which `python -m` puts first on the path.
 
-    Modules that happen to lie there would take the place of Python's own. The folder stays where zeroshard itself is
-    imported from it.
+    Modules in that folder would hide Python's own. It stays on the path if zeroshard itself is imported from it.
     """
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if sys.path and os.path.abspath(sys.path[0]) == os.getcwd() != here and not sys.flags.safe_path:
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if sys.path and os.path.abspath(sys.path[0]) == os.getcwd() != root and not sys.flags.safe_path:
         del sys.path[0]
     from zeroshard.cli.main import main as command_line
 

@@ -13,7 +13,7 @@ class PlanError(ZeroshardError, ValueError):
 
 
 class ConfigError(ZeroshardError, ValueError):
-    """An option, of the main job or of a configuration taken over, that is unknown, misspelt or of the wrong type."""
+    """An option, of a command or of an imported configuration, that is unknown, misspelt or of the wrong type."""
 
 
 class DataError(ZeroshardError, ValueError):
@@ -33,7 +33,7 @@ class BatchError(ZeroshardError, ValueError):
 
 
 class NonFiniteError(ZeroshardError, ArithmeticError):
-    """A loss or gradient that is not finite where the plan says `nonfinite="raise"`, or stays bad after returns."""
+    """A loss or gradient that is not finite under `nonfinite="raise"`, or a loss that stays bad after rollbacks."""
 
 
 class BudgetExceeded(ZeroshardError, MemoryError):
@@ -57,26 +57,26 @@ class CheckpointError(ZeroshardError, RuntimeError):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint that could not be written while training went on; earlier ones are as they were."""
+    """A checkpoint that could not be written while training went on; earlier checkpoints are unharmed."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose content is not what was written: a digest, a size or a file is wrong."""
+    """A checkpoint whose content differs from what was written: a wrong digest, a wrong size or a missing file."""
 
 
 class OffloadError(ZeroshardError, RuntimeError):
-    """A tier that failed: a disk that is full or does not answer; or a saved tensor that was changed meanwhile."""
+    """A disk that is full or does not answer, or a saved tensor that was changed before the backward read it."""
 
 
 class DivergenceError(ZeroshardError, RuntimeError):
-    """Replicas of the same weights that are not the same any more."""
+    """Replicas of the same weights that have come to differ."""
 
 
 class Stopped(ZeroshardError, RuntimeError):
-    """The run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C) and has saved what it needs to go on.
+    """The run was asked to stop (SIGTERM, SIGUSR1, Ctrl-C) and has saved its state, unless it saves no checkpoints.
 
     Attributes:
-        signal: the number of the signal that asked; 0 if it is not known.
+        signal: number of the signal; 0 if it is not known.
     """
 
     def __init__(self, message: str, signal: int = 0) -> None:

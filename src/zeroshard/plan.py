@@ -73,7 +73,7 @@ class Plan:
         "microbatches": ("--gradient-accumulation-steps",),
         "clip_norm": ("--max-grad-norm",),
     }
-    search: ClassVar[Callable[..., "Plan"] | None] = None  # the planner's, which runs engines; `zeroshard` sets it
+    search: ClassVar[Callable[..., "Plan"] | None] = None  # of the planner; the package sets it on first use
     zero: Literal[0, 1, 2, 3] = 2
     """ZeRO stage: 0 keeps everything on every rank, 1 slices optimizer states, 2 gradients too, 3 parameters too."""
     shard_group: int | None = None
@@ -88,18 +88,18 @@ class Plan:
     machine and compute on its CPUs), or torch.distributed ("network"); "auto" shares where that is possible."""
     overlap_gather: bool = False
     """At stages 1 and 2 over the network, let `step` return while updated parameters are gathered: the next forward
-    waits unit by unit, and so does nearly all that reads a parameter before it (the exceptions are in docs/zero.md)."""
+    waits for them unit by unit, and so do nearly all other reads of parameters (exceptions: docs/zero.md)."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of gradients on the wire; by default their own, which loses nothing. Sums are always made in fp32."""
     loss_scale: float | Literal["auto", "dynamic", "off"] | LossScale = "auto"
-    """A fixed loss scale, "dynamic", or "off"; "auto" is dynamic for fp16 and off otherwise. `LossScale` says how it
-    moves."""
+    """A fixed loss scale, "dynamic", or "off"; "auto" is dynamic for fp16 and off otherwise. `LossScale` sets how a
+    dynamic one grows and backs off."""
     microbatches: int = 1
     """Microbatches per step of `train_step`."""
     pipeline_parallel: int | Pipeline = 1
-    """Pipeline stages; `Pipeline(stages, schedule=..., ...)` says how they run."""
+    """Pipeline stages; `Pipeline(stages, schedule=..., ...)` sets how they run."""
     recompute: Literal["auto", "chunk", "off"] = "auto"
-    """What a backward computes again: its chunk's forward ("chunk"), or nothing; "auto" is "chunk" for "gpipe"."""
+    """Recomputation in the backward: its chunk's forward ("chunk") or none ("off"); "auto" is "chunk" for "gpipe"."""
     reduce_every: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients are reduced: after each microbatch, or once a step after adding up locally (less on the wire,
     whole gradients kept meanwhile). "auto": once a step at stage 0 and in pipelines, else after each microbatch, so
@@ -108,16 +108,16 @@ class Plan:
     """Largest 2-norm of the whole gradient; longer ones are scaled down to it. Schedules that never flush clip each of
     the d stages alone, to this by √d, which keeps the whole within it."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
-    """What a step does with NaN or infinite gradients when no loss scaling is on."""
+    """NaN or infinite gradients without loss scaling raise an error, skip the update, or are ignored."""
     units: tuple[str, ...] | None = None
     """Classes or paths of the modules that are units; by default the repeated blocks, () for one unit in all."""
     seed: int = 0
     """Seed of the initial weights of a model on the meta device."""
     device_memory: str | int | None = None
-    """Budget for all that the ledger counts on the device, in bytes or like "512MiB"; activations count too."""
+    """Budget for all bytes that the ledger counts on the device, activations included; a number or like "512MiB"."""
     offload: str | Offload = ""
     """Parts of the training state kept off the device, such as "optimizer" (states and updates in host memory);
-    `Offload(parts, disk=..., ...)` says how."""
+    `Offload(parts, disk=..., ...)` sets how."""
     timeout: float = 300.0
     """Seconds that a collective may wait before it is an error."""
 
@@ -176,9 +176,9 @@ class Plan:
     ) -> "Plan":
         """The fastest plan that fits; found by rehearsing the engine on tensors without values, which takes no memory.
 
-        A step is as many rows as one batch has, times the number of ranks. With stages there are fewer data ranks than
-        ranks, and each takes as many more rows. In a job of several processes all must call this: rank 0 plans, and
-        all get its plan.
+        A step has as many rows as `batch`, times the number of ranks. With stages there are fewer data ranks than
+        ranks, so each takes more rows. In a job of several processes all must call this: rank 0 plans, and all get
+        its plan.
 
         Args:
             model: returns its loss; on the meta device, or real (nothing of it is copied or changed).
@@ -187,14 +187,15 @@ class Plan:
             machines: a `zeroshard.doctor.hardware.Machines`; by default this machine, as `zeroshard doctor` measured
                 it, else as its GPU is known by name, else with rates that are assumed.
             ranks: how many ranks there will be; by default as many as the launcher started.
-            base: what is kept: precision, clipping, seed and the like. Settings that are searched are left at their
-                defaults: zero, shard_group, microbatches, recompute, overlap_gather, offload.parts, offload.fraction,
-                and of pipeline_parallel stages, schedule, virtual_stages, replicas, split and vertical_sync.
-            say: told on rank 0 what is being looked at, and in the end what was chosen and why.
+            base: settings to keep, such as precision, clipping and seed. It leaves the settings that are searched at
+                their defaults: zero, shard_group, microbatches, recompute, overlap_gather, offload.parts,
+                offload.fraction, and of pipeline_parallel stages, schedule, virtual_stages, replicas, split and
+                vertical_sync.
+            say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason.
 
         Raises:
             PlanError: no plan fits, with the way out; or arguments that contradict each other.
-            ModelError, OptimizerError, BatchError: what no plan can train.
+            ModelError, OptimizerError, BatchError: a model, optimizer or batch that no plan can train.
         """
         if cls.search is None:
             raise PlanError(
@@ -226,19 +227,19 @@ class Plan:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The stages, all settings spelled out."""
+        """The pipeline settings, all spelled out."""
         group: Pipeline = group_from(Pipeline, "pipeline_parallel", self.pipeline_parallel)
         return group
 
     @cached_property
     def offloading(self) -> Offload:
-        """What is offloaded, all settings spelled out."""
+        """The offload settings, all spelled out."""
         group: Offload = group_from(Offload, "offload", self.offload)
         return group
 
     @cached_property
     def loss_scaling(self) -> LossScale:
-        """The loss scale, all settings spelled out."""
+        """The loss-scale settings, all spelled out."""
         group: LossScale = group_from(LossScale, "loss_scale", self.loss_scale)
         return group
 
@@ -254,7 +255,7 @@ class Plan:
 
     @property
     def microbatches_per_update(self) -> int:
-        """Microbatches whose gradients one update takes in."""
+        """Microbatches whose gradients are summed for one update."""
         return 1 if self.pipeline.schedule == "pipedream" else self.microbatches
 
     @property
@@ -330,7 +331,7 @@ class Plan:
 
 
 def upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored plan with all groups as tables, and settings of earlier versions under their names of today."""
+    """A stored plan with all groups as tables, and settings of earlier versions under their current names."""
     settings: dict[str, Any] = {}
     for name, value in stored.items():
         group, _, inner = RENAMED.get(name, name).partition(".")

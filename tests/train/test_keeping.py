@@ -241,7 +241,7 @@ def test_what_cannot_be_gone_on_from(config: TrainConfig, tmp_path: Path) -> Non
     with pytest.raises(DataError, match="Give the same data, or start a new run"):
         run(replace(config, data=(other,), resume=done[1]), Mesh())
     for wrong, message in (
-        ({"spike": 3.0}, "spike=3.0 has no effect without going back; set rollbacks"),
+        ({"spike": 3.0}, "spike=3.0 has no effect without rollbacks; set rollbacks"),
         ({"spike": 0.5, "rollbacks": 1}, "spike is 0.5; it must be more than 1"),
         ({"rollbacks": 1, "checkpoint": False}, "needs checkpoints to go back to"),
         ({"rollbacks": 1, "patience": 2}, "set nonfinite='skip'"),

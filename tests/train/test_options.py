@@ -116,7 +116,7 @@ def test_a_run_folder_of_an_earlier_version_loads(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--steps", "many"), "--steps INT Steps of the whole run. (default: 800)"),
-        (("--ranks", "many"), "--ranks INT Start this many"),
+        (("--ranks", "many"), "--ranks INT Processes to start"),
         (("--zero", "4"), "invalid choice '4' for argument '--zero'"),
         (("--pipeline-parallel", "two"), "--pipeline-parallel INT"),
         (("--pipeline-parallel.shedule", "gpipe"), "Perhaps you meant: --pipeline-parallel.schedule"),

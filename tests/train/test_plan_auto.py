@@ -116,7 +116,7 @@ def test_stages_leave_the_rows_of_a_step_as_they_are(
 def test_what_a_search_chooses_cannot_be_given(words: list[str]) -> None:
     with pytest.raises(PlanError, match="zero is 3, and the search for a plan chooses it"):
         run(parse(TrainConfig, [*words, "--plan", "auto", "--zero", "3"], "train"), Mesh())
-    with pytest.raises(ConfigError, match="trace is for stages, and --plan auto chooses"):
+    with pytest.raises(ConfigError, match="trace needs stages or offload, and --plan auto chooses"):
         TrainConfig(planning="auto", trace=True)
     page = (Path(__file__).parents[2] / "docs" / "auto_plan.md").read_text()
     named = re.findall(r"`--([a-z.-]+)`", page.partition("| chosen |")[2].partition("\n")[0])
@@ -178,9 +178,9 @@ def measured(**given: Any) -> Measured:
         ({"allocated": int(15.4 * GIB)}, None),
         (
             {"wire": {"gather parameters": 4 * GIB, "reduce gradients": 2 * GIB + 4}},
-            "other bytes than predicted to reduce gradients: 2,147,483,648 predicted, 2,147,483,652 measured",
+            "the bytes on the wire to reduce gradients differ: 2,147,483,648 predicted, 2,147,483,652 measured",
         ),
-        ({"wire": {"gather parameters": 4 * GIB}}, "to reduce gradients: 2,147,483,648 predicted, 0 measured"),
+        ({"wire": {"gather parameters": 4 * GIB}}, "to reduce gradients differ: 2,147,483,648 predicted, 0 measured"),
         ({"wall": 0.6, "cpu": 0.33}, r"takes 600 ms \(\+42.9 %\), .* other load or waiting took the rest"),
         (
             {"wall": 0.6, "cpu": 0.5, "causes": {"compute": 0.45, "optimizer": 0.05, "wire": 0.1}},

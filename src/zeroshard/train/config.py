@@ -70,42 +70,42 @@ class TrainConfig:
     sample_tokens: int = 200
     """Tokens to generate at the end; 0 for none."""
     prompt: str = "def "
-    """What the generated text starts with."""
+    """Beginning of the generated text."""
     out: Path = Path("runs")
     """Folder in which the run's own folder is made."""
     resume: Literal["auto", "never"] | Path = "never"
-    """What to go on from: "never" starts anew; "auto" takes the newest unfinished run in `out` of the same model and
-    data, if there is one; or the path of a run folder or a checkpoint, which is gone on from in a new run."""
+    """Run to resume: "never" starts anew; "auto" resumes the newest unfinished run in `out` of the same model and data,
+    if there is one; the path of a run folder or a checkpoint is resumed in a new run."""
     weights: Path | None = None
     """Safetensors file, folder or checkpoint with the weights to start from."""
     checkpoint: bool = True
-    """Save checkpoints; without, none at all."""
+    """Save checkpoints, during the run and at its end."""
     checkpoint_every: int = 200
     """Steps between checkpoints, which are written while training goes on; 0 saves only at the end."""
     keep: int = 2
-    """Checkpoints that stay; older ones are removed when a newer one has been read back."""
+    """Number of checkpoints to keep; older ones are removed when a newer one has been read back."""
     rollbacks: int = 0
-    """How often to go back to the last good checkpoint and leave out the batch, where the loss is not finite or
-    spikes; with 0 a loss that is not finite ends the run."""
+    """Number of times that the run may go back to the last good checkpoint and leave out the batch when the loss is
+    not finite or spikes; with 0 a loss that is not finite ends the run."""
     spike: float | None = None
-    """A loss more than this many times the median of the last 50 counts as bad; by default only one not finite."""
+    """A loss more than this many times the median of the last 50 is bad; by default only one that is not finite."""
     patience: int = 1
-    """Bad steps in a row before going back."""
+    """Consecutive bad steps before a rollback."""
     check_replicas: int = 0
-    """Steps between comparisons of what several ranks hold of the same weights; 0 for none."""
+    """Steps between comparisons of the copies of the same weights on several ranks; 0 for none."""
     trace: bool = False
     """Keep a timeline in the run folder and its report: of one step of a pipeline, measured beside simulated, or of
-    two steps of what is offloaded."""
+    two steps with offload."""
     tensorboard: bool = False
     """Write TensorBoard events too (extra: tensorboard)."""
     ranks: int | None = None
-    """Start this many processes on this machine; under torchrun, how many it must have started."""
+    """Processes to start on this machine; under torchrun, the number that it must have started."""
     device: str = "auto"
-    """Where to train: cpu, cuda (ROCm too), or another accelerator by torch's name; auto takes one when there is one
-    for every rank."""
+    """Device to train on: cpu, cuda (ROCm too), or another accelerator by torch's name; auto takes an accelerator when
+    there is one for every rank."""
     planning: Annotated[Literal["given", "auto"], tyro.conf.arg(name="plan")] = "given"
-    """Train as the options of the plan say ("given"), or as the fastest plan that fits ("auto"): found before the run,
-    which keeps it; options that a search does not choose hold for it too."""
+    """Train under the options of the plan ("given"), or under the fastest plan that fits ("auto"), which is searched
+    for before the run; options that the search does not choose stay as given."""
     predict: bool = False
     """Predict memory, traffic and time of the given plan, and compare after 20 steps; "auto" always does."""
 
@@ -124,11 +124,13 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1.")
         self._check_guard()
         if self.planning == "auto" and self.trace:
-            raise ConfigError("trace is for stages, and --plan auto chooses whether there are any; leave one out.")
+            raise ConfigError(
+                "trace needs stages or offload, and --plan auto chooses whether there are any; leave one out."
+            )
         if self.trace and not (self.plan.pipelined or self.plan.offloading.kinds):
             raise ConfigError(
-                "trace draws the stages of a pipeline, or what is offloaded; set pipeline_parallel to 2 or more, or "
-                "offload, or leave trace out."
+                "trace draws the stages of a pipeline, or the copies of offload; set pipeline_parallel to 2 or more, "
+                "or offload, or leave trace out."
             )
         if self.batch_per_rank % self.plan.microbatches:
             raise ConfigError(
@@ -140,22 +142,22 @@ class TrainConfig:
 
     @staticmethod
     def stored(table: Mapping[str, Any]) -> dict[str, Any]:
-        """A file's table, with the options of a run folder of an earlier version under their names of today."""
+        """A file's table, with the options of a run folder of an earlier version under their current names."""
         plan = table.get("plan")
         if not isinstance(plan, Mapping):
-            return dict(table)  # no run folder: its file always has the plan's table
-        earlier = {name: today for name, today in RENAMED_OPTIONS.items() if today not in table}
+            return dict(table)  # not of a run folder, whose file always has the plan's table
+        earlier = {name: current for name, current in RENAMED_OPTIONS.items() if current not in table}
         options = {earlier.get(name, name): value for name, value in table.items()}
         return {**options, "plan": renamed(plan)}
 
     def _check_guard(self) -> None:
-        """What the guard of the loss needs."""
+        """Refuse options of the loss guard that do not combine."""
         if self.spike is not None and not 1 < self.spike < float("inf"):
             raise ConfigError(f"spike is {self.spike}; it must be more than 1 and finite.")
         if self.rollbacks == 0:
             for name, value, off in (("spike", self.spike, None), ("patience", self.patience, 1)):
                 if value != off:
-                    raise ConfigError(f"{name}={value} has no effect without going back; set rollbacks to 1 or more.")
+                    raise ConfigError(f"{name}={value} has no effect without rollbacks; set rollbacks to 1 or more.")
             return
         if self.plan.streams:
             raise ConfigError(
@@ -166,5 +168,5 @@ class TrainConfig:
             raise ConfigError("rollbacks needs checkpoints to go back to; leave --no-checkpoint out.")
         if self.patience > 1 and self.plan.nonfinite == "raise" and not self.plan.scales_loss:
             raise ConfigError(
-                f"patience={self.patience} bears bad steps and nonfinite='raise' does not; set nonfinite='skip'."
+                f"patience={self.patience} tolerates bad steps and nonfinite='raise' does not; set nonfinite='skip'."
             )

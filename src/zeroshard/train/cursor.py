@@ -1,7 +1,7 @@
 """The position in the training data, in samples: rows of global batches, counted over the whole run.
 
-Counted so, it means the same at every world size and batch size, and a resume is one number. Samples that did harm are
-left out as intervals of it.
+The same position holds at every world size and batch size, and a resume is one number. Samples that spoiled the loss
+are left out as intervals of positions.
 """
 
 import bisect
@@ -57,10 +57,10 @@ class Cursor:
         return {"position": self.position, "left_out": [list(interval) for interval in self._left_out]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, in another process."""
+        """Restore what `state` returned, in another process."""
         self.rewind(state)
         self._left_out = [(int(start), int(stop)) for start, stop in state["left_out"]]
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Go back to the position of what `state` returned, in a run that rolls back; what is left out stays so."""
+        """Go back to the position in `state` for a rollback; samples that are left out stay so."""
         self.position = int(state["position"])

@@ -1,4 +1,4 @@
-"""The built-in GPT in all sizes: the family of which the planner finds the largest that fits."""
+"""The built-in GPT in all sizes: the family in which the planner finds the largest size that fits."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,7 +57,7 @@ def gpt_family(sequence: int = SEQUENCE, vocabulary: int = VOCABULARY, rows: int
         while gpt_parameters(width, fewest, vocabulary) <= last_parameters:
             fewest += 1
         last_parameters = gpt_parameters(width, most, vocabulary)
-        rungs.append(Rung(f"width {width}", fewest, most, partial(_of, width, heads, sequence, vocabulary, rows)))
+        rungs.append(Rung(f"width {width}", fewest, most, partial(_rung, width, heads, sequence, vocabulary, rows)))
     return Family("GPT", SOURCE, tuple(rungs))
 
 
@@ -81,7 +81,7 @@ def largest_table(
     Args:
         rows: of each rank in one step.
         sequence: tokens of a row.
-        say: told what is being rehearsed.
+        say: called with the name of each rehearsal.
     """
     family = gpt_family(sequence, rows=rows * machines.count)
     plans = default_plans(machines, rows) if plans is None else plans
@@ -89,14 +89,14 @@ def largest_table(
 
 
 def people(number: float) -> str:
-    """Parameters as people read them: 7.46 B, 128 B, 1.01 T."""
+    """A number of parameters as text: 7.46 B, 128 B, 1.01 T."""
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= 0.9995 * factor:
             return f"{number / factor:#.3g}".rstrip(".") + f" {unit}"
     return f"{number:,.0f}"
 
 
-def _of(width: int, heads: int, sequence: int, vocabulary: int, rows: int, layers: int) -> TrainingTask:
+def _rung(width: int, heads: int, sequence: int, vocabulary: int, rows: int, layers: int) -> TrainingTask:
     return gpt_task(GPTConfig(vocabulary, sequence, width, heads, layers), rows)
 
 

@@ -1,4 +1,4 @@
-"""What to do about a device's budget that is too small for a run: the first plan that fits, found by rehearsals."""
+"""The way out of a device budget that is too small for a run: the first plan that fits, found by rehearsals."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,8 +23,8 @@ from zeroshard.train.task import language_task
 def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, profile: Path | None) -> BudgetExceeded:
     """The error with the options of a plan that fits, or the smallest budget that works.
 
-    The engine itself is rehearsed under each plan, activations included. Every rank comes to the same, without a word
-    to the others, which may be anywhere.
+    The engine itself is rehearsed under each plan, activations included. Every rank finds the same plan by itself,
+    because the other ranks may have failed elsewhere.
     """
     plan, budget = config.plan, config.plan.device_budget
     on_device = any(text in error.found for text in ("device_memory is", "on the device"))
@@ -32,7 +32,7 @@ def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, 
         return error
     try:
         way_out = _way_out(config, mesh, profile, budget)
-    except (ZeroshardError, RuntimeError):  # a model that cannot be rehearsed; the engine's own words stay
+    except (ZeroshardError, RuntimeError):  # a model that cannot be rehearsed
         return error
     return BudgetExceeded(error.found, way_out)
 
@@ -48,7 +48,7 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
         except ZeroshardError:
             continue  # refused by the engine
         if "host" in found.full:
-            continue  # a budget of the device is no way out
+            continue  # the host is full, so no budget of the device helps
         needed = _counted_bytes(found, mesh.device)
         smallest = ceil(needed / (1 - found.margin))
         if smallest <= budget:
@@ -68,7 +68,7 @@ def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int)
 
 
 def _counted_bytes(found: Prediction, device: torch.device) -> int:
-    """What a budget counts of a predicted step: everything on a GPU; on a CPU all but torch's temporaries."""
+    """Bytes of a predicted step that count against a budget: on a GPU all, on a CPU all but torch's temporaries."""
     if is_accelerator(device):
         return found.peak_bytes
     moments = [event.nbytes for event in found.events] or [dict(found.memory)]
@@ -76,7 +76,7 @@ def _counted_bytes(found: Prediction, device: torch.device) -> int:
 
 
 def _leaner(plan: Plan, batch: int, ranks: int) -> Iterator[Plan]:
-    """Plans that keep less on the device, and at last with microbatches of a single row too."""
+    """Plans that keep less on the device; the last ones also have microbatches of a single row."""
     last = plan
     for last in leaner(plan, ranks):
         yield last

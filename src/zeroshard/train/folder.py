@@ -16,31 +16,31 @@ from zeroshard.memory.ledger import Category, Event
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.toml_config import dump_toml
 
-LOCK = "run.lock"  # says who works in the folder
-STAMP = len("20261122-170000")  # of a run folder's name
-SAME = "run.json"  # what a later start must have in common with a run to go on with it
+LOCK = "run.lock"  # names the process that works in the folder
+STAMP = len("20261122-170000")  # characters of the date in a run folder's name
+SAME = "run.json"  # the options that a later start must share with a run to resume it
 
 
 class RunFolder:
-    """Writes a run's files; only one rank does, the others know the path.
+    """Writes a run's files, on one rank; the other ranks only know the path.
 
     Attributes:
         continued: whether the folder is that of a run that was cut off.
-        split: where that run had cut the model into stages; measured again, it might be elsewhere.
+        split: the cuts of that run between stages, which new measurements of the layers might move.
     """
 
     def __init__(self, path: Path, continued: bool, split: Sequence[str]) -> None:
         self.path, self.continued, self.split = path, continued, tuple(split)
         self._metrics: TextIO | None = None
-        self._board: Any = None
+        self._tensorboard: Any = None
         self._owner: Owner | None = None  # on the rank that holds the lock
 
     @classmethod
     def create(cls, config: TrainConfig, comm: Comm) -> "RunFolder":
-        """The folder of the run that is to go on, or a new one below `config.out`, named by the date.
+        """The folder of the run to resume, or a new one in `config.out`, named by the date; the same on all ranks.
 
-        The same on all ranks. After a failure the next attempt goes on with its job's own run; with `resume="auto"` any
-        start goes on with the newest unfinished one.
+        After a failure the next attempt resumes its job's own run; with `resume="auto"` any start resumes the newest
+        unfinished run.
 
         Raises:
             ConfigError: it cannot be made, or another run works in it.
@@ -50,70 +50,70 @@ class RunFolder:
         if comm.mesh.rank == 0:
             try:
                 found = unfinished(config)
-                path = found or _fresh(path)
-                _take(path, comm.mesh)
+                path = found or _new_folder(path)
+                _lock(path, comm.mesh)
                 if found is None:
                     dump_toml(replace(config), path / "config.toml")
-                    _replace(path / SAME, {"job": job(), "ranks": comm.mesh.ranks, **_same(config)})
+                    _replace(path / SAME, {"job": job(), "ranks": comm.mesh.ranks, **_identity(config)})
             except ConfigError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"The run folder {path} cannot be made ({error.strerror}); choose another with --out."
-        split = json.loads((found / SAME).read_text()).get("split", {}) if found else {}
-        fields = [str(path), problem, found is not None, split.get(_cut(config), ())]
-        path, problem, continued, mine = comm.agree_on(fields, "run folder")[0]
+        splits = json.loads((found / SAME).read_text()).get("split", {}) if found else {}
+        fields = [str(path), problem, found is not None, splits.get(_cut_settings(config), ())]
+        path, problem, continued, split = comm.agree_on(fields, "run folder")[0]
         if problem:
             raise ConfigError(problem)
-        folder = cls(Path(path), continued, mine)
+        folder = cls(Path(path), continued, split)
         folder._owner = owner() if comm.mesh.rank == 0 else None
         return folder
 
     def open(self, config: TrainConfig, split: Sequence[str]) -> None:
-        """Begin to write; for the one rank that does. `split` is where the model was cut."""
+        """Open the files, on the rank that writes them. `split`: the layers at which the model was cut."""
         self._metrics = _appending(self.path / "metrics.jsonl")
-        self._board = _board(self.path) if config.tensorboard else None
+        self._tensorboard = _summary_writer(self.path) if config.tensorboard else None
         kept = json.loads((self.path / SAME).read_text())
-        splits = {**kept.get("split", {}), _cut(config): list(split)}
+        splits = {**kept.get("split", {}), _cut_settings(config): list(split)}
         _replace(self.path / SAME, {**kept, "split": splits})
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line."""
         if self._metrics is not None:
             self._metrics.write(json.dumps(metrics) + "\n")
-        if self._board is not None:
+        if self._tensorboard is not None:
             for name, value in metrics.items():
                 if isinstance(value, float) and name != "seconds":
-                    self._board.add_scalar(name, value, metrics["step"])
+                    self._tensorboard.add_scalar(name, value, metrics["step"])
 
     def write_memory(self, events: Sequence[Event], rank: int) -> None:
-        """Keep the memory of one step, for the report's picture."""
+        """Write the memory of one step, for the report's picture."""
         if self._metrics is not None:
             rows = [{"t": event.t, "label": event.label, "bytes": event.nbytes} for event in events]
             content = {"rank": rank, "categories": [str(category) for category in Category], "events": rows}
             (self.path / "memory.json").write_text(json.dumps(content))
 
     def write_prediction(self, content: dict[str, Any]) -> None:
-        """Keep what was predicted, and when it is known, what was measured."""
+        """Write the prediction, and the measurements once they are known."""
         if self._metrics is not None:
             _replace(self.path / "prediction.json", content)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Keep what the run came to."""
+        """Write the results of the run."""
         if self._metrics is not None:
             (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
 
     def close(self, over: bool) -> None:
-        """Nothing more will be written; if the run is over, and not just this attempt, others may go on with it."""
+        """Close the files, and release the lock if the run is over and not just this attempt of a supervised job."""
         if self._owner is not None and (over or self._owner.pid == os.getpid()):
             release(self.path / LOCK, self._owner)
         if self._metrics is not None:
             self._metrics.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
-def _fresh(path: Path) -> Path:
-    """A new folder there, or with a number behind its name.
+def _new_folder(path: Path) -> Path:
+    """Make the folder, with a number behind its name where the name is taken.
 
     Raises:
         OSError: it cannot be made.
@@ -127,8 +127,8 @@ def _fresh(path: Path) -> Path:
     return path
 
 
-def _take(path: Path, mesh: Mesh) -> None:
-    """Lock a run folder; a supervisor learns from a link which one, to unlock it when no attempt follows.
+def _lock(path: Path, mesh: Mesh) -> None:
+    """Lock a run folder; a link tells the supervisor which one to unlock when no attempt follows.
 
     Raises:
         ConfigError: another run works in it.
@@ -141,21 +141,21 @@ def _take(path: Path, mesh: Mesh) -> None:
         link.symlink_to((path / LOCK).resolve())
 
 
-def _same(config: TrainConfig) -> dict[str, Any]:
-    """What decides whether a run is the same one."""
+def _identity(config: TrainConfig) -> dict[str, Any]:
+    """The options by which a later start recognises a run as its own."""
     data = [str(path.resolve()) for path in config.data]
     names = ("model", "tokenizer", "sequence", "optimizer")
     return {"data": data, "seed": config.plan.seed, **{name: getattr(config, name) for name in names}}
 
 
-def _cut(config: TrainConfig) -> str:
-    """What decides where a model is cut, beside the time that its layers take."""
+def _cut_settings(config: TrainConfig) -> str:
+    """The settings that decide where a model is cut, besides the measured times of its layers."""
     plan = config.plan
     return json.dumps([plan.pipeline.stages, plan.pipeline.virtual_stages, plan.pipeline.balance, plan.pipeline.split])
 
 
 def unfinished(config: TrainConfig) -> Path | None:
-    """The newest run below `config.out` that this start is to go on with, if there is one."""
+    """The newest run in `config.out` that this start resumes, or None."""
     automatic = config.resume == "auto"
     if not (automatic or attempt()) or not config.out.is_dir():
         return None
@@ -164,21 +164,21 @@ def unfinished(config: TrainConfig) -> Path | None:
             kept = json.loads((path / SAME).read_text())
         except (OSError, ValueError):
             continue
-        mine = {"job": kept.get("job") if automatic else job(), **_same(config)}
+        mine = {"job": kept.get("job") if automatic else job(), **_identity(config)}
         if kept | mine == kept and not (path / "summary.json").exists():
             return path
     return None
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file that is never seen half written."""
+    """Write a JSON file atomically."""
     fresh = path.with_suffix(".fresh")
     fresh.write_text(json.dumps(content))
     fresh.replace(path)
 
 
 def _appending(path: Path) -> TextIO:
-    """A file to append lines to; a last line that was cut off when its process died is ended first."""
+    """Open a file to append lines; a last line that a dying process cut off is ended first."""
     cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
     file = path.open("a", buffering=1)
     if cut:
@@ -186,7 +186,7 @@ def _appending(path: Path) -> TextIO:
     return file
 
 
-def _board(path: Path) -> Any:
+def _summary_writer(path: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""What was predicted of a run beside what its first steps really took: memory, bytes on the wire, time.
+"""The prediction of a run beside measurements of its first steps: memory, bytes on the wire, time.
 
-The prediction is of one rank, so that rank's numbers count; what a step takes is that of the slowest.
+The prediction is of one rank, whose memory and traffic are compared; the time of a step is that of the slowest rank.
 """
 
 import gc
@@ -19,26 +19,26 @@ from zeroshard.engine import Engine
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.result import TEMPORARIES, Prediction
-from zeroshard.planner.search.text import seconds as time_words
+from zeroshard.planner.search.text import seconds as time_text
 from zeroshard.platform import accelerator
 from zeroshard.platform.accelerator import is_accelerator
 
-STEPS = 20  # after which both are compared
-TRACKED, TIMED = 5, 6  # the step whose every allocation is seen; the first whose time counts
-FEWEST = 8  # steps that say something
-MEMORY_BAR, TIME_BAR = 0.03, 0.2  # shares of what was predicted; on the wire there is no error to bear
+STEPS = 20  # before the comparison
+TRACKED, TIMED = 5, 6  # the step whose allocations are tracked; the first step whose time counts
+FEWEST = 8  # steps that are enough to compare
+MEMORY_BAR, TIME_BAR = 0.03, 0.2  # tolerated shares of the prediction; bytes on the wire must be equal
 NOT_PREDICTED = (Purpose.CONTROL, Purpose.SETUP, Purpose.GATHER_TO_EVALUATE, Purpose.SEND_TO_EVALUATE)
-ADDRESSES = 2**37  # bytes; a storage as long as this is a mapping of what belongs to others
+ADDRESSES = 2**37  # bytes; a longer storage maps memory that other ranks own
 NO_PART = (type, ModuleType, FrameType, str, bytes, int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the first steps of one rank took.
+    """Measurements of the first steps of one rank.
 
     Attributes:
         memory: bytes by category at the peak of one step.
-        allocated: the most that the device's allocator gave out since the start; None on a CPU.
+        allocated: peak bytes of the device's allocator since the start; None on a CPU.
         wire: bytes by purpose, of the last step.
         wall: seconds of a step, the median.
         cpu: CPU time of this process in a step, the median.
@@ -54,21 +54,21 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory."""
+        """Peak memory."""
         return self.allocated if self.allocated is not None else sum(self.memory.values())
 
 
 class Forecast:
-    """Looks at the first steps of a run for which there is a prediction; every rank has one.
+    """Measures the first steps of a run that has a prediction; every rank has a forecast.
 
     Args:
-        rates: where the rates come from that the prediction's time rests on.
-        steps: that this process is going to take.
+        rates: source of the rates behind the predicted time.
+        steps: number of steps that this process will take.
 
     Attributes:
         prediction: of the run.
         rates: as given.
-        last: the number of the step after which to compare; 0 for never.
+        last: number of the step after which to compare; 0 for never.
     """
 
     def __init__(self, prediction: Prediction, rates: str, engine: Engine, steps: int) -> None:
@@ -88,7 +88,7 @@ class Forecast:
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Around one step of the engine on this batch."""
+        """Measure one step of the engine on this batch, taken inside."""
         self._taken += 1
         number = self._taken
         if number == TRACKED and self.last:
@@ -117,17 +117,17 @@ class Forecast:
 
     @property
     def due(self) -> bool:
-        """Whether now is the time to compare."""
+        """Whether the last measured step has just been taken."""
         return self._taken == self.last > 0
 
     def compare(self) -> "ForecastComparison":
-        """All ranks' numbers put together; a collective call."""
+        """The comparison over the measurements of all ranks; a collective call."""
         wire = {row.purpose: row.measured_bytes for row in self._engine.traffic()}
         walls, cpus, optimizing, waiting = map(median, zip(*self._times, strict=True))
         causes = {"compute": walls - optimizing - waiting, "optimizer": optimizing, "wire": waiting}
         allocated = accelerator.peak_memory(self._device)
         mine = [self._memory, allocated, wire, walls, cpus, {} if is_accelerator(self._device) else causes]
-        everyone = self._engine.world.agree_on(mine, "what the steps took")
+        everyone = self._engine.world.agree_on(mine, "measurements of the steps")
         memory, allocated, wire, _, _, _ = everyone[self.prediction.rank]
         _, _, _, wall, cpu, causes = max(everyone, key=lambda rank: float(rank[3]))
         measured = Measured(memory=memory, allocated=allocated, wire=wire, wall=wall, cpu=cpu, causes=causes)
@@ -135,14 +135,14 @@ class Forecast:
 
     @property
     def _tracked(self) -> int:
-        """The step whose peak counts: where nothing flushes, what began before it has ended by then."""
+        """The step whose peak counts; without flushes, after all microbatches that began before `TRACKED` ended."""
         plan = self._engine.plan
         return TRACKED + (
             -(-2 * plan.pipeline.stages * plan.pipeline.virtual_stages // plan.microbatches) if plan.streams else 0
         )
 
     def _track(self, batch: Any) -> None:
-        """See every allocation from now on, on top of all tensors that the engine holds."""
+        """Track every allocation from now on, on top of all tensors that the engine holds."""
         engine, tracker = self._engine, Tracker()
         shared = engine.comm.shared
         for tensor in tensors_of([engine, batch]):
@@ -179,12 +179,12 @@ class ForecastComparison:
 
     @property
     def warnings(self) -> list[str]:
-        """Which bars are missed, and why: a sentence each."""
+        """A sentence with the cause for each tolerance that is missed."""
         return [warning for warning in (self._memory(), self._wire(), self._time()) if warning]
 
     @property
     def lines(self) -> list[str]:
-        """The comparison in words."""
+        """The comparison as lines of text."""
         p, m = self.prediction, self.measured
         sent, found = sum(_compared(p.wire_bytes).values()), sum(_compared(m.wire).values())
         wire = "equal" if _compared(p.wire_bytes) == _compared(m.wire) else f"measured {format_size(found)}"
@@ -193,13 +193,13 @@ class ForecastComparison:
             f"  memory  predicted {format_size(p.peak_bytes)}, measured {format_size(m.peak_bytes)} "
             f"({_off(m.peak_bytes, p.peak_bytes)})",
             f"  wire    predicted {format_size(sent)} per step, {wire}",
-            f"  time    predicted {time_words(p.seconds)} per step, measured {time_words(m.wall)} "
-            f"({_off(m.wall, p.seconds)}), CPU time {time_words(m.cpu)}",
+            f"  time    predicted {time_text(p.seconds)} per step, measured {time_text(m.wall)} "
+            f"({_off(m.wall, p.seconds)}), CPU time {time_text(m.cpu)}",
         ]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Every number of both, as JSON holds them."""
+        """All predicted and measured numbers, as plain JSON values."""
         p, m = self.prediction, self.measured
         rows = [_row("memory", "peak", p.peak_bytes, m.peak_bytes)]
         rows += [_row("memory", name, *pair) for name, pair in _pairs(p.memory, m.memory).items()]
@@ -227,7 +227,7 @@ class ForecastComparison:
 
     @property
     def _causes(self) -> dict[str, tuple[float, float]]:
-        """Predicted and measured seconds by cause; a wait for a stage is one for the wire when it is measured."""
+        """Predicted and measured seconds by cause; a measured wait for another stage counts as "wire"."""
         if not self.measured.causes:
             return {}
         predicted = dict(self.prediction.causes)
@@ -250,27 +250,27 @@ class ForecastComparison:
         if predicted == measured:
             return ""
         both = f"{predicted:,.0f} predicted, {measured:,.0f} measured"
-        return f"the wire carries other bytes than predicted to {name}: {both}."
+        return f"the bytes on the wire to {name} differ: {both}."
 
     def _time(self) -> str:
         p, m = self.prediction, self.measured
         if abs(m.wall - p.seconds) <= TIME_BAR * p.seconds:
             return ""
-        text = f"a step takes {time_words(m.wall)} ({_off(m.wall, p.seconds)}), more than {TIME_BAR:.0%} off"
+        text = f"a step takes {time_text(m.wall)} ({_off(m.wall, p.seconds)}), more than {TIME_BAR:.0%} off"
         if not self._causes:
-            return f"{text}; of what, cannot be told apart on this device. {self.rates}"
+            return f"{text}; its causes cannot be told apart on this device. {self.rates}"
         if abs(m.cpu - self._busy) <= TIME_BAR * self._busy:
-            return f"{text}; its CPU time, {time_words(m.cpu)}, is as predicted: other load or waiting took the rest."
+            return f"{text}; its CPU time, {time_text(m.cpu)}, is as predicted: other load or waiting took the rest."
         name, (predicted, measured) = _furthest(self._causes)
-        both = f"predicted {time_words(predicted)}, measured {time_words(max(0.0, measured))}"
+        both = f"predicted {time_text(predicted)}, measured {time_text(max(0.0, measured))}"
         text += f"; most of that is {name}: {both}."
         if m.wall > (1 + TIME_BAR) * (m.cpu + self._causes.get("wire", (0.0, 0.0))[1]):
-            text += f" Other load took some of it: the CPU time of this process is {time_words(m.cpu)}."
+            text += f" Other load took some of it: the CPU time of this process is {time_text(m.cpu)}."
         return f"{text} {self.rates}"
 
 
 def tensors_of(roots: list[Any]) -> Iterator[torch.Tensor]:
-    """Every tensor that Python objects hold, gradients included; not what classes, modules and globals hold."""
+    """Every tensor reachable from Python objects, gradients included, but not through classes, modules or globals."""
     seen: dict[int, Any] = {}
     stack = list(roots)
     while stack:
@@ -294,7 +294,7 @@ def _split_up(engine: Engine, nbytes: int) -> dict[str, int]:
 
 
 def _compared(wire: Mapping[str, int]) -> dict[str, int]:
-    """Of the purposes that are predicted, those with any bytes."""
+    """Bytes by purpose, of the purposes that are predicted and carry any."""
     return {purpose: nbytes for purpose, nbytes in wire.items() if nbytes and purpose not in NOT_PREDICTED}
 
 
@@ -305,7 +305,7 @@ def _pairs(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dic
 
 
 def _furthest(pairs: Mapping[str, tuple[float, float]]) -> tuple[str, tuple[float, float]]:
-    """The pair that lies apart most."""
+    """The pair with the largest difference."""
     return max(pairs.items(), key=lambda pair: abs(pair[1][0] - pair[1][1]), default=("nothing", (0, 0)))
 
 

@@ -182,8 +182,8 @@ def generate(
 ) -> list[int]:
     """`n` tokens that follow the prompt, drawn one by one.
 
-    `model` maps tokens [1, T] on `device` to logits [1, T, V], and is asked n times whatever it answers, so ranks
-    that share one may all call this. A temperature of 0 takes the likeliest token. `context`: longest T given to
+    `model` maps tokens [1, T] on `device` to logits [1, T, V], and is called exactly n times, so ranks that share one
+    may all call this. A temperature of 0 takes the likeliest token. `context`: longest T given to
     the model. `generator` is a CPU generator.
 
     Raises:

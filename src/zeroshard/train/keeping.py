@@ -1,4 +1,4 @@
-"""What lets the main job go on after whatever happens: checkpoints, the data position, a guard, requests to stop."""
+"""Checkpoints, data position, loss guard and requests to stop of the main job, with which it can be resumed."""
 
 import signal
 import threading
@@ -18,22 +18,22 @@ from zeroshard.train.cursor import Cursor
 
 CHECKPOINTS = "checkpoints"  # below the run folder
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-REPEATED = 1.0  # seconds after which a second Ctrl-C is one of its own; a launcher may pass the first one on
-LONG = 2.0  # seconds that a request may go unanswered
+REPEATED = 1.0  # seconds; a second SIGINT within them is the first Ctrl-C, passed on by a launcher
+LONG = 2.0  # seconds without an end of the step after which a request to stop is acknowledged
 
 
 class Keeping:
-    """Keeps one run going; every rank has one, and all do the same.
+    """Saves, resumes and stops one run; every rank has one, and all make the same calls.
 
     Args:
         folder: of the run.
-        say: shows people a line.
-        again: the command, or what to add to it, that goes on with a run that was stopped.
+        say: shows a line to the user.
+        again: the command that resumes a stopped run, or the options to add to it.
 
     Attributes:
         cursor: the position in the data.
         asked: the signal by which this process was asked to stop; 0 for none.
-        exposed_seconds: how long training stood still for the checkpoint begun last; None where none was since.
+        exposed_seconds: seconds that training waited for the newest checkpoint; None once the metrics have them.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Keeping:
             self.guard = Guard(spike=config.spike, patience=config.patience, rollbacks=config.rollbacks)
 
     def begin(self, continued: bool) -> int:
-        """The step to go on from.
+        """Resume the run, or begin it; returns the number of steps taken before.
 
         Args:
             continued: whether the run folder is that of a run that was cut off.
 
         Raises:
-            CheckpointError, ConfigError, DataError: what cannot be gone on from.
+            CheckpointError, ConfigError, DataError: a checkpoint that cannot be resumed.
         """
         extra = self._checkpoints.resume() if continued else None
         given = self._config.resume
@@ -74,7 +74,7 @@ class Keeping:
             self._engine.load_weights(self._config.weights)
         if extra is None:
             if self.guard is not None:
-                self.save(0, wait=True)  # so that there is always one to go back to
+                self.save(0, wait=True)  # a rollback needs a checkpoint from the start
             return 0
         _check_corpus(extra, self._corpus)
         if extra["step"] >= self._config.steps:
@@ -100,14 +100,14 @@ class Keeping:
         )
 
     def decide(self, step: int, loss: float, position: int) -> int:
-        """Look at the loss that all ranks know of a step; returns the step that training is at now.
+        """Check the loss of a step, which all ranks know; returns the step at which training goes on.
 
         Args:
             step: the number of steps taken, this one included.
             position: of the data before the step.
 
         Raises:
-            NonFiniteError: the run has gone back too often, or cannot.
+            NonFiniteError: no rollback is left, or there is no checkpoint to go back to.
         """
         if self.guard is None:
             return step
@@ -132,7 +132,7 @@ class Keeping:
     def save_if_due(self, step: int) -> None:
         """Begin a checkpoint where one is due; one that cannot be written is a warning, and training goes on."""
         every = self._config.checkpoint_every
-        suspect = self.guard is not None and self.guard.origin is not None  # it must not push out a good one
+        suspect = self.guard is not None and self.guard.origin is not None  # its checkpoint must not replace a good one
         if self._config.checkpoint and every and step % every == 0 and step < self._config.steps and not suspect:
             try:
                 self.save(step)
@@ -157,7 +157,7 @@ class Keeping:
         """Save and stop.
 
         Args:
-            asked: the signal by which any rank was asked to.
+            asked: the signal by which a rank was asked to stop.
 
         Raises:
             Stopped: always.
@@ -182,17 +182,17 @@ class Keeping:
     def listening(self) -> Iterator[None]:
         """Take SIGTERM, SIGUSR1 and Ctrl-C as requests to stop after the step; a second Ctrl-C ends at once."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may listen
+            yield  # only the main thread may set signal handlers
             return
 
-        patience = threading.Timer(LONG, self._say, ["stopping when this step is done; Ctrl-C again stops at once"])
-        patience.daemon = True
+        reminder = threading.Timer(LONG, self._say, ["stopping when this step is done; Ctrl-C again stops at once"])
+        reminder.daemon = True
         heard = [0.0]
 
         def ask(number: int, frame: FrameType | None) -> None:
             if not self.asked:
                 self.asked, heard[0] = number, time.monotonic()
-                patience.start()
+                reminder.start()
             elif number == signal.SIGINT and time.monotonic() - heard[0] > REPEATED:
                 raise KeyboardInterrupt
 
@@ -200,7 +200,7 @@ class Keeping:
         try:
             yield
         finally:
-            patience.cancel()
+            reminder.cancel()
             for request, handler in before.items():
                 signal.signal(request, handler)
 

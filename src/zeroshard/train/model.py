@@ -26,7 +26,7 @@ class BuiltModel:
     parameters: int
     """Number of distinct parameters (a tied weight counts once)."""
     hugging_face: bool
-    """Whether the module speaks transformers' conventions."""
+    """Whether the module has the arguments and outputs of a transformers model."""
 
     def batch(self, tokens: Tensor) -> dict[str, Tensor]:
         """The model's arguments, loss included, for `tokens` [B, T + 1].
@@ -119,7 +119,7 @@ def _transformers(file: Path) -> Any:
 
 @contextlib.contextmanager
 def _refusals(file: Path) -> Iterator[None]:
-    """Whatever transformers raises while it reads or builds `file` (no base class covers it), as `ModelError`."""
+    """Raise `ModelError` for any exception of transformers, which has no base class for them."""
     try:
         yield
     except Exception as error:

@@ -13,7 +13,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimiz
     groups = decay_groups(model, config.weight_decay)
     match config.optimizer:
         case "adamw":
-            fused = not config.plan.offloading.optimizer  # whose last places the host's own Adam does not have
+            fused = not config.plan.offloading.optimizer  # the host's Adam rounds like the unfused one
             return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=fused)
         case "sgd":
             return torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9)

@@ -31,11 +31,11 @@ from zeroshard.train.toml_config import load_toml
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known of a run before it begins.
+    """The prediction of a run, before it begins.
 
     Attributes:
-        prediction: of its plan; None where nobody asked for one.
-        rates: where the rates come from that the prediction's time rests on.
+        prediction: of its plan; None if none was asked for.
+        rates: source of the rates behind the predicted time.
     """
 
     prediction: Prediction | None = None
@@ -43,24 +43,24 @@ class Outlook:
 
 
 def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> tuple[TrainConfig, Outlook]:
-    """The options with the plan chosen where they ask for it, and what is predicted of it; a collective call.
+    """The options, with the plan filled in under `--plan auto`, and the prediction of the plan; a collective call.
 
-    Rank 0 prints which plan it is and why.
+    Rank 0 prints the plan and the reason for it.
 
     Args:
-        profile: what `zeroshard doctor` wrote of this machine.
+        profile: file of this machine's rates, written by `zeroshard doctor`.
 
     Raises:
         PlanError: no plan fits, with the way out; or an option that a search chooses was given.
-        ConfigError, ModelError: what no run can have.
+        ConfigError, ModelError: options or a model that no run can have.
     """
     if config.planning == "given" and not config.predict:
         return config, Outlook()
     if config.planning == "auto":
         refuse_chosen(config.plan)
     if mesh.rank == 0:
-        what = "every plan" if config.planning == "auto" else "this plan"
-        _tell([f"rehearsing {what} before the run begins"])
+        plans = "every plan" if config.planning == "auto" else "this plan"
+        _tell([f"rehearsing {plans} before the run begins"])
     with Console(stderr=True, quiet=mesh.rank != 0).status("Planning") as status:
 
         def show(text: str) -> None:
@@ -83,7 +83,7 @@ def _tell(lines: Sequence[str]) -> None:
 
 
 def data_ranks_of(plan: Plan, ranks: int) -> int:
-    """How many batches make up a step: one per rank, or per replica of the first stage.
+    """Number of batches in a step: one per rank, or per replica of the first stage.
 
     Raises:
         PlanError: the ranks do not divide among the stages.
@@ -92,14 +92,14 @@ def data_ranks_of(plan: Plan, ranks: int) -> int:
 
 
 def _rows(config: TrainConfig, mesh: Mesh) -> int:
-    """Of one step, all data ranks together."""
+    """Rows of one step, all data ranks together."""
     if config.planning == "auto":
         return config.batch_per_rank * mesh.ranks
     return config.batch_per_rank * data_ranks_of(config.plan, mesh.ranks)
 
 
 def _answer(config: TrainConfig, mesh: Mesh, profile: Path | None, say: Say) -> dict[str, Any]:
-    """On rank 0: the plan, its prediction, and what to say of it."""
+    """On rank 0: the plan, its prediction, and the lines to print."""
     kept = _kept(config, mesh) if config.planning == "auto" else None
     if kept is not None and not config.predict:
         folder, plan = kept
@@ -120,7 +120,7 @@ def _answer(config: TrainConfig, mesh: Mesh, profile: Path | None, say: Say) -> 
 
 
 def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
-    """The run that is gone on from and its plan with the options of this start, if it was made for the same job."""
+    """The run to resume, and its plan with the options of this start; None if its ranks or rows were others."""
     folder = unfinished(config)
     if folder is None and isinstance(config.resume, Path):
         folder = next((path for path in (config.resume, *config.resume.parents) if (path / SAME).is_file()), None)
@@ -138,7 +138,7 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
 
 
 def _prediction(found: Mapping[str, Any]) -> Prediction:
-    """What `Prediction.as_dict` made."""
+    """The prediction that `Prediction.as_dict` stored."""
     names = ("batch", "ranks", "rank", "mode", "time_mode", "memory", "capacity_bytes", "margin", "host_bytes")
     values = {name: found[name] for name in (*names, "wire_bytes", "causes", "tokens")}
     return Prediction(plan=Plan.from_dict(found["plan"]), notes=tuple(found["notes"]), **values)

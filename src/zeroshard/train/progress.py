@@ -20,7 +20,7 @@ BAR = 20  # characters
 
 
 class Exposed:
-    """What offload costs a run on this rank: how long it waited, by cause, and how its speculative updates went."""
+    """Costs of offload on this rank: seconds waited by cause, and speculative updates taken and undone."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -29,39 +29,36 @@ class Exposed:
         self._steps = 0
 
     def step(self) -> dict[str, Any]:
-        """What the metrics of the step just made say of it; nothing where nothing is offloaded."""
+        """The costs of the last step, for its metrics; empty without offload."""
         if not self._engine.plan.offloading.kinds:
             return {}
         seconds = {str(cause): seconds for cause, seconds in self._engine.exposed.items()}
         for cause, part in seconds.items():
             self._seconds[cause] += part
         self._steps += 1
-        speculation_counts = self._engine.speculation_counts
-        before, self._speculation_counts = (
-            self._speculation_counts,
-            (speculation_counts.taken, speculation_counts.undone),
-        )
+        counts, before = self._engine.speculation_counts, self._speculation_counts
+        self._speculation_counts = (counts.taken, counts.undone)
         taken, undone = (now - then for now, then in zip(self._speculation_counts, before, strict=True))
         return {"exposed_seconds": seconds, "guesses_taken": taken, "guesses_undone": undone}
 
     def summary(self) -> dict[str, Any]:
-        """Likewise of all steps together."""
+        """The costs of all steps together."""
         if not self._steps:
             return {}
         taken, undone = self._speculation_counts
         return {"exposed_seconds": dict(self._seconds), "guesses_taken": taken, "guesses_undone": undone}
 
     def __str__(self) -> str:
-        """One line on all steps; empty where nothing is offloaded."""
+        """One line on all steps; empty without offload."""
         if not self._steps:
             return ""
         taken, undone = self._speculation_counts
-        speculation_counts = f"; speculative updates: {taken:,} taken, {undone:,} undone" if taken or undone else ""
-        return f"exposed {exposed_text(self._seconds)} in {self._steps:,} steps{speculation_counts}"
+        updates = f"; speculative updates: {taken:,} taken, {undone:,} undone" if taken or undone else ""
+        return f"exposed {exposed_text(self._seconds)} in {self._steps:,} steps{updates}"
 
 
 def exposed_text(seconds: Mapping[str, float], most: int | None = None) -> str:
-    """Exposed seconds in all, and of at most so many causes, the longest first; less than 1 % is not shown."""
+    """Exposed seconds in all, and of at most `most` causes, the longest first; less than 1 % is not shown."""
     total = sum(seconds.values())
     longest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
     shown = [f"{cause} {_short(part)}" for cause, part in longest if part >= 0.01 * total > 0]
@@ -73,7 +70,7 @@ def _short(seconds: float) -> str:
 
 
 class Progress:
-    """Shows the run in one line, then step, remaining time, loss, speed, gradient norm and memory as it goes on.
+    """Shows step, remaining time, loss, speed, gradient norm and memory of a run in one line that is kept up to date.
 
     In a terminal that is too narrow for all, the last are left out first: step, remaining time and loss always stay.
     """
@@ -101,13 +98,13 @@ class Progress:
             self._bar.stop()
 
     def header(self, lines: Mapping[str, str]) -> None:
-        """Show what is trained, on what, how, and where it is kept: a line each."""
+        """Show model, data, plan and run folder, a line each."""
         if self._shown:
             for name, text in lines.items():
                 self._console.print(f"{name:<7}{text}", soft_wrap=True, markup=False)
 
     def step(self, metrics: dict[str, Any], ledger_bytes: int, skipped: int) -> None:
-        """Show one step."""
+        """Show one step's metrics."""
         if not self._shown:
             return
         rate, step = metrics["tokens_per_s"], metrics["step"]
@@ -178,7 +175,7 @@ class _Fitting:
 
 
 def fitting(parts: Sequence[str], width: int, done: float) -> str:
-    """As many of the parts as fit into so many characters, from the first on, and a bar if all fit beside it."""
+    """As many of the parts as fit into `width` characters, from the first on, and a bar if all fit beside it."""
     line, *others = parts
     for part in others:
         if len(line) + len(part) > width:

@@ -1,4 +1,4 @@
-"""One run of the main job: build, train, validate, save, and say what it took."""
+"""One run of the main job: build, train, validate, save, and sum up."""
 
 import math
 import struct
@@ -40,10 +40,10 @@ from zeroshard.version import __version__
 
 RECORDED_STEP = 3  # buffers have settled by then
 AGAIN = "--resume auto"
-STOP_EVERY = 8  # steps between questions whether to stop, where a step does not bring all ranks together
-WORD = struct.Struct("<ddB")  # a rank's loss, its busy seconds, and the signal by which it was asked to stop
-TRACED_STEPS = {True: 3, False: 1}  # of a schedule that never flushes, some; else one
-TRACED_OFFLOADED = 2  # of what is offloaded, which a step leaves to the next one
+STOP_EVERY = 8  # steps between agreements on requests to stop, where a step does not synchronise all ranks
+STEP_REPORT = struct.Struct("<ddB")  # a rank's loss, its busy seconds, and the signal by which it was asked to stop
+TRACED_STEPS = {True: 3, False: 1}  # several under a schedule that never flushes (True), else one
+TRACED_OFFLOADED = 2  # under offload, whose copies may go on into the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def load_text(config: TrainConfig) -> Text:
     """Read and tokenize the corpus.
 
     Raises:
-        DataError, ConfigError: what is missing or too small.
+        DataError, ConfigError: text or a tokenizer that is missing, or too little text.
     """
     corpus = files_corpus(config.data) if config.data else standard_library_corpus()
     tokenizer = load_tokenizer(config.tokenizer)
@@ -88,9 +88,10 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What all ranks know of a step: the mean loss over all data ranks in nats per token, where it is known; a request.
+    """The outcome of a step that ranks agree on.
 
     Attributes:
+        loss: mean over all data ranks in nats per token; None on ranks that do not know it.
         stop: the signal by which a rank was asked to stop; 0 for none.
     """
 
@@ -102,11 +103,11 @@ class Run:
     """The main job on one rank.
 
     Args:
-        outlook: what was planned and predicted of it.
-        again: the command, or what to add to it, that goes on with this run when it was stopped.
+        outlook: the prediction of the run.
+        again: the command that resumes this run after a stop, or the options to add to it.
 
     Raises:
-        ZeroshardError: what is wrong with the options, the data or the model.
+        ZeroshardError: options, data or a model that cannot be used.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, outlook: Outlook | None = None, again: str = AGAIN) -> None:
@@ -142,8 +143,8 @@ class Run:
         """Train to the last step; returns the summary that the run folder keeps on the rank that reports.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite on some rank, and there is no going back.
-            Stopped: on request; what was done is saved.
+            NonFiniteError: the loss is NaN or infinite on some rank, and rollbacks are off.
+            Stopped: on request; the steps taken are saved.
         """
         config, keeping = self.config, self.keeping
         losses: dict[int, float] = {}
@@ -165,7 +166,7 @@ class Run:
         return summary
 
     def _header(self) -> dict[str, str]:
-        """What is trained, on what, how, and where it is kept."""
+        """Model, data, plan and run folder, as text by name."""
         config, corpus, engine = self.config, self.text.corpus, self.engine
         rows = config.batch_per_rank * engine.data_ranks
         mesh = self.engine.mesh
@@ -178,7 +179,7 @@ class Run:
         }
 
     def _begin_forecast(self, steps: int) -> Forecast | None:
-        """Look at the first of so many steps, where something was predicted of them."""
+        """The forecast that measures the first of `steps` steps, or None without a prediction."""
         prediction = self._outlook.prediction
         if prediction is None:
             return None
@@ -192,7 +193,7 @@ class Run:
         return forecast
 
     def _compare(self, step: int, forecast: Forecast) -> None:
-        """Show and keep what was predicted beside what was measured."""
+        """Show and store predicted beside measured numbers."""
         comparison = forecast.compare()
         for line in (*comparison.lines, *(f"warning: {warning}" for warning in comparison.warnings)):
             self.progress.note(line)
@@ -202,7 +203,7 @@ class Run:
         self.folder.write_metrics({"step": step, **comparison.metrics()})
 
     def _between_steps(self, step: int, stop: int) -> None:
-        """What is due after `step` steps: validation first, so that a resumed run has it too."""
+        """Do the tasks due after `step` steps; validation comes before a stop, so that a resumed run has it too."""
         config = self.config
         if self._forecast is not None and self._forecast.due:
             self._compare(step, self._forecast)
@@ -232,7 +233,7 @@ class Run:
             yield
 
     def _traced_step(self, step: int, first: int, samples: list[int]) -> "_Done":
-        """One step, with the timeline kept of the first that are all steady."""
+        """One step, traced under `--trace` if it is among the first steady ones."""
         engine, config = self.engine, self.config
         count = TRACED_STEPS[config.plan.streams] if config.plan.pipelined else TRACED_OFFLOADED
         begin = max(first, min(first + 2 * RECORDED_STEP, config.steps - count))
@@ -297,7 +298,7 @@ class Run:
         return done
 
     def _train_step(self, step: int, batch: Any) -> tuple[StepResult, float | None]:
-        """The engine's step, recorded once, and this rank's loss; one that is refused has the loss NaN for a guard."""
+        """The engine's step, recorded once, and this rank's loss: NaN for the guard if the engine refused the step."""
         engine = self.engine
         watched = nullcontext() if self._forecast is None else self._forecast.step(batch)
         try:
@@ -315,7 +316,7 @@ class Run:
         return result, None if result.loss is None else float(result.loss)
 
     def _agree(self, step: int, loss: float | None, busy: float) -> "_Done":
-        """What all ranks know of a step: its mean loss, and whether to stop; a word on each rank's busy seconds."""
+        """Agree on the mean loss of a step and on requests to stop; warn of slow ranks by their busy seconds."""
         engine, keeping = self.engine, self.keeping
         if self.config.plan.streams:  # its stages are at different places, and only the last one knows the loss
             stop = 0
@@ -323,7 +324,8 @@ class Run:
                 stop = max(map(max, engine.world.agree(bytes([keeping.asked]), f"requests in step {step + 1}")))
             return _Done(None if loss is None else _mean(engine.comm, loss, f"loss of step {step + 1}"), stop)
         assert loss is not None
-        answers = [WORD.unpack(w) for w in engine.world.agree(WORD.pack(loss, busy, keeping.asked), f"step {step + 1}")]
+        report = STEP_REPORT.pack(loss, busy, keeping.asked)
+        answers = [STEP_REPORT.unpack(packed) for packed in engine.world.agree(report, f"step {step + 1}")]
         if not self.config.plan.pipelined:
             for slow in self._stragglers.step([seconds for _, seconds, _ in answers]):
                 self.progress.note(f"warning: {slow}")
@@ -358,7 +360,7 @@ class Run:
         return loss
 
     def _phase(self, text: str) -> None:
-        """Tell the supervisor what this rank does, and that it gets on."""
+        """Tell the supervisor the phase of this rank, which counts as progress."""
         if self.engine.mesh.heartbeat is not None:
             self.engine.mesh.heartbeat.phase(text)
 
@@ -403,7 +405,7 @@ class Run:
         return summary
 
     def _example(self) -> Any:
-        """One microbatch, on which a pipeline is cut."""
+        """One microbatch, with which a pipeline traces the model to cut it."""
         config = self.config
         if not config.plan.pipelined:
             return None
@@ -432,11 +434,11 @@ class Run:
 def run(
     config: TrainConfig, mesh: Mesh, profile: Path | None = None, again: str = AGAIN
 ) -> tuple[dict[str, Any], Path] | None:
-    """Carry out the main job; returns its summary and its folder, on the one rank that reports.
+    """Carry out the main job; returns its summary and its folder on the rank that reports, else None.
 
     Args:
         profile: of this machine, for a plan that is chosen or predicted; by default where `zeroshard doctor` writes it.
-        again: the command, or what to add to it, that goes on with the run when it was stopped.
+        again: the command that resumes the run after a stop, or the options to add to it.
     """
     config, outlook = plan_ahead(config, mesh, profile)
     try:
@@ -457,4 +459,4 @@ def run(
 def _mean(comm: Comm, value: float, label: str) -> float:
     """The mean of a number over the ranks, the same on all."""
     answers = comm.agree(struct.pack("<d", value), label)
-    return sum(float(struct.unpack("<d", word)[0]) for word in answers) / len(answers)
+    return sum(float(struct.unpack("<d", packed)[0]) for packed in answers) / len(answers)

@@ -1,4 +1,4 @@
-"""What the planner plans: a model of the main job, or of the user's own code, with its batches and its optimizer."""
+"""Training tasks for the planner: a model of the main job or of the user's code, with its batches and optimizer."""
 
 import importlib
 import sys
@@ -42,7 +42,7 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
 
 
 def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> TrainingTask:
-    """The task of training the module that a function of the user's makes.
+    """The task of training the module that a function of the user's code returns.
 
     Args:
         config: `model` is `module:function`, of a function without arguments.
@@ -59,7 +59,7 @@ def own_task(config: TrainConfig, rows: int, batch_of: str | None = None) -> Tra
         try:
             module = build()
         except Exception:
-            build = factory  # it asks for values, or moves to a device; inside of the planner it gets none either way
+            build = factory  # it reads values or moves to a device, and in the planner tensors have no values anyway
             module = _called(config.model, factory)
         if not isinstance(module, nn.Module):
             raise ModelError(
@@ -90,8 +90,8 @@ def imported(name: str) -> Callable[..., Any]:
         sys.path.insert(0, folder)
     try:
         found: Any = importlib.import_module(module_name)
-        for word in path.split("."):
-            found = getattr(found, word)
+        for part in path.split("."):
+            found = getattr(found, part)
     except Exception as error:
         raise ModelError(
             f"{name} cannot be imported ({type(error).__name__}: {error}); write module:function, of a module that "

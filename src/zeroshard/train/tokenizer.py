@@ -14,7 +14,7 @@ _PIECE = 1 << 20  # bytes
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def vocabulary(self) -> int:
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
         """Tokens of `text`: [n], uint8 when a token is a byte, int32 otherwise."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`; what is not valid text is replaced, not raised."""
+        """The text of `tokens`; invalid bytes become U+FFFD."""
 
     def bytes_per_token(self, tokens: Tensor, raw: bytes) -> float:
         """Mean length in bytes of the tokens of `raw`: bits per token divided by it are bits per byte."""
@@ -41,11 +41,11 @@ class ByteTokenizer:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The bytes as UTF-8, with U+FFFD for what is not."""
+        """The bytes as UTF-8; invalid ones become U+FFFD."""
         return bytes(tokens).decode("utf-8", errors="replace")
 
     def bytes_per_token(self, tokens: Tensor, raw: bytes) -> float:
-        """1, whatever the text."""
+        """Always 1."""
         return 1.0
 
 

@@ -1,10 +1,10 @@
 """Options in a TOML file: one frozen dataclass describes them there and on the command line.
 
 Fields that are dataclasses themselves only group options: their options stand in a file at top level or in a table
-named after the field. An option may be called like a group (`tyro.conf.arg(name=...)`): in a file, a table is the group
-then, and anything else the option. An option that is a plain value or a group of settings may be a table. A class that
-was stored under other names gives `stored`, which upgrades a table; `ELSEWHERE` names options of other classes, and
-those to use instead.
+named after the field. An option may have the name of a group (`tyro.conf.arg(name=...)`): in a file, a table under that
+name is the group, and any other value the option. An option that is a plain value or a group of settings may be a
+table. A class whose options had other names in earlier versions gives `stored`, which upgrades a table; `ELSEWHERE`
+names options of other classes, and those to use instead.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def load_toml(path: Path, cls: type[Config]) -> Config:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"the options file {path} cannot be read ({error.strerror}); name one that can") from error
-    except ValueError as error:  # what is no TOML or no UTF-8; tomllib's message has the line and the column
+    except ValueError as error:  # not TOML or not UTF-8; tomllib's message has the line and the column
         raise ConfigError(f"{path} is not valid TOML: {error}; correct it there") from error
     values: dict[tuple[str, ...], Any] = {}
     for place, key, value, hint in _given(getattr(cls, "stored", dict)(table), cls, (), path):
@@ -71,10 +71,10 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _called(cls: Any) -> dict[str, str]:
-    """The fields of `cls` that are called otherwise on the command line, by that name."""
+    """The fields of `cls` with another name on the command line, by that name."""
     hints = get_type_hints(cls, include_extras=True)
-    said = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {extra.name: name for name, extras in said.items() for extra in extras if getattr(extra, "name", None)}
+    extras = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {extra.name: name for name, found in extras.items() for extra in found if getattr(extra, "name", None)}
 
 
 def _options(cls: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -89,7 +89,7 @@ def _options(cls: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 def _given(
     table: Mapping[str, Any], cls: Any, place: tuple[str, ...], file: Path
 ) -> Iterator[tuple[tuple[str, ...], str, Any, Any]]:
-    """(place, key as written, value, type) of every option in `table`, where `cls` says what may stand in it."""
+    """(place, key as written, value, type) of every option in `table`; refuses keys that `cls` does not have."""
     hints = _hints(cls)
     options = {inside[-1]: (inside, hint) for inside, hint in reversed(list(_options(cls, place)))}
     options |= {called: options[name] for called, name in _called(cls).items()}
@@ -214,7 +214,7 @@ def _spell(hint: Any) -> str:
 
 
 def _table(config: Any, usual: Any = None) -> dict[str, Any]:
-    """`config` as TOML values; `usual` is what a reader takes for what is left out, where its group has a default."""
+    """`config` as TOML values; `usual`: the default of its group, which gives a reader the options left out."""
     table: dict[str, Any] = {}
     for field in (field for field in dataclasses.fields(config) if field.init):
         value = getattr(config, field.name)

@@ -1,5 +1,5 @@
-"""The timeline of a few steps as they ran: of a pipeline, beside what the simulator makes of the same times; of what is
-offloaded, beside the seconds exposed.
+"""Timelines of a few steps as they ran: of a pipeline, beside a simulation from the same times; of offload, beside the
+exposed seconds.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.engine import Engine
-from zeroshard.memory import transfers as link
+from zeroshard.memory.transfers import TaskSpan
 from zeroshard.schedule import Action
 from zeroshard.schedule.simulate import simulate
 from zeroshard.schedule.spans import Span, costs_of
@@ -19,11 +19,11 @@ TIMELINE, OFFLOADED = "timeline.json", "timeline-offload.json"
 
 
 def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, writes: bool) -> None:
-    """Put all ranks' spans together, simulate the same steps from them, and keep both; a collective call.
+    """Gather the spans of all ranks, simulate the same steps from them, and write both; a collective call.
 
     Args:
         spans: (action, start, end) of this rank, in seconds of a clock that the ranks share.
-        steps: how many steps they cover, from the start of the schedule.
+        steps: number of steps that they cover, from the start of the schedule.
         writes: whether this rank writes the file.
     """
     pipeline = engine.pipeline
@@ -50,18 +50,18 @@ def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, 
 
 
 class OffloadTrace:
-    """When copies, host jobs and computes of this rank's offloaded steps ran."""
+    """The times of copies, host jobs and computes in offloaded steps of this rank."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._begin = engine.mesh.now()
         self._ends: list[float] = []
-        self._spans: list[link.TaskSpan] = []
+        self._spans: list[TaskSpan] = []
         self._exposed: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Add the step that is taken inside."""
+        """Trace the step that is taken inside."""
         with self._engine.trace() as trace:
             yield
         self._ends.append(self._engine.mesh.now() - self._begin)
@@ -70,7 +70,7 @@ class OffloadTrace:
             self._exposed[str(cause)] += seconds
 
     def write(self, folder: Path) -> None:
-        """Keep them in a run folder."""
+        """Write the trace into a run folder."""
         begin = self._begin
         spans = [[span.label, str(span.cause), span.start - begin, span.end - begin] for span in self._spans]
         content = {"rank": self._engine.mesh.rank, "ends": self._ends, "exposed": self._exposed, "spans": spans}
