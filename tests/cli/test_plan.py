@@ -187,9 +187,9 @@ def test_the_picture_of_memory_has_its_shape() -> None:
     # 8, 6 + 3, 15 and 9 GiB of 15, as twelve rows, a quarter of the step each
     assert [heights[i] for i in (2, 14, 30, 45)] == [6, 7, 12, 7]
     assert rows[0].startswith("15.00 GiB") and rows[13].endswith("400 ms")
-    assert "what the device has" not in "".join(rows)
+    assert "capacity of the device" not in "".join(rows)
     near = memory_picture(prediction(), 61, colour=False).plain.splitlines()
-    assert near[0].count("▔") == 51 and near[-1].endswith("what the device has for tensors, 20.00 GiB")
+    assert near[0].count("▔") == 51 and near[-1].endswith("capacity of the device for tensors, 20.00 GiB")
 
 
 def test_colours_draw_parts_of_a_row() -> None:

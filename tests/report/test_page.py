@@ -247,7 +247,7 @@ def test_what_is_offloaded_has_a_section_and_other_runs_none(tmp_path: Path) -> 
     run = write_run(tmp_path / "offloaded", lines, summary(memory=rows, plan=plan), memory(EVENTS))
     html, page = _page(run)
     assert page.open == []
-    assert "Standing still for what is offloaded" in page.texts["h2"]
+    assert "Waiting for offload" in page.texts["h2"]
     assert "gradients, host" in html and "optimizer, activations" in page.texts["dd"]
     html, page = _page(_complete(tmp_path / "plain"))
-    assert "Standing still" not in html and "Offloaded" not in page.texts["dt"] and ", device" not in html
+    assert "Waiting for offload" not in html and "Offloaded" not in page.texts["dt"] and ", device" not in html

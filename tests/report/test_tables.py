@@ -29,7 +29,7 @@ def test_sums_leave_out_what_has_no_formula_and_say_so() -> None:
     assert table is not None
     assert _words(table.rows[1]) == [DASH, DASH, "500 B", DASH, "900 B"]
     assert [(row.name, _words(row)) for row in table.sums] == [
-        ("Those with a formula", ["100 B", "4 B", "104 B", "equal", DASH]),
+        ("Categories with a formula", ["100 B", "4 B", "104 B", "equal", DASH]),
         ("All categories", [DASH, DASH, "604 B", DASH, DASH]),
     ]
 
@@ -48,9 +48,9 @@ def test_tiers_below_the_device_are_named_and_summed_apart() -> None:
         ("buffers, host", ""),
     ]
     assert [(row.name, _words(row)[2]) for row in table.sums] == [
-        ("Those with a formula, device", "104 B"),
+        ("Categories with a formula, device", "104 B"),
         ("All categories, device", "104 B"),
-        ("Those with a formula, host", "4.00 KiB"),
+        ("Categories with a formula, host", "4.00 KiB"),
         ("All categories, host", "4.49 KiB"),
     ]
 

@@ -52,7 +52,7 @@ def test_every_step_says_what_it_stood_still_for(
     assert rows["parameters", "device"]["measured_bytes"] == 0
     output = capsys.readouterr().out
     assert "zeroshard: exposed " in output and " in 4 steps" in output
-    assert "Standing still for what is offloaded" in write_report(folder).read_text()
+    assert "Waiting for offload" in write_report(folder).read_text()
 
 
 def test_a_run_without_offload_says_nothing_of_it(

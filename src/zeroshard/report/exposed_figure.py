@@ -1,4 +1,4 @@
-"""How long each step stood still for what is offloaded: stacked causes over the steps."""
+"""The time that each step waited for offload: stacked causes over the steps."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -25,7 +25,7 @@ _OTHER = "hue7"
 
 
 def causes_of(points: Sequence[TrainingPoint]) -> dict[str, str]:
-    """The causes that any step stood still for, with their colour classes, from the foot of the stack up."""
+    """The causes for which any step waited, with their colour classes, from the foot of the stack up."""
     found = {cause: None for point in points for cause, seconds in point.exposed.items() if seconds > 0}
     known = [cause for cause in _CAUSES if cause in found]
     return {
@@ -34,7 +34,7 @@ def causes_of(points: Sequence[TrainingPoint]) -> dict[str, str]:
 
 
 def exposed_figure(points: Sequence[TrainingPoint]) -> Figure | None:
-    """The chart, or None where no step stood still."""
+    """The chart, or None if no step waited."""
     causes = causes_of(points)
     if not causes:
         return None
@@ -42,7 +42,7 @@ def exposed_figure(points: Sequence[TrainingPoint]) -> Figure | None:
     kept = thin(points, lambda p: p.step, _total, span, _BUCKETS)
     longest = max(points, key=_total)
     caption = (
-        f"Time that each step stood still for what is offloaded, by cause; at most {format_duration(_total(longest))},"
+        f"Time that each step waited for offload, by cause; at most {format_duration(_total(longest))},"
         f" in step {format_exact(longest.step)}."
     )
     axis = _steps(span, WIDE)

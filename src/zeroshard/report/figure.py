@@ -1,4 +1,4 @@
-"""What every chart on the page is made of, so that one piece of template shows them all."""
+"""The parts of a chart, the same for all charts, so that one piece of template shows them."""
 
 from dataclasses import dataclass
 

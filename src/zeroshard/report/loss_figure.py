@@ -20,7 +20,7 @@ _DENSE = 40
 
 @dataclass(frozen=True, slots=True)
 class _Curves:
-    """What is drawn, as (step, bits per byte), thinned to what the pixels can show."""
+    """The points of the curves, (step, bits per byte), thinned to the resolution of the drawing."""
 
     raw: list[Point]
     smooth: list[Point]

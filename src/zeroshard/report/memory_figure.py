@@ -29,7 +29,7 @@ class _Change:
 
     @property
     def tip(self) -> str:
-        """When, what, and the signed bytes."""
+        """Time, event and signed bytes."""
         sign = "+" if self.delta > 0 else ""
         return f"{self.event.t * 1e3:.2f} ms  {self.event.label}  {sign}{format_bytes(self.delta)}"
 
@@ -51,7 +51,7 @@ def memory_figure(step: MemoryStep) -> Figure:
         f" peak {format_bytes(peak.total)} at {peak.t * 1e3:.2f} ms ({peak.label})."
     )
     highest = [max(event.nbytes[i] for event in step.events) for i in range(len(step.categories))]
-    # the list runs from the top of the stack down, as the eye meets it
+    # the legend lists the top of the stack first
     legend = [LegendEntry("area", hue(i), f"{name}, up to {format_bytes(highest[i])}") for i, name in _named(step)]
     axis = _time_axis(step, WIDE)
     return Figure(
@@ -77,7 +77,7 @@ def _changes(step: MemoryStep) -> list[_Change]:
 
 
 def _span(step: MemoryStep) -> tuple[float, float]:
-    """From the first event to a little after the last, so that what the last one left is seen."""
+    """From the first event to a little after the last, so that the bytes after the last are seen."""
     start, end = step.events[0].t, step.events[-1].t
     return start, end + (0.02 * (end - start) or 1e-3)
 

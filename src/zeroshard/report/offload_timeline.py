@@ -1,7 +1,7 @@
 """The timeline of offloaded steps: one row per queue, one box per copy, host job, forward and backward.
 
 `train --trace` keeps the spans in the run folder; here they become a drawing, a trace in the Trace Event Format, and
-the caption that says how long the main thread stood still, and for what.
+a caption with the seconds that the main thread waited, by cause.
 """
 
 import json
@@ -35,8 +35,8 @@ from zeroshard.report.wording import format_duration
 
 DATA, SVG, TRACE = "timeline-offload.json", "timeline-offload.svg", "timeline-offload-trace.json"
 ROW = 30.0
-BOX = 26.0  # pixels that a box of middling length should have
-THINNEST = 0.6  # pixels of a box that takes next to no time
+BOX = 26.0  # width in pixels of a box of median length
+THINNEST = 0.6  # width in pixels of a box of almost no time
 SIZE, LETTER = 10.5, 0.56  # of the text in boxes: height in pixels, and a letter's usual width as part of it
 QUEUE_NAMES = {COMPUTE: "compute", "down": "down", "up": "up", "host": "updates", "disk": "disk"}
 FORWARD, BACKWARD = "forward", "backward"
@@ -56,7 +56,7 @@ COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class QueueSpan:
-    """What ran from `start` to `end`, in seconds since the first step began; both lie within the steps."""
+    """A task from `start` to `end`, in seconds since the first step began; both lie within the steps."""
 
     label: str
     cause: str
@@ -70,7 +70,7 @@ class QueueSpan:
 
     @property
     def kind(self) -> str:
-        """What decides its colour."""
+        """Its colour's key in `COLOURS`."""
         return self.label if self.cause == COMPUTE else self.cause
 
 
@@ -80,7 +80,7 @@ class OffloadTimeline:
 
     Attributes:
         ends: of the steps, in seconds since the first began.
-        exposed: seconds in which the main thread stood still in them, by cause.
+        exposed: seconds that the main thread waited in them, by cause.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class OffloadTimeline:
 
     @property
     def steps(self) -> str:
-        """How many they are, as text."""
+        """The number of steps, as text."""
         return "one step" if len(self.ends) == 1 else f"{len(self.ends)} steps"
 
     def rows(self) -> Iterator[tuple[str, list[QueueSpan]]]:
@@ -117,7 +117,7 @@ class CauseFill(Fill):
 
 
 def read_offload_timeline(run: Path) -> tuple[OffloadTimeline | None, tuple[str, ...]]:
-    """What a run folder holds of it, and what to note of a file that is damaged."""
+    """The offload timeline of a run folder, None if it has none, and notes on a damaged file."""
     path = run / DATA
     if not path.is_file():
         return None, ()
@@ -128,7 +128,7 @@ def read_offload_timeline(run: Path) -> tuple[OffloadTimeline | None, tuple[str,
 
 
 def write_offload_timeline(folder: Path, timeline: OffloadTimeline) -> TimelineSection:
-    """Write the drawing and the trace into a run folder; returns what the page shows of them."""
+    """Write the drawing and the trace into a run folder; returns its section of the page."""
     svg = picture_svg(place_queues(timeline))
     (folder / SVG).write_text(svg, encoding="utf-8", errors="replace")
     (folder / TRACE).write_text(offload_trace(timeline), encoding="utf-8", errors="replace")
@@ -137,7 +137,7 @@ def write_offload_timeline(folder: Path, timeline: OffloadTimeline) -> TimelineS
 
 
 def place_queues(timeline: OffloadTimeline) -> Picture:
-    """Everything in its place: rows from the main thread downwards, a line where each step ends, and what is what."""
+    """Lay out the drawing: a row per queue, the main thread's first, a line at the end of each step, and a legend."""
     end = timeline.ends[-1]
     lengths = sorted(span.end - span.start for span in timeline.spans if span.end > span.start)
     usual = lengths[len(lengths) // 2] if lengths else end
@@ -178,7 +178,7 @@ def offload_trace(timeline: OffloadTimeline) -> str:
 
 
 def _timeline(record: Record) -> OffloadTimeline:
-    """Raises ValueError or TypeError for what is none."""
+    """The timeline of a record; raises ValueError or TypeError if it is damaged."""
     ends, spans = record.fields.get("ends"), record.fields.get("spans")
     if not isinstance(ends, list) or not isinstance(spans, list) or not ends:
         raise TypeError("it holds no steps, or no spans")
@@ -213,12 +213,12 @@ def _place(picture: Picture, span: QueueSpan, y: float, scale: float) -> None:
 
 
 def _tip(span: QueueSpan) -> str:
-    what = span.label if span.cause == COMPUTE else f"{span.label}: {span.cause}"
-    return f"{what}, {format_duration(span.end - span.start)} from {format_duration(span.start)} on"
+    name = span.label if span.cause == COMPUTE else f"{span.label}: {span.cause}"
+    return f"{name}, {format_duration(span.end - span.start)} from {format_duration(span.start)} on"
 
 
 def _legend(picture: Picture, y: float) -> float:
-    """Say which colour is what; returns the lowest baseline."""
+    """Place the legend of the colours; returns its lowest baseline."""
     shown = {fill for fill, _ in picture.boxes}
     fills: Sequence[Fill | None] = [*(f for kind in COLOURS if (f := CauseFill(kind)) in shown), None]
     x = LEFT
@@ -237,20 +237,20 @@ def _notes(timeline: OffloadTimeline) -> tuple[str, str]:
 
 
 def _caption(timeline: OffloadTimeline) -> str:
-    """What the steps took and stood still for, and what the times are."""
+    """Seconds of the steps, seconds exposed by cause, and how the times were taken."""
     parts = sorted(timeline.exposed.items(), key=lambda item: -item[1])
     whole, exposed = _notes(timeline)
     causes = ", ".join(f"{cause} {format_duration(seconds)}" for cause, seconds in parts)
     return (
         f"{timeline.steps.capitalize()} of rank {timeline.rank}, which took {whole}, with {exposed}"
-        f"{f' ({causes})' if causes else ''}: so long the main thread stood still for what is offloaded, and the rest "
+        f"{f' ({causes})' if causes else ''}: the time that the main thread waited for offload; the rest "
         f"was hidden behind compute. Lines are where steps end. On a GPU, computes and copies stand where the host "
         f"handed them out, not where they ran. Beside this page lie {SVG} and {TRACE}, which opens in ui.perfetto.dev."
     )
 
 
-def _metadata(what: str, tid: int, **args: object) -> dict[str, object]:
-    return {"ph": "M", "pid": 0, "tid": tid, "name": what, "args": args}
+def _metadata(kind: str, tid: int, **args: object) -> dict[str, object]:
+    return {"ph": "M", "pid": 0, "tid": tid, "name": kind, "args": args}
 
 
 def _micro(seconds: float) -> float:

@@ -47,7 +47,7 @@ def write_report(run: Path) -> Path:
 
 
 def compose(**content: object) -> str:
-    """The page of what the template asks for; style and script are its own."""
+    """Render the template with its content; style and script come from the package."""
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_resource("template.html.j2"))
@@ -132,16 +132,16 @@ def _pipeline(plan: dict[str, object]) -> str:
 
 
 def _course(run: RunRecord) -> Facts:
-    """How the run went, counted over its steps."""
+    """Figures of the run, counted over its steps."""
     steps = run.training
     rates = [point.tokens_per_s for point in steps if math.isfinite(point.tokens_per_s)]
     resident = [point.rss_bytes for point in steps if math.isfinite(point.rss_bytes)]
     skipped = sum(point.skipped for point in steps)
-    wild = sum(not math.isfinite(point.grad_norm) for point in steps)
+    nonfinite = sum(not math.isfinite(point.grad_norm) for point in steps)
     return (
         ("steps", f"{len(steps):,}"),
         ("median tokens per second", format_exact(round(median(rates))) if rates else DASH),
         ("largest resident memory of the process", format_bytes(max(resident)) if resident else DASH),
         ("skipped steps", f"{skipped:,}"),
-        ("steps without a finite gradient norm", f"{wild:,}"),
+        ("steps without a finite gradient norm", f"{nonfinite:,}"),
     )

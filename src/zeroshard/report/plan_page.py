@@ -23,11 +23,11 @@ from zeroshard.schedule.simulate import Timeline
 
 
 def write_plan(p: Prediction, stem: Path, title: str, notes: tuple[str, ...] = ()) -> list[Path]:
-    """Write the page, and of a pipeline its timeline as a drawing, an image and a trace; returns where.
+    """Write the page, and of a pipeline its timeline as a drawing, an image and a trace; returns the paths.
 
     Args:
-        stem: path without the ends of the files' names.
-        notes: what else the reader must know, a sentence each.
+        stem: path of the files without their endings.
+        notes: further remarks for the reader, a sentence each.
 
     Raises:
         ReportError: a file that cannot be written.
@@ -102,14 +102,14 @@ def _memory(p: Prediction, held: list[str]) -> Table:
     highest = {c: max([p.memory.get(c, 0), *(event.nbytes.get(c, 0) for event in p.events)]) for c in held}
     rows = [Row(c, (_bytes(p.memory.get(c, 0)), _bytes(highest[c])), hue(i)) for i, c in enumerate(held) if highest[c]]
     whole = Row("All", (_bytes(p.peak_bytes), Cell("")))
-    note = f"Found so ({p.mode}): {MODES[p.mode]}."
+    note = f"How it was found ({p.mode}): {MODES[p.mode]}."
     return Table("Bytes on this rank", ("Category", "At the peak", "At its own highest"), tuple(rows), (whole,), note)
 
 
 def _time(p: Prediction) -> Table:
     ordered = {cause: p.causes[cause] for cause in shares(p)}
-    note = f"Found so ({p.time_mode}): {TIME_MODES[p.time_mode]}."
-    return _shared("What one step is spent on", ("Cause", "Time", "Share"), ordered, lambda t: Cell(seconds(t)), note)
+    note = f"How it was found ({p.time_mode}): {TIME_MODES[p.time_mode]}."
+    return _shared("Time of one step by cause", ("Cause", "Time", "Share"), ordered, lambda t: Cell(seconds(t)), note)
 
 
 def _wire(p: Prediction) -> Table:

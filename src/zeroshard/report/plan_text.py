@@ -1,4 +1,4 @@
-"""What the planner finds, on a terminal: tables of plans, of refusals and of one plan, and pictures in characters."""
+"""The planner's results on a terminal: tables of plans, of refusals and of one plan, and pictures in characters."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ NEAR = 1.5  # times the peak, up to which the capacity is drawn
 
 
 def plans_table(predictions: Sequence[Prediction], title: str = "Plans, best first") -> RenderableType:
-    """The plans, best first: what each needs and does, then its bytes by category; 80 columns are enough."""
+    """The plans, best first: peak memory and time of each, then its bytes by category; 80 columns are enough."""
     return Group(_overview(predictions, title), _memory(predictions))
 
 
@@ -95,7 +95,7 @@ def _memory(predictions: Sequence[Prediction]) -> Table:
 
 
 def _unit(predictions: Sequence[Prediction]) -> tuple[int, str]:
-    """In what the bytes of these plans read well."""
+    """The unit for the bytes of these plans, and its name."""
     return (2**30, "GiB") if max(p.peak_bytes for p in predictions) >= 2**30 else (2**20, "MiB")
 
 
@@ -104,7 +104,7 @@ def _amount(number: float) -> str:
 
 
 def refusals_table(refused: Sequence[Refusal], ranks: int, looked_at: int) -> RenderableType:
-    """Which plans cannot be, why, and what would make them fit; alike ones together."""
+    """Refused plans, with the reason and the way out; similar ones in one row."""
     table = _table(f"Refused: {len(refused)} of {looked_at} plans")
     table.leading = 1
     table.add_column("plans", ratio=2)
@@ -127,26 +127,26 @@ def sizes_table(found: Sequence[Largest]) -> Table:
     for head in ("needs GiB", "of"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("too large", no_wrap=True)
-    for one in found:
-        member, room = one.member, _amount(one.room_bytes / 2**30)
+    for largest in found:
+        member, room = largest.member, _amount(largest.room_bytes / 2**30)
         table.add_row(
-            short(one.plan, one.ranks),
-            one.counts,
+            short(largest.plan, largest.ranks),
+            largest.counts,
             member.name if member else "none",
             _amount(member.needed_bytes / 2**30) if member else "",
             room,
-            one.beyond.name if one.beyond else "",
+            largest.beyond.name if largest.beyond else "",
         )
     return table
 
 
 def sizes_lines(found: Sequence[Largest]) -> list[str]:
-    """What the rows of `sizes_table` mean, and how they were found."""
-    predictions = [one.member.prediction for one in found if one.member and one.member.prediction]
+    """Explanations of the columns of `sizes_table`, and how the numbers were found."""
+    predictions = [f.member.prediction for f in found if f.member and f.member.prediction]
     return [
         "Names: parameters, then layers x width; the next size has a layer more, or is the smallest of the next width.",
-        "states: what model states alone allow, against all of the memory, as ZeRO's table 2 counts.",
-        "step: what a whole step allows, against what tensors can use, with a margin left free.",
+        "states: model states alone must fit all of the memory, as ZeRO's table 2 counts.",
+        "step: a whole step must fit the memory that tensors can use, with a margin left free.",
         *(
             f"Memory, {mode.removesuffix('-real')}: {MODES[mode]}."
             for mode in dict.fromkeys(p.mode for p in predictions)
@@ -170,7 +170,7 @@ def memory_picture(p: Prediction, width: int, colour: bool) -> Text:
     """Memory over one step as stacked columns of characters, with the capacity as a line where it is near.
 
     Args:
-        p: with events.
+        p: a prediction with events.
         width: columns of characters for all.
         colour: tell categories apart by colours, and draw eighths of a row; else by shades.
     """
@@ -200,12 +200,12 @@ def memory_picture(p: Prediction, width: int, colour: bool) -> Text:
             out.append(indent).append(looks[category][0] * 2, looks[category][1])
             out.append(f" {category}, up to {format_size(most)}\n")
     if limit is not None:
-        out.append(f"{indent}{EDGE * 2} what the device has for tensors, {format_size(p.capacity_bytes)}\n")
+        out.append(f"{indent}{EDGE * 2} capacity of the device for tensors, {format_size(p.capacity_bytes)}\n")
     return out
 
 
 def _columns(p: Prediction, count: int) -> list[Mapping[str, int]]:
-    """Bytes by category in equal parts of the step: what was held when most was."""
+    """Bytes by category at the peak of each of `count` equal parts of the step."""
     start, end = p.events[0].t, p.events[-1].t
     times = [event.t for event in p.events]
     columns: list[Mapping[str, int]] = []
@@ -219,7 +219,7 @@ def _columns(p: Prediction, count: int) -> list[Mapping[str, int]]:
 def _cell(
     column: Mapping[str, int], low: float, each: float, looks: Mapping[str, tuple[str, str]], colour: bool
 ) -> tuple[str, str] | None:
-    """Character and style of the cell from `low` bytes `each` bytes up, by what is in the middle of what it shows."""
+    """Character and style of the cell from `low` to `low + each` bytes, by the category in the middle of its fill."""
     share = min((sum(column.values()) - low) / each, 1.0)
     if share <= 0 or (not colour and share < 0.5):
         return None
@@ -231,7 +231,7 @@ def _cell(
 
 
 def timeline_picture(spans: Sequence[Sequence[Span]], width: int) -> Text:
-    """What each rank does when, as characters: a letter for the kind, and the microbatch where there is room."""
+    """The actions of each rank over time, as characters: the kind's letter, and the microbatch where there is room."""
     drawn = [[s for s in row if s[0].kind in NAMES and s[2] > s[1]] for row in spans]
     start = min((row[0][1] for row in drawn if row), default=0.0)
     end = max((stop for row in drawn for _, _, stop in row), default=1.0)
@@ -260,12 +260,12 @@ def timeline_picture(spans: Sequence[Sequence[Span]], width: int) -> Text:
 
 
 def causes_table(p: Prediction) -> Table:
-    """What the step is spent on."""
-    return _bars("What one step is spent on", {c: p.causes[c] for c in shares(p)}, seconds)
+    """The time of the step by cause."""
+    return _bars("Time of one step by cause", {c: p.causes[c] for c in shares(p)}, seconds)
 
 
 def wire_table(p: Prediction) -> Table:
-    """What the rank sends and receives in one step, by purpose."""
+    """Bytes that the rank sends and receives in one step, by purpose."""
     return _bars("On the wire in one step, on this rank", dict(p.wire_bytes), format_size)
 
 

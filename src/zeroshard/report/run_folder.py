@@ -1,7 +1,7 @@
-"""What training wrote into a run folder, as plain records.
+"""The files of a run folder, as plain records.
 
-A run may have died at any moment, so only ``metrics.jsonl`` with one training line is required. Whatever else is
-missing or cut off becomes a note on the page, never a guess. A number that is absent, null or not a number is NaN.
+A run may have died at any moment, so only ``metrics.jsonl`` with one training line is required. Other files that are
+missing or cut off become notes on the page. A number that is absent, null or not a number is NaN.
 """
 
 import json
@@ -26,9 +26,9 @@ class TrainingPoint:
     """One optimizer step.
 
     Attributes:
-        exposed: seconds in which it stood still for what is offloaded, by cause; empty where nothing is.
-        taken: speculative updates that were right, run beside the backward.
-        undone: those that were not.
+        exposed: seconds that the step waited for offload, by cause; empty without offload.
+        taken: speculative updates, run during the backward, that were right.
+        undone: speculative updates that were wrong.
     """
 
     step: int
@@ -68,7 +68,7 @@ class MemoryRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrafficRecord:
-    """What one purpose put on the wire in one step."""
+    """The traffic of one purpose in one step."""
 
     purpose: str
     planned_elements: float
@@ -102,7 +102,7 @@ class MemoryStep:
 
 @dataclass(frozen=True, slots=True)
 class Timelines:
-    """What the ranks of a pipeline did when, as measured and as simulated, and how long the whole took in each."""
+    """The timelines of a pipeline, measured and simulated, and the seconds of each."""
 
     measured_seconds: float
     simulated_seconds: float
@@ -121,7 +121,7 @@ class PredictionRow:
 
 @dataclass(frozen=True, slots=True)
 class ForecastRecord:
-    """What was predicted of one rank beside what it took up to a step, and which bars were missed."""
+    """Predicted beside measured numbers of one rank up to a step, and warnings of tolerances that were missed."""
 
     rank: float
     step: float
@@ -131,7 +131,7 @@ class ForecastRecord:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the run said of itself at its end; all unknown when it died before."""
+    """The summary that the run wrote at its end; all fields are unknown if it died before."""
 
     title: str
     sample: str
@@ -150,7 +150,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """All that a report is made from; ``notes`` say in whole sentences what was missing or set aside."""
+    """All that a report is made from; ``notes`` list missing and ignored content in whole sentences."""
 
     path: Path
     training: tuple[TrainingPoint, ...]
@@ -163,7 +163,7 @@ class RunRecord:
 
 
 class Record:
-    """A JSON object read with a type in mind: what is absent or of another type is NaN, empty or False."""
+    """A JSON object read by type: fields that are absent or of another type are NaN, empty or False."""
 
     def __init__(self, value: object) -> None:
         self.fields: dict[str, object] = value if isinstance(value, dict) else {}
@@ -266,7 +266,7 @@ def _training(lines: list[Record]) -> Iterator[TrainingPoint]:
 
 
 def _exposed(record: Record) -> dict[str, float]:
-    """Seconds by cause; what is no number of seconds is left out."""
+    """Seconds by cause; values that are no number of seconds are left out."""
     seconds = {cause: record.number(cause) for cause in record.fields}
     return {cause: n for cause, n in seconds.items() if 0 <= n < math.inf}
 
@@ -313,7 +313,7 @@ def _summary(record: Record) -> Summary:
 def _memory_row(row: Record) -> MemoryRecord:
     keys = ("planned_bytes", "padding_bytes", "measured_bytes", "peak_bytes")
     planned, padding, measured, peak = (row.number(key) for key in keys)
-    tier = row.text("tier") or "device"  # runs before offload do not say it
+    tier = row.text("tier") or "device"  # earlier versions did not write it
     return MemoryRecord(row.text("category"), planned, padding, measured, peak, tier)
 
 
@@ -344,7 +344,7 @@ def _event(row: Record, categories: tuple[str, ...]) -> MemoryEvent:
 
 
 def _forecast(path: Path, notes: list[str]) -> ForecastRecord | None:
-    """What was predicted, where anything was and the run came far enough to compare it."""
+    """The comparison with the prediction, or None if the run had none or ended before it."""
     record = _json_file(path, "", notes) if path.is_file() else Record(None)
     rows = [(row, row.number("predicted"), row.number("measured")) for row in record.records("rows")]
     if not rows:
@@ -356,7 +356,7 @@ def _forecast(path: Path, notes: list[str]) -> ForecastRecord | None:
 
 
 def _timelines(path: Path, notes: list[str]) -> Timelines | None:
-    """The timelines, where the run kept some; most runs keep none."""
+    """The timelines; None if the run kept none, or damaged ones."""
     if not path.is_file():
         return None
     before = len(notes)
@@ -375,7 +375,7 @@ def _timelines(path: Path, notes: list[str]) -> Timelines | None:
 
 
 def _timeline(row: Record) -> Timeline:
-    """Raises ValueError, TypeError or PlanError for what is no timeline."""
+    """The timeline of a record; raises ValueError, TypeError or PlanError if it is damaged."""
     ranks, notes = row.fields.get("spans"), row.fields.get("notes")
     if not isinstance(ranks, list) or not isinstance(notes, list):
         raise TypeError("a timeline has no spans or no notes")

@@ -8,7 +8,7 @@ from zeroshard.report.wording import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class ChartAxis:
-    """A range of data with its ticks: what both the grid lines and the points are placed by."""
+    """A range of data with its ticks, which places grid lines and points."""
 
     label: str
     low: float

@@ -1,4 +1,4 @@
-"""Making long series drawable without hiding what was in them."""
+"""Long series, thinned and smoothed for drawing without hiding their extremes."""
 
 import math
 from collections.abc import Callable, Sequence

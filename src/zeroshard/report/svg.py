@@ -75,7 +75,7 @@ class Canvas:
             ET.SubElement(self.root, "path", {"class": style, "d": data})
 
     def axes(self, x: ChartAxis, y: ChartAxis) -> None:
-        """Grid lines at the y ticks, tick marks at the x ticks, and what both axes measure."""
+        """Grid lines at the y ticks, tick marks at the x ticks, and the labels of both axes."""
         frame = self.frame
         foot = frame.y(0)
         for value, label in y.ticks:

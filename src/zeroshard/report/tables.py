@@ -1,4 +1,4 @@
-"""The tables of the page: what the formulas promised beside what was counted."""
+"""The tables of the page: formulas beside counted values."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from zeroshard.report.wording import (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a cell shows, and below it, smaller, the same to the last digit."""
+    """The text of a cell, and below it, smaller, the exact value."""
 
     text: str
     exact: str = ""
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Title, column heads (the first names the rows), rows, closing sums, and what one must know of a column."""
+    """Title, column heads (the first names the rows), rows, closing sums, and a note on the columns."""
 
     title: str
     heads: tuple[str, ...]
@@ -84,7 +84,7 @@ def traffic_table(rows: tuple[TrafficRecord, ...]) -> Table | None:
 
 
 def exposed_table(points: Sequence[TrainingPoint]) -> Table | None:
-    """How long the steps stood still for what is offloaded, by cause; None where nothing is."""
+    """The time that steps waited for offload, by cause; None if no step waited."""
     causes = causes_of(points)
     if not causes:
         return None
@@ -92,11 +92,11 @@ def exposed_table(points: Sequence[TrainingPoint]) -> Table | None:
     taken, undone = (sum(numbers) for numbers in zip(*((p.taken, p.undone) for p in points), strict=True))
     counts = f"{format_exact(taken)} speculative updates were taken and {format_exact(undone)} undone."
     return Table(
-        "Standing still for what is offloaded",
+        "Waiting for offload",
         ("Cause", "All steps", "Median step", "Longest step"),
         tuple(rows),
         (Row("All causes", _exposed_cells([sum(p.exposed.values()) for p in points])),),
-        f"Time in which compute waited for copies or updates; what ran beside it is not in it. {counts}",
+        f"Time in which compute waited for copies or updates; those that ran beside it do not count. {counts}",
     )
 
 
@@ -121,7 +121,7 @@ def fields_table(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
 
 
 def _memory_row(row: MemoryRecord, styles: Mapping[str, str]) -> Row:
-    """Below the device its tier stands beside the category, and no colour, since the chart is of the device."""
+    """Rows of host and disk name their tier, and have no colour, since the chart shows the device alone."""
     name = row.category.replace("_", " ")
     if row.tier == "device":
         return Row(name, _memory_cells(row), styles.get(row.category, ""))
@@ -143,7 +143,7 @@ def _memory_sums(rows: Sequence[MemoryRecord], named: bool) -> list[Row]:
             # peaks of categories need not fall together, so they have no sum
             math.nan,
         )
-        sums.insert(0, Row(f"Those with a formula{place}", _memory_cells(total)))
+        sums.insert(0, Row(f"Categories with a formula{place}", _memory_cells(total)))
     return sums
 
 

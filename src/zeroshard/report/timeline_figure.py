@@ -1,6 +1,6 @@
 """Timelines of a pipeline as a drawing: one row per rank, one box per compute, several timelines on one time axis.
 
-`lay_out` places everything, and knows no file format; `timeline_svg` and `timeline_png` write down what it placed.
+`lay_out` places everything, and knows no file format; `timeline_svg` and `timeline_png` write its pictures to files.
 """
 
 import math
@@ -22,7 +22,7 @@ ROW, VERSIONED_ROW, LEAST_ROW, ALL_ROWS = 24.0, 29.0, 7.0, 840.0
 HEAD, BETWEEN = 26.0, 16.0
 SIZES = (11.0, 10.0, 9.0, 8.0)  # of the numbers in boxes, in pixels
 DIGIT = 0.6  # width of a digit, of its size
-TIPS = 1000  # boxes up to which each one says what it is under the pointer
+TIPS = 1000  # boxes; with more, they have no tips under the pointer
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -50,7 +50,7 @@ WHITE, BLACK = "#ffffff", "#000000"
 
 
 class Fill(ABC):
-    """What boxes are filled with, in light and in dark surroundings."""
+    """The fill of boxes, in light and in dark surroundings."""
 
     @property
     @abstractmethod
@@ -62,13 +62,13 @@ class Fill(ABC):
         """The colour, as #rrggbb."""
 
     def ink(self, dark: bool) -> str:
-        """The colour of what is written inside, whichever of two can be read better."""
+        """The colour of text inside: white or black, whichever has more contrast."""
         return WHITE if _luminance(self.fill(dark)) < 0.179 else BLACK  # where both have the same contrast
 
 
 @dataclass(frozen=True)
 class Paint(Fill):
-    """What a box is filled with: its kind, and which of the rank's chunks it belongs to.
+    """The fill of a box by its kind of action and the place of its chunk among the rank's chunks.
 
     Chunks go from the full colour half way to the page's.
     """
@@ -90,7 +90,7 @@ class Paint(Fill):
 
 @dataclass(frozen=True)
 class Labels:
-    """A line of text at its baseline; the style says colour and weight, a `Fill` that it stands inside such a box."""
+    """A line of text at its baseline; the style gives colour and weight, a `Fill` those of text in such a box."""
 
     x: float
     y: float
@@ -102,7 +102,7 @@ class Labels:
 
 @dataclass
 class Picture:
-    """Everything in its place, in pixels from the upper left corner.
+    """A drawing laid out, in pixels from the upper left corner.
 
     Attributes:
         tracks: (x, y, width, height) of the ranks' whole time, which shows where it is idle.
@@ -126,7 +126,7 @@ class Picture:
 def lay_out(timelines: Sequence[Timeline], title: str = "") -> Picture:
     """Place timelines one above the other, each from its own first start, over one time axis.
 
-    Drawn are computes, updates and reductions; other actions, and what takes no time, are left out.
+    Computes, updates and reductions are drawn; other actions, and those that take no time, are left out.
     """
     drawn = [_Drawn(timeline) for timeline in timelines]
     end = max([d.end for d in drawn], default=0) or 1.0
@@ -147,7 +147,7 @@ def lay_out(timelines: Sequence[Timeline], title: str = "") -> Picture:
 
 
 class _Drawn:
-    """One timeline with what its drawing depends on."""
+    """One timeline with the sizes of its drawing."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -243,7 +243,7 @@ def place_axis(picture: Picture, y: float, end: float) -> None:
 
 
 def _legend(picture: Picture, y: float, versions: bool) -> float:
-    """Say what the boxes and numbers are; returns the lowest baseline."""
+    """Place the legend of boxes and numbers; returns its lowest baseline."""
     x = LEFT
     paints = {paint for paint, _ in picture.boxes if isinstance(paint, Paint)}
     most = max([paint.chunks for paint in paints], default=1)
@@ -260,7 +260,7 @@ def _legend(picture: Picture, y: float, versions: bool) -> float:
             x += 13
         picture.labels.append(Labels(x + 4, y, name, "quiet", 12))
         x += 22 + 6.6 * len(name)
-    notes = ["number: microbatch"] if any(isinstance(w.style, Paint) for w in picture.labels) else []
+    notes = ["number: microbatch"] if any(isinstance(label.style, Paint) for label in picture.labels) else []
     notes += ["fainter: later chunk of the rank"] * (most > 1) + ["v: version of the weights"] * versions
     note = "; ".join(notes)
     if x + 6.6 * len(note) > picture.width - RIGHT:
@@ -318,10 +318,10 @@ def _rectangle(x: float, y: float, width: float, height: float) -> str:
 def _texts(labels: Sequence[Labels]) -> list[str]:
     """The texts, those of one style in one group."""
     groups: dict[tuple[str, float, str], list[str]] = {}
-    for w in labels:
-        style = w.style if isinstance(w.style, str) else f"in-{w.style.name}"
-        texts = groups.setdefault((style, w.size, w.anchor), [])
-        texts.append(f'<text x="{short(w.x)}" y="{short(w.y)}">{escape(w.text)}</text>')
+    for label in labels:
+        style = label.style if isinstance(label.style, str) else f"in-{label.style.name}"
+        texts = groups.setdefault((style, label.size, label.anchor), [])
+        texts.append(f'<text x="{short(label.x)}" y="{short(label.y)}">{escape(label.text)}</text>')
     return [
         f'<g class="{style}" font-size="{size:g}" text-anchor="{anchor}">{"".join(texts)}</g>'
         for (style, size, anchor), texts in groups.items()

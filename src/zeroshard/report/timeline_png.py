@@ -13,7 +13,7 @@ SCALE = 2  # pixels of the image per pixel of the layout
 FINER = 3  # columns per pixel in which boxes are drawn before they are blended, since some are thinner than a pixel
 _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 
-_PLAIN = {0xB5: "u", 0x2013: "-", 0x2212: "-", 0xD7: "x"}  # what the font that comes with Pillow lacks
+_PLAIN = {0xB5: "u", 0x2013: "-", 0x2212: "-", 0xD7: "x"}  # characters that Pillow's own font lacks
 
 
 def timeline_png(timelines: Sequence[Timeline], title: str = "") -> bytes:
@@ -53,7 +53,7 @@ def _write(draw: ImageDraw.ImageDraw, label: Labels) -> None:
     else:
         colour = label.style.ink(dark=False)
     at, anchor = (label.x * SCALE, label.y * SCALE), _ANCHORS[label.anchor]
-    bold = 0.4 if label.style in ("title", "name") else 0  # the font that comes with Pillow has one weight
+    bold = 0.4 if label.style in ("title", "name") else 0  # Pillow's own font has one weight
     draw.text(at, label.text.translate(_PLAIN), colour, _font(label.size), anchor, stroke_width=bold)
 
 

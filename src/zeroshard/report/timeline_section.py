@@ -12,7 +12,7 @@ from zeroshard.report.timeline_trace import timeline_trace
 from zeroshard.report.wording import format_decimal
 
 SVG, PNG, TRACE = "timeline.svg", "timeline.png", "timeline-trace.json"
-NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'  # a file needs it, and HTML knows it
+NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'  # needed in a file, not in HTML
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class TimelineSection:
 
 
 def write_timelines(folder: Path, timelines: Timelines) -> TimelineSection:
-    """Write the drawing as SVG and PNG and the trace into a run folder; returns what the page shows of it."""
+    """Write the drawing as SVG and PNG and the trace into a run folder; returns its section of the page."""
     svg = timeline_svg(timelines.drawn)
     (folder / SVG).write_text(svg, encoding="utf-8", errors="replace")
     (folder / PNG).write_bytes(timeline_png(timelines.drawn))
@@ -36,7 +36,7 @@ def write_timelines(folder: Path, timelines: Timelines) -> TimelineSection:
 
 
 def _goes_on(timelines: Timelines) -> bool:
-    """Whether it shows several steps of a schedule that never flushes: only there do weights change in between."""
+    """Whether the timelines show several steps of a schedule that never flushes: only there do versions change."""
     return any(action.version for timeline in timelines.drawn for spans in timeline.spans for action, _, _ in spans)
 
 

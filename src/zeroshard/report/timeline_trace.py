@@ -30,12 +30,12 @@ def _events(timeline: Timeline, pid: int) -> Iterator[str]:
     yield from _arrows(timeline, pid, origin, forward=False)
 
 
-def _metadata(pid: int, rank: int, what: str, name: str) -> str:
-    return json.dumps({"ph": "M", "pid": pid, "tid": rank, "name": what, "args": {"name": name}})
+def _metadata(pid: int, rank: int, kind: str, name: str) -> str:
+    return json.dumps({"ph": "M", "pid": pid, "tid": rank, "name": kind, "args": {"name": name}})
 
 
 def _arrows(timeline: Timeline, pid: int, origin: float, forward: bool) -> Iterator[str]:
-    """From each output, or gradient of an input, to the compute on another rank that takes it in."""
+    """Arrows from each output, or gradient of an input, to the compute on another rank that receives it."""
     kinds = (Kind.FORWARD,) if forward else (Kind.BACKWARD, Kind.INPUT_GRADIENT)
     onward, name = (1, "output") if forward else (-1, "gradient")
     made = {

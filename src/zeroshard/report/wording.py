@@ -1,4 +1,4 @@
-"""Numbers as people read them. A number that is not known is NaN in this package and an en dash on the page."""
+"""Numbers as text. A number that is not known is NaN in this package and an en dash on the page."""
 
 import math
 
@@ -27,7 +27,7 @@ def format_bytes(n: float) -> str:
 
 
 def format_count(n: float) -> str:
-    """``12345678`` -> ``12.35 M``: for headlines and bar ends, where the exact value stands elsewhere."""
+    """``12345678`` -> ``12.35 M``: for headlines and bar ends; tables have the exact value."""
     if not math.isfinite(n):
         return DASH
     value, unit = _scaled(n, 1000.0, _COUNT_UNITS, 2)
