@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration in zeroshard's terms: the plan, the optimizer, and what became of every key."""
+"""A DeepSpeed configuration in zeroshard's terms: the plan, the optimizer, and a note on every key."""
 
 import difflib
 import inspect
@@ -18,8 +18,8 @@ from zeroshard.interop.deepspeed_notes import FromDeepSpeed, Note
 from zeroshard.interop.deepspeed_schedule import DeepSpeedSchedule
 from zeroshard.plan import GROUPS, Plan
 
-AUTO = "auto"  # transformers writes its own arguments in the place of this word
-OWN_OPTIONS = ("fp32_optimizer_states", "set_grad_none")  # of DeepSpeed's kernels, with nothing to do here
+AUTO = "auto"  # transformers replaces this value by its own arguments
+OWN_OPTIONS = ("fp32_optimizer_states", "set_grad_none")  # of DeepSpeed's kernels, without effect here
 FIRST_STEP = "last_batch_iteration"  # -1: from the start
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", FIRST_STEP),
@@ -30,11 +30,11 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         *("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", FIRST_STEP),
     ),
 }
-OFFLOAD = {  # and what they were called before
+OFFLOAD = {  # sections, with their earlier names
     "offload_optimizer": ("cpu_offload",),
     "offload_param": ("cpu_offload_param", "cpu_offload_params"),
 }
-COMMENT = ("_", "//", "#")  # begins of keys that say something to people
+COMMENT = ("_", "//", "#")  # beginnings of keys that are comments
 
 
 def from_deepspeed(
@@ -42,19 +42,19 @@ def from_deepspeed(
 ) -> FromDeepSpeed:
     """Plan, optimizer and schedule from a DeepSpeed configuration; a warning lists what has no effect here.
 
-    No key is dropped silently: each has its note. What would change the results and is not here is refused, and so are
-    misspelt keys, which DeepSpeed ignores at the top level.
+    No key is dropped silently: each has its note. Settings that would change the results and are not here are refused,
+    and so are misspelt keys, which DeepSpeed ignores at the top level.
 
     Args:
-        config: the JSON file, or what it holds.
-        ranks: data-parallel ranks of the run; needed where the configuration says `train_batch_size` and not
-            `gradient_accumulation_steps`, and checked against it where it says all.
+        config: the path of the JSON file, or its content.
+        ranks: data-parallel ranks of the run; needed where the configuration has `train_batch_size` and not
+            `gradient_accumulation_steps`, and checked against the batch sizes where it has all of them.
         precision: "fp32", "bf16" or "fp16", where `bf16.enabled` or `fp16.enabled` is "auto".
         auto: values of other keys that are "auto", which transformers would fill in, by the last part of their name:
             `total_num_steps=1000, warmup_num_steps=100, lr=2e-5`.
 
     Raises:
-        ConfigError: unknown keys, or settings that are not here and would change the results; with all of them.
+        ConfigError: lists all unknown keys, and all settings that are not here and would change the results.
         PlanError: a value out of range.
     """
     reading = _Reading(_parsed(config), ranks, precision, auto)
@@ -88,7 +88,7 @@ def _parsed(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reading:
-    """One reading of a configuration: takes keys one by one, and knows in the end which are left."""
+    """One reading of a configuration: takes keys one by one, so that the keys left at the end are known."""
 
     def __init__(self, config: dict[str, Any], ranks: int | None, precision: str | None, auto: dict[str, Any]) -> None:
         self._sections: dict[str, dict[str, Any]] = {"": config}
@@ -114,7 +114,7 @@ class _Reading:
             self._follow_rules(section)
         for name in sorted(self._unused):
             self._errors.append(
-                f"{name}={self._auto[name]!r} was passed, and the configuration has no {name} of 'auto'."
+                f"{name}={self._auto[name]!r} was passed, and the configuration has no {name} that is 'auto'."
             )
         if self._errors:
             problems = "".join(f"\n  {error}" for error in self._errors)
@@ -140,7 +140,7 @@ class _Reading:
         return value
 
     def _number(self, section: str, key: str, default: float) -> Any:
-        """Likewise for a number; anything else is an error."""
+        """Like `_take`, for a number; any other value is an error."""
         value = self._take(section, key, default)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return value
@@ -186,7 +186,7 @@ class _Reading:
         self._offload(stage)
 
     def _offload(self, stage: Any) -> None:
-        """What is kept below the device: optimizer states, and under stage 3 parameters with them."""
+        """Offload of optimizer states, and under stage 3 of parameters with them."""
         section = "zero_optimization.offload_optimizer"
         states, parameters = (self._offload_device(name) for name in OFFLOAD)
         ratio = self._number(section, "ratio", 1.0) if section in self._sections else 1.0
@@ -195,16 +195,16 @@ class _Reading:
             self._note("zero_optimization.offload_param.device", parameters, "needs nothing", text)
             parameters = None
         if states and not stage:
-            text = "what goes down are slices; take stage 1, 2 or 3"
+            text = "offload is for slices, which stage 0 has none of; take stage 1, 2 or 3"
             self._note(f"{section}.device", states, "not supported", text)
             states = None
         if states and ratio == 0 and not parameters:
-            self._note(f"{section}.device", states, "needs nothing", "of ratio 0 nothing goes down")
+            self._note(f"{section}.device", states, "needs nothing", "a ratio of 0 offloads nothing")
             states = None
         if parameters:
             self._keep("zero_optimization.offload_param.device", parameters, offload="optimizer,parameters")
         if parameters and not states:
-            text = "the optimizer's states and its update go below with them; DeepSpeed would leave those on the device"
+            text = "the optimizer's states and update are offloaded too; DeepSpeed would leave those on the device"
             self._note("zero_optimization.offload_param.device", parameters, "not supported", text)
         if parameters == "nvme" and states == "nvme":
             self._keep("zero_optimization.offload_param.device", parameters, **{"offload.disk_parameters": True})
@@ -217,7 +217,7 @@ class _Reading:
             self._states_offload(section, states, ratio, whole=bool(parameters))
 
     def _states_offload(self, section: str, device: str | None, ratio: float, whole: bool) -> None:
-        """On which disk the states are, and which share of them; `whole` if parameters go with them."""
+        """Disk and fraction of the offloaded states; `whole` if parameters are offloaded too."""
         path = self._take(section, "nvme_path")
         if device == "nvme" and path is None:
             self._errors.append(f"{section}.nvme_path is missing, and device 'nvme' needs it: the folder of a disk.")
@@ -229,10 +229,13 @@ class _Reading:
             return
         if device is None or ratio == 1:
             self._note(
-                f"{section}.ratio", ratio, "needs nothing", "it is off" if device is None else "all states go down"
+                f"{section}.ratio",
+                ratio,
+                "needs nothing",
+                "it is off" if device is None else "all states are offloaded",
             )
         elif whole:
-            text = "with offload_param the states of all units are below; leave offload_param out to keep some above"
+            text = "offload_param offloads the states of all units; leave it out to keep some on the device"
             self._note(f"{section}.ratio", ratio, "not supported", text)
         else:
             self._keep(f"{section}.ratio", ratio, **{"offload.fraction": ratio})
@@ -240,13 +243,13 @@ class _Reading:
     def _offload_device(self, name: str) -> str | None:
         """The device that a section of offload names, "cpu" or "nvme"; None if it is off or not there."""
         zero, names = "zero_optimization", OFFLOAD[name]
-        before = next((old for old in names if old in self._sections[zero]), names[0])
-        was, value = self._take(zero, before), self._take(zero, name)
-        if was not in (None, False) and value is None:
+        earlier = next((old for old in names if old in self._sections[zero]), names[0])
+        flag, value = self._take(zero, earlier), self._take(zero, name)
+        if flag not in (None, False) and value is None:
             value = {"device": "cpu"}
-            self._note(f"{zero}.{before}", was, "kept", f"as {name} with the device cpu, which took its place")
-        elif f"{zero}.{before}" in self._given:
-            self._note(f"{zero}.{before}", was, "needs nothing", "it is off" if not was else f"{name} says more")
+            self._note(f"{zero}.{earlier}", flag, "kept", f"as {name} with the device cpu, which took its place")
+        elif f"{zero}.{earlier}" in self._given:
+            self._note(f"{zero}.{earlier}", flag, "needs nothing", "it is off" if not flag else f"{name} counts")
         if value is None:
             return None
         if not isinstance(value, Mapping):
@@ -262,12 +265,12 @@ class _Reading:
         return device if device in ("cpu", "nvme") else None
 
     def _precision(self) -> None:
-        sixteen = {"bf16": self._open("bf16", "bfloat16"), "fp16": self._open("fp16")}
+        formats = {"bf16": self._open("bf16", "bfloat16"), "fp16": self._open("fp16")}
         wanted = self._dtype
-        if wanted not in (None, "fp32", *sixteen):
+        if wanted not in (None, "fp32", *formats):
             self._errors.append(f"precision={wanted!r} was passed, and it must be 'fp32', 'bf16' or 'fp16'.")
         on = []
-        for name, section in sixteen.items():
+        for name, section in formats.items():
             if self._sections[section].get("enabled") == AUTO:
                 if wanted is None:
                     text = "pass precision='bf16', 'fp16' or 'fp32'; until then training is in fp32"
@@ -276,13 +279,13 @@ class _Reading:
                 self._sections[section]["enabled"] = wanted == name
             if self._take(section, "enabled", False) or (wanted == name and f"{section}.enabled" not in self._given):
                 on.append(name)
-        if wanted is not None and on != [name for name in sixteen if name == wanted]:
+        if wanted is not None and on != [name for name in formats if name == wanted]:
             self._errors.append(f"precision={wanted!r} was passed, and the configuration enables {' and '.join(on)}.")
         elif len(on) == 2:
             self._errors.append("bf16 and fp16 are both enabled; enable one.")
         for name in on:
             self._keep(f"{name}.enabled", True, precision=name)
-        for name in sixteen.keys() - set(on):
+        for name in formats.keys() - set(on):
             for key in KEPT[name]:
                 if key in self._sections[name]:
                     self._note(f"{name}.{key}", self._sections[name].pop(key), "needs nothing", f"{name} is off")
@@ -371,10 +374,10 @@ class _Reading:
             )
             return None
         if name in ("Adam", "AdamW"):
-            decoupled = options.pop("adam_w_mode", True) or name == "AdamW"  # there, Adam is AdamW unless it says not
+            decoupled = options.pop("adam_w_mode", True) or name == "AdamW"  # DeepSpeed's Adam is AdamW by default
             found = torch.optim.AdamW if decoupled else torch.optim.Adam
             if not options.pop("torch_adam", False):
-                defaults = {"weight_decay": 0.0}  # of its own kernels; torch's is 0.01
+                defaults = {"weight_decay": 0.0}  # the default of its kernels; torch's is 0.01
             if not options.pop("bias_correction", True):
                 self._errors.append("optimizer.params.bias_correction false is not in torch.optim; remove it.")
         if kind is not None and name in names.values():
@@ -427,7 +430,7 @@ class _Reading:
         return {key: value for key, value in options.items() if value != AUTO}
 
     def _follow_rules(self, section: str) -> None:
-        """Give every key that is left what the tables say."""
+        """Note or refuse every key that is left, by the rules of the tables."""
         for key, value in self._sections[section].items():
             path = _path(section, key)
             rule = RULES.get(section, {}).get(key)

@@ -1,4 +1,4 @@
-"""What becomes of every key of a DeepSpeed configuration that has no field of its own in a `Plan`.
+"""The fate of every key of a DeepSpeed configuration that has no field of its own in a `Plan`.
 
 The keys are those of DeepSpeed 0.19.6 (its `runtime/config.py`, `runtime/zero/config.py`, `runtime/precision_config.py`
 and the sections that these read). Keys that a `Plan` or the optimizer takes over are read by
@@ -16,7 +16,7 @@ DIFFERENT: Final = "changes results"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a key.
+    """The fate of a key.
 
     Attributes:
         fate: "needs nothing", "not supported" (the results are the same without it), or "changes results", which is
@@ -44,7 +44,7 @@ def _all(fate: Fate, text: str, *keys: str) -> dict[str, Rule]:
 ELSEWHERE = "set it up in your own loop or model, then remove the key"
 
 TOP: dict[str, Rule] = {
-    **_all(NEEDLESS, "the engine prints nothing; engine.step() returns what there is to print",
+    **_all(NEEDLESS, "the engine prints nothing; engine.step() returns the figures to print",
            "steps_per_print", "dump_state", "log_level", "timers", "vocabulary_size"),
     **_all(NEEDLESS, "every optimizer is tried on slices when the engine is made",
            "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
@@ -57,7 +57,7 @@ TOP: dict[str, Rule] = {
     **_all(NEEDLESS, "whole pages go past the kernel's cache, in pieces of 8 MiB", "aio"),
     **_all(NEEDLESS, "it is for a mixture of experts or for sequence parallelism",
            "use_data_before_expert_parallelism", "seq_parallel_communication_data_type"),
-    **_all(UNSUPPORTED, "write what engine.step() returns with the logger of your choice",
+    **_all(UNSUPPORTED, "log the result of engine.step() with a logger of your choice",
            "tensorboard", "wandb", "csv_monitor", "comet"),
     **_all(UNSUPPORTED, "use torch.profiler, and engine.memory() for bytes",
            "wall_clock_breakdown", "memory_breakdown"),
@@ -146,7 +146,7 @@ OFFLOAD_PARAM: dict[str, Rule] = {
 
 _MASTERS = "master weights and sums of gradients are fp32, which is more exact and takes more memory"
 BF16: dict[str, Rule] = {
-    **_all(NEEDLESS, "gradients are taken over unit by unit", "immediate_grad_update"),
+    **_all(NEEDLESS, "gradients are added to the fp32 sums unit by unit", "immediate_grad_update"),
     **_all(UNSUPPORTED, _MASTERS, "bf16_master_weights_and_grads", "bf16_optimizer_states"),
 }
 FP16: dict[str, Rule] = {
@@ -156,7 +156,7 @@ FP16: dict[str, Rule] = {
            "consecutive_hysteresis"),
 }  # fmt: skip
 
-KEPT: dict[str, tuple[str, ...]] = {  # by section: what deepspeed_config.py reads itself
+KEPT: dict[str, tuple[str, ...]] = {  # by section: keys that deepspeed_config.py reads itself
     "": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
          "communication_data_type", "zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "optimizer",
          "scheduler"),

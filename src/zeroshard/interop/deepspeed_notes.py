@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration comes to, with a note on every key."""
+"""Plan, optimizer and schedule from a DeepSpeed configuration, with a note on every key."""
 
 import json
 from collections.abc import Callable
@@ -15,13 +15,13 @@ SET_ASIDE = ("not supported", "left open")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What became of one key.
+    """The fate of one key.
 
     Attributes:
         key: its path, such as "zero_optimization.stage".
-        value: its value; None for a key that is not there and whose default counts.
+        value: its value; None for a missing key whose default counts.
         fate: "kept", "needs nothing", "not supported" or "left open".
-        text: where it went, why, or the way out.
+        text: the setting that it became, the reason, or the way out.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class FromDeepSpeed:
-    """What a DeepSpeed configuration comes to here; printed, it lists what became of every key.
+    """Plan, optimizer and schedule from a DeepSpeed configuration; printed, it lists the fate of every key.
 
     Attributes:
         plan: for the engine.
@@ -43,7 +43,7 @@ class FromDeepSpeed:
         scheduler: makes the learning-rate schedule of `engine.optimizer`; None where there is none.
         rows: rows of data that each rank gives to one `train_step`: `train_micro_batch_size_per_gpu` times
             `gradient_accumulation_steps`; None where the configuration leaves it open.
-        notes: what became of each key.
+        notes: the fate of each key.
     """
 
     plan: Plan
@@ -54,7 +54,7 @@ class FromDeepSpeed:
 
     @property
     def set_aside(self) -> tuple[Note, ...]:
-        """What the warning lists: keys without an effect here, and those left open."""
+        """The notes that the warning lists: keys without an effect here, and those left open."""
         return tuple(note for note in self.notes if note.fate in SET_ASIDE)
 
     def __str__(self) -> str:

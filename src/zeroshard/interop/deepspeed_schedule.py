@@ -1,6 +1,6 @@
 """DeepSpeed's warm-up schedules of the learning rate (its `runtime/lr_schedules.py`), step for step, for torch.
 
-Both of the first two updates are made at the lowest rate there, because the schedule counts from -1; so they are here.
+The first two updates have the lowest rate, as in DeepSpeed, whose schedule counts from -1.
 """
 
 import math

@@ -36,20 +36,20 @@ FOREIGN = {
 class DeepSpeedWeights(Mapping[str, torch.Tensor]):
     """The model of a DeepSpeed checkpoint as a mapping from names to tensors, each put together when it is asked for.
 
-    Floating-point parameters are fp32: the master weights, where the checkpoint names them, else what the model had
-    (frozen parameters, and stage 0). Buffers are as they were saved. Nothing that the files name is run.
+    Floating-point parameters are fp32: the master weights where the checkpoint has them, else the model's own values
+    (frozen parameters, and stage 0). Buffers are as they were saved. No code that the files name is run.
 
     Give it to `model.load_state_dict` before the engine is made; for a model on the meta device, give
     `initialiser(model)` to the engine.
 
     Args:
         path: the folder that was given to DeepSpeed's `save_checkpoint`, or the folder of one tag in it.
-        tag: which checkpoint in the folder; by default the one that its file `latest` names.
+        tag: of a checkpoint in the folder; by default the one in its file `latest`.
 
     Attributes:
         stage: the ZeRO stage that wrote it.
-        ranks: how many ranks sliced it.
-        step: updates that the weights have seen.
+        ranks: number of ranks that sliced it.
+        step: number of updates before it was written.
 
     Raises:
         CheckpointError: it is incomplete or damaged, was written under parallelism other than ZeRO, or names classes
@@ -111,16 +111,16 @@ class DeepSpeedWeights(Mapping[str, torch.Tensor]):
     def initialiser(self, model: nn.Module) -> Callable[[nn.Module], None]:
         """For `Engine(..., initialise=...)`, where `model` is on the meta device: gives each module its weights.
 
-        So no rank ever holds more than one module beside its slices.
+        No rank holds more than one whole module besides its slices.
 
         Raises:
             CheckpointError: names or shapes differ between the model and the checkpoint.
         """
         wanted = model.state_dict(keep_vars=True)
-        missing, strange = sorted(wanted.keys() - self.keys()), sorted(self.keys() - wanted.keys())
-        if missing or strange:
+        missing, extra = sorted(wanted.keys() - self.keys()), sorted(self.keys() - wanted.keys())
+        if missing or extra:
             raise CheckpointError(
-                f"{self._folder} is of another model: it lacks {_some(missing)} and has {_some(strange)} too many. "
+                f"{self._folder} is of another model: it lacks {_some(missing)} and has {_some(extra)} too many. "
                 f"Build the model that was trained there."
             )
         paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
@@ -142,7 +142,7 @@ class DeepSpeedWeights(Mapping[str, torch.Tensor]):
         return fill
 
     def _check(self, model: Mapping[str, Any], slices: Sequence["_Slice"]) -> None:
-        """Refuse what is no ZeRO checkpoint of one model on every rank, or is not complete."""
+        """Refuse an incomplete checkpoint, or one that is not of ZeRO alone."""
         for key in ("module", "buffer_names"):
             if model.get(key) is None:
                 raise CheckpointError(f"{self._folder} holds no {key!r}; it is no checkpoint of a DeepSpeed engine.")
@@ -186,11 +186,11 @@ class _Slice:
 
 def _check_types(held: Mapping[str, Any], fields: "Fields", file: Path) -> None:
     """Refuse an entry that is of another type than DeepSpeed writes."""
-    for key, (fits, what) in fields.items():
+    for key, (fits, expected) in fields.items():
         if key in held and not fits(held[key]):
             raise CheckpointError(
-                f"{file} holds {key!r} as something else (a {type(held[key]).__name__}) than {what}, which DeepSpeed "
-                f"writes there. Copy it again."
+                f"{file} holds {key!r} as something else (a {type(held[key]).__name__}) than {expected}, which "
+                f"DeepSpeed writes there. Copy it again."
             )
 
 
@@ -256,9 +256,9 @@ def _slice_files(folder: Path) -> list[Path]:
     """The files of the slices in the order of their ranks."""
     found = {}
     for file in folder.glob("*.pt"):
-        for pattern, what in FOREIGN.items():
+        for pattern, technique in FOREIGN.items():
             if re.fullmatch(pattern, file.name):
-                raise CheckpointError(f"{file} was written under {what}, and only ZeRO can be read. {_CONVERT}")
+                raise CheckpointError(f"{file} was written under {technique}, and only ZeRO can be read. {_CONVERT}")
         if match := SLICE.fullmatch(file.name):
             found[int(match[1])] = file
     if sorted(found) != list(range(len(found))):
@@ -270,10 +270,10 @@ def _cut_whole(
     shapes: Sequence[Mapping[str, torch.Size]], flats: Sequence[Sequence[torch.Tensor]]
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Parameters of stages 1 and 2: an optimizer group end to end, padded by less than 2N, in one slice per rank."""
-    there = {len(flat) for flat in flats}
-    if there != {len(shapes)}:
+    counts = {len(flat) for flat in flats}
+    if counts != {len(shapes)}:
         raise CheckpointError(
-            f"There are shapes of {len(shapes)} optimizer groups and slices of {sorted(there)}; the checkpoint is "
+            f"There are shapes of {len(shapes)} optimizer groups and slices of {sorted(counts)}; the checkpoint is "
             f"damaged. Copy it again."
         )
     for number, group in enumerate(shapes):
@@ -299,10 +299,10 @@ def _cut_singly(
         stop = start + math.ceil(shape.numel() / len(flats))
         yield name, partial(_joined, [(flat, start, stop) for flat in flats], shape)
         start = stop
-    there = {sum(piece.numel() for piece in flat) for flat in flats}
-    if there != {start}:
+    sizes = {sum(piece.numel() for piece in flat) for flat in flats}
+    if sizes != {start}:
         raise CheckpointError(
-            f"{folder} has {start} elements per rank by the shapes of its parameters and {sorted(there)} in the "
+            f"{folder} has {start} elements per rank by the shapes of its parameters and {sorted(sizes)} in the "
             f"slices; it is damaged, or of a layout that is not known here. {_CONVERT}"
         )
 

@@ -1,8 +1,8 @@
-"""Reads what `torch.save` wrote without running anything that the file names.
+"""Reads files of `torch.save` without running any code that they name.
 
 Such files are pickles, which may name any class or function. torch's restricted reader knows tensors and plain
-containers; what else a DeepSpeed checkpoint names is replaced by objects that do nothing, if its name is on the list
-below, and is refused otherwise.
+containers; other classes in a DeepSpeed checkpoint are replaced by objects that do nothing if they are on the list
+below, and refused otherwise.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from zeroshard.errors import CheckpointError
 
 
 class Inert:
-    """Stands in for an object that is not needed: takes what it is given and keeps none of it."""
+    """Stands in for an object that is not needed: accepts any arguments and keeps none."""
 
     def __new__(cls, *args: object) -> "Inert":
         """A stand-in, whatever the arguments."""
@@ -36,7 +36,7 @@ STAND_INS: dict[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Inert,
     "deepspeed.utils.tensor_fragment.fragment_address": Inert,
     "deepspeed.utils.tensor_fragment.tensor_fragment": Inert,
-    "argparse.Namespace": Inert,  # what Megatron-style scripts keep beside the weights
+    "argparse.Namespace": Inert,  # options that Megatron-style scripts save beside the weights
     "numpy.dtype": Inert,
     "numpy.ndarray": Inert,
     "numpy.core.multiarray.scalar": Inert,
@@ -47,7 +47,7 @@ STAND_INS: dict[str, type] = {
 
 
 def load_inert(path: Path) -> dict[str, Any]:
-    """What the file holds: tensors on the CPU, mapped from the disk and read when they are used; the rest by value.
+    """The content of the file: tensors on the CPU, mapped from the disk and read on use; the rest by value.
 
     Raises:
         CheckpointError: it is missing or damaged, or names a class or function that is not known to be harmless.
@@ -55,10 +55,10 @@ def load_inert(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist. Copy the whole folder that DeepSpeed saved.")
     try:
-        strangers = sorted(set(get_unsafe_globals_in_checkpoint(str(path))) - set(STAND_INS))
-        if strangers:
+        unknown = sorted(set(get_unsafe_globals_in_checkpoint(str(path))) - set(STAND_INS))
+        if unknown:
             raise CheckpointError(
-                f"{path} names {', '.join(strangers)}, and reading a pickle may run what it names, so it was not read. "
+                f"{path} names {', '.join(unknown)}, and reading a pickle may run what it names, so it was not read. "
                 f"If you trust the file, let zero_to_fp32.py, which DeepSpeed saves beside the checkpoint, write plain "
                 f"weights, and load those."
             )

@@ -2,8 +2,8 @@
 
     Trainer(strategy=ZeroshardStrategy(Plan(zero=3, precision="bf16")), devices=2, accelerator="cpu")
 
-The steps of the LightningModule (`training_step` and so on) run as the forward of the engine's model, so what they call
-inside does not matter. Needs lightning (the extra of that name), which the rest of the package never imports.
+The steps of the LightningModule (`training_step` and so on) run as the forward of the engine's model, so they may
+call any submodule. Needs lightning (the extra of that name), which the rest of the package never imports.
 """
 
 import shutil
@@ -39,7 +39,7 @@ class ZeroshardStrategy(DDPStrategy):
 
     Args:
         plan: for the engine; one microbatch and no pipeline, because lightning owns the loop.
-        settings: what `DDPStrategy` takes.
+        settings: arguments of `DDPStrategy`.
 
     Attributes:
         engine: from the first `fit` on.
@@ -66,7 +66,7 @@ class ZeroshardStrategy(DDPStrategy):
 
         Raises:
             OptimizerError: not exactly one optimizer.
-            PlanError: a second fit, manual optimization under stage 3, or what the engine refuses.
+            PlanError: a second fit, manual optimization under stage 3, or a plan that the engine refuses.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             if self.engine is None:
@@ -102,20 +102,20 @@ class ZeroshardStrategy(DDPStrategy):
         return self._run("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """`validation_step` of the LightningModule inside the engine's forward."""
         return self._run("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """`test_step` of the LightningModule inside the engine's forward."""
         return self._run("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Likewise."""
+        """`predict_step` of the LightningModule inside the engine's forward."""
         return self._run("predict_step", *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """For backwards before the last one of an accumulation."""
+        """Skip the reduction in backwards before the last of an accumulation."""
         if self.engine is None or self.plan.reduces_each_microbatch:
             yield
             return
@@ -129,7 +129,7 @@ class ZeroshardStrategy(DDPStrategy):
         return {name.removeprefix(PREFIX): value for name, value in self.engine.state_dict().items()}
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing: the engine saves the states of its slices."""
+        """Empty once there is an engine, which saves the states of its slices."""
         return {} if self.engine is not None else dict(super().optimizer_state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -162,16 +162,16 @@ class ZeroshardStrategy(DDPStrategy):
         return dict(super().load_checkpoint(file / LIGHTNINGS if file.is_dir() else file, weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing where the engine has loaded them already."""
+        """Do nothing if there is an engine, which has loaded the weights already."""
         if self.engine is None:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: the engine has loaded them already."""
+        """Do nothing: the engine has loaded the states already."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Yes: the engine must be there first."""
+        """True: only the engine can load, and `setup` makes it."""
         return True
 
     def teardown(self) -> None:
@@ -210,7 +210,7 @@ class EnginePrecision(Precision):
         """Clip the norm over all ranks at the next step.
 
         Raises:
-            PlanError: clipping by value, for which whole gradients would have to be there.
+            PlanError: clipping by value, which needs whole gradients.
         """
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise PlanError(

@@ -10,10 +10,12 @@ from zeroshard.errors import OptimizerError
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Its `step` is the engine's. The parameter groups are those of `engine.optimizer`, so schedulers may hold either.
+    """An optimizer whose `step` is the engine's.
+
+    Its parameter groups are those of `engine.optimizer`, so schedulers may hold either.
 
     Attributes:
-        result: what the last step did; None before the first.
+        result: of the last step; None before the first.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -22,13 +24,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.result: StepResult | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, which runs forwards and backwards, then update the weights; returns what it returned."""
+        """Run the closure, which runs forwards and backwards, then update the weights; returns the closure's result."""
         loss = closure() if closure is not None else None
         self.result = self.engine.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard what the backwards since the last step added up; a step consumes it by itself."""
+        """Discard the gradients summed since the last step; a step consumes them by itself."""
         self.engine.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,5 +41,5 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         raise OptimizerError(
             "The optimizer's states are in slices, one per rank. Save them with engine.save(folder), and switch off "
-            "what saves the optimizer besides (in transformers, save_only_model=True)."
+            "the trainer's own saving of it (in transformers, save_only_model=True)."
         )
