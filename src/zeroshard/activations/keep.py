@@ -1,4 +1,4 @@
-"""Saved tensors that stay where they are, as without a policy; what other savers do with those they do not take."""
+"""Saved tensors that stay on the device, as autograd keeps them; also those that other savers do not take."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from zeroshard.errors import OffloadError
 
 
 class Kept:
-    """A saved tensor that stays where it is. Detached: a graph that holds its own output never dies."""
+    """A saved tensor that stays where it is; detached, because a graph that holds its own output is never freed."""
 
     __slots__ = ("saved", "version")
 
@@ -16,7 +16,7 @@ class Kept:
         self.saved, self.version = tensor.detach(), tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, if it is as it was."""
+        """The tensor; raises `OffloadError` if it was changed in place."""
         if self.saved._version != self.version:
             raise changed_in_place(self.saved.shape, self.saved.dtype)
         return self.saved
@@ -26,7 +26,7 @@ class Keep:
     """Keeps every saved tensor where it is.
 
     Attributes:
-        moves: whether it need be asked at all.
+        moves: whether it copies any tensor.
     """
 
     moves = False
@@ -41,7 +41,7 @@ class Keep:
         return saved.tensor()
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copies are under way."""
 
 
 def changed_in_place(shape: torch.Size, dtype: torch.dtype) -> OffloadError:

@@ -1,24 +1,24 @@
 """Activation offload: saved tensors are copied to the host in the forward, and back before the backward reads them.
 
 vDNN (Rhu et al., 1602.08124, section 3) moves the input of each layer; here it is each saved tensor, as in
-`torch.autograd.graph.saved_tensors_hooks`, and several wait at a time.
+`torch.autograd.graph.saved_tensors_hooks`, and several copies are under way at a time.
 
 [Note: regions] A copy moves a region: bytes of one storage, from a multiple of 64 on, so that a tensor is aligned
 as it was. All tensors in a region share its one copy, whatever their dtype, shape and stride, and each comes back with
-its own: kernels choose by strides, so others could give other sums. A region is known by storage, bytes and version;
-the weak reference to the storage keeps its address from being given out again.
+its own: kernels are chosen by strides, so other strides could give other sums. A region is identified by storage, bytes
+and version; the weak reference to the storage keeps its address from being given out again.
 
-[Note: parts of a storage] A tensor with gaps, or a small part of something large, brings its whole storage, which the
-graph would hold for it anyway: q, k and v that were cut out of one product are copied once. Where the storage is no
-result of the graph (a column of the data, say) such a part stays where it is.
+[Note: parts of a storage] A tensor with gaps, or a small part of a large storage, is copied with its whole storage,
+which the graph would hold for it anyway: q, k and v that were cut out of one product are copied once. Where the storage
+is no result of the graph (a column of the data, say) such a part stays where it is.
 
 [Note: changed in place] With hooks torch does not check whether a saved tensor was changed before the backward. So the
 version is recorded, and compared when the copy has been made, or when the tensor is read if it never left. As with
-torch itself, what is written through `.data` is not seen.
+torch itself, writes through `.data` are not noticed.
 
-[Note: dropped graphs] Handles belong to the graph. When it drops them, with or without a backward, what they share is
+[Note: dropped graphs] Handles belong to the graph. When it drops them, with or without a backward, their memory is
 given back at once, or at the next `pack`, `unpack` or `settle` if a copy is still under way: a graph may be dropped
-anywhere, even inside of the link, so nothing waits there.
+anywhere, even inside a transfer, so dropping waits for nothing.
 """
 
 import math
@@ -41,7 +41,7 @@ from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
 
-ALIGNED = 64  # bytes; no kernel looks at more of an address
+ALIGNED = 64  # bytes; no kernel depends on a larger alignment
 SMALLEST = 2**14  # bytes; below it a copy costs more than it frees
 PATIENCE = 4  # times the window: requests for others after which an unused copy on the device is dropped
 
@@ -50,15 +50,15 @@ class ActivationStore:
     """Keeps saved tensors on the host between forward and backward.
 
     Args:
-        link: carries them, as `ACTIVATIONS_DOWN` and `ACTIVATIONS_UP`.
+        link: copies them, as `ACTIVATIONS_DOWN` and `ACTIVATIONS_UP`.
         host: lends the memory, and enters it on the ledger as activations.
-        ledger: shows what of them is on the device, while a step is recorded or where the device has a budget; close to
-            that budget fewer are under way.
+        ledger: counts their bytes on the device while a step is recorded or where the device has a budget; close to
+            that budget fewer copies are under way.
         smallest: bytes; smaller tensors stay where they are.
-        window: how many are copied to the host at a time, and how many are prefetched; at least 1.
+        window: number of copies to the host at a time, and of prefetched regions; at least 1.
 
     Attributes:
-        moves: whether it takes any tensor at all.
+        moves: whether it copies any tensor.
 
     `pack` and `unpack` are the two hooks of `torch.autograd.graph.saved_tensors_hooks`. Parameters and views of them
     are not for `pack`: an optimizer changes them in place, and they are on the device anyway.
@@ -75,9 +75,9 @@ class ActivationStore:
         self._saved: dict[int, _Region] = {}  # by number of the handle
         self._order: list[int] = []  # the numbers of live handles, ascending
         self._made = 0
-        self._lowering: list[_Region] = []  # on their way down, oldest first
-        self._raised: dict[_Region, int] = {}  # on the device again or on their way, and when they were last touched
-        self._asked = 0
+        self._saving: list[_Region] = []  # with a copy to the host under way, oldest first
+        self._fetched: dict[_Region, int] = {}  # on the device again, or being copied there: number of the last request
+        self._requests = 0
         self._dropped: deque[int] = deque()
         self._lock = threading.Lock()
 
@@ -85,25 +85,25 @@ class ActivationStore:
         """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes.
 
         Raises:
-            BudgetExceeded: the host cannot hold it, or the device not even one.
+            BudgetExceeded: the host has no room, or the device none for a single copy.
             OffloadError: an earlier copy failed.
         """
         extent = _extent(tensor, self._smallest)
         if extent is None:
             return Kept(tensor)
-        with self._alone():
+        with self._locked():
             key = (tensor.untyped_storage()._cdata, *extent, tensor._version)
-            region = self._regions.get(key) or self._lower(tensor, key)
+            region = self._regions.get(key) or self._save(tensor, key)
             handle = _Handle(self._made, region, tensor)
             self._made += 1
             region.readers += 1
             self._saved[handle.number] = region
             self._order.append(handle.number)
-            weakref.finalize(handle, self._drop, handle.number).atexit = False
+            weakref.finalize(handle, self._on_drop, handle.number).atexit = False
         return handle
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor again, on its device, and those that were packed just before it on their way.
+        """The tensor again, on its device; prefetches the tensors that were packed just before it.
 
         Raises:
             BudgetExceeded: the device cannot hold it.
@@ -113,78 +113,78 @@ class ActivationStore:
             return saved.tensor()
         assert isinstance(saved, _Handle)
         region = saved.region
-        with self._alone():
-            self._asked += 1
-            for other in [other for other in self._lowering if other.readers == 0]:
-                self._settle(other)  # or its source would stay, as nothing is packed in a backward
+        with self._locked():
+            self._requests += 1
+            for other in [other for other in self._saving if other.readers == 0]:
+                self._finish_saving(other)  # a backward packs nothing, so `pack` would not free the source
             region.check()
             if region.changed:
                 raise changed_in_place(saved.shape, saved.dtype)
-            self._raise(region)
-            self._raise_before(saved.number)
-            self._land(region)
-            self._let_go_of_idle()
+            self._fetch(region)
+            self._prefetch_before(saved.number)
+            self._finish_fetch(region)
+            self._drop_idle_copies()
             return saved.tensor()
 
     def settle(self) -> None:
         """Wait for all copies under way, and drop prefetched activations; at the end of a step.
 
-        Afterwards the store holds nothing on the device, and on the host what live graphs still need.
+        Afterwards the store holds nothing on the device, and on the host only tensors that live graphs need.
 
         Raises:
             OffloadError: a copy failed.
         """
-        with self._alone():
-            while self._lowering:
-                self._settle(self._lowering[0])
-            for region in list(self._raised):
-                self._let_go(region)
+        with self._locked():
+            while self._saving:
+                self._finish_saving(self._saving[0])
+            for region in list(self._fetched):
+                self._drop_copy(region)
 
-    def _lower(self, tensor: torch.Tensor, key: "_Key") -> "_Region":
+    def _save(self, tensor: torch.Tensor, key: "_Key") -> "_Region":
         """Begin to copy a region to the host."""
         nbytes = key[2] - key[1]
-        while self._lowering and (len(self._lowering) >= self._window or not self._fits(nbytes)):
-            self._settle(self._lowering[0])
-        self._ledger.check_room(Category.ACTIVATIONS, nbytes, "what autograd saves")
+        while self._saving and (len(self._saving) >= self._window or not self._fits(nbytes)):
+            self._finish_saving(self._saving[0])
+        self._ledger.check_room(Category.ACTIVATIONS, nbytes, "saving an activation")
         region = _Region(tensor, key, self._host)
         assert region.source is not None
-        region.lowering = self._link.copy(region.source, region.saved, Purpose.ACTIVATIONS_DOWN, "activations")
-        self._lowering.append(region)
+        region.saving = self._link.copy(region.source, region.saved, Purpose.ACTIVATIONS_DOWN, "activations")
+        self._saving.append(region)
         self._regions[key] = region
         self._note(region)
         return region
 
-    def _settle(self, region: "_Region") -> None:
+    def _finish_saving(self, region: "_Region") -> None:
         """Wait for a copy to the host, and free its source."""
-        self._lowering.remove(region)
-        task, region.lowering = region.lowering, None
+        self._saving.remove(region)
+        task, region.saving = region.saving, None
         assert task is not None
         try:
             task.wait()
             region.check()
-            region.source = None  # which a copy that failed leaves here
+            region.source = None  # kept if the copy failed
             self._note(region)
         finally:
             self._free_if_done(region)
 
-    def _raise(self, region: "_Region") -> None:
+    def _fetch(self, region: "_Region") -> None:
         """Begin to copy a region to the device, unless it is there."""
         if region.source is not None:
             return
         if region.copy is None:
-            for other in list(self._raised):
+            for other in list(self._fetched):
                 if not self._fits(region.nbytes):
-                    self._let_go(other)
-            self._ledger.check_room(Category.ACTIVATIONS, region.nbytes, "what autograd saved")
+                    self._drop_copy(other)
+            self._ledger.check_room(Category.ACTIVATIONS, region.nbytes, "fetching an activation")
             region.copy = torch.empty(region.saved.shape, dtype=region.saved.dtype, device=region.device)
-            region.rising = self._link.copy(region.saved, region.copy, Purpose.ACTIVATIONS_UP, "activations")
+            region.fetching = self._link.copy(region.saved, region.copy, Purpose.ACTIVATIONS_UP, "activations")
             self._note(region)
-        self._raised[region] = self._asked
+        self._fetched[region] = self._requests
 
-    def _raise_before(self, number: int) -> None:
+    def _prefetch_before(self, number: int) -> None:
         """Begin to prefetch the regions packed before a handle, since a backward reads in reverse."""
         current = self._saved[number]
-        ahead = {region for region in self._raised if region.rising is not None} - {current}
+        ahead = {region for region in self._fetched if region.fetching is not None} - {current}
         at = bisect_left(self._order, number)
         while len(ahead) < self._window and at > 0:
             at -= 1
@@ -192,27 +192,27 @@ class ActivationStore:
             if region is not current and region.copy is None and not region.changed:
                 if region.source is None and not self._fits(region.nbytes):
                     return
-                self._raise(region)
+                self._fetch(region)
                 ahead.add(region)
 
-    def _let_go_of_idle(self) -> None:
+    def _drop_idle_copies(self) -> None:
         """Drop copies on the device that were not requested lately: another graph is read, or one is retained."""
-        for region, touched in list(self._raised.items()):
-            if self._asked - touched > PATIENCE * self._window:
-                self._let_go(region)
+        for region, touched in list(self._fetched.items()):
+            if self._requests - touched > PATIENCE * self._window:
+                self._drop_copy(region)
 
-    def _let_go(self, region: "_Region") -> None:
-        del self._raised[region]
+    def _drop_copy(self, region: "_Region") -> None:
+        del self._fetched[region]
         try:
-            self._land(region)
+            self._finish_fetch(region)
         finally:
             region.copy = None
             self._note(region)
             self._free_if_done(region)
 
-    def _land(self, region: "_Region") -> None:
-        """Wait for a copy to the device, which is worth nothing if it failed."""
-        task, region.rising = region.rising, None
+    def _finish_fetch(self, region: "_Region") -> None:
+        """Wait for a copy to the device, and forget it if it failed."""
+        task, region.fetching = region.fetching, None
         copy, region.copy = region.copy, None
         if task is not None:
             task.wait()
@@ -220,15 +220,15 @@ class ActivationStore:
 
     def _free_if_done(self, region: "_Region") -> None:
         """Give the host's memory back once no graph needs it and no copy touches it."""
-        if region.readers == 0 and region.lowering is None and region.rising is None:
+        if region.readers == 0 and region.saving is None and region.fetching is None:
             region.source = region.copy = None
             self._note(region)
-            self._raised.pop(region, None)
+            self._fetched.pop(region, None)
             del self._regions[region.key]
             self._host.give_back(region.slab)
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether the device may hold so much more."""
+        """Whether the device's budget has room for `nbytes` more."""
         try:
             self._ledger.check_room(Category.ACTIVATIONS, nbytes, "activations")
         except BudgetExceeded:
@@ -238,20 +238,20 @@ class ActivationStore:
     def _note(self, region: "_Region") -> None:
         """Enter the region's bytes on the device in the ledger, where it records a step or has a budget."""
         resident = region.source is not None or region.copy is not None
-        if resident and not region.seen and (self._ledger.recording or self._ledger.limits_activations):
+        if resident and not region.counted and (self._ledger.recording or self._ledger.limits_activations):
             self._ledger.take(Category.ACTIVATIONS, region.nbytes, "save or fetch an activation")
-            region.seen = True
-        elif region.seen and not resident:
+            region.counted = True
+        elif region.counted and not resident:
             self._ledger.give(Category.ACTIVATIONS, region.nbytes, "activation")
-            region.seen = False
+            region.counted = False
 
-    def _drop(self, number: int) -> None:
+    def _on_drop(self, number: int) -> None:
         """A graph has dropped a handle ([Note: dropped graphs])."""
         self._dropped.append(number)
-        self._strike_out()
+        self._forget_dropped()
 
-    def _strike_out(self) -> None:
-        """Forget the handles that were dropped, unless the store is at work, which then does it at its end."""
+    def _forget_dropped(self) -> None:
+        """Forget the handles that were dropped, unless the store is in use: it does so when it is done."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
@@ -264,33 +264,34 @@ class ActivationStore:
                 self._lock.release()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep others out: a GPU's backward has a thread of its own, and garbage is collected anywhere."""
+    def _locked(self) -> Iterator[None]:
+        """Lock the store: a GPU's backward has a thread of its own, and garbage is collected anywhere."""
         try:
             with self._lock:
                 yield
         finally:
-            self._strike_out()
+            self._forget_dropped()
 
 
 _Key = tuple[int, int, int, int]  # storage, first byte, last byte + 1, version ([Note: regions])
 
 
 class _Region:
-    """Bytes of a storage that are on the host, or on their way ([Note: regions]).
+    """Bytes of a storage that are on the host, or are being copied there ([Note: regions]).
 
     Attributes:
-        source: the bytes on the device, until their copy has been waited for.
-        lowering: that copy.
-        slab: the memory of the host, and `saved`, what it holds.
+        source: the bytes on the device, until their copy to the host is complete.
+        saving: that copy, while it is under way.
+        slab: the memory of the host.
+        saved: the bytes on the host, in `slab`.
         copy: the bytes on the device again.
-        rising: their copy, until it has been waited for.
-        readers: handles that live.
-        changed: whether the source was changed before its copy was waited for.
-        seen: whether the ledger holds it on the device.
+        fetching: the copy back to the device, while it is under way.
+        readers: number of live handles.
+        changed: whether the source was changed before its copy was complete.
+        counted: whether the ledger counts it on the device.
     """
 
-    __slots__ = ("changed", "copy", "device", "key", "lowering", "readers", "rising", "saved", "seen", "slab",
+    __slots__ = ("changed", "copy", "counted", "device", "fetching", "key", "readers", "saved", "saving", "slab",
                  "source", "storage")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, key: _Key, host: HostMemory) -> None:
@@ -301,14 +302,14 @@ class _Region:
         self.source: torch.Tensor | None = tensor.detach().as_strided((numel,), (1,), first)
         self.slab = host.borrow(self.nbytes, Category.ACTIVATIONS)
         self.saved = self.slab.view(tensor.dtype)
-        self.lowering: Task | None = None
+        self.saving: Task | None = None
         self.copy: torch.Tensor | None = None
-        self.rising: Task | None = None
-        self.readers, self.changed, self.seen = 0, False, False
+        self.fetching: Task | None = None
+        self.readers, self.changed, self.counted = 0, False, False
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length in bytes."""
         return self.key[2] - self.key[1]
 
     def check(self) -> None:
@@ -317,7 +318,7 @@ class _Region:
 
 
 class _Handle:
-    """What the graph holds in the place of a tensor that went to the host."""
+    """Stands in the graph for a tensor that was copied to the host."""
 
     __slots__ = ("__weakref__", "dtype", "number", "offset", "region", "shape", "stride")
 
@@ -336,7 +337,7 @@ class _Handle:
 
 
 def _extent(tensor: torch.Tensor, smallest: int) -> tuple[int, int] | None:
-    """The bytes of the storage that a tensor's region has, (first, last + 1); None for what stays on the device."""
+    """The bytes of the storage that a tensor's region has, (first, last + 1); None if it stays on the device."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor) or not tensor.numel():
         return None
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
