@@ -196,7 +196,7 @@ def test_offload_becomes_the_plans(zero: dict[str, Any], plan: dict[str, Any]) -
             (
                 {"stage": 3, key: value},
                 {"offload": "optimizer,parameters"},
-                r"offload_param.device = .*states .* go below",
+                r"offload_param.device = .*states .* are offloaded too",
             )
             for key, value in (("offload_param", CPU), ("cpu_offload_param", True), ("cpu_offload_params", True))
         ),
@@ -208,7 +208,7 @@ def test_offload_becomes_the_plans(zero: dict[str, Any], plan: dict[str, Any]) -
         (
             {"stage": 3, "offload_param": CPU, "offload_optimizer": {**CPU, "ratio": 0.5}},
             {"offload": "optimizer,parameters", "offload.fraction": 1.0},
-            rf"{STATES}.ratio = 0.5: not supported: with offload_param",
+            rf"{STATES}.ratio = 0.5: not supported: offload_param offloads",
         ),
         ({"stage": 2, "offload_optimizer": {"device": "auto"}}, {"offload": ""}, rf"{STATES}.device = .*left open"),
     ],

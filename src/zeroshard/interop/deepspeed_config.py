@@ -114,7 +114,7 @@ class _Reading:
             self._follow_rules(section)
         for name in sorted(self._unused):
             self._errors.append(
-                f"{name}={self._auto[name]!r} was passed, and the configuration has no {name} that is 'auto'."
+                f"{name}={self._auto[name]!r} was passed, and the configuration has no {name} of 'auto'."
             )
         if self._errors:
             problems = "".join(f"\n  {error}" for error in self._errors)
