@@ -430,10 +430,7 @@ UNUSED_WORDS = (  # private words, or words of two meanings, which name nothing 
     *("below", "home", "pulse", "nursery", "company", "words", "really", "here", "lane", "lanes", "nobody"),
     *("judge", "guess", "guesses", "landing", "spread", "standin", "standins", "wires"),
 )
-MAY_USE = {  # a part of the house and a word, with the reason
-    ("cli", "words"): "the words of a command line, as a shell splits it",
-    ("cli", "here"): "the default of an option that names machines: this one",
-}
+MAY_USE: dict[tuple[str, str], str] = {}  # a part of the house and a word, with the reason
 
 
 def names(module: Module) -> Iterator[str]:

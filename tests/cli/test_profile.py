@@ -55,7 +55,7 @@ def test_the_file_and_the_table_say_the_same(
     assert total[1] == f"{1e3 * sum(layer.forward_seconds for layer in profile.layers):,.3f}"
     assert total[-2:] == ["4.01", "MiB"]
     assert "tiny at 8 tokens, 2 rows per microbatch, on " in " ".join(shown.split())
-    assert "Wrote profile.json. What to do with it:" in shown
+    assert "Wrote profile.json. Next steps:" in shown
     assert "  zeroshard simulate --profile profile.json --stages 4\n" in shown
     assert "  zeroshard partition --profile profile.json --devices 4 --link-gbps 10\n" in shown
 

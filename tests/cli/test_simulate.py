@@ -182,7 +182,7 @@ def test_all_schedules_in_one_picture(capsys: pytest.CaptureFixture[str]) -> Non
         ("--forward-ms -1", "forward_ms is -1.0"),
         ("--backward-ms nan", "backward_ms is nan"),
         ("--latency-us inf", "latency_us is inf"),
-        ("--link-gbps 0", "nothing would ever arrive"),
+        ("--link-gbps 0", "so no message would arrive"),
         ("--backward-ms 1 --input-gradient-ms 2", "no longer than the whole"),
         ("--backward-ms 4 --input-gradient-ms 1 --weight-gradient-ms 1", "1 and 1 ms and the whole 4 ms"),
         ("--replicas two", "replicas is 'two'"),

@@ -1,4 +1,4 @@
-"""`zeroshard checkpoint`: which checkpoints there are, whether they are whole, what is in them, and how two differ."""
+"""`zeroshard checkpoint`: list checkpoints, verify them, describe their content, and compare two."""
 
 import json
 import re
@@ -24,8 +24,8 @@ from zeroshard.plan import upgraded
 
 USAGE = """usage: zeroshard checkpoint ls [PATH]        checkpoints of a folder, a run, or all runs (default: runs)
        zeroshard checkpoint verify PATH    read every byte and compare it with its digest
-       zeroshard checkpoint info PATH      what is in one, tensor by tensor
-       zeroshard checkpoint diff A B       how two differ, whatever plans wrote them
+       zeroshard checkpoint info PATH      describe one: facts, tensors, bytes
+       zeroshard checkpoint diff A B       compare two, whatever plans wrote them
 
 PATH is a checkpoint, or a run folder, which stands for its newest. All take --json."""
 STEP = re.compile(r"step-(\d+)")
@@ -39,7 +39,7 @@ ADAM, HALF = 12, 2  # bytes per parameter: fp32 weights and Adam's two states; 1
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """List checkpoints, those too that were put aside as damaged or left behind half written."""
+    """List checkpoints, also those put aside as damaged or left half written."""
 
     path: tyro.conf.Positional[Path] = Path("runs")
     """A checkpoint, a folder of them, a run folder, or a folder of runs."""
@@ -59,7 +59,7 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """Print what is in a checkpoint: facts, tensors, bytes."""
+    """Describe a checkpoint: facts, tensors, bytes."""
 
     path: tyro.conf.Positional[Path]
     """The checkpoint, or a run folder, which stands for its newest."""
@@ -104,10 +104,10 @@ class Listed:
 
 
 def run_checkpoint(argv: Sequence[str]) -> None:
-    """Carry out one of the four; raises `SystemExit` (1) if `verify` finds damage or `diff` a difference.
+    """Run one of the four actions; raises `SystemExit` (1) if `verify` finds damage or `diff` a difference.
 
     Raises:
-        ConfigError: none of the four. CheckpointError: no checkpoint there, or one that cannot be compared.
+        ConfigError: an unknown action. CheckpointError: no checkpoint there, or one that cannot be compared.
     """
     from zeroshard.train.options import HELP, parse
 
@@ -123,7 +123,7 @@ def run_checkpoint(argv: Sequence[str]) -> None:
 
 
 def listed(path: Path) -> Listed:
-    """What `ls` says of one checkpoint."""
+    """The line of `ls` for one checkpoint."""
     try:
         nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         age = time.time() - max(file.stat().st_mtime for file in (path, *path.glob(MANIFEST)))
@@ -144,18 +144,18 @@ def listed(path: Path) -> Listed:
 
 
 def in_short(plan: Any) -> str:
-    """The words of a plan that matter most."""
+    """A plan in short: ZeRO stage, precision and stages."""
     if not isinstance(plan, dict):
         return ""
-    words = [f"zero {plan.get('zero')}", str(plan.get("precision"))]
+    parts = [f"zero {plan.get('zero')}", str(plan.get("precision"))]
     pipeline = upgraded(plan).get("pipeline_parallel", {})
     if pipeline.get("stages", 1) != 1:
-        words.append(f"{pipeline['stages']} stages {pipeline.get('schedule')}")
-    return ", ".join(words)
+        parts.append(f"{pipeline['stages']} stages {pipeline.get('schedule')}")
+    return ", ".join(parts)
 
 
 def _checkpoints(path: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """All checkpoints at a path and below it, and what is left of some."""
+    """All checkpoints at a path and below it, also damaged and half-written ones."""
     if (path / MANIFEST).exists() or ASIDE.fullmatch(path.name) or LEFT_OVER.fullmatch(path.name):
         yield path
     elif depth:
@@ -180,7 +180,7 @@ def _list(options: ListOptions) -> bool:
         table.add_column("state", no_wrap=True)
         for line in inside:
             size, age = format_size(line.nbytes), _age(line.age)
-            table.add_row(escape(Path(line.path).name), escape(line.plan), _word(line.ranks), size, age, line.state)
+            table.add_row(escape(Path(line.path).name), escape(line.plan), _optional(line.ranks), size, age, line.state)
         _show(console, str(folder), table)
         for line in inside:
             if line.problem:
@@ -209,13 +209,15 @@ def _verify(options: VerifyOptions) -> bool:
     if problems:
         console.print(f"{path} is damaged: {_many(len(problems), 'problem')}.", markup=False, soft_wrap=True)
     else:
-        what = f"{_many(facts['files'], 'file')}, {_many(facts['tensors'], 'tensor')}, {format_size(facts['nbytes'])}"
-        console.print(f"{path} is whole: step {facts['step']}, {what}.", markup=False, soft_wrap=True)
+        content = (
+            f"{_many(facts['files'], 'file')}, {_many(facts['tensors'], 'tensor')}, {format_size(facts['nbytes'])}"
+        )
+        console.print(f"{path} is whole: step {facts['step']}, {content}.", markup=False, soft_wrap=True)
     return not problems
 
 
 def contents(reader: Reader) -> dict[str, Any]:
-    """What `info` says of a checkpoint."""
+    """The description that `info` prints of a checkpoint."""
     tensors: list[dict[str, Any]] = []
     kinds: dict[str, dict[str, int]] = {}
     for name, entry in reader.tensors.items():
@@ -260,7 +262,7 @@ def _info(options: InfoOptions) -> bool:
     others = {"headers and manifest": {"nbytes": rest}, "all": {"nbytes": found["nbytes"]}}
     for name, kind in {**kinds, **others}.items():
         each = f"{kind['nbytes'] / parameters:,.3f}" if parameters else ""
-        table.add_row(escape(name), _word(kind.get("tensors")), format_size(kind["nbytes"]), each)
+        table.add_row(escape(name), _optional(kind.get("tensors")), format_size(kind["nbytes"]), each)
     _show(console, "\nBytes", table)
     whole, half = format_size(found["fp32_and_adam_nbytes"]), format_size(found["half_nbytes"])
     text = f"{parameters:,} parameters Ψ: 12Ψ (fp32 and both states of Adam) is {whole}, 2Ψ (16 bits) is {half}."
@@ -304,7 +306,7 @@ def _print_comparison(found: Comparison, a: str, b: str) -> None:
 
 
 def _table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """An empty table, with columns of words and columns of numbers."""
+    """An empty table, with columns of text and columns of numbers."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in left:
         table.add_column(column, overflow="fold")
@@ -344,9 +346,9 @@ def _age(seconds: float) -> str:
     return f"{max(0, seconds):.0f} s"
 
 
-def _word(value: int | None) -> str:
+def _optional(value: int | None) -> str:
     return "" if value is None else str(value)
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}" + "s" * (count != 1)
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + "s" * (count != 1)

@@ -1,4 +1,4 @@
-"""`zeroshard doctor`: what is wrong with this machine's set-up, and what the machine can do."""
+"""`zeroshard doctor`: problems of this machine's set-up, and its measured rates."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effo
         effort: how much to measure.
 
     Raises:
-        ConfigError: options that cannot be.
+        ConfigError: options that do not combine, or a path that is no folder.
         DataError: the profile cannot be written.
     """
     from zeroshard.train.options import parse
@@ -72,7 +72,7 @@ def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effo
     if not options.quick:
         with Console(stderr=True).status("Measuring") as status:
             threads = _threads(facts)
-            profile = measure(effort, facts, threads, lambda what: status.update(f"Measuring {what}"))
+            profile = measure(effort, facts, threads, lambda name: status.update(f"Measuring {name}"))
         measured = list(_unmeasured(profile))
         findings += measured
         profile.save(out)
@@ -88,7 +88,7 @@ def run_doctor(argv: Sequence[str], environment: Mapping[str, str], effort: Effo
 
 
 def _threads(facts: Facts) -> int:
-    """Of each process: as the environment says, else what two ranks get of the cores."""
+    """Threads of each process: OMP_NUM_THREADS, or each rank's part of the cores."""
     given = facts.variables.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) else max(1, facts.usable_cores // PAIR)
 
@@ -100,18 +100,18 @@ def _unmeasured(profile: MachineProfile) -> Iterator[Finding]:
 
 
 def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """One after the other; what needs attention with what would be needed and the way out."""
+    """Print the findings; warnings and errors with the need and the way out."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for width in WIDTHS:
         table.add_column(no_wrap=True, min_width=width)
     table.add_column(overflow="fold")
     for finding in findings:
-        words = [escape(finding.found)]
+        lines = [escape(finding.found)]
         if finding.level != "ok":
             advice = {"needed": finding.needed, "way out": finding.way_out}
-            words += [f"[dim]{name}:[/dim] {escape(text)}" for name, text in advice.items() if text]
+            lines += [f"[dim]{name}:[/dim] {escape(text)}" for name, text in advice.items() if text]
         level = f"[{COLOURS[finding.level]}]{finding.level}[/]"
-        table.add_row(level, escape(finding.subject), "\n".join(words))
+        table.add_row(level, escape(finding.subject), "\n".join(lines))
     console.print(table)
 
 
@@ -146,8 +146,7 @@ def _rates(profile: MachineProfile) -> Table:
 def _collectives(profile: MachineProfile, sizes: Sequence[int]) -> Table:
     signal = ""
     if profile.signal is not None:
-        words = _milliseconds(profile.signal)
-        signal = f" A signal through shared memory takes {words} ms."
+        signal = f" A signal through shared memory takes {_milliseconds(profile.signal)} ms."
     table = plain_table(
         f"Collectives between {PAIR} processes: ms, and in brackets ms of CPU time, by the bytes that each sends",
         f"An exchange includes the sum of the copies.{signal}",
@@ -176,7 +175,7 @@ def _rate(rate: float | None) -> str:
 
 
 def _milliseconds(timing: Timing) -> str:
-    """By the clock, and in brackets of CPU time."""
+    """Wall time, and CPU time in brackets."""
     wall, cpu = (
         f"{ms:.{2 if ms < 9.995 else 1 if ms < 99.95 else 0}f}" for ms in (1e3 * timing.wall, 1e3 * timing.cpu)
     )

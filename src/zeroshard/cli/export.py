@@ -34,19 +34,19 @@ class ExportOptions:
     out: Path | None = None
     """Folder to write, which must not be there yet; by default NAME-safetensors here, after the checkpoint's name."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of floating-point tensors; by default as they were saved, which is fp32 where there were master weights."""
+    """Dtype of floating-point tensors; by default as saved, which is fp32 where there were master weights."""
     max_shard_size: str = "5GB"
     """Bytes of tensors in one file, at most; a larger tensor has a file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What a checkpoint becomes: files with their tensors, and which tensor of the checkpoint each is.
+    """The files to write, with their tensors and the names of these in the checkpoint.
 
     Attributes:
         shards: by file name, the tensors in it, sorted as they are written.
         sources: by the name in the files, the full name in the checkpoint.
-        config: what goes into `config.json`; None for a model that transformers does not know.
+        config: content of `config.json`; None for a model that transformers does not know.
     """
 
     shards: dict[str, list[Slot]]
@@ -55,11 +55,11 @@ class Export:
 
 
 def run_export(argv: Sequence[str]) -> None:
-    """Write the folder, and print what is in it.
+    """Write the folder, and list its files.
 
     Raises:
-        ConfigError: an option that cannot be, or a folder that exists. CheckpointError: no checkpoint there, or the
-            folder cannot be written. DamagedError: it is not what was written.
+        ConfigError: a wrong option, or a folder that exists. CheckpointError: no checkpoint there, or the folder
+            cannot be written. DamagedError: the checkpoint is damaged.
     """
     from zeroshard.train.options import parse
 
@@ -80,7 +80,7 @@ def run_export(argv: Sequence[str]) -> None:
 
 
 def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
-    """Which tensors go under which names into which files.
+    """Assign tensors to names and files.
 
     A model of transformers is written as its own `save_pretrained` does: tied parameters once, `config.json` beside
     them. Of any other model all names of its state dict are written.
@@ -90,7 +90,7 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
         most: bytes in a file.
     """
     config, tied = reader.facts.get("config"), reader.facts.get("tied")
-    config = config if isinstance(config, dict) else None  # facts are whatever somebody wrote
+    config = config if isinstance(config, dict) else None  # other programs may write any facts
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
     if config is None and isinstance(tied, dict):
         sources |= {name: sources[str(first)] for name, first in tied.items() if str(first) in sources}
@@ -121,16 +121,16 @@ def write_export(export: Export, reader: Reader, out: Path) -> None:
 
     Raises:
         CheckpointError: the folder cannot be written, or a value does not fit the dtype. DamagedError: the checkpoint
-            is not what was written.
+            is damaged.
     """
     disk, temporary = CheckpointDisk(), out.with_name(f"{out.name}.tmp-{time.time_ns():x}")
-    room = torch.empty(
+    buffer = torch.empty(
         max((slot.nbytes for part in export.shards.values() for slot in part), default=0), dtype=torch.uint8
     )
     try:
         disk.make_folder(temporary)
         for file, slots in export.shards.items():
-            values = _values(slots, export.sources, reader, room)
+            values = _values(slots, export.sources, reader, buffer)
             write_tensors(disk, temporary / file, slots, values, {"format": "pt"})
         texts = {CONFIG: export.config} if export.config is not None else {}
         if len(export.shards) > 1:
@@ -148,13 +148,13 @@ def write_export(export: Export, reader: Reader, out: Path) -> None:
         raise CheckpointError(f"{out} cannot be written ({error.strerror}); name another folder with --out.") from error
     finally:
         with contextlib.suppress(OSError):
-            disk.remove(temporary)  # which is gone if all went well
+            disk.remove(temporary)  # renamed already if all went well
 
 
-def _values(slots: list[Slot], sources: dict[str, str], reader: Reader, room: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The values of tensors one after the other, all in the same room."""
+def _values(slots: list[Slot], sources: dict[str, str], reader: Reader, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The values of tensors one after the other, all in the same buffer."""
     for slot in slots:
-        values = room[: slot.nbytes].view(slot.dtype)
+        values = buffer[: slot.nbytes].view(slot.dtype)
         source = sources[slot.key]
         if source.startswith("buffer:"):
             values.copy_(reader.whole(source))
@@ -169,14 +169,14 @@ def _values(slots: list[Slot], sources: dict[str, str], reader: Reader, room: to
 
 
 def _index(export: Export) -> dict[str, Any]:
-    """In which file each tensor is, as transformers writes it."""
+    """The index of tensors by file, as transformers writes it."""
     slots = [slot for part in export.shards.values() for slot in part]
     sizes = {"total_size": sum(slot.nbytes for slot in slots)}
     return {"metadata": sizes, "weight_map": {slot.key: file for file, part in export.shards.items() for slot in part}}
 
 
 def _print(export: Export, reader: Reader, out: Path) -> None:
-    """What was written, and how to load it."""
+    """Print the files written, and how to load them."""
     slots = [slot for part in export.shards.values() for slot in part]
     dtypes = ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in slots}))
     size = format_size(sum(slot.nbytes for slot in slots))

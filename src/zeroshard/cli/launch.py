@@ -1,6 +1,6 @@
 """`zeroshard launch slurm|k8s`: the files that run a job on a cluster, one supervisor (`zeroshard run`) per node.
 
-They are rendered from the templates in `clusters/`; nothing is submitted, and no cluster is spoken to.
+They are rendered from the templates in `clusters/`; nothing is submitted, and no cluster is contacted.
 """
 
 import json
@@ -20,22 +20,22 @@ from zeroshard.pipeline.cluster import parse_size
 
 STOPPED, WRONG = 75, 2  # exit codes of a run: saved on request, and wrong options, data or model
 MEBI = 2**20
-MARGIN = 10  # seconds for the supervisor's own end, after that of the ranks
-# how people write them on the cluster; what may stand in them needs no quotes anywhere
-WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-WORDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(,[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+MARGIN = 10  # seconds for the supervisor to end after its ranks
+# names on a cluster, of characters that need no quotes
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(,[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # RFC 1035, as a Service wants it
 DOTTED_LABELS = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
-PROGRAM = re.compile(r"[^-].*")  # no option of the command before it
+PROGRAM = re.compile(r"[^-].*")  # not an option
 MOUNT = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
-LABEL_LENGTH = 63  # of a host name's part, RFC 1035
+LABEL_LENGTH = 63  # of a part of a host name, RFC 1035
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(ABC):
-    """What a job needs on any cluster."""
+    """Options of a job on any cluster."""
 
     name: str = "zeroshard"
     """Name of the job."""
@@ -77,18 +77,18 @@ class JobOptions(ABC):
         return self.gpus_per_node or self.processes_per_node or 1
 
     @abstractmethod
-    def render(self, words: Sequence[str]) -> str:
-        """The file for a job whose supervisors run `words`."""
+    def render(self, job: Sequence[str]) -> str:
+        """The file for a job whose supervisors run the command `job`."""
 
     def supervisor(self) -> list[str]:
-        """What runs on each machine, up to the --; which of them it is, the supervisor sees in its environment."""
+        """The command of each machine, up to the --; the supervisor reads the machine's number from its environment."""
         counts = ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.processes)]
         return [self.python, "-m", "zeroshard", "run", *counts, "--grace", str(self.grace - MARGIN)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(JobOptions):
-    """Render a batch script for SLURM; the words after -- are what `zeroshard run` runs."""
+    """Render a batch script for SLURM; `zeroshard run` runs the words after --."""
 
     time: str
     """Time limit, as HH:MM:SS or D-HH:MM:SS."""
@@ -101,7 +101,7 @@ class SlurmOptions(JobOptions):
     constraint: str | None = None
     """Feature that the machines must have."""
     memory: str | None = None
-    """Memory of each machine, such as 64GiB; by default what the partition gives."""
+    """Memory of each machine, such as 64GiB; by default the partition's default."""
     workdir: str | None = None
     """Folder to run in; by default the one in which the script is submitted."""
 
@@ -111,16 +111,16 @@ class SlurmOptions(JobOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("name", self.name, WORD, "letters, digits, dots, dashes and underscores")
+        check("name", self.name, NAME, "letters, digits, dots, dashes and underscores")
         for option in ("partition", "account", "qos", "constraint"):
-            check(option, getattr(self, option), WORDS, "names of letters, digits, dots, dashes and underscores")
+            check(option, getattr(self, option), NAMES, "names of letters, digits, dots, dashes and underscores")
         check("time", self.time, TIME, "HH:MM:SS or D-HH:MM:SS")
         check("workdir", self.workdir, PROGRAM, "a path")
         check_printable("workdir", [self.workdir or ""])
         if 2 * self.grace > self.seconds:
             raise ConfigError(
                 f"grace is {self.grace} of the {self.seconds} seconds that the job may take; it must be at most half, "
-                "so that the job comes forward between two stops."
+                "so that the job makes progress between two stops."
             )
 
     @property
@@ -131,16 +131,16 @@ class SlurmOptions(JobOptions):
         days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
-    def render(self, words: Sequence[str]) -> str:
+    def render(self, job: Sequence[str]) -> str:
         """The batch script."""
         memory = None if self.memory is None else mebibytes("memory", self.memory)
-        supervisor, command = Verbatim(shlex.join(self.supervisor())), Verbatim(shlex.join(words))
+        supervisor, command = Verbatim(shlex.join(self.supervisor())), Verbatim(shlex.join(job))
         return _rendered(self, _for_shell, memory=memory, supervisor=supervisor, command=command)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions(JobOptions):
-    """Render a Job and its Service for Kubernetes; the words after -- are what `zeroshard run` runs."""
+    """Render a Job and its Service for Kubernetes; `zeroshard run` runs the words after --."""
 
     image: str
     """Container image that has zeroshard."""
@@ -149,15 +149,15 @@ class KubernetesOptions(JobOptions):
     memory: str
     """Memory of each pod, such as 64GiB, shared memory included."""
     shm: str = "1GiB"
-    """How much of it may be shared memory, under /dev/shm."""
+    """Limit on shared memory, under /dev/shm, which is part of the pod's memory."""
     mount: str = "/data"
-    """Where the volume is in the pods, and where the command runs."""
+    """Path of the volume in the pods, in which the command runs."""
     namespace: str | None = None
-    """Namespace; by default the one of the person who submits."""
+    """Namespace; by default kubectl's current one."""
     port: int = 29500
     """Port at which the processes find each other."""
     retries: int = 3
-    """Failures that are made good, for each pod; disruptions and saved stops do not count."""
+    """Failures after which a pod is restarted; disruptions and saved stops do not count."""
 
     TEMPLATE: ClassVar[str] = "k8s.yaml.j2"
     SUFFIX: ClassVar[str] = ".yaml"
@@ -173,7 +173,7 @@ class KubernetesOptions(JobOptions):
         longest = LABEL_LENGTH - len(f"-{self.nodes - 1}")
         if len(self.name) > longest:
             raise ConfigError(
-                f"name has {len(self.name)} characters; at most {longest} and the pod's number make a host's name."
+                f"name has {len(self.name)} characters; at most {longest} leave room for the pod's number in a host name."
             )
         check("mount", self.mount, MOUNT, "an absolute path of letters, digits, dots, dashes and underscores")
         if not 1024 <= self.port <= 65535:
@@ -183,9 +183,9 @@ class KubernetesOptions(JobOptions):
         if mebibytes("shm", self.shm) >= mebibytes("memory", self.memory):
             raise ConfigError(f"shm is {self.shm} of {self.memory} of memory; it counts as memory, so it must be less.")
 
-    def render(self, words: Sequence[str]) -> str:
+    def render(self, job: Sequence[str]) -> str:
         """The Service and the Job, as YAML."""
-        whole = [*self.supervisor(), "--", *words]
+        whole = [*self.supervisor(), "--", *job]
         command = [word.replace("$", "$$") for word in whole]  # or Kubernetes would fill in $(NAME)
         memory, shm = mebibytes("memory", self.memory), mebibytes("shm", self.shm)
         return _rendered(self, json.dumps, memory=memory, shm=shm, command=command)
@@ -209,11 +209,11 @@ def run_launch(argv: Sequence[str]) -> None:
     """Print or write the file that the options ask for.
 
     Raises:
-        ConfigError: no such cluster, an option or a command that cannot be, or a file that exists.
+        ConfigError: no such cluster, a wrong option or command, or a file that exists.
     """
     from zeroshard.train.options import HELP, parse
 
-    own, words = split(argv)
+    own, job = split(argv)
     if own and own[0] in HELP:
         print(USAGE)
         return
@@ -226,7 +226,7 @@ def run_launch(argv: Sequence[str]) -> None:
             "zeroshard writes the file and submits nothing: --dry-run prints it, --out DIR writes it there, and then "
             f"`{options.SUBMIT} FILE` submits it."
         )
-    text = options.render(resuming(words))
+    text = options.render(resuming(job))
     if options.out is None:
         print(text, end="")
         return
@@ -243,34 +243,33 @@ def run_launch(argv: Sequence[str]) -> None:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first -- and what stands after it."""
-    words = list(argv)
-    place = words.index("--") if "--" in words else len(words)
-    return words[:place], words[place + 1 :]
+    """The arguments before the first --, and those after it."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:place]), list(argv[place + 1 :])
 
 
-def resuming(words: Sequence[str]) -> list[str]:
-    """The command, made so that a job that is started again goes on where it stopped.
+def resuming(job: Sequence[str]) -> list[str]:
+    """The command with the options by which a job that is started again resumes.
 
     Raises:
-        ConfigError: no command that can be supervised, one that would not go on, or one with unprintable characters.
+        ConfigError: no command that can be supervised, one that would not resume, or one with unprintable characters.
     """
-    if not words or (words[0] != "train" and not words[0].endswith(".py")):
-        found = f"{words[0]!r} cannot be supervised" if words else "there is no command"
+    if not job or (job[0] != "train" and not job[0].endswith(".py")):
+        found = f"{job[0]!r} cannot be supervised" if job else "there is no command"
         raise ConfigError(f"{found}; write `-- train ...` or `-- script.py ...` at the end.")
-    check_printable("the command", words)
-    if words[0] != "train":
-        return list(words)
-    given = [value for word, value in zip(words, [*words[1:], ""], strict=True) if word == "--resume"]
-    given += [word.partition("=")[2] for word in words if word.startswith("--resume=")]
+    check_printable("the command", job)
+    if job[0] != "train":
+        return list(job)
+    given = [value for word, value in zip(job, [*job[1:], ""], strict=True) if word == "--resume"]
+    given += [word.partition("=")[2] for word in job if word.startswith("--resume=")]
     if not given:
-        return [*words, "--resume", "auto"]
+        return [*job, "--resume", "auto"]
     if set(given) != {"auto"}:
         raise ConfigError(
             f"--resume {given[0]} would begin there again whenever the cluster starts the job anew; leave it out, "
             "and the job goes on with the newest unfinished run in --out."
         )
-    return list(words)
+    return list(job)
 
 
 def check(option: str, value: str | None, pattern: re.Pattern[str], wanted: str) -> None:
@@ -279,11 +278,11 @@ def check(option: str, value: str | None, pattern: re.Pattern[str], wanted: str)
         raise ConfigError(f"{option} is {value!r}; it must be {wanted}.")
 
 
-def check_printable(option: str, words: Sequence[str]) -> None:
-    """Raise ConfigError for a word that cannot be printed, such as one with a line break."""
-    for word in words:
-        if not word.isprintable():
-            raise ConfigError(f"{option} has {word!r}; all characters must be printable.")
+def check_printable(option: str, values: Sequence[str]) -> None:
+    """Raise ConfigError for a value that cannot be printed, such as one with a line break."""
+    for value in values:
+        if not value.isprintable():
+            raise ConfigError(f"{option} has {value!r}; all characters must be printable.")
 
 
 def mebibytes(option: str, size: str) -> int:
@@ -310,7 +309,7 @@ def _for_shell(value: Any) -> str:
 
 
 def _rendered(options: JobOptions, quoted: Callable[[Any], str], **more: Any) -> str:
-    """The template with the options filled in; `quoted` writes every value, so none can end its own word."""
+    """The template with the options filled in; `quoted` writes every value, so that none can end its quotes."""
     environment = jinja2.Environment(
         finalize=quoted,
         undefined=jinja2.StrictUndefined,

@@ -37,7 +37,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
 zeroshard COMMAND --help lists the options of a command, those of a first run where there are many, and --help-all
 lists all; zeroshard --version says the version."""
 
-AGAIN = "ZEROSHARD_AGAIN"  # holds the command that goes on with a run, for the ranks that are started
+AGAIN = "ZEROSHARD_AGAIN"  # variable with the command that resumes a run, for the ranks that are started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class ReportOptions:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command.
 
-    Exits with 0; 2 for wrong options or data; 1 for what failed on the way; 75 for what was asked to stop; 130 for what
-    Ctrl-C stopped; 141 where nobody reads the output any more, as in `zeroshard train --help | head -1`.
+    Exit codes: 0 done; 1 failed on the way; 2 wrong options or data; 75 stopped on request; 130 stopped by Ctrl-C; 141
+    when the reader of the output has gone, as in `zeroshard train --help | head -1`.
     """
     try:
         try:
@@ -67,22 +67,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def _command(words: list[str]) -> None:
+def _command(argv: list[str]) -> None:
     commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
-    commands |= {"partition": _partition, "run": _run, "launch": _cluster, "checkpoint": _checkpoint, "export": _export}
+    commands |= {"partition": _partition, "run": _run, "launch": _launch, "checkpoint": _checkpoint, "export": _export}
     commands |= {"doctor": _doctor, "reproduce": _reproduce}
-    if not words or words[0] in ("-h", "--help", "--help-all"):
+    if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(USAGE)
-        sys.exit(0 if words else 2)
-    if words[0] == "--version":
+        sys.exit(0 if argv else 2)
+    if argv[0] == "--version":
         print(__version__)
         return
-    if words[0] not in commands:
-        near = difflib.get_close_matches(words[0], commands, n=1)
+    if argv[0] not in commands:
+        near = difflib.get_close_matches(argv[0], commands, n=1)
         way_out = f"did you mean {near[0]}? The" if near else "the"
-        _fail(ConfigError(f"There is no command {words[0]!r}; {way_out} commands are {', '.join(commands)}."))
+        _fail(ConfigError(f"There is no command {argv[0]!r}; {way_out} commands are {', '.join(commands)}."))
     try:
-        commands[words[0]](words[1:])
+        commands[argv[0]](argv[1:])
     except ZeroshardError as error:
         _fail(error)
 
@@ -117,7 +117,7 @@ def _ended_by_interrupt() -> Iterator[None]:
         os._exit(128 + number)
 
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # somebody else decides
+        yield  # another handler is set, and stays
         return
     signal.signal(signal.SIGINT, end)
     try:
@@ -127,15 +127,15 @@ def _ended_by_interrupt() -> Iterator[None]:
 
 
 def _train_options(argv: list[str]) -> "tuple[TrainConfig, Callable[[TrainConfig, str], None]]":
-    """What to train, and what trains it on a rank; this loads torch."""
+    """The options, and the function that trains a rank with them; this loads torch."""
     from zeroshard.cli.rank import run_rank
     from zeroshard.train.config import TrainConfig
     from zeroshard.train.options import parse
 
-    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":  # every rank reads the same words; one of them speaks
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
+    with open(os.devnull, "w") as null, contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":  # every rank parses the same options; only rank 0 prints
+            stack.enter_context(contextlib.redirect_stdout(null))
+            stack.enter_context(contextlib.redirect_stderr(null))
         return parse(TrainConfig, argv, "zeroshard train"), run_rank
 
 
@@ -190,7 +190,7 @@ def _run(argv: list[str]) -> None:
     run_supervised(argv)
 
 
-def _cluster(argv: list[str]) -> None:
+def _launch(argv: list[str]) -> None:
     from zeroshard.cli.launch import run_launch
 
     run_launch(argv)
@@ -209,7 +209,7 @@ def _export(argv: list[str]) -> None:
 
 
 def _fail(error: ZeroshardError) -> NoReturn:
-    """One clear sentence, from rank 0 alone where all ranks come to the same, and a non-zero exit on every rank."""
+    """Print the error, on rank 0 alone since all ranks meet the same, and exit with a non-zero code."""
     if os.environ.get("RANK", "0") == "0":
         print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
     sys.exit(1 if isinstance(error, NonFiniteError) else 2)

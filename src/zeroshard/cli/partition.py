@@ -1,4 +1,4 @@
-"""`zeroshard partition`: the split of a profiled model over a cluster, beside what one would do without it."""
+"""`zeroshard partition`: the split of a profiled model over a cluster, beside plain alternatives."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class PartitionOptions:
     """Split a profiled model into stages and replicas (PipeDream's dynamic program, SOSP 2019, section 3.1)."""
 
     profile: Path
-    """What `zeroshard profile` wrote."""
+    """File that `zeroshard profile` wrote."""
     cluster: Path | None = None
     """TOML file of the cluster: memory, and from the innermost outwards a [[level]] each with count and gbps."""
     devices: int | None = None
@@ -34,19 +34,19 @@ class PartitionOptions:
     link_gbps: float | None = None
     """Without a file: gigabits per second between any two devices."""
     memory: str | None = None
-    """Limit on the memory of one device, such as 16GiB; goes before the file's."""
+    """Limit on the memory of one device, such as 16GiB; overrides the file's."""
     state_copies: float = 3
     """Copies of its parameters that a device keeps besides the versions of the weights: gradients and optimizer states;
     3 is AdamW, 2 SGD with momentum, 0 the paper's own count."""
     objective: Literal["simulated", "paper", "released"] = "simulated"
-    """What to make as small as can be: the time of the schedule on a clock, of the splits that the other two find; the
-    time as the paper defines it; or as the authors' program does."""
+    """Time to minimise: as the paper defines it ("paper"), as the authors' program computes it ("released"), or, over
+    the splits that both find, the simulated time of the schedule ("simulated")."""
     json: bool = False
     """Print JSON instead of tables."""
 
     def __post_init__(self) -> None:
         if (self.cluster is None) == (self.devices is None):
-            raise ConfigError("say once which cluster: --cluster FILE, or --devices 4 --link-gbps 10.")
+            raise ConfigError("give the cluster once: --cluster FILE, or --devices 4 --link-gbps 10.")
         if self.cluster is not None and self.link_gbps is not None:
             raise ConfigError("the cluster file has the links; leave out --link-gbps, or use --devices.")
         if self.devices is not None and self.devices < 1:
@@ -61,7 +61,7 @@ class PartitionOptions:
             parse_size(self.memory)
 
     def described_cluster(self) -> Cluster:
-        """The cluster that the options mean."""
+        """The cluster that the options describe."""
         memory = None if self.memory is None else parse_size(self.memory)
         if self.cluster is None:
             return Cluster.flat(self.devices or 1, (self.link_gbps or math.inf) * 1e9 / 8, memory)
@@ -71,7 +71,7 @@ class PartitionOptions:
 
 @dataclass(frozen=True)
 class Rival:
-    """Another way to use the cluster; no partition says why there is none."""
+    """An alternative use of the cluster; without a partition, `reason` says why there is none."""
 
     name: str
     partition: Partition | None
@@ -83,9 +83,9 @@ def run_partition(argv: Sequence[str]) -> None:
     """Print the split that the options ask for.
 
     Raises:
-        ConfigError: options or a cluster that cannot be.
+        ConfigError: wrong options, or a wrong file of the cluster.
         DataError: no profile.
-        PlanError: nothing fits.
+        PlanError: no split fits.
     """
     from zeroshard.train.options import parse
 
@@ -100,7 +100,7 @@ def run_partition(argv: Sequence[str]) -> None:
 
 
 def train_options(layers: Sequence[LayerCost], chosen: Partition) -> list[str]:
-    """The options of `zeroshard train` that mean this split; one stage is data parallel."""
+    """The options of `zeroshard train` for this split; one stage is data parallel."""
     ranks = ["--ranks", str(sum(chosen.replicas))]
     if len(chosen.stages) == 1:
         return ranks
@@ -117,13 +117,13 @@ def _split(layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOpti
 
 
 def _rival(name: str, layers: Sequence[LayerCost], cluster: Cluster, options: PartitionOptions) -> Rival:
-    """The best of its kind that fits, or else the fastest, whatever it needs."""
-    where = Cluster.flat(1, math.inf, cluster.memory_bytes) if name == "one device" else cluster
+    """The best of its kind that fits, or else the fastest, whatever its memory."""
+    limits = Cluster.flat(1, math.inf, cluster.memory_bytes) if name == "one device" else cluster
     reason = ""
-    for limited in (where, replace(where, memory_bytes=None)):
+    for limited in (limits, replace(limits, memory_bytes=None)):
         try:
             found = _split(layers, limited, options, RIVALS[name])
-            return Rival(name, found, limited is where)
+            return Rival(name, found, limited is limits)
         except PlanError as error:
             reason = str(error)
     return Rival(name, None, False, reason)
@@ -162,7 +162,7 @@ def _split_json(layers: Sequence[LayerCost], split: Partition) -> dict[str, Any]
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no infinity."""
+    """The number, or None for infinity, which JSON lacks."""
     return number if math.isfinite(number) else None
 
 

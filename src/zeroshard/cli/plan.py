@@ -45,7 +45,7 @@ from zeroshard.train.task import language_task, own_task
 from zeroshard.train.toml_config import NONE
 from zeroshard.zero.byte_formulas import state_bytes
 
-HERE, MODEL = "this machine", "tiny"
+THIS_MACHINE, MODEL = "this machine", "tiny"
 FILE_COLUMNS = 120
 WIDEST = 120  # of a picture
 BETWEEN_LINES = 10.0  # seconds, where there is no terminal
@@ -67,12 +67,12 @@ class PlanOptions:
     model as transformers builds them."""
     gpus: int | None = None
     """Number of all devices; 1 by default."""
-    gpu: str = HERE
+    gpu: str = THIS_MACHINE
     """Name of the device, such as A100-80; by default this machine, as zeroshard doctor measured it."""
     profile: Path | None = None
-    """What zeroshard doctor wrote of this machine; by default where it writes."""
+    """Profile of this machine, as zeroshard doctor wrote it; by default in the place where it writes."""
     gpu_memory: str | None = None
-    """Memory of each device, such as 32GiB; by default all that it has."""
+    """Memory of each device, such as 32GiB; by default all of it."""
     host_memory: str | None = None
     """Host memory of each node, such as 512GiB."""
     cluster: Path | None = None
@@ -82,7 +82,7 @@ class PlanOptions:
     global_batch: int | None = None
     """Rows of one step, over all devices; 4 per device by default."""
     sequence: int | None = None
-    """Tokens of a row; by default what a built-in size was made for, else 1024."""
+    """Tokens of a row; by default the context of a built-in size, else 1024."""
     optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
     """Which torch.optim optimizer."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
@@ -126,24 +126,29 @@ class PlanOptions:
                     f"{name} names plan {number} and top is {self.top}; use 1 to {self.top}, or raise top."
                 )
         if self.cluster is not None:
-            given = {"gpus": self.gpus, "gpu": self.gpu != HERE, "per_node": self.per_node, "profile": self.profile}
+            given = {
+                "gpus": self.gpus,
+                "gpu": self.gpu != THIS_MACHINE,
+                "per_node": self.per_node,
+                "profile": self.profile,
+            }
             for name in (name for name, value in given.items() if value):
-                raise ConfigError(f"the cluster file says which devices there are; leave out {name}, or cluster.")
-        if self.gpu != HERE and self.profile is not None:
+                raise ConfigError(f"the cluster file lists the devices; leave out {name}, or cluster.")
+        if self.gpu != THIS_MACHINE and self.profile is not None:
             raise ConfigError(f"profile is of this machine and gpu is {self.gpu}; leave out one of the two.")
-        if self.gpu == HERE and self.per_node is not None:
+        if self.gpu == THIS_MACHINE and self.per_node is not None:
             raise ConfigError("per_node is for devices in several nodes; name them with gpu, or leave it out.")
         self._check_largest()
         self._check_formulas()
 
     @property
     def own(self) -> bool:
-        """Whether the model comes from a function of the user's."""
+        """Whether the model comes from a function of the user's code."""
         return ":" in self.model and not Path(self.model).exists()
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields that all plans have in common, of those that were given."""
+        """The fields given for all plans."""
         given = {"precision": self.precision}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -168,7 +173,7 @@ def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         environment: the process's variables.
 
     Raises:
-        ZeroshardError: options, a model or machines that cannot be.
+        ZeroshardError: wrong options, or a model or machines that cannot be planned for.
     """
     options = parse(PlanOptions, argv, "zeroshard plan")
     if options.params is not None:
@@ -199,7 +204,7 @@ def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def described_machines(options: PlanOptions, profile: Path) -> Machines:
-    """The machines that the options mean.
+    """The machines that the options describe.
 
     Args:
         profile: of this machine.
@@ -209,7 +214,7 @@ def described_machines(options: PlanOptions, profile: Path) -> Machines:
     """
     if options.cluster is not None:
         machines = Machines.load(options.cluster)
-    elif options.gpu == HERE:
+    elif options.gpu == THIS_MACHINE:
         machines = _this_machine(profile, options.gpus or 1)
     else:
         machines = Machines.of(options.gpu, options.gpus or 1, options.per_node)
@@ -230,7 +235,7 @@ def _this_machine(profile: Path, count: int) -> Machines:
 
 
 def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Plan]:
-    """What is to be trained, and what all plans have in common.
+    """The training task, and the settings that all plans have in common.
 
     Raises:
         ModelError: no such model, or one that cannot be built.
@@ -248,7 +253,7 @@ def described_task(options: PlanOptions, devices: int) -> tuple[TrainingTask, Pl
 
 
 def _with_events(found: Found, number: int, task: TrainingTask, machines: Machines) -> Found:
-    """With memory over the step for one plan, from a rehearsal of all its blocks where only some were rehearsed."""
+    """Add memory over the step to one plan, by rehearsing all its blocks where only some were rehearsed."""
     chosen = _numbered(number, found, "explain")
     if not chosen.events:
         chosen = predict(task, chosen.plan, machines, chosen.batch, deep=True)
@@ -263,7 +268,7 @@ def _numbered(number: int, found: Found, option: str) -> Prediction:
 
 
 def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list[Path]:
-    """Write the plans that are to be kept."""
+    """Write the plans that --out and --write name."""
     wanted = [(1, options.out)] if options.out else []
     wanted += [options.write] if options.write else []
     for number, path in wanted:
@@ -276,9 +281,9 @@ def _write_plans(options: PlanOptions, found: Found, task: TrainingTask) -> list
 
 
 def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) -> str:
-    """The plan as `zeroshard train --config` takes it; of a model of one's own, as `zs.Plan` takes it."""
-    usual = (Plan() if options.own else TrainConfig().plan).as_dict()
-    plan = _differing(prediction.plan.as_dict(), usual)
+    """The plan as `zeroshard train --config` takes it; for a model of the user's code, as `zs.Plan` takes it."""
+    defaults = (Plan() if options.own else TrainConfig().plan).as_dict()
+    plan = _differing(prediction.plan.as_dict(), defaults)
     about = f"# {short(prediction.plan, prediction.ranks)}; {prediction.batch} rows of one step per rank or replica\n"
     if options.own:
         return about + tomli_w.dumps(plan)
@@ -287,13 +292,13 @@ def plan_toml(prediction: Prediction, task: TrainingTask, options: PlanOptions) 
     return about + tomli_w.dumps({**job, "plan": plan})
 
 
-def _differing(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not as usual, as TOML values."""
+def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not at their defaults, as TOML values."""
     table: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            table |= {name: inner} if (inner := _differing(value, usual[name])) else {}
-        elif value != usual[name]:
+            table |= {name: inner} if (inner := _differing(value, defaults[name])) else {}
+        elif value != defaults[name]:
             table[name] = NONE if value is None else value
     return table
 
@@ -342,7 +347,7 @@ def _print_explained(console: Console, chosen: Prediction, number: int) -> None:
         console.print(f"\nMemory over one step of rank {chosen.rank}{waiting}", style="italic")
         console.print(memory_picture(chosen, width, colour))
     if chosen.spans:
-        console.print("What each rank does in one step", style="italic")
+        console.print("Timeline of one step, by rank", style="italic")
         console.print(timeline_picture(chosen.spans, width))
     console.print(causes_table(chosen))
     if any(chosen.wire_bytes.values()):
@@ -357,7 +362,7 @@ def _print_largest(options: PlanOptions, machines: Machines) -> None:
     with _status() as say:
         found = largest_table(machines, rows, sequence, plans, say=say)
     if options.json:
-        print(json.dumps([one.as_dict() for one in found], indent=1, allow_nan=False))
+        print(json.dumps([largest.as_dict() for largest in found], indent=1, allow_nan=False))
         return
     console = _console()
     console.print(f"The largest GPT on {machines}, {rows} row{'s' * (rows > 1)} of {sequence} tokens per device")
@@ -368,7 +373,7 @@ def _print_largest(options: PlanOptions, machines: Machines) -> None:
 
 
 def _print_estimates(title: str, found: Found) -> None:
-    """Show at once what is expected, apart from the result: on stderr, where the status is."""
+    """Print the first estimates at once, on stderr, apart from the result."""
     console = _console(stderr=True)
     console.print(title)
     console.print(plans_table(found.best, "First estimates, best first; every plan is rehearsed now"))
@@ -377,7 +382,7 @@ def _print_estimates(title: str, found: Found) -> None:
 
 @contextmanager
 def _status(now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
-    """Show what is being rehearsed: on a terminal always, else in a line now and then."""
+    """Show the current rehearsal: on a terminal always, else in a line now and then."""
     console = Console(stderr=True, highlight=False, markup=False)
     if console.is_terminal:
         with console.status("Rehearsing") as status:

@@ -1,4 +1,4 @@
-"""`zeroshard profile`: what each layer of a model costs on this machine, into a file."""
+"""`zeroshard profile`: the costs of each layer of a model on this machine, in a file."""
 
 import json
 import platform
@@ -23,7 +23,7 @@ from zeroshard.train.model import build_model
 from zeroshard.train.tokenizer import load_tokenizer
 
 CPU_FACTS = Path("/proc/cpuinfo")
-STAGES = 4  # of what to do next, or as many as there are layers
+STAGES = 4  # in the suggested commands, at most as many as there are layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ProfileOptions:
     repeats: int = REPEATS
     """Runs of each layer after one to warm up; their median counts."""
     device: str = "auto"
-    """Where to measure: cpu, cuda (ROCm too) or another accelerator by torch's name; auto takes one if it is there."""
+    """Device to use: cpu, cuda (ROCm too) or another accelerator by torch's name; auto takes one if there is one."""
     out: Path = Path("profile.json")
     """File to write."""
     json: bool = False
@@ -63,10 +63,10 @@ def run_profile(argv: Sequence[str], threads: int | None = None) -> None:
     """Measure, write the profile, and print it.
 
     Args:
-        threads: of CPU kernels; None for as many as torch has chosen.
+        threads: of CPU kernels; None for torch's own number.
 
     Raises:
-        ConfigError: options that cannot be.
+        ConfigError: wrong options.
         PlanError: no such device.
         ModelError: no such model, or one that is no chain of layers.
         DataError: no tokenizer, or the file cannot be written.
@@ -118,9 +118,9 @@ def _print(profile: Profile, out: Path) -> None:
     head = f"{profile.model}, {profile.microbatch_rows} rows per microbatch, on {profile.machine}"
     console.print(head, markup=False)
     console.print(_table(profile.layers))
-    console.print(f"\nWrote {out}. What to do with it:", markup=False, soft_wrap=True)
-    for words in next_steps(profile, out):
-        console.print("  " + words, markup=False, soft_wrap=True)
+    console.print(f"\nWrote {out}. Next steps:", markup=False, soft_wrap=True)
+    for command in next_steps(profile, out):
+        console.print("  " + command, markup=False, soft_wrap=True)
 
 
 def next_steps(profile: Profile, out: Path) -> list[str]:
@@ -136,7 +136,7 @@ def _table(layers: Sequence[LayerCost]) -> Table:
     table = Table(
         title="\nEach layer, for one microbatch",
         title_justify="left",
-        caption="Activation is what goes to the next layer, saved what waits for the backward.",
+        caption="activation: output to the next layer; saved: kept for the backward",
         caption_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,

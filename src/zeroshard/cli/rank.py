@@ -1,7 +1,7 @@
 """One rank of the main job: from its place in the world to its exit code.
 
-When a rank fails, it tells the others why before it leaves. The first to fail speaks; the others, whose collectives
-break a moment later, leave without a word, so that the cause is the last thing on the screen.
+When a rank fails, it announces its error to the others before it exits. The first rank to fail prints its error; the
+others, whose collectives break a moment later, print nothing, so that the cause is the last thing on the screen.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ from zeroshard.supervisor.fork_server import die_with
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.run import run
 
-MOST_LAYERS = 8  # of a rank that are all named
+MOST_LAYERS = 8  # of a rank; of more, only some are named
 WRONG_INPUT = (ConfigError, DataError, ModelError, OptimizerError, PlanError)
 STOPPED = 75  # exit code, EX_TEMPFAIL of sysexits.h: start again to go on
 INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as shells have it
 
 
 def run_rank(config: TrainConfig, again: str) -> None:
-    """Train on this rank and print what came of it; leaves the process.
+    """Train on this rank, print the results, and exit.
 
     Exit codes: 0 done, 1 failed, 2 wrong input, 75 stopped on request after saving, 130 stopped by Ctrl-C.
 
     Args:
-        again: the command that goes on with a run that was stopped.
+        again: the command that resumes a run after a stop.
     """
     mesh: Mesh | None = None
     if "TORCHELASTIC_RUN_ID" in os.environ and "ZEROSHARD_PULSE" not in os.environ:
-        die_with(os.getppid(), signal.SIGTERM)  # save when torchrun is gone, instead of staying behind
+        die_with(os.getppid(), signal.SIGTERM)  # save and end when torchrun has died
     try:
         mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
         done = run(config, mesh, again=again)
@@ -62,13 +62,13 @@ def run_rank(config: TrainConfig, again: str) -> None:
     except BaseException as error:
         leave(error, mesh)
     _flush()
-    os._exit(0)  # nothing is left to write; see _leave in mesh.py for what a longer way out would wait for
+    os._exit(0)  # all is written; a normal exit would wait for peers, see _leave in mesh.py
 
 
 def present(summary: dict[str, Any], folder: Path) -> None:
-    """Draw the report of a finished run and print what it came to.
+    """Draw the report of a finished run and print its summary.
 
-    The run is complete and saved, so nothing that fails here makes it fail.
+    The run is complete and saved, so failures here do not make it fail.
     """
     try:
         try:
@@ -89,7 +89,7 @@ def present(summary: dict[str, Any], folder: Path) -> None:
 
 
 def leave(error: BaseException, mesh: Mesh | None) -> None:
-    """Say why, once for all ranks, and end this process at once."""
+    """Print the error, once for all ranks, and end this process at once."""
     if isinstance(error, Stopped):
         _stop(error, mesh)
     if isinstance(error, KeyboardInterrupt | BrokenPipeError):
@@ -111,19 +111,19 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
 
 
 def _stop(stopped: Stopped, mesh: Mesh | None) -> NoReturn:
-    """Leave as asked; no rank before all have come here, because those behind would see a connection break."""
+    """Exit after a request to stop, once all ranks are here: ranks still at work would see a connection break."""
     if mesh is not None:
         with contextlib.suppress(CommError):
             Comm(mesh).agree(b"\0", "end of the run")
     if mesh is None or mesh.rank == 0:
         print(f"zeroshard: {stopped}", file=sys.stderr)
     _flush()
-    supervised = mesh is not None and mesh.heartbeat is not None  # the supervisor knows who asked
+    supervised = mesh is not None and mesh.heartbeat is not None  # the supervisor knows the signal
     os._exit(INTERRUPTED if stopped.signal == signal.SIGINT and not supervised else STOPPED)
 
 
 def _break_off(error: BaseException, mesh: Mesh | None) -> NoReturn:
-    """Leave at once and without a traceback: for somebody insists, or reads no longer."""
+    """Exit at once without a traceback, after a second Ctrl-C or when the reader of the output has gone."""
     if _is_first(error, mesh) and isinstance(error, KeyboardInterrupt):
         print("zeroshard: interrupted; nothing was saved after the last checkpoint, if there is one", file=sys.stderr)
     _flush()
@@ -137,7 +137,7 @@ def _flush() -> None:
 
 
 def _is_first(error: BaseException, mesh: Mesh | None) -> bool:
-    """Whether this rank is the first to fail; without a mesh all ranks meet the same error, and rank 0 speaks."""
+    """Whether this rank is the first to fail; without a mesh all ranks meet the same error, and rank 0 counts."""
     if mesh is None:
         return os.environ.get("RANK", "0") == "0"
     try:

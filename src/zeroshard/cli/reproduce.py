@@ -1,4 +1,4 @@
-"""`zeroshard reproduce`: published numbers, ours computed now, and how."""
+"""`zeroshard reproduce`: published numbers beside ours, computed now, and how."""
 
 import json
 import sys
@@ -43,10 +43,10 @@ class ReproduceOptions:
 
 
 def run_reproduce(argv: Sequence[str]) -> None:
-    """Compute what the options ask for and print it; exits with 1 when a number is not the published one.
+    """Compute the claims and print the numbers; exits with 1 when a number is not the published one.
 
     Raises:
-        ZeroshardError: what the engine refuses.
+        ZeroshardError: a plan or a model that the engine refuses.
     """
     options = parse(ReproduceOptions, argv, "zeroshard reproduce")
     if options.claim == LIST and not options.all:
@@ -136,8 +136,8 @@ def _readings_table(outcome: Outcome) -> Table:
 
 
 def _verdict(outcome: Outcome) -> list[str]:
-    number, good = len(outcome.readings), sum(reading.agrees for reading in outcome.readings)
-    lines = [f"{good} of {number} reproduced, in {outcome.seconds:.0f} s."]
+    number, agreeing = len(outcome.readings), sum(reading.agrees for reading in outcome.readings)
+    lines = [f"{agreeing} of {number} reproduced, in {outcome.seconds:.0f} s."]
     printed = [r for r in outcome.readings if not r.exact and not isinstance(r.ours, str)]
     return [f"{lines[0]} {CONVENTION}"] if printed else lines
 
@@ -145,11 +145,11 @@ def _verdict(outcome: Outcome) -> list[str]:
 def _summary(done: Sequence[Outcome | Waiting]) -> str:
     outcomes = [outcome for outcome in done if isinstance(outcome, Outcome)]
     readings = [reading for outcome in outcomes for reading in outcome.readings]
-    good = sum(reading.agrees for reading in readings)
+    agreeing = sum(reading.agrees for reading in readings)
     missed = [outcome.claim.name for outcome in outcomes if not outcome.reproduced]
-    words = f"; not all of {', '.join(missed)}" if missed else ""
+    rest = f"; not all of {', '.join(missed)}" if missed else ""
     waiting = len(done) - len(outcomes)
-    return f"{good} of {len(readings)} numbers of {len(outcomes)} claims reproduced{words}; {waiting} claims wait."
+    return f"{agreeing} of {len(readings)} numbers of {len(outcomes)} claims reproduced{rest}; {waiting} claims wait."
 
 
 def _ours(reading: Reading) -> str:
@@ -164,8 +164,8 @@ def _difference(reading: Reading) -> str:
     difference = reading.difference
     if difference is None:
         return ""
-    words = f"{difference:+.{_digits(reading) + 2}f}"
-    return words if float(words) or (difference and reading.exact) else "0"
+    text = f"{difference:+.{_digits(reading) + 2}f}"
+    return text if float(text) or (difference and reading.exact) else "0"
 
 
 def _digits(reading: Reading) -> int:

@@ -62,11 +62,10 @@ def run_supervised(argv: Sequence[str]) -> None:
     """Run the command after `--` under a supervisor and exit with its code (see docs/supervisor.md).
 
     Raises:
-        ConfigError: no command that can be supervised, or a place among nodes that does not fit together.
+        ConfigError: no command that can be supervised, or contradictory options of the nodes.
     """
-    words = list(argv)
-    cut = words.index("--") if "--" in words else len(words)
-    options, command = parse(RunOptions, words[:cut], "zeroshard run"), words[cut + 1 :]
+    cut = argv.index("--") if "--" in argv else len(argv)
+    options, command = parse(RunOptions, argv[:cut], "zeroshard run"), argv[cut + 1 :]
     check_command(command)
     from zeroshard.supervisor import Job, Limits, find_place, set_threads, supervise
 
@@ -90,9 +89,9 @@ def run_supervised(argv: Sequence[str]) -> None:
 
 
 def run_ranks(ranks: int, argv: Sequence[str]) -> None:
-    """Train on so many processes of this machine, and exit with their code.
+    """Train on `ranks` processes of this machine, and exit with their code.
 
-    They are started once. How long they may take is not judged: their collectives have a timeout.
+    They are started once and have no time limit but the timeout of their collectives.
     """
     from zeroshard.supervisor import Job, Limits, Node, set_threads, supervise
 
@@ -102,21 +101,21 @@ def run_ranks(ranks: int, argv: Sequence[str]) -> None:
     sys.exit(supervise(job))
 
 
-def resuming(start: Sequence[str], words: Sequence[str], threads: str | None = None) -> str:
-    """The command that goes on with a run, as a shell takes it: options as they were, and `--resume auto`.
+def resuming(start: Sequence[str], job: Sequence[str], threads: str | None = None) -> str:
+    """The command that resumes a run, as a shell takes it: options as they were, and `--resume auto`.
 
     Args:
-        start: how the program was started, up to and with `train`.
-        words: the options of the job.
-        threads: what OMP_NUM_THREADS was set to.
+        start: the command that started the program, up to and with `train`.
+        job: the options of the job.
+        threads: the value of OMP_NUM_THREADS; None if it was not set.
     """
-    before = ["", *words][: len(words)]
-    kept = [w for b, w in zip(before, words, strict=True) if b != "--resume" and w.partition("=")[0] != "--resume"]
+    before = ["", *job][: len(job)]
+    kept = [w for b, w in zip(before, job, strict=True) if b != "--resume" and w.partition("=")[0] != "--resume"]
     return f"OMP_NUM_THREADS={threads} " * (threads is not None) + shlex.join([*start, *kept, "--resume", "auto"])
 
 
 def program() -> list[str]:
-    """How this program was started, in words by which a shell finds it again."""
+    """The command that started this program, as a shell finds it."""
     script = Path(sys.argv[0])
     if script.name != "__main__.py":
         return [script.name] if shutil.which(script.name) == str(script) else [str(script)]
@@ -125,10 +124,10 @@ def program() -> list[str]:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Refuse what a worker cannot run.
+    """Refuse a command that a worker cannot run.
 
     Raises:
-        ConfigError: nothing, another command than train, or a script that is not there.
+        ConfigError: no command, another one than train, or a script that does not exist.
     """
     if not command:
         raise ConfigError(f"There is nothing to run; {WAY_OUT}.")

@@ -1,4 +1,4 @@
-"""The command `zeroshard simulate`: what a schedule takes in time and memory, and how it looks."""
+"""The command `zeroshard simulate`: time, memory and timeline of a pipeline schedule."""
 
 import contextlib
 import gc
@@ -62,9 +62,9 @@ class SimulateOptions:
     backward_ms: float | None = None
     """Whole backward (default 2, or its two parts)."""
     input_gradient_ms: float | None = None
-    """First part of a backward in two, as in zb-h1 (default half, or what the second leaves)."""
+    """First part of a backward in two, as in zb-h1 (default half, or the rest beside the second)."""
     weight_gradient_ms: float | None = None
-    """Second part of a backward in two (default half, or what the first leaves)."""
+    """Second part of a backward in two (default half, or the rest after the first)."""
     link_gbps: float | None = None
     """Gigabits per second from rank to rank (default: messages take no time)."""
     latency_us: float = 0.0
@@ -113,7 +113,7 @@ class Simulated:
 
     @property
     def shape(self) -> str:
-        """Stages, microbatches and replicas in words."""
+        """Stages, microbatches and replicas as text."""
         layout, m = self.pipeline.layout, self.pipeline.microbatches
         replicas = ",".join(map(str, layout.replicas)) if layout.uneven else str(layout.replicas[0])
         extra = "" if replicas == "1" else f", replicas {replicas}"
@@ -131,7 +131,7 @@ class Simulated:
         return (*notes, f"{versions} weight versions") if versions > 1 else tuple(notes)
 
     def ranks(self) -> dict[str, list[Any]]:
-        """What there is to say of each rank; activations and weights where a profile has their bytes.
+        """The figures of each rank; activations and weights where a profile has their bytes.
 
         The activations in flight are taken to be spread evenly over a rank's chunks.
         """
@@ -158,7 +158,7 @@ class Simulated:
         return facts
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """All figures, as plain JSON values."""
         run, layout = self.simulation, self.pipeline.layout
         facts: dict[str, Any] = {
             "schedule": self.pipeline.name,
@@ -206,12 +206,12 @@ def run(argv: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Without garbage collection, which would look again and again at hundreds of thousands of actions, all in use."""
-    was = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()
 
 
@@ -222,7 +222,7 @@ def _check(options: SimulateOptions) -> None:
         if isinstance(value, float) and not 0 <= value < math.inf:
             raise ConfigError(f"{option.name} is {value}; it must be 0 or more, and finite.")
     if options.link_gbps == 0:
-        raise ConfigError("link_gbps is 0, and nothing would ever arrive; leave it out for messages that take no time.")
+        raise ConfigError("link_gbps is 0, so no message would arrive; leave it out for messages that take no time.")
     by_hand = ("forward_ms", "backward_ms", "input_gradient_ms", "weight_gradient_ms", "boundary_mb")
     given = [name for name in by_hand if getattr(options, name) is not None]
     if options.profile and given:
@@ -309,7 +309,7 @@ def _backward(options: SimulateOptions) -> tuple[float, float, float]:
 
 
 def _write(options: SimulateOptions, outcomes: Sequence[Simulated]) -> dict[str, Path]:
-    """Write the pictures and the trace that were asked for; returns where."""
+    """Write the pictures and the trace that the options name; returns their paths by kind."""
     files = {"svg": options.svg, "png": options.png, "trace": options.trace}
     if not any(files.values()):
         stem = options.out / f"timeline-{'all' if options.all else options.schedule}"
@@ -396,11 +396,11 @@ def _summary(outcome: Simulated) -> str:
 
 
 def _time(seconds: float, largest: float | None = None) -> str:
-    """Seconds in the unit in which the largest of them reads well."""
+    """Seconds in the unit for the largest of them."""
     unit, factor = time_unit(seconds if largest is None else largest)
     return f"{round(float(seconds) * factor, 6) + 0.0:.4g} {unit}"
 
 
 def _plain(number: Fraction) -> float:
-    """A whole number as such."""
+    """A whole number as an int, else a float."""
     return int(number) if number.denominator == 1 else float(number)
