@@ -173,7 +173,8 @@ class KubernetesOptions(JobOptions):
         longest = LABEL_LENGTH - len(f"-{self.nodes - 1}")
         if len(self.name) > longest:
             raise ConfigError(
-                f"name has {len(self.name)} characters; at most {longest} leave room for the pod's number in a host name."
+                f"name has {len(self.name)} characters; at most {longest} leave room in a host name for the pod's "
+                f"number."
             )
         check("mount", self.mount, MOUNT, "an absolute path of letters, digits, dots, dashes and underscores")
         if not 1024 <= self.port <= 65535:
