@@ -45,7 +45,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "nonfinite": ("raise", "skip", "ignore"),
     "recompute": ("auto", "chunk", "off"),
 }
-RENAMED = {  # settings of stored plans, by their names before groups
+RENAMED = {  # settings by their names of earlier versions, in stored plans and on the command line
     "shard_ranks": "shard_group",
     **{name: f"pipeline_parallel.{name}" for name in ("stages", "schedule", "replicas", "split", "balance")},
     "vertical_sync": "pipeline_parallel.vertical_sync",
@@ -342,6 +342,12 @@ def upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
         else:
             settings.setdefault(group, {})[inner or next(iter(GROUPS[group].__dataclass_fields__))] = value
     return settings
+
+
+def option_of(setting: str) -> str:
+    """The option of a setting such as "offload.disk": its own name, or the group's for the group's first setting."""
+    group, _, inner = setting.partition(".")
+    return group if group in GROUPS and inner == next(iter(GROUPS[group].__dataclass_fields__)) else setting
 
 
 def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:

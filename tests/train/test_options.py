@@ -10,9 +10,9 @@ import tyro
 
 from zeroshard.cli.plan import PlanOptions
 from zeroshard.errors import ConfigError
-from zeroshard.plan import GROUPS, Plan
+from zeroshard.plan import GROUPS, RENAMED, Plan
 from zeroshard.train.config import TrainConfig
-from zeroshard.train.help_page import default_text, kind_of
+from zeroshard.train.help_page import default_text, described_values, kind_of
 from zeroshard.train.options import parse
 from zeroshard.train.toml_config import dump_toml, load_toml
 
@@ -126,10 +126,49 @@ def test_a_run_folder_of_an_earlier_version_loads(tmp_path: Path) -> None:
         (("--global-batch", "8"), "no option --global-batch here; use --batch-per-rank, the rows of one rank"),
         (("--global_batch=8",), "no option --global_batch here; use --batch-per-rank"),
         (("--batch", "8"), "no option --batch here; use --batch-per-rank, the rows of one rank and step."),
+        (("--stages", "4"), "no option --stages here; use --pipeline-parallel 4."),
+        (("--chunks=2",), "no option --chunks here; use --pipeline-parallel.virtual-stages 2."),
+        (("--shard-ranks", "2"), "no option --shard-ranks here; use --shard-group 2."),
+        (("--loss-scale-window", "9", "--zero", "1"), "use --loss-scale.window 9."),
+        (("--delayed_update", "--trace"), "no option --delayed_update here; use --offload.delayed-update."),
     ],
 )
 def test_wrong_options_exit_with_2(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused(capsys, *words)
+
+
+def test_each_setting_of_an_earlier_name_has_a_hint() -> None:
+    options = all_fields()
+    for name, setting in RENAMED.items():
+        instead, meaning = TrainConfig.ELSEWHERE[name]
+        shown = f"{instead}.{next(iter(GROUPS[instead].__dataclass_fields__))}" if instead in GROUPS else instead
+        assert (shown, meaning) == (setting, "") and shown in options and name not in options
+
+
+def test_an_earlier_name_in_a_file_has_a_hint(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("chunks = 2\n")
+    with pytest.raises(ConfigError, match=r"unknown option chunks; use pipeline_parallel\.virtual_stages$"):
+        load_toml(path, TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ranks", "many"), "--ranks: 'many' is not a whole number or None. "),
+        (("--steps", "1e3"), "--steps: '1e3' is not a whole number. "),
+        (("--clip-norm", "big"), "--clip-norm: 'big' is not a number or None. "),
+        (("--loss-scale", "high"), "--loss-scale: 'high' is not a number or one of auto, dynamic, off. "),
+        (("--pp", "two"), "--pipeline-parallel: 'two' is not a whole number. "),
+        (("--pipeline-parallel.replicas", "2", "x"), "replicas: '2 x' is not a list of whole numbers or None. "),
+        (("--reduce-dtype", "int8"), "Expected one of ('fp32', 'bf16', 'fp16', 'None')."),
+    ],
+)
+def test_a_wrong_value_is_told_the_right_ones(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, *words)
+    assert said in text and "NoneType" not in text and "{None}" not in text
 
 
 @pytest.mark.parametrize("name", ["--batch-per-rank", "--batch", "--rows"])
@@ -226,6 +265,20 @@ def test_texts_and_defaults_are_inherited(page: Any) -> None:
     assert "--times, -t INT How often. (default: 2)" in text and "--to PATH Where. (required)" in text
     assert "--words NAME ... Words. (default: 'a b' c)" in text
     assert parse(Copying, ["x", "--to", "y", "-t", "3"], "copy") == Copying(Path("x"), times=3, target=Path("y"))
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (int | None, "a whole number or None"),
+        (Literal["auto", "never"] | Path, "one of auto, never or a path"),
+        (tuple[float, ...], "a list of numbers"),
+        (tuple[int, Path] | None, "a whole number and a path or None"),
+        (Annotated[str, "any"], "a text"),
+    ],
+)
+def test_the_values_of_a_type_in_a_sentence(hint: Any, words: str) -> None:
+    assert described_values(hint) == words
 
 
 @pytest.mark.parametrize(

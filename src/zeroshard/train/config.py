@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from zeroshard.errors import ConfigError
-from zeroshard.plan import Plan, renamed
+from zeroshard.plan import RENAMED, Plan, option_of, renamed
 
 RENAMED_OPTIONS = {"batch": "batch_per_rank"}  # options of stored run folders, by their earlier names
 
@@ -34,6 +34,7 @@ class TrainConfig:
     ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = {
         "global_batch": ("batch_per_rank", "the rows of one rank: the global batch divided by the number of ranks"),
         "batch": ("batch_per_rank", "the rows of one rank and step"),
+        **{name: (option_of(setting), "") for name, setting in RENAMED.items()},
     }
     plan: Plan = field(default_factory=lambda: Plan(clip_norm=1.0))
     """How to train."""

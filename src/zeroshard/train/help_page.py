@@ -28,6 +28,7 @@ from zeroshard.train.toml_config import group_in
 WIDEST = 120  # columns, beyond which lines are hard to read
 POSITIONAL = get_args(tyro.conf.Positional[int])[1]
 KINDS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
+NOUNS = {int: "whole number", float: "number", str: "text", Path: "path", type(None): "None"}
 CONFIG = "--config FILE reads options from a TOML file first; the command line overrides them."
 
 
@@ -38,7 +39,7 @@ class OptionHelp:
     Attributes:
         name: of its field, or of the field of the group whose first setting it is.
         box: title of its box; empty for the first.
-        flags: of the command line; none for an argument that has a place instead of a name.
+        flags: of the command line; none for a positional argument.
         default: empty where there is none to show, and None where a value must be given.
     """
 
@@ -75,7 +76,7 @@ def help_page(cls: Any, config: Any, prog: str, whole: bool) -> str:
 
 
 def kind_of(hint: Any) -> str:
-    """The values of a type, such as "INT", "{auto,never}|PATH" or "NAME ..."; None, which leaves out, is not named."""
+    """The values of a type, such as "INT", "{auto,never}|PATH" or "NAME ..."; None is not shown."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return kind_of(inner[0])
@@ -88,6 +89,23 @@ def kind_of(hint: Any) -> str:
     if origin is tuple:
         return " ".join(kind_of(choice) for choice in inner)
     return KINDS.get(hint, getattr(hint, "__name__", str(hint)).upper())
+
+
+def described_values(hint: Any) -> str:
+    """The values of a type as words of a sentence, such as "a whole number or None"."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return described_values(inner[0])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, inner))
+    if origin in (Union, types.UnionType):
+        return " or ".join(described_values(choice) for choice in inner)
+    if origin is tuple and inner[1:] == (...,):
+        return f"a list of {NOUNS.get(inner[0], 'value')}s"
+    if origin is tuple:
+        return " and ".join(described_values(choice) for choice in inner)
+    noun = NOUNS.get(hint, getattr(hint, "__name__", str(hint)))
+    return noun if noun == str(None) else f"a {noun}"
 
 
 def default_text(value: Any) -> str:
@@ -110,13 +128,13 @@ def _options(cls: Any, config: Any, box: str = "") -> Iterator[OptionHelp]:
         elif group is not None:
             later.append(_settings(group, value, name, aliases.get(name, ())))
         else:
-            yield _option(cls, name, _called(hint) or name, hint, value, aliases.get(name, ()), box)
+            yield _option(cls, name, _given_name(hint) or name, hint, value, aliases.get(name, ()), box)
     for options in later:
         yield from options
 
 
 def _settings(group: Any, value: Any, name: str, aliases: Sequence[str]) -> Iterator[OptionHelp]:
-    """The options of a group of settings, of which the first is called like the whole."""
+    """The options of a group of settings, of which the first has the name of the group."""
     config = value if isinstance(value, group) else group(value)
     box, hints = name.replace("_", "-"), get_type_hints(group, include_extras=True)
     for place, field in enumerate(dataclasses.fields(group)):
@@ -137,7 +155,7 @@ def _option(cls: Any, name: str, called: str, hint: Any, value: Any, aliases: Se
     return OptionHelp(name, box, (f"--{called}", *aliases), kind_of(hint), about, default)
 
 
-def _called(hint: Any) -> str | None:
+def _given_name(hint: Any) -> str | None:
     """The name that an annotation gives an option."""
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return next((extra.name for extra in extras if getattr(extra, "name", None)), None)
@@ -149,7 +167,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 @cache
 def _abouts(cls: type[Any]) -> dict[str, str]:
-    """The texts below the fields of a class and of those that it inherits from."""
+    """The docstrings of the fields of a class and of its bases, by name."""
     found: dict[str, str] = {}
     for base in (base for base in reversed(inspect.getmro(cls)) if dataclasses.is_dataclass(base)):
         try:
@@ -158,9 +176,11 @@ def _abouts(cls: type[Any]) -> dict[str, str]:
             continue
         body = tree.body if isinstance(tree, ast.ClassDef) else []
         for field, text in itertools.pairwise(body):
-            said = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(said, str):
-                found[field.target.id] = said
+            docstring = (
+                text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+            )
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(docstring, str):
+                found[field.target.id] = docstring
     return found
 
 

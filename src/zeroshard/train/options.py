@@ -3,22 +3,25 @@
 Fields that are dataclasses only group options, which have flat names. A field that is a plain value or a group of
 settings (`int | Pipeline`) is an option of its own name, for the group's first setting, and one for each other setting:
 `--pipeline-parallel 4 --pipeline-parallel.schedule gpipe`. A class may give other names of options in `ALIASES`, and in
-`ELSEWHERE` options that other commands or versions have: by name, the one to use instead and its meaning.
+`ELSEWHERE` options of other commands or versions: by name, the option to use instead and its meaning, which is empty
+for an option that only has another name here.
 """
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
 from zeroshard.errors import ConfigError
-from zeroshard.train.help_page import POSITIONAL, help_page, kind_of
-from zeroshard.train.toml_config import group_in, load_toml
+from zeroshard.train.help_page import POSITIONAL, described_values, help_page, kind_of
+from zeroshard.train.toml_config import NONE, group_in, load_toml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,9 +47,9 @@ def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
     known, rest = first.parse_known_args(list(argv))
     given = None if known.config is None else load_toml(known.config, cls)
     argv = rest[: rest.index("--")] if "--" in rest else rest
-    asked = [HELP[word] for word in argv if word in HELP]
-    if asked:
-        print(help_page(cls, given, prog, any(asked)), end="")
+    helps = [HELP[argument] for argument in argv if argument in HELP]
+    if helps:
+        print(help_page(cls, given, prog, any(helps)), end="")
         raise SystemExit(0)
     options = _options_of(cls)
     default = tyro.MISSING_NONPROP if given is None else _spelled_out(given, options)
@@ -61,20 +64,24 @@ def parse(cls: type[Config], argv: Sequence[str], prog: str) -> Config:
 
 
 def _refuse_elsewhere(cls: Any, argv: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option that only another command or version has."""
-    for word in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        instead, meaning = getattr(cls, "ELSEWHERE", {}).get(word[2:].replace("-", "_"), ("", ""))
-        if instead:
-            raise ConfigError(f"There is no option {word} here; use --{instead.replace('_', '-')}, {meaning}.")
+    """Raise `ConfigError` for an option that only another command or version has, with its value where that stays."""
+    for argument, following in pairwise([*argv, ""]):
+        option, _, value = argument.partition("=")
+        instead, meaning = getattr(cls, "ELSEWHERE", {}).get(option[2:].replace("-", "_"), ("", ""))
+        if not option.startswith("--") or not instead:
+            continue
+        value = value or ("" if following.startswith("--") else following)
+        rest = f", {meaning}" if meaning else f" {value}".rstrip()
+        raise ConfigError(f"There is no option {option} here; use --{instead.replace('_', '-')}{rest}.")
 
 
 class _Options:
-    """Options that were read, before `chosen` makes the class of them that they are for."""
+    """Options that were read, of which `chosen` makes an instance of their class."""
 
     made: Any
 
     def __post_init__(self) -> None:
-        """Nothing is checked before all is read."""
+        """Check nothing until all options are read."""
 
     def chosen(self) -> Any:
         """An instance of the class."""
@@ -109,13 +116,13 @@ def _options_of(cls: Any) -> Any:
 
 @cache
 def _settings_of(group: Any, name: str, aliases: tuple[str, ...]) -> Any:
-    """A group of which the first setting is an option of the name of the whole."""
+    """The options of a group, of which the first has the name of the group."""
     hints = get_type_hints(group, include_extras=True)
     first, *others = dataclasses.fields(group)
-    called = tyro.conf.arg(name=name.replace("_", "-"), prefix_name=False)
+    group_name = tyro.conf.arg(name=name.replace("_", "-"), prefix_name=False)
     space = {
         "__annotations__": {
-            first.name: Annotated[_described(hints[first.name], aliases), called],
+            first.name: Annotated[_described(hints[first.name], aliases), group_name],
             **{field.name: _described(hints[field.name]) for field in others},
         },
         **{"__doc__": group.__doc__, "made": group, "__module__": group.__module__},
@@ -125,8 +132,29 @@ def _settings_of(group: Any, name: str, aliases: tuple[str, ...]) -> Any:
 
 def _described(hint: Any, aliases: tuple[str, ...] = ()) -> Any:
     """The type of an option with its other names, and with its values and its default as the help shows them."""
-    kind = None if hint is bool or POSITIONAL in get_args(hint) else kind_of(hint)
-    return Annotated[hint, tyro.conf.arg(metavar=kind, help_behavior_hint=_default_hint, aliases=aliases or None)]
+    if hint is bool:
+        return Annotated[hint, tyro.conf.arg(help_behavior_hint=_default_hint, aliases=aliases or None)]
+    kind = None if POSITIONAL in get_args(hint) else kind_of(hint)
+    shown = tyro.conf.arg(metavar=kind, help_behavior_hint=_default_hint, aliases=aliases or None)
+    return Annotated[hint, shown, _explained(hint)]
+
+
+def _explained(hint: Any) -> Any:
+    """The conversion from text to a type, with errors that name the value and the values that the type has."""
+    made = tyro.constructors.ConstructorRegistry.get_primitive_spec(
+        tyro.constructors.PrimitiveTypeInfo.make(hint, set())
+    )
+    assert isinstance(made, tyro.constructors.PrimitiveConstructorSpec), made
+
+    def convert(texts: list[str]) -> Any:
+        try:
+            return made.instance_from_str(texts)
+        except ValueError:
+            raise ValueError(f"{' '.join(texts)!r} is not {described_values(hint)}.") from None
+
+    order = [*re.split(r"[{},|]+", kind_of(hint)), NONE]  # as declared; tyro shuffles choices with None
+    choices = made.choices and tuple(sorted(made.choices, key=order.index))
+    return dataclasses.replace(made, instance_from_str=convert, choices=choices)
 
 
 def _default_hint(text: str) -> str:

@@ -103,7 +103,7 @@ def _given(
             inside, hint = options[name]
             yield inside, key, value, hint
         else:
-            instead = ", ".join(getattr(cls, "ELSEWHERE", {}).get(name, ()))
+            instead = ", ".join(filter(None, getattr(cls, "ELSEWHERE", {}).get(name, ())))
             raise ConfigError(_unknown(key, sorted({*options, *hints}), instead, file))
 
 
