@@ -41,7 +41,7 @@ pictures: $(VENV)/.installed
 	$(DRAW) --all --svg $(DRAWN)-all.svg
 	for name in naive gpipe 1f1b zb-h1; do $(DRAW) --schedule $$name --svg $(DRAWN)-$$name.svg || exit 1; done
 	for name in pipedream 2bw; do $(DRAW) --schedule $$name --steps 3 --svg $(DRAWN)-$$name.svg || exit 1; done
-	$(DRAW) --schedule interleaved --chunks 2 --svg $(DRAWN)-interleaved.svg
+	$(DRAW) --schedule interleaved --virtual-stages 2 --svg $(DRAWN)-interleaved.svg
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

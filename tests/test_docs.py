@@ -276,7 +276,7 @@ PICTURES = ROOT / "docs" / "pictures"
 BY_HAND = {"ledger", "schedule", "units"}
 DRAWN = {  # by the program: see `make pictures`
     "all": ("--all",),
-    "interleaved": ("--schedule", "interleaved", "--chunks", "2"),
+    "interleaved": ("--schedule", "interleaved", "--virtual-stages", "2"),
     **{name: ("--schedule", name) for name in ("naive", "gpipe", "1f1b", "zb-h1")},
     **{name: ("--schedule", name, "--steps", "3") for name in ("pipedream", "2bw")},
 }
@@ -300,7 +300,7 @@ def test_pictures_are_what_the_program_draws(name: str, tmp_path: Path, capsys: 
 
 
 def test_the_figures_of_all_schedules_are_the_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_simulate([*FOUR_BY_EIGHT, "--all", "--chunks", "2", "--json", "--out", str(tmp_path)])
+    run_simulate([*FOUR_BY_EIGHT, "--all", "--virtual-stages", "2", "--json", "--out", str(tmp_path)])
     schedules = json.loads(capsys.readouterr().out)["schedules"]
     page = (ROOT / "docs" / "schedules.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| `[\w-]+`.* ms ", line)]
@@ -317,7 +317,7 @@ def test_the_table_of_what_combines_is_what_plans_say() -> None:
 def schedule_row(facts: dict[str, Any]) -> str:
     """The row of `docs/schedules.md` for what `zeroshard simulate --json` says of a schedule."""
     steady = facts.get("steady_bubble_fraction")
-    extra = f", v = {facts['chunks']}" if facts["chunks"] > 1 else ""
+    extra = f", v = {facts['virtual_stages']}" if facts["virtual_stages"] > 1 else ""
     cells = [
         f"`{facts['schedule']}`" + (extra if steady is None else f", {facts['steps']} steps"),
         f"{round(facts['step_seconds'] * 1e3, 6):g} ms",

@@ -45,7 +45,7 @@ def profile(*layers: LayerCost) -> str:
 
 
 def test_interleaved_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = simulated("--schedule interleaved --stages 4 --chunks 2 --microbatches 8", capsys)
+    facts = simulated("--schedule interleaved --stages 4 --virtual-stages 2 --microbatches 8", capsys)
     assert facts["bubble_over_ideal"] == pytest.approx(3 / (2 * 8))
     assert facts["bubble_fraction"] == pytest.approx(3 / 19)
     assert facts["step_seconds"] == facts["makespan_seconds"] == pytest.approx(28.5e-3)
@@ -173,10 +173,18 @@ def test_all_schedules_in_one_picture(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "words, part",
     [
-        ("--schedule interleaved --chunks 2 --microbatches 6", "make microbatches a multiple of 4"),
+        ("--schedule interleaved --virtual-stages 2 --microbatches 6", "make microbatches a multiple of 4"),
         ("--schedule dualpipe", "no schedule 'dualpipe'"),
         ("--schedule gpip --steps 2", "no schedule 'gpip'"),
-        ("--chunks 2", "use schedule='interleaved'"),
+        ("--virtual-stages 2", "use schedule='interleaved'"),
+        ("--schedule interleaved --chunks 2", "no option --chunks here; use --virtual-stages 2."),
+        ("--pipeline-parallel 4", "no option --pipeline-parallel here; use --stages 4."),
+        ("--pp=4", "no option --pp here; use --stages 4."),
+        ("--pipeline-parallel.schedule gpipe", "use --schedule gpipe."),
+        (
+            "--pipeline-parallel.replicas 2 1",
+            "use --replicas, one number for all stages, or one for each, such as 2,1.",
+        ),
         ("--stages 0", "each number must be 1 or more"),
         ("--microbatches 0", "microbatches is 0"),
         ("--forward-ms -1", "forward_ms is -1.0"),
@@ -201,7 +209,7 @@ def test_all_schedules_in_one_picture(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_does_not_fit_is_refused_in_a_sentence(words: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(words, capsys)
     assert part in message
-    assert message.startswith("zeroshard: ")
+    assert message.startswith(("zeroshard: ", "zeroshard simulate: "))
     assert message.count("\n") == 1
 
 

@@ -177,7 +177,7 @@ def _print(profile: Profile, cluster: Cluster, chosen: Partition, rivals: Sequen
             console.print(f"No {rival.name}: {rival.reason}")
         elif rival.fits and rival.partition.seconds < chosen.seconds:
             console.print(f"The chosen split uses all {cluster.devices} devices; {rival.name} is faster.")
-    console.print("\nAs options of [b]zeroshard train[/b] and [b]zeroshard simulate[/b]:")
+    console.print("\nAs options of [b]zeroshard train[/b]:")
     console.print("  " + " ".join(train_options(profile.layers, chosen)), soft_wrap=True, markup=False)
 
 

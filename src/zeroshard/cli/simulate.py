@@ -5,12 +5,12 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -41,11 +41,18 @@ class SimulateOptions:
     Times are those of one microbatch through the whole share of a stage; with several chunks, each takes its part.
     """
 
+    ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = {  # as in the plan and in earlier versions
+        **dict.fromkeys(("pipeline_parallel", "pp"), ("stages", "")),
+        **{f"pipeline_parallel.{name}": (name, "") for name in ("schedule", "virtual_stages", "vertical_sync")},
+        "pipeline_parallel.replicas": ("replicas", "one number for all stages, or one for each, such as 2,1"),
+        "chunks": ("virtual_stages", ""),
+    }
+
     schedule: str = "1f1b"
     """naive, gpipe, 1f1b (or pipedream-flush), interleaved, zb-h1, pipedream or 2bw."""
     stages: int | None = None
     """Number of stages; 4, or as many as replicas names."""
-    chunks: int = 1
+    virtual_stages: int = 1
     """Chunks of the model on each stage."""
     microbatches: int = 8
     """Microbatches per step."""
@@ -84,7 +91,7 @@ class SimulateOptions:
     json: bool = False
     """Print JSON instead of tables."""
     all: bool = False
-    """Every schedule in one picture; interleaved with 2 chunks, or as many as given."""
+    """Every schedule in one picture; interleaved with 2 virtual stages, or as many as given."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class Simulated:
         facts: dict[str, Any] = {
             "schedule": self.pipeline.name,
             "stages": layout.stages,
-            "chunks": layout.chunks,
+            "virtual_stages": layout.chunks,
             "microbatches": self.pipeline.microbatches,
             "replicas": list(layout.replicas),
             "steps": self.steps,
@@ -239,7 +246,7 @@ def _check(options: SimulateOptions) -> None:
 
 
 def _simulated(options: SimulateOptions, name: str) -> Simulated:
-    chunks = options.chunks
+    chunks = options.virtual_stages
     if options.all:
         chunks = max(2, chunks) if name == "interleaved" else 1
     layout = _layout(options, chunks)
