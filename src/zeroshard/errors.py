@@ -29,7 +29,7 @@ class OptimizerError(ZeroshardError, ValueError):
 
 
 class BatchError(ZeroshardError, ValueError):
-    """A batch that cannot be cut as the plan asks, or a loss that cannot be found in what the model returned."""
+    """A batch that cannot be cut as the plan asks, or no loss in the model's output."""
 
 
 class NonFiniteError(ZeroshardError, ArithmeticError):

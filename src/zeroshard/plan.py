@@ -62,7 +62,7 @@ RENAMED = {  # settings by their names of earlier versions, in stored plans and 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """How to train: what each rank keeps, in which precision, and what a step is.
+    """How to train: the slices that each rank keeps, the precision, and the parts of a step.
 
     Raises:
         PlanError: a value out of range, or two settings that do not combine, with the way out.

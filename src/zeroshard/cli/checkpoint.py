@@ -90,7 +90,7 @@ class Listed:
         nbytes: of all its files.
         age: seconds since it was written.
         state: whole (as far as the headers and one block of each file tell), damaged, put aside, or left over.
-        problem: what is wrong with it.
+        problem: the first problem found, or None.
     """
 
     path: str

@@ -233,7 +233,7 @@ def _check(options: SimulateOptions) -> None:
     by_hand = ("forward_ms", "backward_ms", "input_gradient_ms", "weight_gradient_ms", "boundary_mb")
     given = [name for name in by_hand if getattr(options, name) is not None]
     if options.profile and given:
-        raise ConfigError(f"{given[0]} and profile both say what a stage costs; leave out one of the two.")
+        raise ConfigError(f"{given[0]} and profile both give the costs of a stage; leave out one of the two.")
     if options.all or options.schedule not in SCHEDULES:
         return
     if options.steps is not None and options.schedule not in STREAMING:

@@ -1,6 +1,6 @@
 """The weights of a DeepSpeed ZeRO checkpoint by parameter name, put together from the slices of its ranks.
 
-What DeepSpeed's `save_checkpoint(folder, tag)` writes:
+Files of DeepSpeed's `save_checkpoint(folder, tag)`:
 
     folder/latest                                                  the newest tag
     folder/tag/mp_rank_00_model_states.pt                          stages 0 to 2: weights, buffers, names, shapes

@@ -1,6 +1,6 @@
 """Reports: one run folder in, one self-contained `report.html` out: no network, no plotting library.
 
-Read `run_folder` (what a run wrote), `page` (the report), then the figures and tables that it is made of.
+Read `run_folder` (the files of a run), `page` (the report), then the figures and tables that it is made of.
 """
 
 from zeroshard.report.page import write_report

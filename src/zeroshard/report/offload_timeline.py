@@ -124,7 +124,7 @@ def read_offload_timeline(run: Path) -> tuple[OffloadTimeline | None, tuple[str,
     try:
         return _timeline(Record(json.loads(path.read_text(encoding="utf-8", errors="replace")))), ()
     except (ValueError, TypeError) as error:
-        return None, (f"{DATA} is damaged ({error}). What comes from it is left out.",)
+        return None, (f"{DATA} is damaged ({error}). The report goes without it.",)
 
 
 def write_offload_timeline(folder: Path, timeline: OffloadTimeline) -> TimelineSection:

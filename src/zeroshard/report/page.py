@@ -37,7 +37,7 @@ def write_report(run: Path) -> Path:
     offloaded, notes = read_offload_timeline(run)
     content = replace(content, notes=(*content.notes, *notes))
     timeline = write_timelines(run, content.timelines) if content.timelines else None
-    if offloaded is not None and timeline is None:  # what is offloaded has no stages
+    if offloaded is not None and timeline is None:  # a run writes one of the two
         timeline = write_offload_timeline(run, offloaded)
     page = _page(content, timeline)
     target = run / REPORT

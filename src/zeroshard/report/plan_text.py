@@ -119,7 +119,7 @@ def refusals_table(refused: Sequence[Refusal], ranks: int, looked_at: int) -> Re
 
 
 def sizes_table(found: Sequence[Largest]) -> Table:
-    """The largest member of a family under each plan, what it needs, and the next one, which does not fit."""
+    """The largest member of a family under each plan, its memory, and the next member, which does not fit."""
     table = _table("Largest model under each plan")
     table.add_column("plan", ratio=1)
     table.add_column("what fits")

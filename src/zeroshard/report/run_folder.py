@@ -283,12 +283,12 @@ def _validation(lines: list[Record]) -> tuple[ValidationPoint, ...]:
 
 def _json_file(path: Path, when_absent: str, notes: list[str]) -> Record:
     if not path.is_file():
-        notes.append(f"There is no {path.name}: {when_absent}. What comes from it is left out.")
+        notes.append(f"There is no {path.name}: {when_absent}. The report goes without it.")
         return Record(None)
     try:
         return Record(json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except ValueError as error:
-        notes.append(f"{path.name} cannot be read ({error}). What comes from it is left out.")
+        notes.append(f"{path.name} cannot be read ({error}). The report goes without it.")
         return Record(None)
 
 
@@ -369,7 +369,7 @@ def _timelines(path: Path, notes: list[str]) -> Timelines | None:
         if not all(0 < s < math.inf for s in seconds) or not any(spans for line in drawn for spans in line.spans):
             raise ValueError("it holds no actions, or no times")
     except (ValueError, TypeError, PlanError) as error:
-        notes.append(f"{path.name} is damaged ({error}). What comes from it is left out.")
+        notes.append(f"{path.name} is damaged ({error}). The report goes without it.")
         return None
     return Timelines(*seconds, drawn)
 

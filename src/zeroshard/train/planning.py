@@ -1,4 +1,4 @@
-"""The plan of a run, before it begins: the fastest that fits, the one that the run had, or the given one predicted.
+"""The plan of a run, before it begins: the fastest that fits, that of a resumed run, or the given plan, predicted.
 
 Rank 0 plans, and all ranks get the same.
 """
