@@ -58,7 +58,7 @@ def test_a_rank_that_stops_alone_is_named() -> None:
     """Whether the others ended well, broke with it, or are about to."""
     broken = said("CommError", "connection closed by peer")
     words = stopped_alone([dead(0, 0), dead(1, 75), dead(2, 1, failure=broken)])
-    assert words.startswith("rank 1 ended with exit code 75, which says stopped on request, and the others did not: ")
+    assert words.startswith("rank 1 ended with exit code 75 (stopped on request), and the others did not: ")
     assert "rank 0 ended with exit code 0; rank 2 raised CommError: connection closed by peer. Start again" in words
     assert stopped_alone([dead(0, 75), dead(1, 75)]) == ""
     culprit = diagnose([dead(1, 75, 1.0), living(2, failure=broken)], LIMITS)

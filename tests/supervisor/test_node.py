@@ -86,7 +86,7 @@ def test_the_head_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "environment, options, message",
     [
-        ({}, {"nnodes": 2}, "which of them this is; give --node-rank"),
+        ({}, {"nnodes": 2}, "number of this one is not known; give --node-rank"),
         (K8S, {}, "node 1 and there are 1.*--nnodes"),
         ({}, {"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "node 2 and there are 2"),
         ({"PET_NNODES": "2:4"}, {}, "PET_NNODES is '2:4' and must be a whole number"),

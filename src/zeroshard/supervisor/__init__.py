@@ -1,8 +1,8 @@
-"""The supervisor of a job: it starts the ranks, notices what goes wrong, says who is to blame, and starts them again.
+"""The supervisor of a job: it starts the ranks, detects failures, names the rank at fault, and restarts all ranks.
 
-One supervisor runs on each node. `records` are what it sees, `decision` decides over them (pure functions),
-`processes` are those of the node, `worker` is their side, `node_coordination` connects the nodes, and `leader` puts
-them together. `node` reads from the environment which node this is, and `crash` writes what happened into a report.
+One supervisor runs on each node. `records` holds its observations, `decision` decides over them (pure functions),
+`processes` starts and ends the workers of a node, `worker` runs inside of them, `node_coordination` connects the nodes,
+and `leader` is the loop. `node` reads from the environment which node this is, and `crash` writes crash reports.
 """
 
 from zeroshard.supervisor.decision import Limits

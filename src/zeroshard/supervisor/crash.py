@@ -24,7 +24,7 @@ def write_report(
     verdict: FailureVerdict,
     states: Sequence[RankState],
 ) -> Path | None:
-    """Write what happened; returns where, or None if it cannot be written."""
+    """Write a report of a failed attempt; returns its path, or None if it cannot be written."""
     now = datetime.now(UTC)
     report = {
         "zeroshard": __version__,
@@ -39,9 +39,9 @@ def write_report(
     path = folder / f"{now:%Y-%m-%d-%H%M%S-%f}-attempt-{attempt}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".fresh")  # whoever waits for a report sees a whole one
-        fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        unfinished = path.with_suffix(".fresh")  # renamed when complete, so that readers never see a part
+        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
     except OSError:
         return None
     return path
@@ -66,5 +66,5 @@ def _rank(state: RankState) -> dict[str, Any]:
 def _heartbeat(heartbeat: HeartbeatReading | None) -> dict[str, Any] | None:
     if heartbeat is None:
         return None
-    said = {**asdict(heartbeat), "collective": heartbeat.collective._asdict()}
-    return {name: value for name, value in said.items() if name not in ("since", "alive")}  # told as ages
+    fields = {**asdict(heartbeat), "collective": heartbeat.collective._asdict()}
+    return {name: value for name, value in fields.items() if name not in ("since", "alive")}  # in the report as ages

@@ -1,8 +1,8 @@
-"""Who is to blame, and what follows: pure functions over what the supervisor sees.
+"""Decisions about failures: which rank is at fault, and whether to restart. Pure functions of the ranks' states.
 
 [Note: the cause, not its echo] When a rank dies, the connections of the others break, and within milliseconds several
 ranks have failed. A death by a signal or an error of its own is a cause; a broken connection is an echo of one. Among
-equals the first to fail is to blame.
+equals the first rank to fail is at fault.
 """
 
 import signal
@@ -13,21 +13,21 @@ from zeroshard.comm.heartbeat import Collective
 from zeroshard.supervisor.records import Culprit, FailureVerdict, RankState
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 75  # exit codes, as everywhere on the command line
-INTERRUPTED = 128 + signal.SIGINT  # the code of whatever Ctrl-C stopped, as shells have it
-SETTLE = 0.5  # seconds from the first sign of a failure to the judgement, for the cause to show beside its echoes
+INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as in shells
+SETTLE = 0.5  # seconds from the first failure to the decision, in which the cause can show beside its echoes
 ECHO_TYPES = ("CommError", "DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "EOFError")
 ECHO_TEXTS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
-ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)  # how a library or a launcher ends what cannot go on
+ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGPIPE)  # by which libraries and launchers end processes
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long is too long, in seconds.
+    """Time limits in seconds.
 
     Attributes:
-        timeout: without a heartbeat, or without progress of any rank.
-        start: without progress of any rank before the first step.
-        linger: that ranks may go on, without progress, after another has ended well.
+        timeout: longest time without a heartbeat, or without progress of any rank.
+        start: longest time without progress of any rank before the first step.
+        linger: longest time without progress after another rank has ended well.
     """
 
     timeout: float = 60.0
@@ -46,20 +46,20 @@ def finished(states: Sequence[RankState]) -> int | None:
 
 
 def stopped_alone(states: Sequence[RankState]) -> str:
-    """Which ranks stopped on request while others did not, in words; empty if all did."""
-    left = [state for state in states if state.exit == STOPPED]
+    """A sentence about ranks that stopped on request while others did not; empty if all did."""
+    stopped = [state for state in states if state.exit == STOPPED]
     others = [f"rank {s.rank} {_end(s)}" for s in states if s.exit != STOPPED]
     if not others:
         return ""
-    who = f"rank{'s' * (len(left) > 1)} {', '.join(str(s.rank) for s in left)}"
+    ranks = f"rank{'s' * (len(stopped) > 1)} {', '.join(str(s.rank) for s in stopped)}"
     return (
-        f"{who} ended with exit code {STOPPED}, which says stopped on request, and the others did not: "
+        f"{ranks} ended with exit code {STOPPED} (stopped on request), and the others did not: "
         f"{'; '.join(others)}. Start again to go on from the last checkpoint"
     )
 
 
 def diagnose(states: Sequence[RankState], limits: Limits) -> Culprit | None:
-    """Who is to blame, if anything is wrong that will not end well by itself."""
+    """The culprit of a failure; None while all is well or may still end well."""
     return _failed(states) or _silent(states, limits) or _left(states, limits) or _stalled(states, limits)
 
 
@@ -67,8 +67,8 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
     """Whether to try again after the last of several failures.
 
     Args:
-        culprits: of every failed attempt so far, in order.
-        committed: after each, the step of the newest checkpoint that any rank ever committed.
+        culprits: one for each failed attempt so far, in order.
+        committed: step of the newest committed checkpoint of all ranks, after each of these attempts.
         max_restarts: how often to start again without a newer checkpoint.
     """
     last = culprits[-1]
@@ -80,19 +80,19 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
         return FailureVerdict(False, STOPPED, "it was stopped on request")
     if _error(last) is not None and any(_error(last) == _error(before) for before in culprits[:-1]):
         return FailureVerdict(False, FAILED, "the same step failed twice with the same error")
-    best, spent = -1, 0
+    best, restarts = -1, 0
     for newest in committed:
-        best, spent = max(best, newest), 1 if newest > best else spent + 1
-    if spent > max_restarts:
+        best, restarts = max(best, newest), 1 if newest > best else restarts + 1
+    if restarts > max_restarts:
         since = f"since the checkpoint of step {best}" if best >= 0 else "and no checkpoint"
         return FailureVerdict(
             False, FAILED, f"{_times(max_restarts)} {since}" if max_restarts else "no restarts are allowed"
         )
-    return FailureVerdict(True, FAILED, f"restart {spent} of {max_restarts}")
+    return FailureVerdict(True, FAILED, f"restart {restarts} of {max_restarts}")
 
 
 def pass_on(culprit: Culprit) -> FailureVerdict:
-    """Under a launcher that decides on restarts itself: leave as the rank did."""
+    """The verdict under a launcher that restarts ranks itself: exit as the rank did."""
     code = culprit.exit or FAILED
     return FailureVerdict(False, code if code > 0 else 128 - code, "the launcher decides what follows")
 
@@ -101,8 +101,8 @@ def stop_code(states: Sequence[RankState], killed: bool, interrupted: bool = Fal
     """The exit code after a stop that was asked for.
 
     Args:
-        killed: whether ranks were still there at the end of the grace and had to be killed.
-        interrupted: whether it was Ctrl-C that asked.
+        killed: whether ranks outlived the grace period and were killed.
+        interrupted: whether the request was Ctrl-C.
     """
     codes = [state.exit for state in states]
     if killed or STOPPED in codes:
@@ -115,25 +115,25 @@ def stop_code(states: Sequence[RankState], killed: bool, interrupted: bool = Fal
 
 
 def _failed(states: Sequence[RankState]) -> Culprit | None:
-    """The first rank that died or said why it will."""
-    bad = [s for s in states if s.failure is not None or s.exit not in (None, DONE, STOPPED)]
-    if not bad:
+    """The first rank that died or wrote a failure."""
+    failed = [s for s in states if s.failure is not None or s.exit not in (None, DONE, STOPPED)]
+    if not failed:
         return None
-    if max(_since(state) for state in bad) < SETTLE and any(state.exit is None for state in states):
+    if max(_since(state) for state in failed) < SETTLE and any(state.exit is None for state in states):
         return None
-    first = min(bad, key=lambda s: (_is_echo(s), not (s.failure and s.failure.first), -_since(s), s.rank))
-    gone = [s for s in states if s.exit in (DONE, STOPPED) and s.exited + SETTLE >= _since(first)]
-    if gone and _is_echo(first):  # its connections broke because a rank had left
-        left = max(gone, key=lambda s: s.exited)
-        others = ", ".join(str(s.rank) for s in states if s not in gone)
-        return _culprit([left], "left", f"ended with exit code {left.exit} while rank {others} had not")
+    first = min(failed, key=lambda s: (_is_echo(s), not (s.failure and s.failure.first), -_since(s), s.rank))
+    ended = [s for s in states if s.exit in (DONE, STOPPED) and s.exited + SETTLE >= _since(first)]
+    if ended and _is_echo(first):  # its connections broke because a rank had ended
+        earliest = max(ended, key=lambda s: s.exited)
+        others = ", ".join(str(s.rank) for s in states if s not in ended)
+        return _culprit([earliest], "left", f"ended with exit code {earliest.exit} while rank {others} had not")
     if first.exit is not None and first.exit < 0:
         return _culprit([first], "signal", _end(first), _is_echo(first))
     return _culprit([first], "exit", _end(first), _is_echo(first))
 
 
 def _end(state: RankState) -> str:
-    """How a rank failed or ended, in words that follow "rank N"."""
+    """How a rank failed or ended, as the predicate of "rank N"."""
     if state.exit is not None and state.exit < 0:
         return f"was killed by {signal_name(-state.exit)}"
     if state.failure is None:
@@ -157,18 +157,18 @@ def _silent(states: Sequence[RankState], limits: Limits) -> Culprit | None:
 
 def _left(states: Sequence[RankState], limits: Limits) -> Culprit | None:
     """A rank that ended well while the others wait for it."""
-    gone, there = [s for s in states if s.exit is not None], [s for s in states if s.exit is None]
-    if not gone or not there:
+    ended, running = [s for s in states if s.exit is not None], [s for s in states if s.exit is None]
+    if not ended or not running:
         return None
-    first = max(gone, key=lambda s: s.exited)
-    if min(first.exited, *(s.idle for s in there)) <= limits.linger:
+    first = max(ended, key=lambda s: s.exited)
+    if min(first.exited, *(s.idle for s in running)) <= limits.linger:
         return None
-    others = ", ".join(str(s.rank) for s in there)
+    others = ", ".join(str(s.rank) for s in running)
     return _culprit([first], "left", f"ended with exit code {first.exit} while rank {others} had not")
 
 
 def _stalled(states: Sequence[RankState], limits: Limits) -> Culprit | None:
-    """No rank's main thread gets on: those that wait for nobody are to blame, or those that wait for something else."""
+    """No main thread makes progress: ranks outside of a collective are at fault, else those in a different one."""
     if not states or not all(s.tells and s.exit is None for s in states):
         return None
     busy = [s for s in states if not s.waits]
@@ -184,24 +184,25 @@ def _stalled(states: Sequence[RankState], limits: Limits) -> Culprit | None:
 
 
 def _divergent(states: Sequence[RankState], idle: float) -> Culprit:
-    """All wait: the ranks in the smaller party are named, and of several the one that is furthest behind."""
-    parties: dict[Collective, list[RankState]] = {}
+    """All ranks wait: the smallest group in one collective is at fault, of equal groups the furthest behind."""
+    groups: dict[Collective, list[RankState]] = {}
     for state in states:
         assert state.heartbeat is not None
-        parties.setdefault(state.heartbeat.collective, []).append(state)
-    if len(parties) == 1:
-        label = next(iter(parties))[2]
-        if len(states) == 1:  # of many, under a launcher that started this supervisor for it alone
+        groups.setdefault(state.heartbeat.collective, []).append(state)
+    if len(groups) == 1:
+        label = next(iter(groups))[2]
+        if len(states) == 1:  # of many: a launcher started this supervisor for one rank
             return _culprit(states, "stalled", f"waited {idle:.0f} s in '{label}' for the others")
         return _culprit(states, "stalled", f"all waited {idle:.0f} s in '{label}': a message was lost")
-    order = sorted(parties.items(), key=lambda party: (len(party[1]), party[0][1], party[1][0].rank))
-    (_, number, label), few = order[0]
-    (_, there, other), many = order[-1]
-    who = ", ".join(str(s.rank) for s in many)
+    order = sorted(groups.items(), key=lambda group: (len(group[1]), group[0][1], group[1][0].rank))
+    (_, number, label), fewest = order[0]
+    (_, other_number, other_label), most = order[-1]
+    ranks = ", ".join(str(s.rank) for s in most)
     return _culprit(
-        few,
+        fewest,
         "stalled",
-        f"waited {idle:.0f} s in '{label}' (number {number}) and rank {who} in '{other}' (number {there})",
+        f"waited {idle:.0f} s in '{label}' (number {number}) and rank {ranks} in '{other_label}' "
+        f"(number {other_number})",
     )
 
 
@@ -221,22 +222,22 @@ def _culprit(blamed: Sequence[RankState], kind: str, reason: str, follows: bool 
 
 
 def _since(state: RankState) -> float:
-    """Seconds since the first sign of its failure."""
+    """Seconds since the first sign of a rank's failure."""
     return max(state.exited if state.exit is not None else 0.0, state.failure.when if state.failure else 0.0)
 
 
 def _is_echo(state: RankState) -> bool:
-    """Whether the end of another rank would explain that of this one."""
+    """Whether another rank's end would explain this rank's."""
     if state.exit is not None and state.exit < 0:
         return -state.exit in ECHO_SIGNALS
     if state.failure is None:
         return False
-    said = state.failure.message.lower()
-    return state.failure.type in ECHO_TYPES or any(text in said for text in ECHO_TEXTS)
+    message = state.failure.message.lower()
+    return state.failure.type in ECHO_TYPES or any(text in message for text in ECHO_TEXTS)
 
 
 def _error(culprit: Culprit) -> tuple[int, str, str] | None:
-    """What makes two failures the same; None where an accident would look alike."""
+    """Step, type and message, by which failures are compared; None for signals and echoes, which repeat by chance."""
     if culprit.kind != "exit" or culprit.failure is None or culprit.follows:
         return None
     return culprit.step, culprit.failure.type, culprit.failure.message

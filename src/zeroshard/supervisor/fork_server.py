@@ -1,8 +1,8 @@
-"""What the process that forks the workers has loaded, so that a worker starts in milliseconds.
+"""The fork server, which has everything loaded, so that a worker that it forks starts in milliseconds.
 
-The supervisor has it imported there. It settles that process then: it dies with the supervisor, and a signal to the
-supervisor's group does not touch it, because the supervisor decides what the workers are told. Nothing happens where
-another process imports this module.
+The supervisor lets multiprocessing's fork server import this module. The import sets that process up: it dies with the
+supervisor, and signals to the supervisor's group do not reach it, because the supervisor signals the workers itself. In
+any other process the import has no effect.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 
-VARIABLE = "ZEROSHARD_NURSERY"  # names the supervisor's process to the one that it starts
+VARIABLE = "ZEROSHARD_NURSERY"  # the environment variable with the supervisor's process id
 LOADED = (
     "numpy",
     "torch",
@@ -36,14 +36,14 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 def _settle() -> None:
     die_with(int(os.environ[VARIABLE]))
     os.setsid()
-    for number in (*DEAF, signal.SIGUSR2):  # the last until a worker can write its stacks
+    for number in (*DEAF, signal.SIGUSR2):  # SIGUSR2 until a worker can write its stacks
         signal.signal(number, signal.SIG_IGN)
     for name in LOADED:
-        with contextlib.suppress(ImportError):  # the worker meets it again, where somebody hears it
+        with contextlib.suppress(ImportError):  # the worker imports it again, and reports the error
             importlib.import_module(name)
 
 
 if os.environ.get(VARIABLE) == str(os.getppid()):
     _settle()
-MAIN = multiprocessing.current_process()  # as a process sees itself that no other has forked
-PID = os.getpid()  # of the process that forks, as its children see it
+MAIN = multiprocessing.current_process()  # as in a process that was not forked
+PID = os.getpid()  # of the fork server, also in the processes that it forks

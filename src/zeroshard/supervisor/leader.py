@@ -1,4 +1,4 @@
-"""The supervisor's loop: start the ranks, watch them, end them, judge, and start them again."""
+"""The supervisor's loop: start the ranks, watch them, end them, decide, and restart them."""
 
 import contextlib
 import signal
@@ -33,22 +33,22 @@ from zeroshard.supervisor.scratch import scratch_folder
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-TICK = 0.2  # seconds between two looks
+TICK = 0.2  # seconds between two polls
 STACKS_WITHIN = {True: 0.6, False: 0.2}  # seconds for ranks to write their stacks, after a hang and otherwise
-REPEATED = 1.0  # seconds after which a second Ctrl-C is one of its own; a shell may pass the first one on
-HUNG_GRACE = 0.5  # seconds from SIGTERM to SIGKILL after a hang, where ranks wait in vain and have nothing to save
-NODES_WITHIN = 10.0  # seconds in which another node has ended its workers
+REPEATED = 1.0  # seconds in which a second SIGINT is the same Ctrl-C, which a shell may send twice
+HUNG_GRACE = 0.5  # seconds from SIGTERM to SIGKILL after a hang: hung ranks cannot save
+NODES_WITHIN = 10.0  # seconds that another node may take to end its workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to run, and how patiently.
+    """A command, the node that runs its share, and the limits.
 
     Attributes:
         command: `train ARGS` or `script.py ARGS`.
-        max_restarts: without a newer checkpoint.
+        max_restarts: restarts without a newer checkpoint.
         grace: seconds from the request to stop to SIGKILL.
-        reports: folder of the crash reports; None writes none, and leaves it to a rank that fails to say why.
+        reports: folder of the crash reports; None writes none, and prints no line for a rank that wrote a failure.
     """
 
     command: tuple[str, ...]
@@ -66,21 +66,21 @@ def supervise(job: Job) -> int:
     stopped on request by ranks that do not know how to save; 128 + n under torchrun for a rank that signal n killed.
     """
     with scratch_folder() as folder:
-        crew = Processes(job.command, folder)
+        processes = Processes(job.command, folder)
         try:
             with _requests() as requests:
                 if job.place.node == 0:
-                    return _Leader(job, crew, requests).run()
-                return _follow(job, crew, requests)
+                    return _Leader(job, processes, requests).run()
+                return _follow(job, processes, requests)
         finally:
-            crew.end()
+            processes.end()
 
 
 class _Leader:
-    """Node 0, which decides; all there is on one machine."""
+    """The supervisor of node 0, which decides for all nodes."""
 
-    def __init__(self, job: Job, crew: Processes, requests: list[int]) -> None:
-        self._job, self._crew, self._requests = job, crew, requests
+    def __init__(self, job: Job, processes: Processes, requests: list[int]) -> None:
+        self._job, self._processes, self._requests = job, processes, requests
         self._coordination: NodeCoordination | None = None
         self._sizes = [job.place.processes]
         self._store: Store | None = None
@@ -132,16 +132,16 @@ class _Leader:
     def _start(self, attempt: int) -> None:
         place = self._job.place
         port = place.port
-        if not place.nested:  # a fresh store, so that a script that knows nothing of attempts finds no old keys
+        if not place.nested:  # a new store for each attempt, so that a script's own rendezvous finds no old keys
             self._store = keep_store(place.address, 0, self._job.limits.start, loopback=place.nodes == 1)
             port = self._store.port  # type: ignore[attr-defined]
         if self._coordination is not None:
             self._coordination.order("start", attempt=attempt, sizes=self._sizes, port=port)
-        self._crew.start(attempt, environments(place, self._sizes, port))
+        self._processes.start(attempt, environments(place, self._sizes, port))
         self._started = time.monotonic()
 
     def _watch(self) -> int | Culprit:
-        """Until the attempt ends well, or somebody is to blame."""
+        """Poll until the attempt ends well (its exit code) or fails (the culprit)."""
         while True:
             if self._requests or (self._coordination is not None and self._coordination.asked()):
                 return self._stop()
@@ -154,16 +154,16 @@ class _Leader:
             culprit = diagnose(states, self._job.limits)
             if culprit is not None:
                 return culprit
-            self._crew.wait(TICK)
+            self._processes.wait(TICK)
 
     def _stop(self) -> int:
-        """As asked: the ranks save and leave; a second Ctrl-C does not wait for that."""
+        """Stop on request: the ranks save and exit; a second Ctrl-C ends them at once."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + self._job.grace
         while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
             if self._requests.count(signal.SIGINT) > 1:
                 break
-            self._crew.wait(TICK)
+            self._processes.wait(TICK)
         killed = any(state.exit is None for state in self._states())
         self._end(0.0 if self._requests.count(signal.SIGINT) > 1 else GRACE)
         states = self._states()
@@ -172,7 +172,7 @@ class _Leader:
         return stop_code(states, killed, signal.SIGINT in self._requests)
 
     def _close(self, culprit: Culprit) -> list[RankState]:
-        """End the attempt; returns what was seen just before, with the stacks of the living, and how each ended."""
+        """End the attempt; returns the states just before it, with stacks of running ranks, and all exit codes."""
         self._signal(signal.SIGUSR2)
         time.sleep(STACKS_WITHIN[culprit.exit is None])
         before = self._states()
@@ -181,8 +181,8 @@ class _Leader:
         return [replace(state, exit=exits[state.rank]) for state in before]
 
     def _states(self) -> list[RankState]:
-        """Of all ranks of all nodes."""
-        states = self._crew.states()
+        """The states of all ranks of all nodes."""
+        states = self._processes.states()
         if self._coordination is not None:
             reported, waited = self._coordination.states(), time.monotonic() - self._started
             for node, size in list(enumerate(self._sizes))[1:]:
@@ -195,24 +195,24 @@ class _Leader:
     def _signal(self, number: int) -> None:
         if self._coordination is not None:
             self._coordination.order("signal", number=number)
-        self._crew.signal(number)
+        self._processes.signal(number)
 
     def _end(self, grace: float = GRACE) -> None:
         if self._coordination is not None:
             self._coordination.order("end", grace=grace)
-        self._crew.end(grace)
+        self._processes.end(grace)
         deadline = time.monotonic() + NODES_WITHIN
         while any(state.exit is None for state in self._states()) and time.monotonic() < deadline:
             time.sleep(TICK)
 
     def _missing_node(self, states: Sequence[RankState]) -> Culprit | None:
-        """A node that did not say that its ranks have ended."""
+        """The culprit, where a node has not reported the end of its ranks."""
         missing = [state for state in states if state.exit is None]
         if not missing:
             return None
         ranks = tuple(state.rank for state in missing)
         lost = {bisect_right(list(accumulate(self._sizes)), rank) for rank in ranks}
-        reason = f"went with the supervisor of node {', '.join(map(str, sorted(lost)))}, which does not answer"
+        reason = f"was lost with the supervisor of node {', '.join(map(str, sorted(lost)))}, which does not answer"
         return Culprit(ranks=ranks, kind="node", reason=reason)
 
     def _verdict(self, culprits: Sequence[Culprit], newest: Sequence[int]) -> FailureVerdict:
@@ -223,9 +223,9 @@ class _Leader:
         return decide(culprits, newest, self._job.max_restarts)
 
     def _leave(self, code: int, line: str = "") -> int:
-        """Let the other nodes go with the same code; the last word is spoken here."""
+        """Let the other nodes exit with the same code, then print the last line."""
         if self._coordination is not None:
-            with contextlib.suppress(OSError):  # the others go when they hear nothing
+            with contextlib.suppress(OSError):  # other nodes exit when the store is gone
                 self._coordination.order("leave", code=code)
                 self._coordination.wait_for_goodbyes(NODES_WITHIN)
         if line:
@@ -233,13 +233,13 @@ class _Leader:
         return code
 
 
-def _follow(job: Job, crew: Processes, requests: list[int]) -> int:
-    """Another node than 0: obey, and tell what is seen; returns the exit code that node 0 decides."""
+def _follow(job: Job, processes: Processes, requests: list[int]) -> int:
+    """Any node but 0: carry out orders and report states; returns the exit code that node 0 decides."""
     from torch.distributed import DistError
 
     from zeroshard.comm.rendezvous import reach
 
-    place, obeyed = job.place, 0
+    place, done = job.place, 0
     try:
         store = reach(place.address, place.port, False, job.limits.start)
     except DistError as error:
@@ -251,38 +251,38 @@ def _follow(job: Job, crew: Processes, requests: list[int]) -> int:
             order = link.orders.get()
             match order["what"]:
                 case "start":
-                    crew.start(order["attempt"], environments(place, order["sizes"], order["port"]))
+                    processes.start(order["attempt"], environments(place, order["sizes"], order["port"]))
                 case "signal":
-                    crew.signal(order["number"])
+                    processes.signal(order["number"])
                 case "end":
-                    crew.end(order["grace"])
+                    processes.end(order["grace"])
                 case "leave":
                     link.join(NODES_WITHIN)
                     return int(order["code"])
-            obeyed += 1
-        link.tell(crew.states(), obeyed, bool(requests))
+            done += 1
+        link.tell(processes.states(), done, bool(requests))
         if link.lost or time.monotonic() - link.heard > job.limits.timeout:
-            crew.end(HUNG_GRACE)
-            _say(f"node {place.node} lost node 0's supervisor at {place.address}:{place.port}, which decides; it ended")
+            processes.end(HUNG_GRACE)
+            _say(f"node {place.node} lost node 0's supervisor at {place.address}:{place.port}, and ended its workers")
             return FAILED
-        crew.wait(TICK)
+        processes.wait(TICK)
 
 
 @contextlib.contextmanager
 def _requests() -> Iterator[list[int]]:
     """The signals that asked this process to stop, as they come in."""
-    heard: list[int] = []
-    asking = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    received: list[int] = []
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     last = [-REPEATED]
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def receive(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT or time.monotonic() - last[0] > REPEATED:
-            heard.append(number)
+            received.append(number)
         last[0] = time.monotonic()
 
-    before = {number: signal.signal(number, hear) for number in asking}
+    before = {number: signal.signal(number, receive) for number in signals}
     try:
-        yield heard
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -290,8 +290,8 @@ def _requests() -> Iterator[list[int]]:
 
 def _line(culprit: Culprit, verdict: FailureVerdict, report: Path | None) -> str:
     where = f"Report: {report}" if report is not None else "The report could not be written"
-    what = "starting again" if verdict.restart else "stopping"
-    return f"{culprit}; {what}: {verdict.why}. {where}"
+    action = "starting again" if verdict.restart else "stopping"
+    return f"{culprit}; {action}: {verdict.why}. {where}"
 
 
 def _say(line: str) -> None:

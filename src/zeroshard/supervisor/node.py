@@ -1,4 +1,4 @@
-"""Which node this is, and which processes it has: from options, torchrun, SLURM, Kubernetes or the environment."""
+"""This node and its processes: from options, torchrun, SLURM, Kubernetes or the environment."""
 
 import os
 import subprocess
@@ -10,20 +10,20 @@ from zeroshard.supervisor import fork_server
 
 LOOPBACK, PORT = "127.0.0.1", 29500  # the port is torchrun's default
 INSIDE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks listen on the loopback address alone
-SLURM_PORTS = (10000, 20000)  # first, and how many: below those that Linux hands out by itself
+SLURM_PORTS = (10000, 20000)  # first, and how many: below those that Linux assigns to clients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """This node among all, and its processes.
+    """This node's place in the job, and its processes.
 
     Attributes:
-        nodes: how many there are.
-        node: which of them this is; 0 decides for all.
+        nodes: number of nodes.
+        node: number of this one, from 0; node 0 decides for all.
         processes: ranks on this node.
-        address: of node 0.
-        port: at which the supervisor of node 0 listens for the others.
-        attempt: the first one's number.
+        address: address of node 0.
+        port: port at which the supervisor of node 0 listens for the others.
+        attempt: number of the first attempt.
         nested: whether torchrun started this supervisor for one rank, and restarts it.
     """
 
@@ -56,10 +56,10 @@ def find_place(
     master_port: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Node:
-    """The place that options give, and otherwise the environment.
+    """The node that the options give, or else the environment.
 
     Raises:
-        ConfigError: what is given does not make a place.
+        ConfigError: options or variables are missing, or contradict each other.
     """
     given = os.environ if environment is None else environment
     if "RANK" in given and nproc_per_node is None:
@@ -73,7 +73,7 @@ def find_place(
     names = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID")
     node = _first(node_rank, _number(given, *names), 0 if nodes == 1 else -1)
     if node == -1:
-        raise ConfigError(f"There are {nodes} nodes, and nothing says which of them this is; give --node-rank.")
+        raise ConfigError(f"There are {nodes} nodes, and the number of this one is not known; give --node-rank.")
     if nodes == 1:
         address = master_addr or LOOPBACK
     else:
@@ -86,7 +86,7 @@ def find_place(
 
 
 def set_threads(processes: int) -> None:
-    """Share the cores among the processes, unless the environment says how; before torch is loaded."""
+    """Share the cores among the processes, unless OMP_NUM_THREADS is set; call it before torch is loaded."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
 
 
@@ -94,8 +94,8 @@ def environments(place: Node, sizes: list[int], port: int) -> list[dict[str, str
     """The environment of each worker of this node.
 
     Args:
-        sizes: processes of each node.
-        port: of the store that the workers join.
+        sizes: number of processes of each node.
+        port: port of the store that the workers join.
     """
     common = {name: value for name, value in os.environ.items() if name != fork_server.VARIABLE}
     if place.nested:
@@ -118,10 +118,10 @@ def _first(*values: int | None) -> int:
 
 
 def _number(given: Mapping[str, str], *names: str) -> int | None:
-    """The first of some variables that is set.
+    """The value of the first of these variables that is set.
 
     Raises:
-        ConfigError: it is no whole number.
+        ConfigError: the value is no whole number.
     """
     name = next((name for name in names if given.get(name)), None)
     if name is None:
@@ -143,7 +143,7 @@ def _slurm_head(given: Mapping[str, str]) -> str:
             return names[0]
     if "SLURM_LAUNCH_NODE_IPADDR" in given:
         return given["SLURM_LAUNCH_NODE_IPADDR"]
-    raise ConfigError("There are several nodes, and nothing says where node 0 is; give --master-addr.")
+    raise ConfigError("There are several nodes, and the address of node 0 is not known; give --master-addr.")
 
 
 def _gpus() -> int:

@@ -1,7 +1,7 @@
-"""How supervisors of several nodes work as one: node 0 gives numbered orders, the others tell it what they see.
+"""Coordination of the supervisors of several nodes: node 0 gives numbered orders, the others report rank states.
 
-Everything goes through a key-value store that node 0 keeps. A supervisor that cannot reach it any more ends its
-workers: a job without node 0 has nobody to decide for it.
+All messages go through a key-value store that node 0 keeps. A supervisor that cannot reach the store any more ends its
+workers, because only node 0 decides.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 BEAT = 0.25  # seconds between two messages of a node
-ANSWER = 10.0  # seconds in which a store answers that this process keeps
+ANSWER = 10.0  # seconds that this process's own store may take to answer
 Answer = TypeVar("Answer")
 
 
@@ -58,11 +58,11 @@ def keep_store(address: str, port: int, patience: float, loopback: bool) -> "Sto
 
 
 class NodeCoordination:
-    """Node 0's end.
+    """Node 0's side.
 
     Args:
-        store: that all nodes share.
-        nodes: how many there are.
+        store: shared by all nodes.
+        nodes: number of nodes.
     """
 
     def __init__(self, store: "Store", nodes: int) -> None:
@@ -71,27 +71,27 @@ class NodeCoordination:
         self._heard: dict[int, tuple[int, float]] = {}  # by node: the number of its last message, and when it came
 
     def sizes(self) -> Iterator[int | None]:
-        """How many processes each other node has; None for one that has not come yet."""
+        """The number of processes of each other node; None for a node that has not joined yet."""
         for node in self._others:
             message = self._message(node)
             yield None if message is None else int(message["processes"])
 
     def order(self, what: str, **details: Any) -> None:
-        """Tell all other nodes what to do."""
+        """Give an order to all other nodes."""
         payload = json.dumps({"what": what, **details})
         self._ask(lambda store: store.set(f"order/{self._orders}", payload))
         self._orders += 1
 
     def states(self) -> dict[int, list[RankState]]:
-        """What each other node sees, if it has come to the last order; older by the time since it said so."""
+        """The rank states of each other node that has carried out the last order; ages include that of its message."""
         found = {}
         for node in self._others:
             message = self._message(node)
             if message is None or message["obeyed"] < self._orders:
                 continue
-            late = time.monotonic() - self._heard[node][1]
+            age = time.monotonic() - self._heard[node][1]
             states = (RankState.from_dict(values) for values in message["states"])
-            found[node] = [replace(s, silent=s.silent + late, idle=s.idle + late) for s in states]
+            found[node] = [replace(s, silent=s.silent + age, idle=s.idle + age) for s in states]
         return found
 
     def asked(self) -> bool:
@@ -99,7 +99,7 @@ class NodeCoordination:
         return any(message["asked"] for message in map(self._message, self._others) if message)
 
     def wait_for_goodbyes(self, seconds: float) -> None:
-        """Wait until the other nodes know that the job is over; not for one that has been silent for so long."""
+        """Wait until the other nodes have confirmed the end of the job, or have sent no message for `seconds`."""
         while any(self._is_there(node, seconds) for node in self._others):
             time.sleep(BEAT)
 
@@ -118,10 +118,10 @@ class NodeCoordination:
         return message
 
     def _ask(self, question: "Callable[[Store], Answer]") -> Answer:
-        """The store's answer.
+        """The store's answer to a question.
 
         Raises:
-            OSError: it does not answer.
+            OSError: the store does not answer.
         """
         from torch.distributed import DistError
 
@@ -136,10 +136,10 @@ class NodeCoordination:
 
 
 class Connection(threading.Thread):
-    """Another node's end: a thread, because a store behind a network that is cut answers late or never.
+    """The side of any node but 0: a thread, because a store behind a cut network answers late or never.
 
     Attributes:
-        orders: from node 0, in order.
+        orders: orders of node 0, oldest first.
         heard: when node 0's store last answered (monotonic seconds).
         lost: whether the connection broke.
     """
@@ -153,12 +153,12 @@ class Connection(threading.Thread):
         self.start()
 
     def tell(self, states: Sequence[RankState], obeyed: int, asked: bool) -> None:
-        """Let node 0 know, with the next message."""
+        """Send this to node 0 with the next message."""
         payload = {"asked": asked, "obeyed": obeyed, "states": [state.as_dict() for state in states]}
         self._message = {**self._message, **payload}
 
     def run(self) -> None:
-        """Exchange messages until the connection breaks or node 0 says that the job is over."""
+        """Exchange messages until the connection breaks or node 0 ends the job."""
         from torch.distributed import DistError
 
         number, taken, over = 0, 0, False

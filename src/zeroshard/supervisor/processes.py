@@ -20,18 +20,18 @@ from zeroshard.supervisor.records import RankState
 from zeroshard.supervisor.worker import STACKS, work
 
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL
-SUSPICION = 1.5  # seconds without a heartbeat before the kernel is asked what the process does
+SUSPICION = 1.5  # seconds without a heartbeat before the kernel is asked for the process's status
 SAFE_PATH = "PYTHONSAFEPATH"  # as in Python's documentation
-STACK_BYTES = 32768  # of one rank's stacks that are kept
+STACK_BYTES = 32768  # of one rank's stacks, the rest is cut off
 
 
 @dataclass(slots=True)
 class Worker:
-    """One process.
+    """One worker process.
 
     Attributes:
-        started: when (monotonic seconds).
-        ended: when its end was seen; None while it lives.
+        started: monotonic seconds.
+        ended: monotonic seconds when its end was seen; None while it runs.
     """
 
     rank: int
@@ -45,8 +45,8 @@ class Processes:
     """The workers of this node, one attempt after another.
 
     Args:
-        command: what each runs.
-        folder: where their pulses, failures and stacks go.
+        command: run by each worker.
+        folder: for heartbeats, failures and stacks.
     """
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
@@ -75,11 +75,11 @@ class Processes:
             self._workers.append(Worker(rank, process, heartbeat, time.monotonic()))
 
     def states(self) -> list[RankState]:
-        """What is seen of each rank now."""
+        """The present state of each rank."""
         return [self._state(worker) for worker in self._workers]
 
     def signal(self, number: int) -> None:
-        """Send a signal to each worker that lives."""
+        """Send a signal to each running worker."""
         for worker in self._living():
             _send(worker, number, group=False)
 
@@ -106,10 +106,8 @@ class Processes:
         return [worker for worker in self._workers if _exit(worker) is None]
 
     def _state(self, worker: Worker) -> RankState:
-        exit_code, heartbeat = (
-            _exit(worker),
-            read_heartbeat(worker.heartbeat),
-        )  # in this order, so that it is the last pulse
+        exit_code = _exit(worker)  # before the heartbeat, so that a worker that ended has written its last one
+        heartbeat = read_heartbeat(worker.heartbeat)
         failure, now = read_failure(worker.heartbeat), time.monotonic()
         silent = now - max(worker.started, heartbeat.alive if heartbeat else 0.0)
         return RankState(
@@ -129,7 +127,7 @@ class Processes:
 
 @contextlib.contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Let interpreters that begin inside import nothing from the current folder, which `python -c` would put first."""
+    """Let interpreters started inside not import from the current folder, which `python -c` would search first."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -142,11 +140,11 @@ def _without_current_folder() -> Iterator[None]:
 
 
 def _exit(worker: Worker) -> int | None:
-    """The exit code of a worker, with the time noted when it is first seen; None while it lives."""
+    """The exit code of a worker, None while it runs; enters the time when its end is first seen."""
     code = worker.process.exitcode
     if code is not None and worker.ended is None:
         worker.ended = time.monotonic()
-        if code != 0:  # what it had started, such as loaders of data, has nobody to work for
+        if code != 0:  # its children, such as data loaders, must not outlive it
             _send(worker, signal.SIGKILL, group=True)
     return code
 
@@ -154,7 +152,7 @@ def _exit(worker: Worker) -> int | None:
 def _send(worker: Worker, number: int, group: bool) -> None:
     pid = worker.process.pid
     assert pid is not None
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group, yet or any more
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group does not exist yet, or any more
         if group:
             os.killpg(pid, number)
     with contextlib.suppress(ProcessLookupError):

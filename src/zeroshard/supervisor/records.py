@@ -1,4 +1,4 @@
-"""What a supervisor knows of a rank, as plain records that also go from node to node as JSON."""
+"""Plain records of rank states, culprits and verdicts, which also go from node to node as JSON."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,11 +17,11 @@ class RankState:
         exit: its exit code, or minus the signal that ended it; None while it lives.
         exited: since its end was seen.
         silent: since its heartbeat.
-        idle: since its main thread last did anything that its pulse shows.
-        suspended: whether the kernel says that the process is stopped.
-        heartbeat: what its pulse said last; None if it has none yet.
-        failure: why it stopped, in its own words, with `when` as seconds ago.
-        stack: its Python stacks, where they were asked for.
+        idle: since its main thread last changed the heartbeat.
+        suspended: whether the kernel reports the process as stopped.
+        heartbeat: its last reading; None before the first.
+        failure: as the rank wrote it, with `when` as seconds ago.
+        stack: its Python stacks, if they were requested.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class RankState:
 
     @property
     def committed(self) -> int:
-        """Step of the newest committed checkpoint that it knows of; -1 for none."""
+        """Step of the newest committed checkpoint that the rank knows of; -1 for none."""
         return self.heartbeat.committed if self.heartbeat else -1
 
     @property
@@ -53,18 +53,18 @@ class RankState:
 
     @property
     def tells(self) -> bool:
-        """Whether it says what it does; a script that does not use zeroshard says nothing."""
+        """Whether the heartbeat shows progress; a script that does not use zeroshard only beats."""
         return self.heartbeat is not None and bool(
             self.heartbeat.step >= 0 or self.heartbeat.collective.number or self.heartbeat.phase
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RankState":
-        """What `as_dict` gave, after a way through JSON."""
+        """The state of which JSON holds `as_dict`."""
         heartbeat, failure = values["heartbeat"], values["failure"]
         if heartbeat is not None:
             heartbeat = HeartbeatReading(**{**heartbeat, "collective": Collective(*heartbeat["collective"])})
@@ -73,15 +73,15 @@ class RankState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """Who is to blame for the end of an attempt.
+    """The ranks at fault for the end of an attempt.
 
     Attributes:
-        ranks: the first of them stands for all where one is named.
+        ranks: their numbers; host, exit, step and phase are those of the first.
         kind: "exit", "signal", "left", "silent", "stalled" or "node".
-        reason: in words that follow "rank N".
-        exit: its exit code or minus its signal; None if it still lived.
-        failure: its own words, if it left any.
-        follows: whether it may only have followed another rank's end, such as by a connection that broke.
+        reason: the predicate of "rank N".
+        exit: the exit code, or minus the signal; None if the rank still ran.
+        failure: as the rank wrote it, if it did.
+        follows: whether it may be the echo of another rank's end, such as a broken connection.
     """
 
     ranks: tuple[int, ...]
@@ -95,21 +95,21 @@ class Culprit:
     follows: bool = False
 
     def __str__(self) -> str:
-        several = "ranks " + ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else f"rank {self.ranks[0]}"
+        ranks = "ranks " + ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else f"rank {self.ranks[0]}"
         where = [f"on {self.host}"] if self.host else []
         where += [f"after step {self.step}"] if self.step >= 0 else []
         where += [f"in phase '{self.phase}'"] if self.phase else []
-        return f"{several} {self.reason}" + (f" ({', '.join(where)})" if where else "")
+        return f"{ranks} {self.reason}" + (f" ({', '.join(where)})" if where else "")
 
 
 @dataclass(frozen=True, slots=True)
 class FailureVerdict:
-    """What follows from the end of an attempt.
+    """The decision after the end of an attempt.
 
     Attributes:
         restart: whether to try again.
         code: the supervisor's exit code otherwise.
-        why: in words.
+        why: the reason, for people.
     """
 
     restart: bool

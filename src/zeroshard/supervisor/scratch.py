@@ -1,4 +1,4 @@
-"""The supervisor's temporary folder. What a killed supervisor left behind goes with the next start."""
+"""The supervisor's temporary folder. Folders that killed supervisors left behind are removed at the next start."""
 
 import contextlib
 import fcntl
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from zeroshard.comm.run_lock import HELD, Owner, release
 
-PREFIX, LIVES = "zeroshard-supervisor-", "lives"  # of the folder; the file in it that a supervisor locks while it lives
-YOUNG = 60.0  # seconds in which a supervisor has locked the folder that it has made
+PREFIX, LIVES = "zeroshard-supervisor-", "lives"  # of the folder's name; the file that a running supervisor locks
+YOUNG = 60.0  # seconds: a younger folder may not be locked yet
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for the pulses of this supervisor's ranks; in the end, run folders that they locked are free again."""
+    """A folder for the heartbeats of this supervisor's ranks; at the end, run folders that they locked are released."""
     _sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     with open(folder / LIVES, "w") as lives:
-        fcntl.flock(lives, fcntl.LOCK_EX)  # until this process ends, however it does
+        fcntl.flock(lives, fcntl.LOCK_EX)  # released when this process ends, however it does
         try:
             yield folder
         finally:

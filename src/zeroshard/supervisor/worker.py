@@ -1,4 +1,4 @@
-"""The worker's side: a process forked from the nursery becomes one rank and runs the user's command."""
+"""The worker: a process forked from the fork server becomes one rank and runs the user's command."""
 
 import atexit
 import faulthandler
@@ -19,20 +19,20 @@ from zeroshard.comm.heartbeat import Heartbeat, write_failure
 from zeroshard.supervisor import fork_server
 
 BEAT = 0.5  # seconds between heartbeats
-STACKS = ".stacks"  # beside the pulse
+STACKS = ".stacks"  # suffix of a file beside the heartbeat
 
 
 def work(environment: dict[str, str], command: Sequence[str]) -> None:
-    """Be the rank that `environment` names, and leave with its exit code.
+    """Run the command as the rank of `environment`, and exit with its code.
 
-    The environment comes as an argument, because a forked process has that of the fork_server.
+    The environment is an argument, because a forked process has the fork server's own.
     """
     fork_server.die_with(fork_server.PID)
-    os.setsid()  # a group of its own, which ends whole; the terminal's signals go to the supervisor alone
+    os.setsid()  # a process group of its own; the terminal signals the supervisor alone
     for number in fork_server.DEAF:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the supervisor hears it, and sends SIGTERM
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the supervisor turns it into SIGTERM
     os.environ.clear()
     os.environ.update(environment)
     _be_main_process()
@@ -46,7 +46,7 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
         code = _end(path, command)
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR2)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one more may be on its way
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # another may be pending
     sys.exit(code)
 
 
@@ -63,12 +63,12 @@ def run_command(command: Sequence[str]) -> None:
 
 
 def _end(path: Path, command: Sequence[str]) -> int:
-    """Run the command to its end, with the leave-taking of an interpreter that ends; returns the exit code."""
+    """Run the command and then all that an interpreter does when it ends; returns the exit code."""
     code = 0
     try:
         run_command(command)
-    except SystemExit as left:
-        code = _exit_code(left.code)
+    except SystemExit as end:
+        code = _exit_code(end.code)
     except BaseException as error:
         write_failure(path, error)
         _show(error)
@@ -77,7 +77,7 @@ def _end(path: Path, command: Sequence[str]) -> int:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    atexit._run_exitfuncs()  # a forked worker ends without them
+    atexit._run_exitfuncs()  # multiprocessing skips them in a forked process
     sys.stdout.flush()
     sys.stderr.flush()
     return code
@@ -92,7 +92,7 @@ def _show(error: BaseException) -> None:
 
 
 def _exit_code(code: object) -> int:
-    """What the interpreter makes of the argument of `SystemExit`."""
+    """The exit code that an interpreter would make of the argument of `SystemExit`."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -100,19 +100,19 @@ def _exit_code(code: object) -> int:
 
 
 def _be_main_process() -> None:
-    """Let multiprocessing see what it sees under `python script.py`: no parent, and no start method chosen yet.
+    """Let multiprocessing look as under `python script.py`: no parent process, and no start method chosen yet.
 
-    A forked worker has the fork server's, by which a script without a guard would run again in its own children.
+    With the fork server's start method a script without a main guard would run again in its own children.
     """
     multiprocessing.set_start_method(None, force=True)
     process._parent_process = None  # type: ignore[attr-defined]
     process._current_process = fork_server.MAIN  # type: ignore[attr-defined]
-    fork_server.MAIN.name = "MainProcess"  # which the fork server has changed
+    fork_server.MAIN.name = "MainProcess"  # the fork server has changed it
     sys.modules.pop("__mp_main__", None)
 
 
 def _seed_afresh() -> None:
-    """Random numbers as in a fresh interpreter; forked workers would all draw those of the fork_server."""
+    """Seed as a fresh interpreter does; forked workers would all draw the same numbers."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
