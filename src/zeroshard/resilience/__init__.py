@@ -1,6 +1,6 @@
-"""Runs that survive: the folder of checkpoints, a guard over the loss, and a watch over slow ranks.
+"""Resilience of a run: its folder of checkpoints, a guard over the loss, and the detection of slow ranks.
 
-Read `checkpoints` (save, keep, resume), `guard` (go back where the loss is not finite or spikes), `straggler`.
+Read `checkpoints` (save, keep, resume), `guard` (roll back where the loss is not finite or spikes), `straggler`.
 """
 
 from zeroshard.resilience.checkpoints import Checkpoints, resume

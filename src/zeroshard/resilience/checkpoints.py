@@ -23,7 +23,7 @@ class Checkpoints:
     ranks together, as all its methods are called.
 
     Args:
-        keep: how many stay; older ones are removed when a newer one is on the disk and has been read back.
+        keep: number of checkpoints that stay; older ones are removed when a newer one was written and read back.
 
     Raises:
         CheckpointError: `keep` is less than 1.
@@ -42,19 +42,19 @@ class Checkpoints:
         """Save this step's checkpoint while training goes on; see `Engine.save`.
 
         Raises:
-            CheckpointError: it is there already, or cannot be begun; with `wait`, whatever went wrong.
+            CheckpointError: it is there already, or cannot be begun; with `wait`, also if writing it failed.
         """
         self._saving = self.engine.save(self.folder / name_of(self.engine.steps), extra, keep=self.keep, wait=wait)
         return self._saving
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, oldest first; one that is being written is waited for."""
+        """The steps of all checkpoints, oldest first, after waiting for one that is being written."""
         if self._saving is not None:
             self._saving.join()
         return _steps(self.engine, self.folder)
 
     def resume(self) -> dict[str, Any] | None:
-        """Go on from the newest good checkpoint; returns what was saved beside it, or None where there is none.
+        """Go on from the newest good checkpoint; returns its `extra`, or None if there is no checkpoint.
 
         One that is damaged is put aside as `NAME.bad`, with a `CheckpointWarning`, and the one before it is taken.
 
@@ -99,11 +99,11 @@ def _steps(engine: Engine, folder: Path) -> list[int]:
 
 
 def _put_aside(engine: Engine, path: Path) -> str:
-    """Rename a checkpoint on rank 0; the name that it has now, or why it has not."""
-    now = ""
+    """Rename a checkpoint on rank 0; returns its new name, or why it has none."""
+    name = ""
     if engine.world.mesh.rank == 0:
         try:
-            now = put_aside(path).name
+            name = put_aside(path).name
         except OSError as error:
-            now = f"still there ({error.strerror})"
-    return str(engine.world.agree_on(now, "a checkpoint is put aside")[0])
+            name = f"still there ({error.strerror})"
+    return str(engine.world.agree_on(name, "a checkpoint is put aside")[0])

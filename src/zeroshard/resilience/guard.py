@@ -1,13 +1,12 @@
-"""Bad steps: told from a number that every rank knows, borne for a while, then undone.
+"""Bad steps: detected by one number per step that all ranks know, tolerated for a while, then rolled back.
 
 PaLM (2204.02311, section 5.1) goes back to a checkpoint from before a spike and leaves out the batches around it; the
-same batches, met later with other weights, did no harm. A guard only decides. It sees nothing but the numbers that it
-is fed and its own state, so that all ranks decide alike without a word, and a resumed run as the uninterrupted one.
+same batches, met later with other weights, did no harm. A guard only decides, from these numbers and its own state. So
+all ranks decide alike without communication, and a resumed run decides as the uninterrupted one would.
 
 [Note: which checkpoint is good] The loss of step b comes from the weights after b - 1 steps, and if it is bad those
-weights may be the reason. So a checkpoint is proven good by a good loss of the step after it, and the newest proven one
-is taken; one that nothing speaks for or against only where there is no other; one from the first bad step or later
-never.
+weights may be the reason. So a checkpoint is proven good by a good loss of the step after it. The newest proven one is
+taken; without one, the newest from before the first bad step; a later one never.
 """
 
 import math
@@ -18,44 +17,44 @@ from typing import Any, NamedTuple
 
 from zeroshard.errors import ConfigError, NonFiniteError
 
-LEAST = 10  # good values, before one can be called a spike
-REMEMBERED = 8  # bad values that an error can still tell
+LEAST = 10  # good values before a spike can be detected
+REMEMBERED = 8  # bad values in an error
 SHOWN = 5  # good values in an error
 
 
 class GuardVerdict(StrEnum):
-    """What a step was."""
+    """The verdict on a step."""
 
     GOOD = "good"
-    BAD = "bad"  # bear it
+    BAD = "bad"  # tolerated
     ROLL_BACK = "roll back"  # and leave out the batches of the bad steps
 
 
 class Origin(NamedTuple):
-    """Where a row of bad steps began: the number of the step (from 1) and the data position before it, in samples."""
+    """The first of a row of bad steps: its number (from 1) and the data position before it, in samples."""
 
     step: int
     position: int
 
 
 class Guard:
-    """Judges one number per step, such as the loss or the norm of the gradient.
+    """Checks one number per step, such as the loss or the norm of the gradient.
 
-    Bad is what is not finite, and what is more than `spike` times the median of the last good values.
+    A value is bad if it is not finite, or more than `spike` times the median of the last good values.
 
     Args:
         what: the name of the number, for people.
-        spike: the factor; None judges only whether the number is finite. It needs positive numbers.
-        window: how many good values the median is of.
-        patience: bad steps in a row that end in a roll back; those before are borne.
-        rollbacks: how often to go back before giving up; counted afresh once the run is `window` steps past its last
+        spike: the factor, for positive numbers; None only checks that the number is finite.
+        window: number of good values in the median.
+        patience: bad steps in a row that cause a roll back; fewer are tolerated.
+        rollbacks: number of roll backs before giving up; counted afresh once the run is `window` steps past its last
             bad step.
 
     Attributes:
-        origin: where the present row of bad steps began; None after a good step.
+        origin: the beginning of the present row of bad steps; None after a good step.
 
     Raises:
-        ConfigError: a setting that makes no sense.
+        ConfigError: a setting out of range.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Guard:
         self._what, self._spike, self._window = what, spike, window
         self._patience, self._rollbacks = patience, rollbacks
         self._values: list[float] = []  # the last good ones
-        self._row = 0  # bad steps up to now
+        self._row = 0  # bad steps in a row, up to now
         self._used = 0  # roll backs
         self._last_bad = 0  # the highest step that was bad
         self._bad_steps: list[str] = []  # bad steps, for people
@@ -90,7 +89,7 @@ class Guard:
             position: of the data before the step, in samples.
 
         Raises:
-            NonFiniteError: it is time to go back, and the run has gone back too often.
+            NonFiniteError: a roll back is due, and `rollbacks` of them were used.
         """
         median = self._median
         if math.isfinite(value) and (median is None or value <= median * (self._spike or math.inf)):
@@ -112,14 +111,14 @@ class Guard:
         return GuardVerdict.ROLL_BACK
 
     def choose(self, checkpoints: Iterable[int]) -> int | None:
-        """The checkpoint to go back to, by the steps taken before each; None if all are later than the bad steps."""
+        """The checkpoint to go back to, named by its step; None if all were saved after the first bad step."""
         assert self.origin is not None
         before = [number for number in checkpoints if number < self.origin.step]
         proven = [number for number in before if number + 1 < self.origin.step]
         return max(proven or before, default=None)
 
     def give_up(self, why: str) -> NonFiniteError:
-        """The error that ends the run, with what was seen and the way out."""
+        """The error that ends the run, with the last bad and good values and the way out."""
         good = ", ".join(f"{value:.4g}" for value in self._values[-SHOWN:]) or "none"
         where = f" from sample {self.origin.position} on" if self.origin else ""
         return NonFiniteError(
@@ -128,7 +127,7 @@ class Guard:
         )
 
     def state(self) -> dict[str, Any]:
-        """All that later verdicts depend on, in plain JSON values."""
+        """The state on which later verdicts depend, in plain JSON values."""
         return {
             "values": list(self._values),
             "row": self._row,
@@ -139,19 +138,19 @@ class Guard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, in another process."""
+        """Restore a `state`, in a run that resumes."""
         self.rewind(state)
         self._used, self._last_bad, self._bad_steps = int(state["used"]), int(state["last_bad"]), list(state["told"])
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state` returned, in a run that rolls back: how often it did stays known."""
+        """Go back to an earlier `state`, in a run that rolls back; its roll backs and bad steps stay counted."""
         self._values = [float(value) for value in state["values"]][-self._window :]
         self._row = int(state["row"])
         self.origin = Origin(*map(int, state["origin"])) if state["origin"] else None
 
     @property
     def _median(self) -> float | None:
-        """Of the last good values, where there are enough of them to call a spike."""
+        """The median of the last good values; None with too few of them, or without a factor."""
         if self._spike is None or len(self._values) < min(LEAST, self._window):
             return None
         median = statistics.median(self._values)

@@ -1,6 +1,6 @@
-"""Slow ranks: told from the seconds that each rank was busy in each step, its waiting for others left out.
+"""Slow ranks: detected by the seconds that each rank computed in each step, without its waits for other ranks.
 
-Medians, because single steps are slow for many reasons; of a rank over time, then of the other ranks beside it.
+The median of a rank over time is compared with the median of the other ranks, since single steps vary.
 """
 
 import statistics
@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WINDOW = 20  # steps; a rank that turns slow has the median against it after half of them
-LEAST = 15  # steps before anybody is judged
+WINDOW = 20  # steps in a median; a rank that turns slow is seen after half of them
+LEAST = 15  # steps before a rank can be called slow
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is slow, its median seconds per step, and those of the other ranks."""
+    """A slow rank, its median seconds per step, and those of the other ranks."""
 
     rank: int
     seconds: float
@@ -28,12 +28,12 @@ class Straggler:
 
 
 class Stragglers:
-    """Watches ranks that have equal work, such as all ranks, or the replicas of one pipeline stage.
+    """The slow ranks among some that have equal work, such as all ranks, or the replicas of one pipeline stage.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         factor: a rank is slow when its median is more than `factor` times the median of the others' medians.
-        least_seconds: and when it is more than this above it.
+        least_seconds: the least difference between the two.
     """
 
     def __init__(self, ranks: int, *, factor: float = 2.0, least_seconds: float = 0.05) -> None:
@@ -48,10 +48,10 @@ class Stragglers:
         return sorted(self._slow)
 
     def step(self, seconds: Sequence[float]) -> list[Straggler]:
-        """Take in a step; returns the ranks that have turned slow, each once until it has recovered.
+        """Enter a step; returns the ranks that have turned slow, each once until it has recovered.
 
         Args:
-            seconds: for how long each rank was busy itself, in rank order.
+            seconds: time for which each rank computed, in rank order.
         """
         for kept, value in zip(self._seconds, seconds, strict=True):
             kept.append(value)
