@@ -1,7 +1,7 @@
-"""The server from afar: a worker's requests and the server's replies, as messages over the host's process group.
+"""Messages between the server and workers on other ranks: requests and replies over the mesh's control group.
 
-One request is under way per worker: a frame (push or leave; which gradients there are) and for a push the gradients.
-The reply is a frame too, and the weights. Each worker has a thread on the server's rank that stands for it there.
+A worker has one request under way: a frame (push or leave; which gradients exist) and for a push the gradients. The
+reply is a frame and the weights. On the server's rank a thread of its own serves each worker.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from zeroshard.errors import CommError
 from zeroshard.parameter_server.server import Reply, Server
 from zeroshard.parameter_server.wire import Wire
 
-SERVER = 0  # the rank that has it
+SERVER = 0  # its rank
 TEXT_BYTES = 512  # bytes of an error's text that are sent
 
 
 class MessageKind(IntEnum):
-    """What a reply is."""
+    """The kind of a reply."""
 
     WEIGHTS = 0
     WAIT = 1  # another reply follows
@@ -29,7 +29,7 @@ class MessageKind(IntEnum):
 
 
 def exchange(comm: Comm, wire: Wire, present: Sequence[bool] | None) -> Reply:
-    """`Server.exchange` for the worker of this rank.
+    """`Server.exchange` by messages, for the worker of this rank.
 
     Raises:
         CommError: the run has failed elsewhere, or the server's rank is gone.
@@ -57,10 +57,10 @@ def exchange(comm: Comm, wire: Wire, present: Sequence[bool] | None) -> Reply:
 
 
 def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
-    """Stand for a worker at the server until it has finished or the run has failed; a thread of its own.
+    """Serve a worker of another rank until it has finished or the run has failed; the body of a thread.
 
     Args:
-        comm: of this thread alone.
+        comm: used by this thread alone.
         wire: likewise.
     """
 
@@ -83,8 +83,8 @@ def attend(server: Server, comm: Comm, worker: int, wire: Wire) -> None:
             for buffer in wire.buffers:
                 comm.send(buffer, worker, Purpose.LEND_WEIGHTS, "weights").wait()
     except BaseException as error:
-        server.fail(CommError(f"worker {worker} is gone before its finish(): {error}"))  # or it has failed before
-        with contextlib.suppress(CommError):  # it may be the one that is gone
+        server.fail(CommError(f"worker {worker} is gone before its finish(): {error}"))  # an earlier failure stays
+        with contextlib.suppress(CommError):  # the worker itself may be gone
             tell(MessageKind.FAILURE, Reply(0, 0))
             text = server.failure_text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
             message = torch.frombuffer(bytearray(text), dtype=torch.uint8)

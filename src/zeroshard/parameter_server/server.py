@@ -1,6 +1,6 @@
-"""The parameter server: the weights, their optimizer, and how far each worker is.
+"""The parameter server: the weights, their optimizer, and the clock of each worker.
 
-A monitor without a thread of its own: whoever brings a gradient applies it, one after the other under one lock, so that
+A monitor without a thread of its own: the thread that brings a gradient applies it, under one lock, so that
 
     w(t+1) = w(t) - update(gradient at w(t - staleness)).
 """
@@ -17,19 +17,19 @@ from zeroshard.errors import CommError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parameter_server.wire import Wire
 
-TICK = 1.0  # seconds after which a worker that is held back hears so, well before it would ask why nothing comes
+TICK = 1.0  # seconds between messages to a blocked worker, before it looks for a hang
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the server says with the weights.
+    """The server's reply, beside the weights.
 
     Attributes:
-        version: updates that the weights hold, of all workers.
+        version: number of updates in the weights, by all workers.
         lead: steps that this worker is ahead of the slowest one that still trains.
         staleness: updates of other workers between the weights that its gradient was taken at and its own update.
-        waited: seconds that it was held back for slower workers.
+        waited: seconds that it was blocked for slower workers.
     """
 
     version: int
@@ -44,12 +44,12 @@ class Server:
     Args:
         parameters: the initial weights, which are copied.
         optimizer: makes the optimizer over the copies.
-        workers: how many there are.
+        workers: number of workers.
         bound: steps that a worker may be ahead of the slowest (the SSP paper's s); None for no bound.
 
     Attributes:
-        weights: the latest.
-        clocks: updates that each worker has made.
+        weights: after the latest update.
+        clocks: number of updates by each worker.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Server:
         self.clocks = [0] * workers
         self._bound = bound
         self._ledger = ledger
-        self._seen = [0] * workers  # the version that each worker has
+        self._seen = [0] * workers  # the version of the weights at each worker
         self._finished: set[int] = set()
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -88,11 +88,11 @@ class Server:
         present: Sequence[bool] | None,
         still_waiting: Callable[[], None] = lambda: None,
     ) -> Reply:
-        """Take a worker's gradients from the wire, or its leave, and put the weights there when it may go on.
+        """Apply a worker's gradients, or its leave, and fill its wire with the weights once it may go on.
 
         Args:
             present: which parameters have a gradient; None when the worker has finished.
-            still_waiting: called about every second in which the worker may not go on.
+            still_waiting: called about every second while the worker is blocked.
 
         Raises:
             CommError: the run has failed, here or at another worker.
@@ -102,7 +102,7 @@ class Server:
             if present is None:
                 self.leave(worker)
             else:
-                gradients = [view if there else None for view, there in zip(wire.views, present, strict=True)]
+                gradients = [view if exists else None for view, exists in zip(wire.views, present, strict=True)]
                 staleness = self.push(worker, gradients)
             start = time.perf_counter()
             while (reply := self.pull(worker, wire, TICK)) is None:
@@ -130,7 +130,7 @@ class Server:
         return staleness
 
     def pull(self, worker: int, into: Wire, patience: float) -> Reply | None:
-        """Copy the weights to a worker's wire; None if it may still not go on after `patience` seconds."""
+        """Copy the weights to a worker's wire; None if it is still blocked after `patience` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._failure is not None or self._may_go_on(worker), patience):
                 return None
@@ -141,14 +141,14 @@ class Server:
             return Reply(self.version, lead)
 
     def leave(self, worker: int) -> None:
-        """A worker has finished: nobody waits for it any more, and it waits for all others."""
+        """Enter that a worker has finished: the bound ignores it, and its last `pull` waits for all workers."""
         with self._changed:
             self._refuse_failed()
             self._finished.add(worker)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The run has failed: let everybody who waits, and everybody who comes, hear of the first error."""
+        """Enter that the run has failed: every blocked and every later call raises the first error."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()

@@ -32,14 +32,14 @@ Exchange = Callable[[Wire, Sequence[bool] | None], Reply]  # of gradients for we
 
 @dataclass(frozen=True, slots=True)
 class AsynchronousStep:
-    """What one step of one worker did.
+    """The result of one step of one worker.
 
     Attributes:
         step: updates of this worker so far, this one included.
         version: updates of all workers that its weights now hold.
         staleness: updates of other workers between the weights that its gradient was taken at and its own update.
         lead: steps that it is ahead of the slowest worker that still trains; at most the bound.
-        waited: seconds that it was held back for slower workers.
+        waited: seconds that it was blocked for slower workers.
         grad_norm: 2-norm of its gradient.
     """
 
@@ -63,12 +63,12 @@ class Staleness:
 
     @property
     def histogram(self) -> Counter[int]:
-        """That of all workers."""
+        """Number of updates by staleness, of all workers."""
         return sum(self.by_worker, Counter())
 
     @property
     def mean(self) -> float:
-        """Over all updates."""
+        """The mean staleness of all updates."""
         return sum(value * count for value, count in self.histogram.items()) / max(1, self.histogram.total())
 
     def __str__(self) -> str:
@@ -98,16 +98,16 @@ class AsynchronousTrainer:
             is called on rank 0 with the server's whole parameters, in the order of the model's trainable ones, so any
             `torch.optim` optimizer will do; a scheduler or clipping go into its step hooks.
         staleness: steps that a worker may be ahead of the slowest, at least 0 (SSP); None for no bound (ASP).
-        mesh: this process's place; by default from torchrun's environment. Its timeout is the longest that a worker
+        mesh: of all workers; by default from torchrun's environment. Its timeout is the longest that a worker
             may take from one step to the next.
 
     Attributes:
-        ledger: bytes of this rank: its parameters, and on the host its wires and what the server keeps.
+        ledger: bytes of this rank: its parameters, and on the host its buffers and the server's weights and states.
         server: on rank 0 the server, else None.
         counts: of this worker's steps, by staleness.
 
     Raises:
-        PlanError: what does not fit together, on this rank or between ranks.
+        PlanError: arguments or models that do not fit together, on this rank or between ranks.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class AsynchronousTrainer:
             atexit.register(self._abandon)
 
     def step(self) -> AsynchronousStep:
-        """Give the gradients to the server and take its latest weights; the gradients are gone afterwards.
+        """Send the gradients to the server and take its latest weights; the gradients are None afterwards.
 
         Waits for the server alone, and with a bound on staleness for workers that are too far behind.
 
@@ -157,7 +157,7 @@ class AsynchronousTrainer:
         )
 
     def finish(self) -> Staleness:
-        """End this worker's training: nobody waits for it any more, and it waits until all have finished.
+        """End this worker's training: no worker waits for it any more, and it waits until all have finished.
 
         Every rank must call it. Afterwards all models hold the same final weights.
 
@@ -195,7 +195,7 @@ class AsynchronousTrainer:
             raise PlanError("The model has no trainable parameter; set requires_grad on what is to be trained.")
 
     def _make_comm(self) -> Comm:
-        """Messages by the control group alone: it is gloo's on every machine, and the buffers lie on the host."""
+        """A `Comm` over the control group alone, which is gloo's everywhere: the buffers are in host memory."""
         group, store = self.mesh.control, self.mesh.store
         store = None if store is None else PrefixStore("asynchronous", store)
         mesh = replace(self.mesh, device=torch.device("cpu"), gathers=group, reductions=group, store=store)
@@ -235,7 +235,7 @@ class AsynchronousTrainer:
         return agent
 
     def _abandon(self) -> None:
-        """The process ends before `finish`; what still waits in gloo when the interpreter goes would abort it."""
+        """End all waits if the process ends before `finish`: a thread waiting in gloo would abort the interpreter."""
         error = getattr(sys, "last_value", None) or CommError("the process ended before its finish()")
         announce_failure(self.mesh, error)
         if self.server is not None and self._agents:
@@ -245,7 +245,7 @@ class AsynchronousTrainer:
                 agent.join(1.0)
 
     def _refuse_unusable_gradients(self) -> float:
-        """The 2-norm of the gradients, which are all there, dense and finite."""
+        """Refuse missing, sparse and non-finite gradients; returns their 2-norm."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         if not gradients:
             raise PlanError("No parameter has a gradient; call loss.backward() before step().")

@@ -1,4 +1,4 @@
-"""What goes between a worker and the server: flat host buffers of gradients, and of weights on the way back."""
+"""Buffers between a worker and the server: flat, in host memory; gradients one way, weights back."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from zeroshard.memory.ledger import Category, Ledger
 
 
 class Wire:
-    """Flat buffers on the host, one per dtype, and in them a view in the shape of each of some tensors.
+    """Flat host buffers for some tensors, one per dtype, with a view for each tensor.
 
     Attributes:
         buffers: 1-D, each one message.
-        views: of the tensors, in their order.
+        views: in the order and the shapes of the tensors.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], ledger: Ledger, label: str) -> None:
@@ -30,7 +30,7 @@ class Wire:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
-        """Copy the tensors in; returns which there are."""
+        """Copy tensors into their views; returns which of them exist."""
         for view, tensor in zip(self.views, tensors, strict=True):
             if tensor is not None:
                 view.copy_(tensor)
@@ -38,6 +38,6 @@ class Wire:
 
     @torch.no_grad()
     def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite the tensors with what is here."""
+        """Overwrite the tensors with their views."""
         for view, tensor in zip(self.views, tensors, strict=True):
             tensor.copy_(view)
