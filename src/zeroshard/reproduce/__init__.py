@@ -1,4 +1,4 @@
-"""Published numbers, computed again by this package, and those that wait for what is not built yet.
+"""Published numbers, computed again by this package, and a list of those whose technique is not built yet.
 
 Read `claim` (a number, its source and how it is computed), then `zero`, `pipelines`, `offload` and `later`.
 """

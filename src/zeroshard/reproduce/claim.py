@@ -1,4 +1,4 @@
-"""A claim: what a paper says, and a function that computes our number for it now."""
+"""A claim: the numbers of a paper, and a function that computes ours."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -15,11 +15,11 @@ class Reading:
     """One published number and ours.
 
     Attributes:
-        what: it is of.
-        published: as it is printed, or a formula's value as a fraction.
-        ours: computed now.
-        exact: whether ours must be equal, and not only print as the same digits.
-        note: how ours came about, where it says more than the claim.
+        what: name of the case.
+        published: as printed, or a formula's value as a fraction.
+        ours: as computed.
+        exact: whether ours must be equal, instead of equal in the printed digits.
+        note: a remark on ours.
     """
 
     what: str
@@ -30,14 +30,14 @@ class Reading:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the published one; None where they are no numbers."""
+        """Ours minus the published one; None if they are texts."""
         if isinstance(self.ours, str):
             return None
         return float(self.ours - Fraction(self.published)) if self.exact else float(self.ours) - float(self.published)
 
     @property
     def agrees(self) -> bool:
-        """Whether ours is the published one: equal, or rounded or cut to as many digits as are printed."""
+        """Whether ours equals the published one, exactly or rounded or cut to the printed digits."""
         if isinstance(self.ours, str):
             return self.ours == self.published
         if self.exact:
@@ -48,15 +48,15 @@ class Reading:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, and how it is checked.
+    """A claim of a paper, and how it is checked.
 
     Attributes:
-        name: to ask for it.
-        title: in one line.
-        source: paper, and where in it.
-        unit: of all its readings.
-        how: ours are obtained, in a few sentences.
-        compute: ours, now; told what to call when it goes on to the next.
+        name: on the command line.
+        title: one line.
+        source: the paper, and the place in it.
+        unit: of all readings.
+        how: the method by which ours are obtained, in a few sentences.
+        compute: gives the readings; calls its argument with the name of each case before it computes it.
     """
 
     name: str
@@ -69,10 +69,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A claim whose subject is not built yet.
+    """A claim about a technique that is not built yet.
 
     Attributes:
-        waits_for: what must be built first, in one sentence.
+        waits_for: the missing technique, in one sentence.
     """
 
     name: str
@@ -93,10 +93,10 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A claim, checked.
+    """The result of checking a claim.
 
     Attributes:
-        seconds: that it took.
+        seconds: duration of the check.
     """
 
     claim: Claim
@@ -134,10 +134,10 @@ def check(claim: Claim, say: Say = lambda text: None) -> Outcome:
     """Compute a claim's numbers now.
 
     Args:
-        say: told what is being computed.
+        say: called with the name of each case before it is computed.
 
     Raises:
-        ZeroshardError: what the engine or the partitioner refuses.
+        ZeroshardError: the engine or the partitioner refused a case.
     """
     began = time.perf_counter()
     readings = tuple(claim.compute(say))

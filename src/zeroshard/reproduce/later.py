@@ -1,4 +1,4 @@
-"""Claims whose subject is not built yet, and what each waits for."""
+"""Claims about techniques that are not built yet, each with the missing technique."""
 
 from zeroshard.reproduce.claim import Waiting
 

@@ -1,4 +1,4 @@
-"""What the ZeRO-Offload paper (Ren et al., 2101.06840) says of memory, of traffic, and of the largest model.
+"""Claims of the ZeRO-Offload paper (Ren et al., 2101.06840) about memory, traffic and the largest model.
 
 M is the number of parameters; the optimizer is mixed-precision Adam, 16 bytes of model states per parameter.
 """
@@ -25,7 +25,7 @@ OFFLOADED = replace(MIXED, zero=2, offload="optimizer")
 SMALL = GPTConfig(vocabulary=1024, context=8, width=256, heads=4, layers=4)
 LARGE = GPTConfig(vocabulary=50257, context=1024, width=4096, heads=32, layers=65)  # 13.3 B, the paper's table 3
 BASELINE = GPTConfig(vocabulary=50257, context=1024, width=2048, heads=16, layers=26)  # 1.4 B
-SIZES = (  # name, shape, rows, plan, and what the paper says
+SIZES = (  # name, shape, rows, plan, and the paper's result
     ("13 B with offload", LARGE, 4, replace(OFFLOADED, offload="optimizer,activations"), "fits"),
     ("13 B without", LARGE, 4, MIXED, "does not fit"),
     ("1.4 B without", BASELINE, 1, MIXED, "fits"),
@@ -33,7 +33,7 @@ SIZES = (  # name, shape, rows, plan, and what the paper says
 
 
 def memory(say: Say) -> Iterator[Reading]:
-    """Bytes of model states per parameter on the device, by what is on the host."""
+    """Bytes of model states per parameter on the device, by the states that are on the host."""
     whole, offloaded = (_rehearsed(plan).states for plan in (MIXED, OFFLOADED))
     update = whole[Category.MASTER_WEIGHTS] + whole[Category.OPTIMIZER_STATES]
     held = {
@@ -48,7 +48,7 @@ def memory(say: Say) -> Iterator[Reading]:
 
 
 def wire(say: Say) -> Iterator[Reading]:
-    """Bytes per parameter that go down and up in a step."""
+    """Bytes per parameter copied between device and host in a step."""
     moved = {purpose: nbytes for purpose, (_, nbytes, _) in _rehearsed(OFFLOADED).wire.items() if nbytes}
     parts = ", ".join(f"{purpose} {Fraction(nbytes, _parameters(SMALL))}" for purpose, nbytes in moved.items())
     yield Reading("a step", "4", Fraction(sum(moved.values()), _parameters(SMALL)), exact=True, note=parts)
@@ -72,7 +72,7 @@ def _rehearsed(plan: Plan) -> Rehearsed:
 
 
 def _task(config: GPTConfig) -> TrainingTask:
-    """The optimizer is the plain AdamW, whose place the host's own Adam can take."""
+    """A task with the plain AdamW, which the host Adam can replace."""
     return replace(gpt_task(config), optimizer=torch.optim.AdamW)
 
 

@@ -1,4 +1,4 @@
-"""What papers say of pipelines: idle time, microbatches in flight, versions of the weights, and a split."""
+"""Claims of papers about pipelines: idle time, microbatches in flight, weight versions, and a split."""
 
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
@@ -20,14 +20,14 @@ FORWARD, BACKWARD = Fraction(1), Fraction(2)
 
 
 def simulated(name: str, stages: int, microbatches: int, chunks: int = 1, steps: int = 1) -> Simulation:
-    """A schedule over equal stages whose backward takes twice as long as the forward, messages none, in fractions."""
+    """A simulation in exact fractions: equal stages, backwards twice as long as forwards, messages without time."""
     pipeline = PipelineSchedule(name, Layout.equal(stages, chunks), microbatches)
     costs = Costs.uniform(pipeline.layout, FORWARD, BACKWARD)  # type: ignore[arg-type]
     return simulate(pipeline.stretch(steps), pipeline.layout, costs)
 
 
 def peaks_of(name: str, stages: int, microbatches: int, steps: int = 1) -> list[Peak]:
-    """What each stage holds at most, by counting in the lists."""
+    """The most that each stage holds, counted in its list of actions."""
     pipeline = PipelineSchedule(name, Layout.equal(stages, 1), microbatches)
     return peaks(pipeline.stretch(steps), 1)
 
@@ -85,8 +85,8 @@ def vgg16(images: int = 64, flops: float = 4e12) -> list[LayerCost]:
     """VGG-16 (1409.1556, table 1, D) by its shapes at 224 x 224 in fp32, a backward twice its forward.
 
     Args:
-        images: of one microbatch.
-        flops: per second, by default about those of a V100 without tensor cores in such layers.
+        images: in one microbatch.
+        flops: per second; by default about those of a V100 without tensor cores in such layers.
     """
     layers: list[LayerCost] = []
 

@@ -1,6 +1,6 @@
-"""What the ZeRO paper (Rajbhandari et al., 1910.02054, version 3) says of memory and of traffic.
+"""Claims of the ZeRO paper (Rajbhandari et al., 1910.02054, version 3) about memory and traffic.
 
-GB are 10^9 bytes. Its optimizer is mixed-precision Adam: 2 + 2 + 12 bytes per parameter.
+GB are 10^9 bytes. The paper's optimizer is mixed-precision Adam: 2 + 2 + 12 bytes per parameter.
 """
 
 import math
@@ -38,7 +38,7 @@ GROWTH = (1, 4, 16, 64)
 
 
 def sized(size: str) -> Callable[[int], TrainingTask]:
-    """Models of a size of table 1, by layers: with all, as many tokens in the vocabulary as give the parameters."""
+    """Models of a size of table 1, by number of layers; the vocabulary is chosen for the parameters at full depth."""
     parameters, width, heads, layers = SHAPES[size]
     vocabulary = math.ceil((parameters - gpt_parameters(width, layers, 0)) / width)
     return lambda depth: gpt_task(GPTConfig(vocabulary, TOKENS, width, heads, depth))
@@ -50,7 +50,7 @@ def mixed(zero: int) -> Plan:
 
 
 def devices(count: int) -> Machines:
-    """So many V100s, whose 32 GB the paper counts as 32·10^9 bytes."""
+    """`count` V100s, whose 32 GB the paper counts as 32·10^9 bytes."""
     machines = Machines.of("V100-32", count)
     return replace(machines, device=replace(machines.device, memory_bytes=32 * GB))
 
@@ -58,12 +58,12 @@ def devices(count: int) -> Machines:
 def table_1(say: Say, sizes: tuple[str, ...] = tuple(TABLE_1)) -> Iterator[Reading]:
     """Model states per device, for each size, number of ranks and stage."""
     for size in sizes:
-        of, layers = sized(size), SHAPES[size][3]
+        task_of, layers = sized(size), SHAPES[size][3]
         for ranks, row in zip(RANKS, TABLE_1[size], strict=True):
             for zero, published in enumerate(row.split(), 1):
                 what = f"{size}, N = {ranks}, {STAGES[zero]}"
                 say(what)
-                yield Reading(what, published, states_along(of, mixed(zero), ranks, layers) / GB)
+                yield Reading(what, published, states_along(task_of, mixed(zero), ranks, layers) / GB)
 
 
 def figure_1(say: Say) -> Iterator[Reading]:
@@ -122,7 +122,7 @@ def _between(found: Largest) -> str:
 
 
 _LEDGER = "The engine is rehearsed at that number of ranks on tensors without values; its ledger is read after a step."
-_VOCABULARY = "The model has a width of PTD-P (2104.04473, table 1) and as many tokens as make up the parameters."
+_VOCABULARY = "The model has a width of PTD-P (2104.04473, table 1) and a vocabulary that makes up the parameters."
 _LIMIT = (
     "The largest GPT of the family of `zeroshard plan --largest` whose states fit is found, it and the next one "
     "rehearsed whole; ours is where the line between the two reaches 32 GB."
@@ -165,7 +165,7 @@ ZERO = (
         "the largest model under stage 3 grows with the number of devices",
         f"{PAPER}, section 5.3: states of every device are divided by N",
         "times the largest on one device",
-        f"What is published is that it is N times. {_LEDGER} {_LIMIT}",
+        f"By the paper it grows N times. {_LEDGER} {_LIMIT}",
         growth,
     ),
 )
