@@ -68,7 +68,7 @@ WRONG: list[tuple[dict[str, Any], str, str, str, str]] = [
     ({"built_for": "CUDA 13.0"}, "GPU", "warning", "built for CUDA 13.0", "Nothing, to train on CPUs"),
     ({"built_for": "CUDA 13.0", "gpu_driver": True}, "GPU", "error", "no GPU can be used", "nvidia-smi"),
     ({"memory_limit": 2**33}, "memory", "warning", "8.00 GiB by its cgroup", "limit"),
-    ({"swap_used": 2**32}, "swap", "warning", "4.00 GiB are swapped out", "End what"),
+    ({"swap_used": 2**32}, "swap", "warning", "4.00 GiB are swapped out", "End processes"),
     ({"core_quota": 2.5, "variables": {"OMP_NUM_THREADS": "2"}}, "cores", "warning", "2.5", "OMP_NUM_THREADS"),
     ({"variables": {}}, "threads", "warning", "not set", "OMP_NUM_THREADS=4 for two ranks"),
     ({"variables": {"OMP_NUM_THREADS": "9"}}, "threads", "warning", "'9', and there are 8 cores", "whole number"),

@@ -200,7 +200,7 @@ def test_sizes_grow_until_the_box_is_full(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("import sys; sys.exit('gloo: no route')", 60.0, "gloo: no route"),
         ("import time; time.sleep(60)", 0.3, "not done after 0.3 s"),
-        ("pass", 60.0, "one said nothing"),
+        ("pass", 60.0, "one wrote no result"),
     ],
 )
 def test_two_processes_that_fail_are_a_problem_and_no_crash(

@@ -1,5 +1,5 @@
-"""The doctor: what this machine has, what it can do, and what is wrong with its set-up.
+"""The doctor: facts about this machine, its measured rates, and findings about its set-up.
 
-Read `facts` (what is found), `checkup` (what is said of it), `measure` (rates, kept in a `profile`) and `hardware`
-(devices and links, which the planner reads).
+Read `facts` (read from the system), `checkup` (findings from the facts), `measure` (rates, kept in a `profile`) and
+`hardware` (devices and links, which the planner reads).
 """

@@ -1,6 +1,6 @@
-"""What is wrong with a set-up: from the facts of a machine to findings, each with the way out.
+"""The checkup: from the facts of a machine to findings about its set-up, each with the way out.
 
-An error stops training, a warning makes it slow, small or confined to one machine, and the rest is as it should be.
+An error stops training, and a warning makes it slow, small or confined to one machine.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +25,14 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One finding.
 
     Attributes:
-        subject: what it is about.
+        subject: part of the set-up.
         level: "ok", "warning" or "error".
-        found: what is there.
-        needed: what should be; empty if all is well.
-        way_out: what to do; empty if all is well.
+        found: its state.
+        needed: the state it should have; empty if all is well.
+        way_out: the remedy; empty if all is well.
     """
 
     subject: str
@@ -53,9 +53,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         yield Finding("Python", "ok", text)
     else:
         old, needed = python < TESTED_PYTHON, f"zeroshard is tested with {_dotted(TESTED_PYTHON)}"
-        yield Finding(
-            "Python", "error" if old else "warning", text, needed, "Make a virtual environment with that one."
-        )
+        yield Finding("Python", "error" if old else "warning", text, needed, "Make a virtual environment with it.")
     torch, text = _numbers(facts.torch), f"torch {facts.torch}"
     if torch == TESTED_TORCH:
         yield Finding("torch", "ok", text)
@@ -98,12 +96,12 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if limit is not None and limit < facts.memory:
         found = f"{format_size(limit)} by its cgroup, where the machine shows {format_size(facts.memory)}"
         way = "Plan with the smaller number (it is in the profile), or raise the container's or the job's limit."
-        yield Finding("memory", "warning", found, "the same, for programs that look at the machine", way)
+        yield Finding("memory", "warning", found, "equal numbers: programs see the larger one", way)
     else:
         yield Finding("memory", "ok", f"{format_size(facts.memory)}, {free} available")
     if facts.swap_used > SWAPPED:
         found, needed = f"{format_size(facts.swap_used)} are swapped out", "memory that does not wait for a disk"
-        yield Finding("swap", "warning", found, needed, "End what holds the memory, or plan with less of it.")
+        yield Finding("swap", "warning", found, needed, "End processes that hold memory, or plan with less.")
     else:
         yield Finding("swap", "ok", f"{format_size(facts.swap_used)} swapped out")
 
@@ -113,7 +111,7 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     if quota is not None and quota < allowed:
         found = f"CPU time for {quota:g} by the cgroup, where the machine shows {facts.cores}"
         way = "Set OMP_NUM_THREADS to the quota over the number of ranks, or raise the quota."
-        yield Finding("cores", "warning", found, "threads for no more than that, or each waits for its turn", way)
+        yield Finding("cores", "warning", found, "no more threads than that, or they take turns", way)
     else:
         yield Finding("cores", "ok", f"{allowed} of {facts.cores}")
     threads = facts.variables.get("OMP_NUM_THREADS")
@@ -133,10 +131,10 @@ def _cores(facts: Facts) -> Iterator[Finding]:
 def _shared_memory(facts: Facts) -> Iterator[Finding]:
     size, free = facts.shared_memory, facts.shared_memory_free
     if size is None or free is None:
-        found, needed = "there is no /dev/shm", "one, for ranks of a machine to share memory; they send instead"
+        found, needed = "there is no /dev/shm", "a tmpfs in which ranks share memory; without it they send"
         yield Finding("shared memory", "warning", found, needed, "Mount a tmpfs there.")
     else:
-        needed = f"{format_size(SHARED_MEMORY)} or more, for ranks of a machine to share memory; they send instead"
+        needed = f"{format_size(SHARED_MEMORY)} or more, for ranks of a machine to share memory; without it they send"
         way = "In a container --shm-size 8g; else mount -o remount,size=8G /dev/shm."
         short = Finding(
             "shared memory", "ok", f"/dev/shm has {format_size(size)}, {format_size(free)} free", needed, way
@@ -199,7 +197,7 @@ def _tools(facts: Facts) -> Iterator[Finding]:
 
 
 def _graded(short: Finding, free: int, least: Mapping[Level, int]) -> Finding:
-    """A finding by how many bytes are free: of the first level that needs more, or one without a way out."""
+    """A finding of the first level that needs more than the `free` bytes; "ok", without a way out, if none does."""
     level = next((level for level, needed in least.items() if free < needed), None)
     return Finding(short.subject, "ok", short.found) if level is None else replace(short, level=level)
 

@@ -1,4 +1,4 @@
-"""Company: processes that keep the other cores, caches and the memory busy while one rank's step is timed alone."""
+"""CPU load: processes that keep the other cores, caches and the memory busy while one rank's step is timed alone."""
 
 import select
 import subprocess
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-WIDTH, FAR = 256, 2**21  # of the matrices, and elements of what is copied far outside of the caches
+WIDTH, COPIED = 256, 2**21  # of the matrices; elements of a copy, more than the caches hold
 
 
 @contextmanager
@@ -21,25 +21,25 @@ def busy_cpus(count: int) -> Iterator[None]:
             stack.callback(process.wait)
             stack.callback(process.kill)
             assert process.stdout is not None
-            process.stdout.readline()  # until it has begun
+            process.stdout.readline()  # it has begun
         yield
 
 
 def work() -> None:
-    """Compute until nobody listens any more."""
+    """Compute until the other end of standard input is closed."""
     torch.set_num_threads(1)
     a, b = torch.randn(4 * WIDTH, WIDTH), torch.randn(WIDTH, 4 * WIDTH)
-    far, there = torch.zeros(FAR), torch.zeros(FAR)
+    source, into = torch.zeros(COPIED), torch.zeros(COPIED)
     print("begun", flush=True)
     with torch.no_grad():
         while _wanted():
             for _ in range(8):
                 (a @ b).relu_()
-            there.copy_(far).add_(1.0)
+            into.copy_(source).add_(1.0)
 
 
 def _wanted() -> bool:
-    """Whether the one who asked for company is still there."""
+    """Whether the process that started this one still holds its standard input open."""
     return not select.select([sys.stdin], [], [], 0)[0]
 
 

@@ -1,4 +1,4 @@
-"""The facts of this machine and this Python that decide whether training will work, read and not yet judged."""
+"""Facts about this machine and this Python on which training depends; `checkup` makes findings of them."""
 
 import importlib.metadata
 import os
@@ -23,20 +23,20 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found; None stands for what this machine does not have or does not tell.
+    """The facts; None where the machine lacks something or does not report it.
 
     Attributes:
         python: version, as numbers.
         torch: its version.
         numpy: its version.
         built_for: the accelerators that torch was built for, such as "CUDA 13.0".
-        gpus: that torch can use.
+        gpus: number of GPUs that torch can use.
         gpu_driver: whether a driver for GPUs is loaded.
         processor: the name of the CPU.
-        cores: that the machine shows.
-        allowed_cores: that this process may run on.
+        cores: number of cores of the machine.
+        allowed_cores: number of cores that this process may run on.
         core_quota: CPU time that its cgroup allows, in cores.
-        memory: bytes that the machine shows.
+        memory: bytes of the machine.
         available_memory: bytes of it that are free or can be freed.
         memory_limit: bytes that its cgroup allows.
         swap_used: bytes of memory that are swapped out.
@@ -45,14 +45,14 @@ class Facts:
         open_files: the limit on files and sockets of one process.
         processes: the limit on processes and threads of this user.
         locked_memory: the limit on bytes that one process may lock.
-        infiniband: whether there are adapters for it.
+        infiniband: whether the machine has adapters.
         interfaces: names of network interfaces that are up.
         hostname: of this machine.
-        address: that the hostname resolves to.
+        address: to which the hostname resolves.
         compiler: the path of a C++ compiler.
         disk: the folder that runs would be kept in.
         disk_free: bytes free there.
-        variables: those of the environment that matter here.
+        variables: of the environment, those in `VARIABLES`.
     """
 
     python: tuple[int, int]
@@ -95,7 +95,7 @@ class Facts:
 
 
 def gather_facts(environment: Mapping[str, str], disk: Path) -> Facts:
-    """Read them all; nothing is changed and nothing is sent.
+    """Read all facts, without changing or sending anything.
 
     Args:
         environment: the process's variables.
@@ -136,7 +136,7 @@ def gather_facts(environment: Mapping[str, str], disk: Path) -> Facts:
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """Bytes that the cgroups of this process allow it, the smallest of them and those above; None without a limit."""
+    """Bytes that the cgroups of this process allow, the smallest limit of all levels; None without a limit."""
     limits = []
     for folder, own in ((_cgroup(root, ""), "memory.max"), (_cgroup(root, "memory"), "memory.limit_in_bytes")):
         limits += [int(fields[0]) for fields in _up(folder, own) if fields[0].isdecimal()]
@@ -144,11 +144,11 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def core_quota(root: Path = ROOT) -> float | None:
-    """CPU time that the cgroups of this process allow it per time, in cores; None without a limit."""
+    """CPU time per second that the cgroups of this process allow, in cores; None without a limit."""
     quotas = [fields for fields in _up(_cgroup(root, ""), "cpu.max") if len(fields) == 2]
-    old = _cgroup(root, "cpu")
-    periods = [fields[0] for fields in _up(old, "cpu.cfs_period_us")]
-    quotas += [[fields[0], period] for fields, period in zip(_up(old, "cpu.cfs_quota_us"), periods, strict=False)]
+    folder = _cgroup(root, "cpu")
+    periods = [fields[0] for fields in _up(folder, "cpu.cfs_period_us")]
+    quotas += [[fields[0], period] for fields, period in zip(_up(folder, "cpu.cfs_quota_us"), periods, strict=False)]
     numbers = [int(quota) / int(period) for quota, period in quotas if quota.isdecimal() and int(period)]
     return min(numbers, default=None)
 
@@ -163,7 +163,7 @@ def processor(root: Path = ROOT) -> str:
 def _cgroup(root: Path, controller: str) -> Path:
     """The folder of this process's cgroup: of version 2 without a controller, of version 1 with one.
 
-    In a container the path is often that of the host and the folder is the root of what is mounted.
+    In a container the path is often that of the host, and the mounted root is the process's own cgroup.
     """
     top = root / "sys/fs/cgroup" / controller
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
@@ -175,7 +175,7 @@ def _cgroup(root: Path, controller: str) -> Path:
 
 
 def _up(folder: Path, name: str) -> list[list[str]]:
-    """The words of a file in a cgroup's folder and in those above it."""
+    """The fields of a file, in a cgroup's folder and in those above it."""
     folders = [f for f in (folder, *folder.parents) if "cgroup" in f.parts]
     return [fields for fields in ((_read(f / name) or "").split() for f in folders) if fields]
 

@@ -1,11 +1,11 @@
-"""The hardware that a plan is made for: what one device can do, what its links carry, and how many devices there are.
+"""The hardware that a plan is made for: rates of one device, rates of its links, and the number of devices.
 
-Every number is a rate that can really be had. A preset has it from the vendor's peak and a stated efficiency
-(`devices.toml`), a profile of `zeroshard doctor` has it measured, a file of the user has it as the user says.
+Every rate is an attainable one: in a preset the vendor's peak times a stated efficiency (`devices.toml`), in a profile
+of `zeroshard doctor` a measured one, in a file of the user the one given there.
 
-[Note: what leaves a node] Devices of one node share its network. Of a group that leaves the node, a ring sends one
-stream through it, and groups that stand side by side (stride s) send one each; where every rank sends to every other
-(an exchange everywhere, a gather between CPUs), each of the group's p ranks in the node sends to the N - p outside.
+[Note: traffic between nodes] Devices of one node share its network. A ring over several nodes sends one stream through
+it, and s groups side by side (stride s) send s. Where every rank sends to every other (an exchange everywhere, a gather
+between CPUs), each of the group's p ranks in the node sends to the N - p outside.
 """
 
 import math
@@ -24,10 +24,10 @@ from zeroshard.errors import ConfigError, PlanError
 from zeroshard.pipeline.cluster import format_size, parse_size
 
 Operation = Literal["gather", "exchange", "send"]
-UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves, by those of its states: they, read and written, 2 + 2 beside
+UPDATE_TRAFFIC = 28 / 12  # bytes that a host Adam moves per byte of states: 12 read, 12 written, gradient and weight
 OPERATIONS: tuple[Operation, ...] = ("gather", "exchange", "send")
 DTYPES = ("fp32", "bf16", "fp16")
-ROUNDS = {"cpu": 1, "cuda": 512, "xpu": 512}  # bytes; multiples of 512 from torch's caching allocators for devices
+ROUNDS = {"cpu": 1, "cuda": 512, "xpu": 512}  # bytes to which allocations are rounded up; 512 by torch's allocators
 EXAMPLE = 'device = "A100-80", nodes = 4, per_node = 8, inside_gbps = 1800, between_gbps = 400, host_memory = "1024GiB"'
 
 
@@ -67,18 +67,18 @@ class HardwareTable:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, with rates that can really be had.
+    """One device, with attainable rates.
 
     Attributes:
-        name: what people call it.
+        name: for people.
         kind: "cpu", or the type of an accelerator by torch's name ("cuda" for ROCm too).
-        memory_bytes: all of its memory (of a rank on CPUs: its share of the host's).
+        memory_bytes: all of its memory (on CPUs: a rank's share of the host's).
         matrix_flops: matrix products' FLOP/s by dtype ("fp32", "bf16", "fp16"); a dtype left out runs as fp32.
         memory_bandwidth: bytes/s, read and written together.
-        launch_seconds: what the smallest operation takes.
-        overhead_bytes: of `memory_bytes`, what no tensor can use: context and libraries.
+        launch_seconds: time of the smallest operation.
+        overhead_bytes: part of `memory_bytes` that no tensor can use: context and libraries.
         host_link: bytes/s from and to host memory, each way; None where the device is the host.
-        source: where the numbers are from, in one sentence.
+        source: of the numbers, in one sentence.
 
     Raises:
         ConfigError: a number out of range, or an unknown kind or dtype.
@@ -99,7 +99,7 @@ class Device:
             raise ConfigError(f"{self.name}: kind is {self.kind!r}; it must be one of {', '.join(ROUNDS)}.")
         if "fp32" not in self.matrix_flops or not set(self.matrix_flops) <= set(DTYPES):
             found = ", ".join(self.matrix_flops) or "nothing"
-            raise ConfigError(f"{self.name}: rates are there for {found}; give fp32, and bf16 and fp16 if they differ.")
+            raise ConfigError(f"{self.name}: matrix_flops has {found}; give fp32, and bf16 and fp16 if they differ.")
         rates = {"memory_bandwidth": self.memory_bandwidth, **self.matrix_flops}
         if self.host_link is not None:
             rates["host_link"] = self.host_link
@@ -114,12 +114,12 @@ class Device:
 
     @property
     def capacity_bytes(self) -> int:
-        """What tensors can use."""
+        """Bytes that tensors can use."""
         return self.memory_bytes - self.overhead_bytes
 
     @property
     def rounds(self) -> int:
-        """Bytes to whose multiples an allocation is rounded up."""
+        """Granularity of allocations, in bytes."""
         return ROUNDS[self.kind]
 
     def op_seconds(self, flops: float, nbytes: float, dtype_name: str = "fp32") -> float:
@@ -127,7 +127,7 @@ class Device:
 
         Args:
             flops: of its matrix products.
-            nbytes: that it reads and writes.
+            nbytes: bytes read and written.
             dtype_name: "fp32", "bf16" or "fp16".
         """
         rate = self.matrix_flops.get(dtype_name, self.matrix_flops["fp32"])
@@ -139,12 +139,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries the collectives between devices: a rate and a latency, or times measured per operation.
+    """A link between devices: a rate and a latency, or measured times of each operation.
 
     Attributes:
         bandwidth: bytes/s that one device sends while it receives as much.
         latency: seconds of one message, or of one step of a ring.
-        tables: by operation, seconds by the bytes that one rank sends; where there is one it goes before the rate.
+        tables: by operation, seconds by the bytes that one rank sends; a table goes before the rate.
 
     Raises:
         ConfigError: a number out of range, or neither a rate nor all tables.
@@ -186,11 +186,11 @@ class Machines:
     """Equal devices in equal nodes; ranks fill one node after the other.
 
     Attributes:
-        device: each of them.
-        count: all devices.
+        device: the kind of all devices.
+        count: number of devices.
         per_node: devices in one node.
-        inside: the link of devices of one node, each with its own.
-        between: the link of one node to the others, which its devices share.
+        inside: link between devices of one node; each device has its own.
+        between: link of one node to the others, which its devices share.
         host_memory: bytes of one node's host memory; None is no limit.
         local: whether these are the CPUs of this machine, on which a step can be tried out.
         host_bandwidth: bytes/s of one node's host memory, read and written, which its devices share; assumed if None.
@@ -222,7 +222,7 @@ class Machines:
         """Devices of a preset, with the links that such machines come with.
 
         Args:
-            between_gbps: of one node, in gigabits (10^9) per second and direction.
+            between_gbps: rate of one node, in gigabits (10^9) per second and direction.
 
         Raises:
             PlanError: no such preset.
@@ -242,7 +242,7 @@ class Machines:
     def load(cls, path: Path) -> "Machines":
         """Read a TOML file: a device (the name of a preset, or a table of its own), nodes, and links.
 
-        Links are given as rates that can really be had, in gigabits (10^9) per second and direction.
+        Rates of links are attainable ones, in gigabits (10^9) per second and direction.
 
         Raises:
             ConfigError: the file cannot be read, or describes no machines.
@@ -272,11 +272,11 @@ class Machines:
         return ranks > 1 and self.count > self.per_node and (block > self.per_node or self.per_node % block != 0)
 
     def link(self, ranks: int, stride: int = 1) -> Link:
-        """The link that the slowest of such groups uses."""
+        """The link of the slowest of the groups that `leaves` describes."""
         return self.between if self.leaves(ranks, stride) else self.inside
 
     def wire_seconds(self, operation: Operation, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Time of one collective, while the groups beside it do the same (see the note on what leaves a node).
+        """Time of one collective, while the groups beside it do the same ([Note: traffic between nodes]).
 
         Args:
             operation: "gather", "exchange" (with the sum) or "send" (to the rank `stride` further; `ranks` is then 2,
@@ -303,17 +303,17 @@ class Machines:
         return float(whole / min(self.count, self.per_node))
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Time of a copy between a device and its host's memory, while one goes the other way."""
+        """Time of a copy between a device and its host's memory, with another in the other direction."""
         if self.device.kind == "cpu":
             return 2 * nbytes / self.host_rate
         return float(nbytes / (self.device.host_link or 1e9 * _presets()["assumed"]["host_gbytes"]))
 
     def update_seconds(self, nbytes: float) -> float:
-        """Time of an update on the host that goes through so many bytes of states."""
+        """Time of an update on the host over `nbytes` of states."""
         return UPDATE_TRAFFIC * nbytes / self.host_rate
 
     def disk_seconds(self, nbytes: float) -> float:
-        """Time in which so many bytes of states come from the disk and go back."""
+        """Time to read `nbytes` of states from the disk and to write them back."""
         whole = self.disk_bandwidth or 1e9 * _presets()["assumed"]["disk_gbytes"]
         return float(2 * nbytes * min(self.count, self.per_node) / whole)
 
@@ -385,12 +385,12 @@ def _machines(table: Mapping[str, Any]) -> Machines:
         raise ConfigError(f"device is {described!r}; it must be a name, such as {preset_names()[0]!r}, or a table.")
     for name, link, others in (("inside_gbps", inside, per_node > 1), ("between_gbps", between, nodes > 1)):
         if others and link is None:
-            raise ConfigError(f"{name} is missing, and there is more than one to link; give it in gigabits per second.")
+            raise ConfigError(f"{name} is missing, and there are several to link; give it in gigabits per second.")
     memory = parse_size(table["host_memory"]) if "host_memory" in table else None
     bandwidth = _number(table, "host_memory_gbytes")
-    nowhere = Link(math.inf)
+    unused = Link(math.inf)
     host = None if bandwidth is None else 1e9 * bandwidth
-    inside, between = inside or nowhere, between or nowhere
+    inside, between = inside or unused, between or unused
     return Machines(device, nodes * per_node, per_node, inside, between, memory, host_bandwidth=host)
 
 

@@ -1,7 +1,7 @@
-"""What this machine can do, measured in well under a minute.
+"""Measurements of this machine's rates, in well under a minute.
 
-Every quantity has a box of time: it is run until the box is full, and the median of the runs counts. What two processes
-do together is measured by `zeroshard.doctor.two_process_probe`, which is started twice and ended if it takes too long.
+Every quantity has a box of time: it is run until the box is full, and the median of the runs counts. Rates of two
+processes together come from `zeroshard.doctor.two_process_probe`, which is started twice and ended at a time limit.
 """
 
 import json
@@ -30,7 +30,7 @@ __all__ = ["Effort", "MachineProfile", "default_path", "measure"]
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST = 64  # rows of a matrix
 CHAIN = 64  # small operations behind one another
-GPU_SCALE = 8  # a GPU copies so fast that the start of a copy would count
+GPU_SCALE = 8  # times as many bytes on a GPU, so that the launch of a copy does not count
 BLOCK = 2**22  # bytes of one write
 POLL_SECONDS = 0.05  # between polls of the two processes
 
@@ -41,11 +41,11 @@ class Effort:
 
     Attributes:
         box: seconds for one quantity.
-        copy_bytes: of the buffer that is copied, far more than the caches hold.
-        matrix: rows of the largest square matrix; smaller ones where that fills a box.
+        copy_bytes: size of the copied buffer, far more than the caches hold.
+        matrix: rows of the largest square matrix; fewer where a smaller one fills a box.
         messages: bytes that one rank sends in each collective.
-        disk_bytes: of the file that is written and read, at most.
-        limit: seconds that the two processes may take together.
+        disk_bytes: largest size of the file that is written and read.
+        limit: seconds after which the two processes are ended.
     """
 
     box: float = 0.5
@@ -59,12 +59,12 @@ class Effort:
 def measure(
     effort: Effort, facts: Facts, threads: int, say: Callable[[str], object] = lambda what: None
 ) -> MachineProfile:
-    """Measure this machine; what cannot be measured is named in the profile.
+    """Measure this machine; the profile's `problems` name the rates that could not be measured.
 
     Args:
-        facts: of the machine; in its `disk` a file is written, read and removed.
+        facts: of the machine; a file is written, read and removed in `facts.disk`.
         threads: of CPU kernels in each process.
-        say: is told what is being measured.
+        say: called with the name of each quantity.
     """
     device = torch.device(accelerator.kind() if facts.gpus else "cpu")
     torch.set_num_threads(threads)
@@ -105,7 +105,7 @@ def measure(
 
 
 def median_seconds(run: Callable[[], object], box: float, device: torch.device) -> float:
-    """The median time of a run, after one to warm up; runs until the box is full, at least once."""
+    """The median time of a run, after one to warm up; repeats until the box is full, at least once."""
     accelerator.synchronize(device)
     run()
     accelerator.synchronize(device)
@@ -161,9 +161,9 @@ def op_seconds(device: torch.device, box: float) -> float:
 def host_link(device: torch.device, nbytes: int, box: float) -> tuple[float, float]:
     """Bytes/s from page-locked memory to an accelerator, and back."""
     host_copy = accelerator.page_locked(nbytes, torch.uint8, device).fill_(1)
-    there = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    up = nbytes / median_seconds(lambda: there.copy_(host_copy, non_blocking=True), box, there.device)
-    down = nbytes / median_seconds(lambda: host_copy.copy_(there, non_blocking=True), box, there.device)
+    on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    up = nbytes / median_seconds(lambda: on_device.copy_(host_copy, non_blocking=True), box, on_device.device)
+    down = nbytes / median_seconds(lambda: host_copy.copy_(on_device, non_blocking=True), box, on_device.device)
     return up, down
 
 
@@ -206,15 +206,15 @@ def _disk(facts: Facts, effort: Effort, problems: dict[str, str]) -> tuple[float
 
 
 def _pair(effort: Effort, threads: int, device: str, problems: dict[str, str]) -> dict[str, Any]:
-    """What two processes measured together, as far as they came."""
-    nothing: dict[str, Any] = {"beside": None, "collectives": {}, "signal": None}
+    """The fields of a profile that two processes measure together; empty ones where they failed."""
+    unmeasured: dict[str, Any] = {"beside": None, "collectives": {}, "signal": None}
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as folder:
         settings = {**asdict(effort), "threads": threads, "device": device, "folder": folder}
         problem = _run_pair(settings, Path(folder), effort.limit)
         answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
     if problem is not None or len(answers) < PAIR:
-        problems["network"] = f"two processes of this machine cannot work together: {problem or 'one said nothing'}"
-        return nothing
+        problems["network"] = f"two processes of this machine cannot work together: {problem or 'one wrote no result'}"
+        return unmeasured
     if answers[0]["problem"]:
         problems["shared"] = answers[0]["problem"]
     collectives = {
@@ -237,7 +237,7 @@ def _mean(rows: Any) -> Timing:
 
 
 def _run_pair(settings: dict[str, Any], folder: Path, limit: float) -> str | None:
-    """Run both processes to their end; what went wrong, if anything."""
+    """Run both processes to their end; returns the problem, or None."""
     package = Path(__file__).parents[2]  # where Python finds the package, installed or not
     logs = [folder / f"log-{rank}" for rank in range(PAIR)]
     processes = []
@@ -260,8 +260,8 @@ def _run_pair(settings: dict[str, Any], folder: Path, limit: float) -> str | Non
             time.sleep(POLL_SECONDS)
         failed = [log for log, process in zip(logs, processes, strict=True) if process.poll()]
         if failed:
-            said = failed[0].read_text(errors="replace").strip().splitlines()
-            return said[-1] if said else "one ended without a word"
+            lines = failed[0].read_text(errors="replace").strip().splitlines()
+            return lines[-1] if lines else "one ended without output"
         if any(process.returncode is None for process in processes):
             return f"they were not done after {limit:g} s"
         return None

@@ -1,4 +1,4 @@
-"""The profile of this machine: what `zeroshard doctor` measured, kept in a file for the planner."""
+"""The profile of this machine: rates that `zeroshard doctor` measured, in a file for the planner."""
 
 import dataclasses
 import json
@@ -35,32 +35,32 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineProfile:
-    """What was measured on one machine.
+    """The measurements of one machine.
 
     Attributes:
-        version: of the file's form.
-        date: when, as ISO 8601.
+        version: of the file format.
+        date: of the measurement, as ISO 8601.
         machine: the processor or the GPU.
-        kind: what computes: "cpu", or the type of an accelerator by torch's name.
+        kind: "cpu", or the type of an accelerator by torch's name.
         torch: its version.
         threads: of CPU kernels in each process.
-        cores: that this process may use.
-        devices: GPUs; 1 on CPUs.
-        device_memory: bytes of a GPU; on CPUs what was available of the host's memory.
+        cores: number that this process may use.
+        devices: number of GPUs; 1 on CPUs.
+        device_memory: bytes of a GPU; on CPUs the available bytes of host memory.
         device_overhead: bytes of a GPU that were taken before the first tensor.
-        host_memory: bytes that were available.
+        host_memory: available bytes.
         shared_memory: bytes of /dev/shm; 0 without.
         matrix_flops: FLOP/s by dtype, one process alone.
         memory_bandwidth: bytes/s that a copy reads and writes, one process alone.
         beside: both rates in each of two processes at once; None where that was not measured.
-        op_seconds: one small operation with autograd.
+        op_seconds: time of one small operation with autograd.
         host_up: bytes/s from pinned memory to the GPU; None without one.
         host_down: bytes/s back.
         disk_write: bytes/s of a file written and synced; None where it could not be measured.
         disk_read: bytes/s of the same file read again.
         collectives: by transport ("network", "shared") and operation, by size; between two processes.
-        signal: a gather of what all ranks map anyway, which only says that it is ready; None without shared memory.
-        problems: what could not be measured, and why.
+        signal: a gather in memory that all ranks map, which only signals; None without shared memory.
+        problems: by quantity, why it could not be measured.
     """
 
     date: str
@@ -119,7 +119,7 @@ class MachineProfile:
             raise DataError(f"{path} is no profile of this machine ({error}); `zeroshard doctor` makes one.") from error
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON holds it."""
+        """Plain values for JSON."""
         plain = dataclasses.asdict(self)
         plain["beside"] = self.beside and self.beside._asdict()
         plain["signal"] = self.signal and self.signal._asdict()
@@ -131,7 +131,7 @@ class MachineProfile:
 
     @property
     def transport(self) -> Transport:
-        """The way between ranks of this machine that `Plan` takes by default."""
+        """The transport between ranks of this machine that `Plan` takes by default."""
         return "shared" if self.kind == "cpu" and "shared" in self.collectives else "network"
 
     def machines(
@@ -140,8 +140,8 @@ class MachineProfile:
         """This machine with `count` ranks on it.
 
         Args:
-            transport: how the ranks are taken to speak; messages of pipelines go through the network in any case.
-            clock: whose seconds of collectives count.
+            transport: of collectives; messages of pipelines always go through the network.
+            clock: by which collectives are timed: elapsed time ("wall") or CPU time ("cpu").
             memory: bytes for each rank; on CPUs an equal share of what was available by default.
 
         Raises:
@@ -210,7 +210,7 @@ def _profile(content: Any) -> MachineProfile:
         version = content.get("version") if isinstance(content, dict) else content
         raise ValueError(f"its version is {version!r}, and this program reads {VERSION}")
     if content.keys() != names:
-        raise ValueError(f"{', '.join(sorted(content.keys() ^ names))} should or should not be there")
+        raise ValueError(f"fields are missing or unknown: {', '.join(sorted(content.keys() ^ names))}")
     beside, signal = content.pop("beside"), content.pop("signal")
     collectives = {
         transport: {operation: tuple(Timing(**row) for row in rows) for operation, rows in operations.items()}

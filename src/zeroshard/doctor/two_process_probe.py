@@ -1,4 +1,4 @@
-"""What two processes of a machine measure together: the engine's own collectives, by size, and both cores at work.
+"""The measurements of two processes together: the engine's own collectives by size, and rates while both compute.
 
 Started by `zeroshard.doctor.measure` as `python -m zeroshard.doctor.two_process_probe SETTINGS`; the answer is a file.
 """
@@ -21,7 +21,7 @@ from zeroshard.doctor.measure import copy_bandwidth, matrix_flops
 from zeroshard.doctor.profile import PAIR
 from zeroshard.platform import accelerator
 
-SHARE = 5  # of a box's part for one size of one collective
+SHARE = 5  # a collective of one size has a fifth of a box
 FEWEST, MOST = 3, 200  # runs
 MATRIX = 1024  # rows
 LABEL = "measurement"
@@ -35,13 +35,13 @@ def main(settings: str) -> None:
     rank, folder, device = task["rank"], Path(task["folder"]), task["device"]
     torch.set_num_threads(task["threads"])
     keep_freed_memory()
-    where = accelerator.pick(device, PAIR, rank)
-    accelerator.select(where)
+    own_device = accelerator.pick(device, PAIR, rank)
+    accelerator.select(own_device)
     stay_inside()
     patience = timedelta(seconds=task["limit"])
-    backend = accelerator.backend(where)
+    backend = accelerator.backend(own_device)
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=PAIR, timeout=patience)
-    mesh = mesh_of(list(range(PAIR)), where, task["limit"])
+    mesh = mesh_of(list(range(PAIR)), own_device, task["limit"])
     answer = json.dumps(measure_pair(mesh, task["messages"], task["box"], task["copy_bytes"], task["matrix"]))
     (folder / f"rank-{rank}.json").write_text(answer)
     time.sleep(SETTLE)
@@ -49,12 +49,12 @@ def main(settings: str) -> None:
 
 
 def measure_pair(mesh: Mesh, messages: list[int], box: float, copy_bytes: int, matrix: int) -> dict[str, Any]:
-    """What one of two ranks measures; both call it.
+    """The measurements of one of two ranks; both call it.
 
     Args:
         messages: bytes that a rank sends, ascending.
         box: seconds for each of the two rates; a collective of one size has a fifth.
-        copy_bytes: of the buffer that is copied.
+        copy_bytes: size of the copied buffer.
         matrix: rows of the largest square matrix.
     """
     network = Comm(mesh)
@@ -79,8 +79,8 @@ def _timings(comm: Comm, messages: list[int], box: float) -> dict[str, list[Row]
     runs = {"gather": _gathering(comm, largest), "exchange": _exchanging(comm, largest)}
     rows = {operation: [_timed(comm, run, nbytes, box) for nbytes in messages] for operation, run in runs.items()}
     if comm.shared is None:
-        there_and_back = [_timed(comm, _sending(comm, largest), nbytes, box) for nbytes in messages]
-        rows["send"] = [(nbytes, wall / 2, cpu / 2) for nbytes, wall, cpu in there_and_back]
+        round_trips = [_timed(comm, _sending(comm, largest), nbytes, box) for nbytes in messages]
+        rows["send"] = [(nbytes, wall / 2, cpu / 2) for nbytes, wall, cpu in round_trips]
     return rows
 
 
@@ -110,19 +110,19 @@ def _exchanging(comm: Comm, largest: int) -> Run:
 
 
 def _sending(comm: Comm, largest: int) -> Run:
-    """There and back."""
+    """A message there and one back."""
     rank, tensor = comm.mesh.rank, torch.zeros(largest, device=comm.mesh.device)
 
     def send(size: int) -> None:
         for source in range(PAIR):
-            go = comm.send if rank == source else comm.receive
-            go(tensor[:size], 1 - rank, Purpose.SEND_ACTIVATIONS, LABEL).wait()
+            operation = comm.send if rank == source else comm.receive
+            operation(tensor[:size], 1 - rank, Purpose.SEND_ACTIVATIONS, LABEL).wait()
 
     return send
 
 
 def _signal(comm: Comm, box: float) -> Row:
-    """A gather of what both ranks map: nothing is copied."""
+    """A gather in memory that both ranks map, which copies nothing."""
     assert comm.shared is not None
     common = comm.shared.memory.common(PAIR, torch.float32)
     own = common[comm.mesh.rank : comm.mesh.rank + 1]
@@ -130,7 +130,7 @@ def _signal(comm: Comm, box: float) -> Row:
 
 
 def _timed(comm: Comm, run: Run, nbytes: int, box: float) -> Row:
-    """(bytes, seconds by the clock, seconds of CPU time of this process); as many runs as rank 0 thinks fit the box."""
+    """(bytes, seconds by the clock, seconds of CPU time of this process); rank 0 decides how many runs fill the box."""
     size = max(1, nbytes // 4)
 
     def once() -> float:
