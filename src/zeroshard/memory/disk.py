@@ -22,12 +22,12 @@ from zeroshard.memory.host import PAGE, fresh_pages, in_pages
 from zeroshard.memory.ledger import WAYS_OUT, Category, Ledger
 
 PIECE = 2**23  # bytes of one read or write
-PROBE = 2**25  # bytes by which the bandwidth is measured
+PROBE = 2**25  # bytes of a measurement of the bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A place in the file: where it begins, its bytes without the rest of the last page, and what it holds."""
+    """A place in the file: its offset, its bytes without the rest of the last page, and the name of its content."""
 
     offset: int
     nbytes: int
@@ -38,8 +38,8 @@ class Disk:
     """The tier "disk" of one rank. `read` and `write` may run on any thread, one at a time for each extent.
 
     Args:
-        folder: where the file is; its last part is made if need be. The file has no name, so nothing stays behind.
-        ledger: holds every extent, in whole pages; what the last page does not need is padding.
+        folder: of the file; made if only its last part is missing. The file has no name, so it ends with the process.
+        ledger: enters every extent, in whole pages; the unused rest of the last page is padding.
         timeout: seconds that one read or write may take.
 
     Raises:
@@ -71,7 +71,7 @@ class Disk:
         """A place for `nbytes`, whose blocks are taken now, so that a later write cannot find the disk full.
 
         Args:
-            padding: how many of them hold nothing.
+            padding: bytes of it that hold no data.
 
         Raises:
             BudgetExceeded: the budget cannot hold it.
@@ -83,7 +83,7 @@ class Disk:
         try:
             facts = os.fstatvfs(self._file)
             free = facts.f_bavail * facts.f_frsize
-            if size > free:  # or a disk that others use would be full for a moment
+            if size > free:  # posix_fallocate would fill the disk before it fails
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if size:
                 os.posix_fallocate(self._file, self._end, size)
@@ -95,17 +95,17 @@ class Disk:
                 f"({error.strerror}). Free space there, name another folder as offload.disk, {WAYS_OUT['disk']}."
             ) from None
         extent = Extent(self._end, nbytes, label)
-        hollow = padding + size - nbytes
-        self._ledger.take(category, size, label, hollow, "disk")
-        self._entries.append((category, size, label, hollow))
+        unused = padding + size - nbytes
+        self._ledger.take(category, size, label, unused, "disk")
+        self._entries.append((category, size, label, unused))
         self._end += size
         return extent
 
     def slab(self, numel: int, dtype: torch.dtype, category: Category, label: str, padding: int = 0) -> torch.Tensor:
         """A new 1-D tensor of `numel` elements, zeroed, whose memory is the file; the kernel moves pages as needed.
 
-        The pages in memory are its cache, which it gives up when memory is short. A disk that breaks while a
-        page is brought ends the process (SIGBUS), since no call can raise the error.
+        Pages in memory are the kernel's cache, which shrinks when memory is short. A disk that fails while a page is
+        read ends the process (SIGBUS), since no call can raise the error.
 
         Raises:
             BudgetExceeded, OffloadError: as `reserve`.
@@ -118,7 +118,7 @@ class Disk:
         return torch.frombuffer(pages, dtype=dtype, count=numel)
 
     def write(self, extent: Extent, tensor: torch.Tensor) -> None:
-        """Fill an extent with a contiguous tensor of as many bytes, which is only read.
+        """Write a contiguous tensor of as many bytes into an extent.
 
         Raises:
             OffloadError: the disk fails or is too slow. The extent then holds neither what it held nor `tensor`;
@@ -144,7 +144,7 @@ class Disk:
         """
         if self._bandwidth is None:
             buffer = torch.frombuffer(fresh_pages(PROBE), dtype=torch.uint8)
-            buffer.random_(generator=torch.Generator().manual_seed(0))  # what cannot be compressed
+            buffer.random_(generator=torch.Generator().manual_seed(0))  # no file system can compress these bytes
             probe = Extent(self._end, PROBE, "a probe of its speed")
             try:
                 start = time.perf_counter()
@@ -159,7 +159,7 @@ class Disk:
         return self._bandwidth
 
     def close(self) -> None:
-        """Give up the file, and take everything off the ledger."""
+        """Close the file, and strike all extents off the ledger."""
         self._close()
         for category, nbytes, label, padding in self._entries:
             self._ledger.give(category, nbytes, label, padding, "disk")
@@ -172,11 +172,11 @@ class Disk:
         while done < extent.nbytes:
             left = min(PIECE, extent.nbytes - done)
             aligned = (tensor.data_ptr() + done) % PAGE == done % PAGE == 0 and left >= PAGE
-            way, count = (self._direct, left // PAGE * PAGE) if aligned else (self._file, left)
+            descriptor, count = (self._direct, left // PAGE * PAGE) if aligned else (self._file, left)
             try:
-                moved = call(way, [content[done : done + count]], extent.offset + done)
+                moved = call(descriptor, [content[done : done + count]], extent.offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and way != self._file:  # it was opened so, but blocks are larger
+                if error.errno == errno.EINVAL and descriptor != self._file:  # O_DIRECT needs larger blocks
                     self._direct = self._file
                     continue
                 raise self._failure(operation, extent, done, str(error.strerror)) from None
@@ -197,7 +197,7 @@ class Disk:
     def _failure(self, operation: str, extent: Extent, done: int, reason: str) -> OffloadError:
         return OffloadError(
             f"The disk at {self.folder} failed in {operation} {extent.label}, after {done:,} of {extent.nbytes:,} "
-            f"bytes: {reason}. What is in memory and earlier checkpoints are as they were; repair it or name another "
+            f"bytes: {reason}. Memory and earlier checkpoints are as they were; repair the disk or name another "
             f"folder as offload.disk, and go on from the last checkpoint."
         )
 
@@ -205,17 +205,17 @@ class Disk:
 def _nameless(folder: Path) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:  # a file system without such files
+    except OSError:  # a file system without O_TMPFILE
         descriptor, name = tempfile.mkstemp(prefix="zeroshard-", dir=folder)
         os.unlink(name)
         return descriptor
 
 
 def _directly(descriptor: int) -> int:
-    """A second descriptor of the same file, past the kernel's cache; the same one where that cannot be."""
+    """A second descriptor of the same file, past the kernel's cache; the same one where O_DIRECT is refused."""
     try:
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or the cache would read ahead what goes past it
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # the cache need not read ahead
     except OSError:
         return descriptor
     return direct

@@ -1,7 +1,7 @@
 """Host memory as slabs of exact size, outside of torch's allocator.
 
-So all that torch's allocator holds on a CPU is "the device", and on a GPU each slab is registered with its driver in
-the size that it has, where torch's pinned allocator rounds up to powers of two.
+So on a CPU torch's allocator holds the tier "device" alone. On a GPU each slab is registered with the driver in its
+exact size, where torch's pinned allocator rounds up to powers of two.
 
 [Note: pages are taken at once] A page of new memory is only taken when it is first touched, so a reading of
 free memory would count promised pages as free. Slabs touch all their pages when they are made; too little memory is
@@ -25,7 +25,7 @@ from zeroshard.platform import accelerator
 
 HOST = torch.device("cpu")
 PAGE = mmap.PAGESIZE
-TOUCH = 2**24  # bytes that are touched in one call, during which no other thread of Python runs
+TOUCH = 2**24  # bytes that one call touches, during which no other Python thread runs
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not among the names of Python 3.11
 
 
@@ -38,8 +38,8 @@ def fresh_pages(nbytes: int, device: torch.device = HOST) -> mmap.mmap:
     """Zeroed memory of whole pages, registered with the device; it is freed with the last tensor that lies in it.
 
     Raises:
-        OSError: there is no such memory.
-        OffloadError: the device refuses it.
+        OSError: the system lacks the memory.
+        OffloadError: the device's driver refuses it.
     """
     pages = _Registered(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: touching takes three times as long
@@ -67,7 +67,7 @@ class _Registered(mmap.mmap):
 
 @dataclass(slots=True)
 class _Entry:
-    """A slab, held until it is freed so that no other gets its place, and what the ledger holds for it."""
+    """A slab and its entry in the ledger; it keeps the slab, so that the id of its storage is not used again."""
 
     slab: torch.Tensor
     category: Category
@@ -80,10 +80,10 @@ class HostMemory:
     """The tier "host" of one rank. All methods may be called by any thread.
 
     Args:
-        ledger: holds every slab, in whole pages; what the last page does not need is padding.
+        ledger: enters every slab, in whole pages; the unused rest of the last page is padding.
         device: the tier above; slabs are registered with an accelerator.
-        root: where /proc and /sys are.
-        make: in a rehearsal, makes so many elements that are only counted, in the place of memory.
+        root: folder of /proc and /sys.
+        make: in a rehearsal, makes the elements of a slab, which are only counted.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class HostMemory:
         make: Callable[[int, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         self._ledger, self._device, self._root, self._make = ledger, device, root, make
-        self._held: dict[int, _Entry] = {}  # by storage, as tensors without values have no address
+        self._held: dict[int, _Entry] = {}  # by storage, because tensors without values have no address
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # of the pool, by bytes
         self._lent: dict[int, torch.Tensor] = {}  # of the pool, by storage
         self._lock = threading.RLock()
 
     def slab(self, numel: int, dtype: torch.dtype, category: Category, label: str, padding: int = 0) -> torch.Tensor:
-        """A new 1-D tensor of `numel` elements, zeroed, page-aligned, of which `padding` elements hold nothing.
+        """A new 1-D tensor of `numel` elements, zeroed, page-aligned, of which `padding` elements hold no data.
 
-        The memory goes with the last view of it after `free` or `close`.
+        The memory is freed with its last view, after `free` or `close`.
 
         Raises:
             BudgetExceeded: the budget or the process's limits cannot hold it.
-            OffloadError: CUDA refuses it.
+            OffloadError: the device's driver refuses it.
         """
         nbytes = numel * dtype.itemsize
         if not nbytes:
@@ -116,17 +116,17 @@ class HostMemory:
             slab = self._fresh(numel, dtype, category, label)
             entry = _Entry(slab, category, size, padding * dtype.itemsize + size - nbytes, label)
             self._ledger.take(category, size, label, entry.padding, "host")
-            self._held[_place(slab)] = entry
+            self._held[_storage_of(slab)] = entry
         return slab
 
     def free(self, slab: torch.Tensor) -> None:
-        """Take off the ledger what `slab` returned, or a view of all of it; the caller keeps no view."""
+        """Strike a slab off the ledger, given by any view of all of it; the caller keeps no view."""
         if slab.numel():
             with self._lock:
-                self._strike_out(self._held.pop(_place(slab)))
+                self._strike_out(self._held.pop(_storage_of(slab)))
 
     def borrow(self, nbytes: int, category: Category = Category.BUFFERS) -> torch.Tensor:
-        """`nbytes` uninitialised bytes, page-aligned, for something of `category`; hand them back with `give_back`.
+        """`nbytes` uninitialised bytes, page-aligned, counted as `category`; hand them back with `give_back`.
 
         They come from a pool that never shrinks, because memory that is used again costs a fraction of new pages. Free
         bytes of the pool count as buffers on the ledger.
@@ -141,27 +141,27 @@ class HostMemory:
             spare = self._spare[size]
             block = spare.pop() if spare else self.slab(size, torch.uint8, category, "the pool of host memory")
             self._count_as(category, block)
-            self._lent[_place(block)] = block
+            self._lent[_storage_of(block)] = block
         return block[:nbytes]
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Hand back what `borrow` returned, or a view of all of it."""
         if tensor.numel():
             with self._lock:
-                block = self._lent.pop(_place(tensor))
+                block = self._lent.pop(_storage_of(tensor))
                 self._count_as(Category.BUFFERS, block)
                 self._spare[block.nbytes].append(block)
 
     def check_room(self, nbytes: int, what: str, ranks: int = 1, category: Category = Category.BUFFERS) -> None:
-        """Refuse what the ledger's budget, the machine, the process's cgroups or its own limits cannot hold.
+        """Refuse bytes that the ledger's budget, the machine, the process's cgroups or its own limits cannot hold.
 
         Args:
-            nbytes: that this rank is about to take.
-            what: they are for.
-            ranks: of this machine that are about to take as much.
+            nbytes: number of bytes that this rank is about to take.
+            what: name of their use, for the error.
+            ranks: number of ranks of this machine that take as much at the same time.
 
         Raises:
-            BudgetExceeded: with the limit that is met first and what it leaves.
+            BudgetExceeded: with the tightest limit and the bytes that it leaves.
         """
         self._ledger.check_room(category, nbytes, what, "host")
         rooms = find_rooms(self._root) if self._make is None else []
@@ -174,7 +174,7 @@ class HostMemory:
             raise BudgetExceeded(_too_little(what, nbytes, ranks if tightest.shared else 1, found))
 
     def close(self) -> None:
-        """Take everything off the ledger; the memory goes with the last views."""
+        """Strike all slabs off the ledger; memory is freed with its last views."""
         with self._lock:
             for entry in self._held.values():
                 self._strike_out(entry)
@@ -195,7 +195,7 @@ class HostMemory:
         return torch.frombuffer(pages, dtype=dtype, count=numel)
 
     def _count_as(self, category: Category, block: torch.Tensor) -> None:
-        entry = self._held[_place(block)]
+        entry = self._held[_storage_of(block)]
         if entry.category is not category:
             self._strike_out(entry)
             entry.category = category
@@ -205,7 +205,7 @@ class HostMemory:
         self._ledger.give(entry.category, entry.nbytes, entry.label, entry.padding, "host")
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -17,7 +17,7 @@ from zeroshard.errors import BudgetExceeded
 
 
 class Category(StrEnum):
-    """What a byte is for."""
+    """The use of a byte."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -28,7 +28,7 @@ class Category(StrEnum):
 
 
 MODEL_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.MASTER_WEIGHTS, Category.OPTIMIZER_STATES)
-WAYS_OUT = {  # of a tier that is too small
+WAYS_OUT = {  # for a tier that is too small
     "device": "keep fewer bytes there (offload, recomputation, smaller microbatches), use more ranks, or a higher ZeRO "
     "stage",
     "host": "keep fewer bytes there (a smaller offload.fraction, offload.moments of fewer bytes, offload.disk), "
@@ -57,7 +57,7 @@ class Event:
 
 @dataclass(slots=True)
 class Recording:
-    """Where a `Ledger.recorded` that is under way enters its events, and when it began."""
+    """A `Ledger.recorded` under way: its start and its events."""
 
     start: float
     events: list[Event]
@@ -71,7 +71,7 @@ class Ledger:
         now: seconds of the clock by which changes are recorded.
 
     Attributes:
-        way_out: for a device that would have to hold so many bytes of a budget, what to do about it.
+        way_out: gives the way out of an error, for the bytes needed on the device and its budget; None without one.
     """
 
     def __init__(self, budgets: Mapping[str, int] | None = None, now: Callable[[], float] = time.perf_counter) -> None:
@@ -92,7 +92,7 @@ class Ledger:
         label: str,
         padding: int = 0,
     ) -> torch.Tensor:
-        """A new 1-D tensor of `numel` elements, zeroed, of which `padding` elements hold nothing.
+        """A new 1-D tensor of `numel` elements, zeroed, of which `padding` elements hold no data.
 
         Raises:
             BudgetExceeded: the tier's budget cannot hold it.
@@ -101,13 +101,13 @@ class Ledger:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def take(self, category: Category, nbytes: int, label: str, padding: int = 0, tier: str = "device") -> None:
-        """Enter `nbytes` (of which `padding` bytes hold nothing) before they are allocated.
+        """Enter `nbytes` (of which `padding` bytes hold no data) before they are allocated.
 
-        The budget covers what the engine allocates, and what autograd saves: that is torch's, and only seen where there
-        is a budget or while a step is recorded.
+        The budget covers buffers of the engine and tensors saved by autograd. The latter are entered only if the
+        device has a budget, or while a step is recorded.
 
         Raises:
-            BudgetExceeded: with the table of what the tier holds.
+            BudgetExceeded: with the bytes on the tier by category.
         """
         self.check_room(category, nbytes, label, tier)
         account = self._accounts[tier, category]
@@ -118,10 +118,10 @@ class Ledger:
             self._note(label)
 
     def check_room(self, category: Category, nbytes: int, label: str, tier: str = "device") -> None:
-        """Refuse what the budget cannot hold, before it is allocated.
+        """Refuse bytes that the tier's budget cannot hold.
 
         Raises:
-            BudgetExceeded: with the table of what the tier holds.
+            BudgetExceeded: with the bytes on the tier by category.
         """
         budget, held_now = self.budgets.get(tier), self.total(tier)
         if budget is not None and held_now + nbytes > budget:
@@ -154,7 +154,7 @@ class Ledger:
 
     def total(self, tier: str = "device") -> int:
         """Current bytes of all categories."""
-        return sum(account.current for (where, _), account in self._accounts.items() if where == tier)
+        return sum(account.current for (held_on, _), account in self._accounts.items() if held_on == tier)
 
     def model_states(self, tier: str = "device") -> int:
         """Current bytes of parameters, gradients, master weights and optimizer states."""
@@ -167,12 +167,12 @@ class Ledger:
 
     @property
     def limits_activations(self) -> bool:
-        """Whether what autograd saves must be entered, because the device has a budget."""
+        """Whether tensors saved by autograd must be entered, because the device has a budget."""
         return "device" in self.budgets
 
     @property
     def recording(self) -> bool:
-        """Whether changes are being kept."""
+        """Whether a recording is under way."""
         return bool(self._recordings)
 
     @contextmanager
@@ -192,15 +192,14 @@ class Ledger:
 
 
 class Arena:
-    """Scratch buffers that are made once and used again: gradients on their way, staging for the wire.
+    """Scratch buffers that are made once and used again, such as for gradients under way and for collectives.
+
+    `take` gives the smallest free buffer that is large enough, or a new one, so that after the first steps nothing is
+    allocated any more (ZeRO-R's constant buffers, 1910.02054, section 6.2).
 
     Args:
-        ledger: enters them.
-        allocate: makes a buffer of so many elements.
-
-    A buffer that is asked for is the smallest free one that is large enough; only when there is none is a new
-    one made, so that after the first steps nothing is allocated here (ZeRO-R's constant buffers, 1910.02054, section
-    6.2).
+        ledger: enters the buffers.
+        allocate: makes a buffer of a number of elements.
     """
 
     def __init__(self, ledger: Ledger, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:

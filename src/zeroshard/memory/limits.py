@@ -1,4 +1,4 @@
-"""How much host memory the process may still take: by the machine, by its cgroups, and by its own limits.
+"""Host memory that the process may still take: by the machine, by its cgroups, and by its own limits.
 
 Linux kernel documentation: filesystems/proc, admin-guide/cgroup-v2, admin-guide/cgroup-v1/memory.
 """
@@ -15,9 +15,9 @@ class Room:
     """The room that one limit leaves.
 
     Attributes:
-        nbytes: that may still be taken; negative where the limit is exceeded already.
-        limit: what says so.
-        shared: whether the ranks of a machine take it together.
+        nbytes: bytes that may still be taken; negative where the limit is exceeded already.
+        limit: its name.
+        shared: whether all ranks of a machine take from it.
     """
 
     nbytes: int
@@ -26,7 +26,7 @@ class Room:
 
 
 def find_rooms(root: Path = ROOT) -> list[Room]:
-    """All limits on this process's memory that can be read, with what each leaves now; [] if none can."""
+    """All limits on this process's memory that can be read, with the room that each leaves now."""
     return [*_machine(root), *_cgroups(root), *_own_limits(root)]
 
 
@@ -68,7 +68,7 @@ def _own_limits(root: Path) -> Iterator[Room]:
 def _folders(root: Path, controller: str) -> list[Path]:
     """The folder of this process's cgroup and those above it: of version 2 without a controller, of version 1 with one.
 
-    In a container the path is often that of the host, and what is mounted is the process's own cgroup.
+    In a container the path is often that of the host, and the mounted root is the process's own cgroup.
     """
     top = root / "sys/fs/cgroup" / (controller or "unified")
     if not controller and not top.is_dir():
@@ -89,7 +89,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """Empty for what cannot be read."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

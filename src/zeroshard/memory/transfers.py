@@ -1,4 +1,4 @@
-"""Links between tiers: copies and host jobs as tasks, which run beside the main thread.
+"""Transfers between tiers: copies and host jobs as tasks, which run beside the main thread.
 
 The caller that needs the result of a task waits for it, and only then; the runner chooses when the task runs. So a
 missing wait is a wrong number under `Latest` or `Shuffled`, on any machine, and not a rare error on a GPU.
@@ -7,7 +7,7 @@ missing wait is a wrong number under `Latest` or `Shuffled`, on any machine, and
 destination not read. Tasks hold both.
 
 [Note: exposed seconds] Seconds for which the main thread waited for a task. Where it waited for a chain (an
-update that waited for its gradients), each link of the chain gets the part in which it ran.
+update that waited for its gradients), each task of the chain gets the part in which it ran.
 """
 
 import random
@@ -30,7 +30,7 @@ from zeroshard.platform import accelerator
 
 @dataclass(frozen=True, slots=True)
 class TaskSpan:
-    """When a task ran, or the main thread computed (cause `COMPUTE`), in seconds of the link's clock."""
+    """The time of a task, or of the main thread's computation (cause `COMPUTE`), in seconds of the transfers' clock."""
 
     label: str
     cause: str
@@ -42,11 +42,11 @@ class Task:
     """A copy between tiers, or a job of the host.
 
     Attributes:
-        cause: a `Purpose`, `UPDATE`, or `DISK` (an update of what lives on the disk).
-        nbytes: moved, or gone through.
-        after: tasks that must have run before.
+        cause: a `Purpose`, `UPDATE`, or `DISK` (an update of states on the disk).
+        nbytes: bytes copied, or processed by the job.
+        after: tasks that must run before it.
         done: whether it has run (on a GPU: was handed to its stream).
-        start: when it ran, in seconds of the link's clock.
+        start: of its run, in seconds of the transfers' clock.
         end: likewise.
     """
 
@@ -68,7 +68,7 @@ class Task:
 
     @property
     def matters(self) -> bool:
-        """Whether later tasks must still wait for it: it has not run, or failed, or ends later on some clock."""
+        """Whether later tasks must still wait for it: it has not run, or failed, or ends later by the clock."""
         return not self.done or self.event is not None or self.error is not None or self.end > self.link.now()
 
     @property
@@ -80,7 +80,7 @@ class Task:
         """Return when the caller may use the result and overwrite the source.
 
         Raises:
-            OffloadError: it failed, or does not end.
+            OffloadError: the task failed, or does not end.
         """
         self.link.wait(self)
 
@@ -108,34 +108,34 @@ class Task:
 
 
 class TaskRunner(Protocol):
-    """When tasks run."""
+    """Runs tasks, and decides when."""
 
     def begin(self, task: Task) -> None:
-        """Take a task in; it may run from now on."""
+        """Accept a task; it may run from now on."""
 
     def finish(self, task: Task) -> None:
-        """Return when it has run."""
+        """Return when the task has run."""
 
 
 class Eager:
-    """At once."""
+    """Runs tasks at once."""
 
     def begin(self, task: Task) -> None:
-        """Run it."""
+        """Run the task."""
         task.run()
 
     def finish(self, task: Task) -> None:
-        """It has run."""
+        """Do nothing: the task has run."""
 
 
 class Latest:
-    """As late as can be: inside of the wait for it, or for what comes after it."""
+    """Runs a task as late as possible: inside of the wait for it, or for a task after it."""
 
     def begin(self, task: Task) -> None:
-        """Nothing yet."""
+        """Do nothing yet."""
 
     def finish(self, task: Task) -> None:
-        """Run what it needs, then itself."""
+        """Run the tasks before it, then itself."""
         for before in task.after:
             self.finish(before)
         if not task.done:
@@ -143,19 +143,19 @@ class Latest:
 
 
 class Shuffled:
-    """In an order drawn from a seed, some at every occasion."""
+    """Runs tasks in an order drawn from a seed, some of them in every call."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._pending: list[Task] = []
 
     def begin(self, task: Task) -> None:
-        """Keep it, and run some that wait."""
+        """Keep the task, and run some that are pending."""
         self._pending.append(task)
         self._run_some()
 
     def finish(self, task: Task) -> None:
-        """Run some until it has run."""
+        """Run pending tasks until this one has run."""
         while not task.done:
             self._run_some(least=1)
 
@@ -169,25 +169,24 @@ class Shuffled:
 
 
 class ThreadRunner:
-    """Jobs on threads of the host, one per queue, each in the order in which they came; copies at once, if they can.
+    """Runs jobs on host threads, one per queue, in order; copies at once, unless a task before them is still open.
 
     On a GPU a copy is handed to the stream of its queue, and `wait` lets the current stream wait for it.
 
     Args:
-        device: of the upper tier.
+        device: the upper tier.
         timeout: seconds that a wait may take.
     """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self._device, self._timeout = device, timeout
-        self._streams = {
-            queue: accelerator.new_stream(device) for queue in ("down", "up")
-        }  # once: pools grow per stream
+        # Made once, because torch's allocator keeps a pool for each stream.
+        self._streams = {queue: accelerator.new_stream(device) for queue in ("down", "up")}
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         weakref.finalize(self, _end, self._queues)
 
     def begin(self, task: Task) -> None:
-        """Run it here, hand it to its stream, or to its thread."""
+        """Run a task in this thread, hand it to its stream, or to its queue's thread."""
         if task.copies:
             task.ready = accelerator.record(self._device)
         if task.copies and all(before.done for before in task.after):
@@ -238,7 +237,7 @@ def _serve(queue: "SimpleQueue[Task | None]", streams: Mapping[str, torch.Stream
         _carry_out(task, streams)
         assert task.signal is not None
         task.signal.set()
-        del task  # or it would live until the next one comes
+        del task  # or it would be kept until the next one
 
 
 def _end(queues: "Mapping[str, SimpleQueue[Task | None]]") -> None:
@@ -252,18 +251,18 @@ class VirtualClock(Protocol):
     now: float
 
     def spend(self, seconds: float, cause: str | None = None) -> None:
-        """Let time pass."""
+        """Advance the clock."""
 
     def standing(self) -> AbstractContextManager[None]:
-        """Let no time pass inside."""
+        """Stop the clock inside."""
 
 
 class Modelled:
-    """Runs tasks at once, on a clock of its own: a queue is busy for a task's seconds, and a wait lasts until its end.
+    """Runs tasks at once, on a virtual clock: a queue is busy for a task's seconds, and a wait lasts until its end.
 
     Args:
         clock: advanced by operations of the main thread.
-        seconds: that a task takes.
+        seconds: gives the duration of a task.
     """
 
     def __init__(self, clock: VirtualClock, seconds: Callable[[Task], float]) -> None:
@@ -271,7 +270,7 @@ class Modelled:
         self._free: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, task: Task) -> None:
-        """Run it, and let its queue be busy for as long as it would take."""
+        """Run the task, and occupy its queue for the task's duration."""
         with self._clock.standing():
             task.run()
         task.start = max([self._clock.now, self._free[task.queue], *(before.end for before in task.after)])
@@ -280,7 +279,7 @@ class Modelled:
             spans[-1] = TaskSpan(task.label, task.cause, task.start, task.end)
 
     def finish(self, task: Task) -> None:
-        """Let the time pass that is left, by what ran in it."""
+        """Advance the clock to the end of the task, by cause."""
         for cause, seconds in _parts(task, self._clock.now, task.end):
             self._clock.spend(seconds, cause)
 
@@ -289,13 +288,13 @@ class Transfers:
     """All copies between tiers, and all host jobs, of one engine.
 
     Args:
-        executor: when they run.
+        executor: runs them.
         now: seconds of the clock.
 
     Attributes:
-        counts: what was copied, by purpose, since the last `reset`.
-        exposed: seconds that the main thread stood still, by cause, since the last `reset`.
-        spans: lists to which tasks that have run are added, one for each trace under way.
+        counts: traffic by purpose, since the last `reset`.
+        exposed: seconds that the main thread waited, by cause, since the last `reset`.
+        spans: lists to which spans of tasks are added, one for each trace under way.
         stalls: (cause, event before, event after) of waits on a GPU that were not yet added to `exposed`.
     """
 
@@ -318,7 +317,7 @@ class Transfers:
         """Begin to copy `source` into `into`, of the same number of elements ([Note: a copy in flight]).
 
         Args:
-            padding: how many of the elements hold nothing.
+            padding: elements of it that hold no data.
         """
         count = self.counts.setdefault(purpose, Count())
         count.elements += source.numel() - padding
@@ -337,12 +336,12 @@ class Transfers:
     def run(
         self, work: Callable[[], None], cause: str, label: str, nbytes: int = 0, after: Sequence[Task] = ()
     ) -> Task:
-        """Begin a job of the host that goes through `nbytes`."""
+        """Begin a job of the host that processes `nbytes`."""
         return self._begin(Task(self, work, cause, label, nbytes, after))
 
     def wait(self, task: Task) -> None:
         """As `task.wait()`."""
-        with self._standing(task):
+        with self._timed_as_exposed(task):
             self.executor.finish(task)
         _forget(task)
         if task.error is not None:
@@ -350,7 +349,7 @@ class Transfers:
 
     @contextmanager
     def traced(self, spans: list[TaskSpan]) -> Iterator[None]:
-        """Add to `spans` when tasks inside run, and what is noted; the list is complete when the block ends."""
+        """Add spans of tasks that run inside, and those of `note`, to `spans`; the list is complete after the block."""
         self.spans = (*self.spans, spans)
         try:
             yield
@@ -358,12 +357,12 @@ class Transfers:
             self.spans = tuple(other for other in self.spans if other is not spans)
 
     def note(self, label: str, start: float) -> None:
-        """Enter what the main thread has computed since `start` into every trace under way."""
+        """Enter the main thread's computation since `start` into every trace under way."""
         for spans in self.spans:
             spans.append(TaskSpan(label, COMPUTE, start, self.now()))
 
     def reset(self) -> tuple[dict[Purpose, Count], dict[str, float]]:
-        """Begin to count anew; returns what was counted."""
+        """Return the counts and exposed seconds, and start again from zero."""
         waiting = []
         for cause, before, after in self.stalls:  # on a GPU the last of them may not be over yet
             if after.query():
@@ -378,12 +377,12 @@ class Transfers:
         return counts, exposed
 
     def _begin(self, task: Task) -> Task:
-        with self._standing(task):
+        with self._timed_as_exposed(task):
             self.executor.begin(task)
         return task
 
     @contextmanager
-    def _standing(self, task: Task) -> Iterator[None]:
+    def _timed_as_exposed(self, task: Task) -> Iterator[None]:
         """Count the time that passes inside as exposed ([Note: exposed seconds])."""
         start = self.now()
         yield
@@ -392,14 +391,14 @@ class Transfers:
 
 
 def _forget(task: Task) -> None:
-    """Drop the tasks that a task waited for, or chains would grow from step to step."""
+    """Drop the tasks before a task, or chains would grow from step to step."""
     before, task.after = task.after, []
     for each in before:
         _forget(each)
 
 
 def _parts(task: Task, start: float, end: float) -> Iterator[tuple[str, float]]:
-    """(cause, seconds) of the tasks that one waited for between `start` and `end`; the last of them gets the rest."""
+    """(cause, seconds) of a task and of those before it between `start` and `end`; the task itself gets the rest."""
     for before in task.after:
         if before.done and before.end > start:
             yield from _parts(before, start, min(before.end, end))
