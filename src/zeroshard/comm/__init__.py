@@ -1,5 +1,5 @@
-"""Ranks: meshes of them, collectives, and how bytes get from one to another.
+"""Communication: meshes of ranks, collectives, and transports.
 
 Read `mesh` (ranks and their groups), `collectives` (every collective, labelled and counted), `transport` and
-`shared_memory` (how slices travel), then `hang_detector` and `heartbeat` (what ends a wait for a rank that is gone).
+`shared_memory` (network and memory between ranks), then `hang_detector` and `heartbeat` (which end vain waits).
 """

@@ -7,8 +7,8 @@ one rank really sends is (N-1)/N of that, counted beside it in bytes.
 an order. So each rank's gradients go to the rank that owns the slice, which adds them in rank order, in fp32.
 
 [Note: no silent disagreement] A rank that waits longer than `PATIENCE` writes into the store which operation it waits
-for and how many it has started in each group. Two ranks that each wait for what the other has not started can never
-go on, so both stop with both names instead of hanging. Ranks that are merely slow are waited for until the timeout.
+for and how many it has started in each group. Two ranks that wait for operations which the other has not started can
+never go on, so both stop with both names instead of hanging. Slow ranks are waited for until the timeout.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from zeroshard.comm.transport import Arrival, Scratch, Shared
 from zeroshard.errors import CommError
 from zeroshard.platform.accelerator import is_accelerator
 
-REMEMBERED = 32  # messages per channel whose names a rank can still tell
+REMEMBERED = 32  # latest messages per channel whose labels a rank keeps
 # An agreement's frame: label, 8 bytes for the length, content; longer content takes a second round.
 LABEL_BYTES, CONTENT_BYTES = 64, 440
 
@@ -66,7 +66,7 @@ class Pending:
             ABANDONED.append((lease.name if lease else "", self._work))
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait a little; False when the result is not there yet."""
+        """Wait at most so long; False if the result is not there yet."""
         if self._work is not None and not self._work.is_completed() and not is_accelerator(self._comm.mesh.device):
             try:
                 self._work.wait(timedelta(seconds=seconds))
@@ -78,7 +78,7 @@ class Pending:
         """Wait for the result (on CUDA: let the current stream wait).
 
         Raises:
-            CommError: the ranks disagree about what comes next, one is silent, or a connection broke.
+            CommError: ranks wait for different operations, a rank is silent, or a connection broke.
         """
         if self._work is None:
             return
@@ -98,10 +98,10 @@ class Pending:
 
 
 class Exchange(Pending):
-    """Every rank's copy of this rank's slice, on the way.
+    """An exchange under way, which brings every rank's copy of this rank's slice.
 
     Attributes:
-        scratch: what holds the copies, to be handed back to its arena after `done`; None if they are read in place.
+        scratch: the buffer of the copies, to be handed back to its arena after `done`; None if they are read in place.
     """
 
     def __init__(self, comm: "Comm", work: dist.Work, place: Position, purpose: Purpose, arrival: Arrival) -> None:
@@ -116,7 +116,7 @@ class Exchange(Pending):
         return self._arrival.copies
 
     def done(self) -> None:
-        """The copies are not needed any more; exchanges must come here in the order in which they were started."""
+        """Release the copies; exchanges must be released in the order in which they were started."""
         shared = self._comm.shared
         if shared is not None:
             shared.memory.post(Signal.READ)
@@ -137,10 +137,10 @@ class Comm:
     """The collectives of one rank.
 
     Attributes:
-        shared: the memory that the ranks share instead of sending; None where they do not.
+        shared: the memory that the ranks share; None where they send.
         counts: by purpose, since the last `reset`.
-        digests: by group, a checksum of the names of all its collectives so far; ranks that did the same have the same.
-        session: a number on which the ranks agreed, that keeps their messages apart from those of earlier engines.
+        digests: by group, a checksum of the labels of all its collectives so far, equal on ranks that started the same.
+        session: a number on which the ranks agreed, which keeps messages of different engines apart.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -153,7 +153,7 @@ class Comm:
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
         self._watch: HangDetector | None = None
-        self._said: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._labels: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
     def reset(self) -> None:
         """Start counting again from zero."""
@@ -163,10 +163,10 @@ class Comm:
         """Let parameters and gradients live in memory that all ranks map; a collective call.
 
         Args:
-            nbytes: how much of it will be needed.
+            nbytes: bytes that will be needed.
 
         Returns:
-            why it cannot be, or None.
+            the reason why memory cannot be shared, or None.
         """
         mesh = self.mesh
         found = mesh.platform.share(mesh.rank, mesh.ranks, self.agree_on, nbytes)
@@ -204,7 +204,7 @@ class Comm:
         """Start to bring each rank's slice of `full` [N*S] to its owner, who gets all ranks' copies.
 
         Args:
-            scratch: makes a buffer of so many elements of the dtype of `full`, if one is needed.
+            scratch: makes a buffer of a number of elements of `full`'s dtype; called if one is needed.
         """
         place, count = self._enter("reduce", purpose, label)
         with self._naming(place):
@@ -216,7 +216,7 @@ class Comm:
         return Exchange(self, work, place, purpose, arrival)
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Overwrite `tensor` with that of rank `source`; for set-up and to take the model out, not for every step."""
+        """Overwrite `tensor` with that of rank `source`; for set-up and for exports, not for every step."""
         if self.mesh.ranks == 1:
             return
         place, count = self._enter("gather", Purpose.SETUP, label)
@@ -237,7 +237,7 @@ class Comm:
         return Pending(self, work, place, purpose)
 
     def receive(self, into: torch.Tensor, peer: int, purpose: Purpose, label: str) -> Pending:
-        """Start to fill `into` with what rank `peer` sends under the same label."""
+        """Start to fill `into` with the tensor that rank `peer` sends under the same label."""
         place, _, group = self._channel(peer, self.mesh.rank, purpose, label)
         with self._naming(place):
             work = self._network.receive(into, peer, _tag(label, self.session), group)
@@ -247,7 +247,7 @@ class Comm:
         """Every rank's `content`, in rank order.
 
         Raises:
-            CommError: the ranks came here with different labels, which are both named.
+            CommError: ranks called it with different labels; names two of them.
         """
         if self.mesh.ranks == 1:
             return [content]
@@ -256,8 +256,8 @@ class Comm:
         lengths, heads = [], []
         for rank, frame in enumerate(self._all_gather(name + len(content).to_bytes(8) + head, label)):
             if frame[:LABEL_BYTES] != name:
-                there = frame[:LABEL_BYTES].decode(errors="replace").strip()
-                raise CommError(_disagreement(self.mesh.rank, label, rank, there))
+                theirs = frame[:LABEL_BYTES].decode(errors="replace").strip()
+                raise CommError(_disagreement(self.mesh.rank, label, rank, theirs))
             lengths.append(int.from_bytes(frame[LABEL_BYTES : LABEL_BYTES + 8]))
             heads.append(frame[LABEL_BYTES + 8 :])
         longest = max(lengths) - CONTENT_BYTES
@@ -265,7 +265,7 @@ class Comm:
         return [(a + b)[:n] for a, b, n in zip(heads, tails, lengths, strict=True)]
 
     def agree_on(self, value: Any, label: str) -> list[Any]:
-        """Every rank's `value` (whatever JSON holds), in rank order; for errors and for set-up, not for every step."""
+        """Every rank's `value`, a JSON value, in rank order; for errors and for set-up, not for every step."""
         return [json.loads(content) for content in self.agree(json.dumps(value).encode(), label)]
 
     def _all_gather(self, frame: bytes, label: str) -> list[bytes]:
@@ -303,7 +303,7 @@ class Comm:
             self.withdraw()
 
     def explain(self, place: Position, expired: bool) -> None:
-        """Say in the store what this rank waits for, and compare with what the others say.
+        """Publish in the store which operation this rank waits for, and compare with the other ranks'.
 
         Raises:
             CommError: the wait can never end, or has lasted too long.
@@ -316,7 +316,7 @@ class Comm:
             raise CommError(f"Rank {self.mesh.rank} stopped in '{place.label}' because {reason}.") from error
 
     def withdraw(self) -> None:
-        """This rank goes on; where the store does not hear it, the next wait that takes long will say so."""
+        """Withdraw the published wait; if the store does not answer, the next long wait reports it."""
         if self.mesh.store is None:
             return
         try:
@@ -329,8 +329,8 @@ class Comm:
         group = self._groups["reduce" if place is not None and place.group.endswith("backward") else "gather"]
         other = (self.mesh.rank + 1) % self.mesh.ranks
         with contextlib.suppress(RuntimeError):
-            nothing = torch.empty(0)
-            work = dist.irecv(nothing, group=group, group_src=other, tag=_tag("never", self.session))
+            empty = torch.empty(0)
+            work = dist.irecv(empty, group=group, group_src=other, tag=_tag("never", self.session))
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 
@@ -361,7 +361,7 @@ class Comm:
     ) -> tuple[Position, Count, dist.ProcessGroup | None]:
         backward = purpose in BACKWARDS
         place = self._place(f"{source}>{destination}{' backward' if backward else ''}", label)
-        self._said[place.group].append((place.number, label))
+        self._labels[place.group].append((place.number, label))
         return place, self.counts[purpose], self._groups["reduce" if backward else "gather"]
 
     def _place(self, group: str, label: str) -> Position:
@@ -386,13 +386,13 @@ class Comm:
         return _Naming(self, place)
 
     def _publish(self, place: Position) -> None:
-        said = {group: list(labels) for group, labels in self._said.items()}
-        where = {"place": [place.group, place.number, place.label], "started": self._started, "said": said}
+        labels = {group: list(numbered) for group, numbered in self._labels.items()}
+        wait = {"place": [place.group, place.number, place.label], "started": self._started, "said": labels}
         assert self.mesh.store is not None
-        self.mesh.store.set(f"where/{self.mesh.rank}", json.dumps(where))
+        self.mesh.store.set(f"where/{self.mesh.rank}", json.dumps(wait))
 
     def _compare(self, place: Position, expired: bool) -> None:
-        """Raise when another rank provably waits for something else, or when the time is up."""
+        """Raise if another rank provably waits for a different operation, or if the time is up."""
         rank, store = self.mesh.rank, self.mesh.store
         assert store is not None
         first = self.failure()
@@ -406,21 +406,20 @@ class Comm:
             content = store.get(f"where/{other}")
             if not content:  # withdrawn between the two calls: that rank goes on
                 continue
-            there = json.loads(content)
-            theirs = Position(*there["place"])
+            wait = json.loads(content)
+            theirs = Position(*wait["place"])
             if not (_in(other, place.group) and _in(rank, theirs.group)):
                 continue
-            apart = there["started"].get(place.group, 0) < place.number and self._started[theirs.group] < theirs.number
-            said = dict(there["said"].get(place.group, []))  # messages that it has started, waiting for them or not
-            label = said.get(place.number, theirs.label if theirs[:2] == place[:2] else place.label)
-            if apart or label != place.label:
-                raise CommError(_disagreement(rank, place.label, other, theirs.label if apart else label))
+            stuck = wait["started"].get(place.group, 0) < place.number and self._started[theirs.group] < theirs.number
+            labels = dict(wait["said"].get(place.group, []))  # of all messages that it has started
+            label = labels.get(place.number, theirs.label if theirs[:2] == place[:2] else place.label)
+            if stuck or label != place.label:
+                raise CommError(_disagreement(rank, place.label, other, theirs.label if stuck else label))
         if expired:
-            who = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
+            others = f"rank {', '.join(map(str, silent))} is silent" if silent else "all ranks wait as well"
             raise CommError(
-                f"Rank {rank} waited {self.mesh.timeout:.0f} s for '{place.label}' and gave up; {who}. See that "
-                f"rank's log: "
-                "it is computing, stopped or dead. Raise `timeout` if a step may take that long."
+                f"Rank {rank} waited {self.mesh.timeout:.0f} s for '{place.label}' and gave up; {others}. See that "
+                f"rank's log: it is computing, stopped or dead. Raise `timeout` if a step may take that long."
             )
 
     def failure(self) -> str | None:
@@ -440,7 +439,7 @@ def _in(rank: int, group: str) -> bool:
 
 
 def _tag(label: str, session: int) -> int:
-    """Messages meet by their labels, so that ranks which disagree wait (and get an error) instead of mixing them up."""
+    """A message's tag, from its label: ranks that disagree wait (and get an error) instead of mixing messages."""
     return zlib.crc32(label.encode(), session) & 0x3FFFFFFF
 
 

@@ -8,19 +8,19 @@ from typing import Any, Protocol
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CommError
 
-PATIENCE = 2.0  # seconds of waiting before a rank says where it is
+PATIENCE = 2.0  # seconds of waiting before a rank publishes its wait
 
 
 class WatchedWait(Protocol):
-    """Calls of the detector when a wait takes long."""
+    """The methods of `Comm` that the detector calls."""
 
     mesh: Mesh
 
     def explain(self, place: Any, expired: bool) -> None:
-        """Say where this rank waits; raises if that can never end."""
+        """Publish this rank's wait; raises if it can never end."""
 
     def withdraw(self) -> None:
-        """This rank goes on."""
+        """Withdraw the published wait."""
 
     def break_messages(self, place: Any) -> None:
         """Let the wait fail."""
@@ -30,9 +30,9 @@ class HangDetector(threading.Thread):
     """Watches a wait for a message.
 
     Attributes:
-        place: the message that is waited for; None between waits.
-        since: when the wait began.
-        found: why it can never end.
+        place: the awaited message; None between waits.
+        since: begin of the wait (monotonic seconds).
+        found: the error of a wait that can never end.
     """
 
     def __init__(self, comm: WatchedWait) -> None:

@@ -1,8 +1,8 @@
-"""The heartbeat of one rank: a small file, mapped into memory, that says where the rank is.
+"""The heartbeat of one rank: a small file, mapped into memory, with the rank's step, phase and collective.
 
-The rank writes it in passing; its supervisor reads it, also after the rank was killed. Times are those of
+The rank writes it as it runs; its supervisor reads it, also after the rank was killed. Times are those of
 `time.monotonic`, which all processes of one machine share. Numbers are written whole; a text that is read while it is
-written may be cut, which is harmless: decisions are taken over a heartbeat that has not changed for seconds.
+written may be cut, which is harmless: decisions need a heartbeat that has not changed for seconds.
 """
 
 import json
@@ -37,13 +37,13 @@ class HeartbeatReading:
     Attributes:
         rank: of the process.
         pid: of the process.
-        step: that the rank is in, from 1; -1 before the first.
+        step: the last finished step, from 1; -1 before the first.
         committed: step of the newest committed checkpoint that the rank knows of; -1 for none.
-        phase: what the rank does, in a few words.
-        waiting: whether its main thread waits for `collective`.
-        collective: the last that it started or began to wait for.
-        since: when the main thread last wrote anything (monotonic seconds).
-        alive: when the heartbeat last beat (monotonic seconds).
+        phase: present activity, in a few words.
+        waiting: whether the main thread waits for `collective`.
+        collective: the last one started or waited for.
+        since: time of the main thread's last entry (monotonic seconds).
+        alive: time of the last beat (monotonic seconds).
     """
 
     rank: int
@@ -59,12 +59,12 @@ class HeartbeatReading:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank stopped, as it wrote itself.
+    """The error that stopped a rank, as the rank wrote it.
 
     Attributes:
         type: the exception's class.
-        message: what it says.
-        first: whether the rank believes that it is the first to fail.
+        message: the exception's text.
+        first: whether the rank takes itself for the first to fail.
         when: monotonic seconds.
         trace: the traceback as text.
     """
@@ -77,10 +77,10 @@ class Failure:
 
 
 class Heartbeat:
-    """The writing end, in the rank's own process. Opened a second time, a file keeps what it says.
+    """The writing end, in the rank's own process.
 
     Args:
-        path: the file; it is made if it is not there.
+        path: the file; made if it does not exist, and otherwise kept with its contents.
         rank: of this process.
     """
 
@@ -95,37 +95,37 @@ class Heartbeat:
                 _STEP.pack_into(self._map, at, -1)
             self.beat()
             self._changed()
-            _BORN.pack_into(self._map, _AT_BORN, _MAGIC, rank, os.getpid())  # last: a file with this mark can be read
+            _BORN.pack_into(self._map, _AT_BORN, _MAGIC, rank, os.getpid())  # last, as the mark of a complete file
 
     def beat(self) -> None:
-        """The process runs; for the heartbeat's thread."""
+        """Enter that the process runs; called by a thread of its own."""
         _ALIVE.pack_into(self._map, _AT_ALIVE, time.monotonic())
 
     def phase(self, text: str) -> None:
-        """The main thread does this now; said again, it is progress too."""
+        """Enter the main thread's activity; entering the same again counts as progress."""
         _PHASE.pack_into(self._map, _AT_PHASE, text.encode()[: _PHASE.size])
         self._changed()
 
     def step(self, n: int) -> None:
-        """Step `n` begins, counted from 1 over the whole run."""
+        """Enter that step `n` is finished, counted from 1 over the whole run."""
         _STEP.pack_into(self._map, _AT_STEP, n)
         self._changed()
 
     def committed(self, n: int) -> None:
-        """The newest committed checkpoint is that of step `n`."""
+        """Enter the step of the newest committed checkpoint."""
         _STEP.pack_into(self._map, _AT_COMMITTED, n)
         self._changed()
 
     def start(self, collective: tuple[str, int, str]) -> None:
-        """A collective (group, number, label) was started, and the main thread goes on."""
+        """Enter a collective (group, number, label) that was started, while the main thread goes on."""
         self._write(0, collective)
 
     def enter(self, collective: tuple[str, int, str]) -> None:
-        """The main thread waits for this collective (group, number, label)."""
+        """Enter that the main thread waits for a collective (group, number, label)."""
         self._write(1, collective)
 
     def leave(self) -> None:
-        """The wait is over."""
+        """Enter the end of the wait."""
         _STEP.pack_into(self._map, _AT_COLLECTIVE, 0)
         self._changed()
 
@@ -174,7 +174,7 @@ def write_failure(path: Path, error: BaseException, first: bool = True) -> None:
         part.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         part.rename(path.with_suffix(".failure"))
     except OSError:
-        return  # the supervisor is gone with its folder, or the disk is full; the exit code tells the rest
+        return  # the supervisor's folder is gone, or the disk is full; the exit code remains
 
 
 def read_failure(path: Path) -> Failure | None:

@@ -1,4 +1,4 @@
-"""The mesh: which process is which, and the named groups in which they speak.
+"""The mesh: the ranks of some processes, and their process groups.
 
 A mesh is some processes that split and reduce among themselves: all of them, or the replicas of one pipeline stage.
 It is passed as an object; there is no global registry.
@@ -32,11 +32,11 @@ from zeroshard.platform.real import REAL, Platform
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 MOST = 2**30  # bytes
-HEARD = 3.0  # seconds in which a rank that waits has looked into the store (more than hang_detector.PATIENCE)
+HEARD = 3.0  # seconds within which a waiting rank reads the store (more than hang_detector.PATIENCE)
 CONNECTIONS = 384 * 2**20  # bytes of address space that the threads of the groups take, malloc's part included
 WORLD = "the process group of all ranks"
-CALLS: Counter[float] = Counter()  # how often this process asked for a mesh, by its timeout
-LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where the backends listen; by default where the hostname is
+CALLS: Counter[float] = Counter()  # calls of `shared_mesh`, by timeout
+LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # interfaces of the backends; by default that of the hostname
 SETTLE = 0.1  # seconds between the last collective and the end of the interpreter
 
 
@@ -49,14 +49,14 @@ class Mesh:
         ranks: number of processes (N in the formulas).
         device: where parameters and activations live.
         gathers: the process group in which parameters are gathered; None when there is one rank.
-        reductions: the one in which gradients are reduced, apart from the other because the two interleave differently
-            on ranks that take different branches; None when there is one rank.
+        reductions: the process group in which gradients are reduced; a second one, because gathers and reductions
+            interleave differently on ranks that take different branches; None when there is one rank.
         control: a gloo group for the few bytes on the host on which ranks agree; None when there is one rank.
-        store: the key-value store through which a rank in trouble says where it is; None when there is one rank.
-        failures: the store in which a rank that fails says why; that of the whole world also in a part of it.
+        store: the key-value store in which ranks publish long waits; None when there is one rank.
+        failures: the store in which a rank that fails writes its error; in a part of a mesh, the one of the world.
         timeout: seconds that a collective may wait before it is an error.
-        heartbeat: where this rank says what it does, for its supervisor; None without one.
-        platform: this machine, or one that is rehearsed.
+        heartbeat: of this rank, for its supervisor; None without one.
+        platform: this machine, or a rehearsed one.
         lease: keeps the groups ([Note: leases]).
     """
 
@@ -90,10 +90,10 @@ SHARED: dict[float, Mesh] = {}  # by their timeouts
 
 
 def attempt() -> int:
-    """How often this job was started again after a failure: by `zeroshard run`, else by torchrun; 0 at first.
+    """The number of restarts of this job after failures: by `zeroshard run`, else by torchrun.
 
     Raises:
-        PlanError: the environment holds no whole number.
+        PlanError: the variable is no whole number.
     """
     for name in ("ZEROSHARD_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"):
         if name in os.environ:
@@ -104,7 +104,7 @@ def attempt() -> int:
 
 
 def job() -> str:
-    """What names this job through all its attempts: from `zeroshard run`, else from torchrun; empty without either."""
+    """The job's name through all its attempts: from `zeroshard run`, else from torchrun; empty without either."""
     return os.environ.get("ZEROSHARD_JOB", os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
@@ -126,14 +126,14 @@ def local_ranks() -> int | None:
 def stay_inside() -> None:
     """Let process groups made from now on listen on the loopback address alone, for a job on one machine.
 
-    What the user says in the environment goes first.
+    Variables that the user has set stay as they are.
     """
     for name in LISTENING:
         os.environ.setdefault(name, "lo")
 
 
 def user_cache() -> str:
-    """The folder that the user wants caches to be kept in (XDG base directories); empty where it is not said."""
+    """The user's folder for caches (XDG base directories); empty if it is not set."""
     return os.environ.get("XDG_CACHE_HOME", "")
 
 
@@ -146,33 +146,33 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
             there is one for every local rank.
 
     Raises:
-        PlanError: a world size or a device that cannot be had. CommError: a rank did not come within `timeout`.
+        PlanError: the world size or the device is not available. CommError: a rank did not come within `timeout`.
         BudgetExceeded: too little address space for connections.
     """
-    where, heartbeat = _device(device), _heartbeat()
+    own_device, heartbeat = _device(device), _heartbeat()
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return Mesh(device=where, timeout=timeout, heartbeat=heartbeat)
+            return Mesh(device=own_device, timeout=timeout, heartbeat=heartbeat)
         if not os.environ["WORLD_SIZE"].isdecimal() or int(os.environ["WORLD_SIZE"]) < 1:
             raise PlanError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
             )
-        accelerator.select(where)
-        _join(accelerator.backend(where), timeout)
+        accelerator.select(own_device)
+        _join(accelerator.backend(own_device), timeout)
     else:
         limit_waits(_get_default_store(), timeout)
     ranks = dist.get_world_size()
     if ranks == 1:
-        return Mesh(device=where, timeout=timeout, heartbeat=heartbeat)
-    mesh = mesh_of(list(range(ranks)), where, timeout, heartbeat)
+        return Mesh(device=own_device, timeout=timeout, heartbeat=heartbeat)
+    mesh = mesh_of(list(range(ranks)), own_device, timeout, heartbeat)
     atexit.register(_leave, replace(mesh, gathers=None, reductions=None, control=None, lease=None))
     return mesh
 
 
 def shared_mesh(timeout: float) -> Mesh:
-    """The mesh of the engines that were given none: one for all with this timeout, until an operation in it fails.
+    """The mesh of engines that were given none: one for all with this timeout, until an operation in it fails.
 
-    A collective call, since it may have failed on some ranks only. Raises what `init_mesh` raises.
+    A collective call, because the failure may have been on some ranks only. Raises what `init_mesh` raises.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         mesh = init_mesh(timeout)
@@ -224,7 +224,7 @@ def _check_address_space() -> None:
 
 
 def _heartbeat() -> Heartbeat | None:
-    """Where this process tells its supervisor what it does."""
+    """The heartbeat of this process; None without a supervisor."""
     path = os.environ.get("ZEROSHARD_PULSE")
     return Heartbeat(Path(path), int(os.environ.get("RANK", "0"))) if path else None
 
@@ -236,15 +236,15 @@ def mesh_of(members: list[int], device: torch.device, timeout: float, heartbeat:
     a mesh that they cannot use), because making a group is itself collective.
     """
     patience = timedelta(seconds=timeout + 30.0)  # Comm gives up first, with the names
-    me, name = dist.get_rank(), "-".join(map(str, members))
+    own_rank, name = dist.get_rank(), "-".join(map(str, members))
     store, what = PrefixStore(f"zeroshard/{name}", _get_default_store()), f"the process groups of ranks {name}"
     ranks = dist.get_world_size()
-    roll_call(_get_default_store(), me, ranks, partial(wait_for_all, store, me, ranks, timeout, what))
-    with naming(store, me, what):
+    roll_call(_get_default_store(), own_rank, ranks, partial(wait_for_all, store, own_rank, ranks, timeout, what))
+    with naming(store, own_rank, what):
         gathers = dist.new_group(members, timeout=patience)
         reductions = dist.new_group(members, timeout=patience)
         control = dist.new_group(members, timeout=patience, backend="gloo")
-    rank = members.index(me) if me in members else 0
+    rank = members.index(own_rank) if own_rank in members else 0
     groups = (gathers, reductions, control)
     return Mesh(
         rank, len(members), device, *groups, store, store, timeout, heartbeat, lease=lease(f"ranks {name}", groups)
@@ -255,7 +255,7 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     """The mesh of the part that this rank is in; all ranks of `mesh` call it with the same parts.
 
     Args:
-        name: tells apart what different parts with the same members keep in the store.
+        name: of the partition; keeps keys of equal members of different partitions apart in the store.
     """
     members = next(part for part in parts if mesh.rank in part)
     if max(map(len, parts)) == 1:
@@ -316,19 +316,19 @@ def keep_freed_memory() -> None:
 
 
 def announce_failure(mesh: Mesh, error: BaseException) -> bool:
-    """Write into the store why this rank stops; returns whether it is the first to say so."""
+    """Write into the store why this rank stops; returns whether it is the first to fail."""
     if mesh.failures is None:
         return True
     text = f"rank {mesh.rank} failed: {type(error).__name__}: {error}"
     try:
         return bool(mesh.failures.compare_set("failure", "", text).decode() == text)
-    except dist.DistError:  # it is gone with the process that kept it, or cannot be reached; better twice than never
+    except dist.DistError:  # the store is gone or cannot be reached: announce twice rather than never
         give_up(mesh.failures)
         return True
 
 
 def _leave(mesh: Mesh) -> None:
-    """At the end of the process: after an uncaught exception say why, else end the process groups in order."""
+    """At the end of the process: announce an uncaught exception, else destroy the process groups in order."""
     error = getattr(sys, "last_value", None)
     if error is not None:
         announce_failure(mesh, error)
@@ -337,8 +337,8 @@ def _leave(mesh: Mesh) -> None:
         if mesh.rank == 0 and mesh.heartbeat is None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
             assert mesh.failures is not None
             with contextlib.suppress(dist.DistError):
-                mesh.failures.check(["failure"])  # where it does not answer, it answers no rank
-                time.sleep(HEARD)  # the store ends with this process, and the others must read in it why
+                mesh.failures.check(["failure"])  # a store that does not answer need not be kept alive
+                time.sleep(HEARD)  # the store ends with this process, and the others read the failure in it
         os._exit(1)  # the end of the process groups would wait for peers that are gone
     elif dist.is_initialized():
         # gloo's threads drop their tensors a little after a result is there, and need Python's lock for it; one that

@@ -1,8 +1,8 @@
-"""Process groups that are given back once no rank needs them.
+"""Process groups that are destroyed once no rank needs them.
 
 [Note: leases] Torch keeps a process group, with about five descriptors and three threads, until it is destroyed. Ranks
-lose the mesh that a group is of at different times, as garbage is collected, and torch names some new groups by those
-that there are. So a group ends at the next roll call of all ranks in which none of them has its mesh any more.
+lose a group's mesh at different times, as garbage is collected, and torch names some new groups by the number of groups
+that exist. So a group ends at the next roll call of all ranks in which none of them has its mesh any more.
 """
 
 import json
@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-ABANDONED: list[tuple[str, dist.Work]] = []  # operations that are not waited for any more, with the names of leases
-_COUNTS: Counter[str] = Counter()  # leases so far, by their first names
-_GROUPS: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # that were not ended yet, by the names of their leases
+ABANDONED: list[tuple[str, dist.Work]] = []  # operations without a wait, with their leases' names
+_COUNTS: Counter[str] = Counter()  # leases so far, by name without number
+_GROUPS: dict[str, tuple[dist.ProcessGroup, ...]] = {}  # not destroyed yet, by their leases' names
 
 
 class Lease:
@@ -40,7 +40,7 @@ def lease(name: str, groups: tuple[dist.ProcessGroup, ...]) -> Lease:
     """The lease of new groups.
 
     Args:
-        name: what they are for; the same calls in the same order on all ranks tell equal ones apart.
+        name: of the groups' use; a number, equal on all ranks, is added to it.
     """
     _COUNTS[name] += 1
     made = Lease(f"{name}#{_COUNTS[name]}")
@@ -49,15 +49,15 @@ def lease(name: str, groups: tuple[dist.ProcessGroup, ...]) -> Lease:
 
 
 def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], within: str = "") -> None:
-    """Wait for all ranks, and end the groups that none of them needs; a collective call.
+    """Wait for all ranks, and destroy the groups that none of them needs; a collective call.
 
     Args:
         wait: returns when all ranks have called it.
-        within: how the names of the leases begin that are looked at, all of which these ranks have.
+        within: prefix of the leases to look at, all of which these ranks have.
     """
     _COUNTS[f"{within}/call"] += 1
     names = [f"leases/{within}/{_COUNTS[f'{within}/call']}/{each}" for each in range(ranks)]
-    stuck = {name for name, work in ABANDONED if not work.is_completed()}  # to end their groups is to wait for them
+    stuck = {name for name, work in ABANDONED if not work.is_completed()}  # destroying their groups would wait for them
     mine = [name for name in {*stuck, *_HELD} if name.startswith(within)]
     known: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     store.set(names[rank], json.dumps([mine, len(known)]))
@@ -69,19 +69,19 @@ def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], wit
             dist.destroy_process_group(group)
     most = max(count for _, count in answers)
     while len(known) < most:
-        known[_Nothing()] = f"nothing {len(known)}"
+        known[_PlaceholderGroup()] = f"placeholder {len(known)}"
 
 
-class _Nothing:
-    """Counts as a group: torch names one of some of the ranks by how many groups a rank has, and ends them all so.
+class _PlaceholderGroup:
+    """An entry in torch's table of groups, by whose length torch names a group of some of the ranks.
 
-    So that number is to be the same on all ranks, and never one that there has been.
+    With placeholders the length is equal on all ranks and never repeats. Torch calls `shutdown` of all entries.
     """
 
     def shutdown(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 def is_open(group: dist.ProcessGroup | None) -> bool:
-    """Whether torch still knows a group: another may have ended it, or all of them."""
+    """Whether torch still has a group: other code may have destroyed it, or all of them."""
     return group in dist.distributed_c10d._world.pg_map

@@ -1,13 +1,13 @@
-"""Rendezvous: how the ranks of a job find each other, and which of them did not come.
+"""Rendezvous: the ranks of a job find each other, or an error names those that did not come.
 
 [Note: roll call] Making a process group waits inside torch until every rank is there, longer than `timeout` and without
 a name for the rank that is missing. So before a group is made each rank enters its name in the job's store and waits
 for those of the others; after that, the group is made at once.
 
-[Note: a store that does not answer] torch waits without an end for the store's answer, and neither a cable that was cut
-nor a process that was stopped answers anything. So the socket to the store has a deadline, for requests of this
-package and for those of torch where it makes a group. The answer may come after it, to be
-taken for that to the next question, so a connection that was given up is shut, and later requests fail at once.
+[Note: a store that does not answer] torch waits without limit for the store's answer, which does not come over a cut
+cable or from a stopped process. So the socket to the store has a deadline, for requests of this package and for those
+of torch when it makes a group. A late answer would be taken for that to the next request, so a connection that was
+given up is shut, and later requests fail at once.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ PATIENCE = 2.0  # seconds before a rank looks whether another one has failed
 SHAKE = 1.0  # seconds more than torch's own deadline for a connection
 BACKLOG = 1024  # connections that may wait to be accepted
 ADDRESS_BYTES = 128  # of the kernel's sockaddr_storage
-SILENT = "Socket Timeout"  # in torch's words
-LIBC = ctypes.CDLL(None)  # sockets of torch, which Python's own would change by looking at them
-LEAST = 1.0  # seconds in which a store may always answer
-CALLS: Counter[str] = Counter()  # by its name, how often this process has answered a roll call
+SILENT = "Socket Timeout"  # in torch's errors
+LIBC = ctypes.CDLL(None)  # for torch's sockets, which a socket object of Python would change
+LEAST = 1.0  # seconds: the shortest deadline of a store
+CALLS: Counter[str] = Counter()  # roll calls that this process has answered, by name
 
 
 def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout: float) -> Store:
@@ -44,7 +44,7 @@ def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout
         place: MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        PlanError: the place is none. CommError: the process that keeps the store did not come.
+        PlanError: the address or the port is invalid. CommError: the process that keeps the store did not come.
     """
     address, port = place
     if not address or not port.isdecimal() or not int(port) < 2**16:
@@ -73,13 +73,13 @@ def connect(place: tuple[str, str], rank: int, ranks: int, served: bool, timeout
 
 
 def reach(address: str, port: int, keeps: bool, timeout: float) -> Store:
-    """The store at an address; from a thread, because torch waits without an end for what listens there in silence.
+    """The store at an address; made in a thread, because torch waits without limit for a listener that is silent.
 
     Args:
         keeps: whether this process keeps it.
 
     Raises:
-        DistError: it did not come within `timeout` seconds, or the port is taken.
+        DistError: the store did not come within `timeout` seconds, or the port is taken.
     """
     found: list[Store | dist.DistError] = []
     patience, listener = timedelta(seconds=timeout), _listen_inside(address, port) if keeps else None
@@ -98,14 +98,14 @@ def reach(address: str, port: int, keeps: bool, timeout: float) -> Store:
     thread.start()
     thread.join(timeout + SHAKE)
     if not found:
-        raise dist.DistStoreError("something listens there and does not answer as a store does")
+        raise dist.DistStoreError("the process that listens there does not answer as a store does")
     if isinstance(found[0], dist.DistError):
         raise found[0]
     return found[0]
 
 
 def _listen_inside(address: str, port: int) -> int | None:
-    """A descriptor that listens on the loopback address alone, if that is where the store is; else torch listens."""
+    """A descriptor that listens on the loopback address alone, if the store is there; None lets torch listen."""
     if address != "localhost" and not address.startswith("127."):
         return None
     try:
@@ -115,9 +115,9 @@ def _listen_inside(address: str, port: int) -> int | None:
 
 
 def limit_waits(store: Store, timeout: float) -> None:
-    """Let what a TCP store does not answer be an error; see [Note: a store that does not answer].
+    """Set a deadline for a TCP store's answers; see [Note: a store that does not answer].
 
-    A rank that looks into it after `PATIENCE` is done by `timeout`.
+    A rank that asks after `PATIENCE` has its answer or an error by `timeout`.
     """
     seconds = max(timeout - PATIENCE, LEAST)
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -148,8 +148,8 @@ def _connections(store: Store | None) -> list[int]:
     for name in os.listdir("/dev/fd"):
         length = ctypes.c_uint32(ADDRESS_BYTES)
         if LIBC.getpeername(int(name), peer, ctypes.byref(length)) == 0:
-            family, there = struct.unpack_from("=H", peer.raw)[0], struct.unpack_from(">H", peer.raw, 2)[0]
-            if family in (socket.AF_INET, socket.AF_INET6) and there == port:
+            family, remote_port = struct.unpack_from("=H", peer.raw)[0], struct.unpack_from(">H", peer.raw, 2)[0]
+            if family in (socket.AF_INET, socket.AF_INET6) and remote_port == port:
                 found.append(int(name))
     return found
 
@@ -174,16 +174,16 @@ def wait_for_all(store: Store, rank: int, ranks: int, timeout: float, what: str)
         raise CommError(f"Rank {rank} cannot make {what} because {give_up(store)}.") from error
     if failed is not None:
         raise CommError(f"Rank {rank} cannot make {what} because {failed}")
-    who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
+    absent = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
     raise CommError(
-        f"Rank {rank} waited {timeout:.0f} s for {who} of {ranks} to make {what}, and gave up. Every rank must make "
+        f"Rank {rank} waited {timeout:.0f} s for {absent} of {ranks} to make {what}, and gave up. Every rank must make "
         f"the mesh and the engine; see that rank's log: it was not started, is busy before that point, or is dead. "
         f"Raise `timeout` if it may take that long."
     )
 
 
 def _all_arrive(store: Store, names: list[str], timeout: float) -> bool:
-    """Whether all names are entered in time, before a rank fails; looks, because a store's wait writes warnings."""
+    """Whether all names are entered in time, before a rank fails; polls, because a store's wait logs warnings."""
     start, pause = time.monotonic(), SHORTEST
     while not store.check(names):
         waited = time.monotonic() - start
@@ -203,6 +203,6 @@ def naming(store: Store, rank: int, what: str) -> Iterator[None]:
         if SILENT in str(error):
             raise CommError(f"Rank {rank} could not make {what} because {give_up(store)}.") from error
         raise CommError(
-            f"Rank {rank} could not make {what} ({str(error).splitlines()[0]}): a rank was there and left, or its "
+            f"Rank {rank} could not make {what} ({str(error).splitlines()[0]}): a rank came and left, or its "
             f"address cannot be reached. Look at the logs of the other ranks, and run `zeroshard doctor`."
         ) from error

@@ -1,7 +1,7 @@
-"""The lock of a run folder: a file there names a process, and counts for as long as that process lives.
+"""The lock of a run folder: a file in it names a process, and holds for as long as that process lives.
 
-A rank names the process that would start it again, so that no other run gets in between two attempts.
-Whether a process lives can be seen on its own machine alone, by its id and by when it started, because ids come again.
+A rank names the process that would restart it, so that no other run takes the folder between two attempts. Only on its
+own machine can a process be checked, by its id and its start time, because ids are used again.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ class Owner:
     """A process that works in a folder.
 
     Attributes:
-        started: when, in seconds since 1970.
-        job: what names a job that its cluster starts again elsewhere, and never twice at a time; empty without one.
-        requeued: how often the cluster did.
+        started: start of the process, in seconds since 1970.
+        job: id of a cluster's job, which may start again on other machines but never runs twice at a time; or empty.
+        requeued: number of those starts.
     """
 
     user: str
@@ -55,28 +55,28 @@ class Owner:
         return (self.host, self.pid) == (other.host, other.pid) and abs(self.started - other.started) <= SLACK
 
     def is_gone(self, seen_by: "Owner") -> bool:
-        """Whether it is certain that this process is over."""
+        """Whether the process has certainly ended."""
         if self.job and self.job == seen_by.job and self.requeued < seen_by.requeued:
             return True
         if self.host != seen_by.host:
             return False
         try:
             started = _started(self.pid)
-        except psutil.AccessDenied:  # it lives, and is none of ours
+        except psutil.AccessDenied:  # it lives, under another user
             return False
         return started is None or abs(self.started - started) > SLACK
 
 
 def hold(path: Path, mine: Owner) -> None:
-    """Enter `mine` as the owner, where there is none, or it is the same one, or its process is gone.
+    """Enter `mine` as the owner, unless another process that may live is the owner.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
         OSError: the file cannot be written.
     """
     with path.open("a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # from reading to writing
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that reading and writing are one operation
         except BlockingIOError:
             raise ConfigError(f"{path.parent} is taken by another run at this moment; {OTHER_RUN}.") from None
         except OSError:
@@ -95,7 +95,7 @@ def hold(path: Path, mine: Owner) -> None:
 
 
 def release(path: Path, mine: Owner) -> None:
-    """Let others have it, if `mine` holds it."""
+    """Empty the lock, if `mine` holds it."""
     with contextlib.suppress(OSError), path.open("r+", encoding="utf-8") as file:
         other = _read(file)
         if other is not None and other.is_same(mine):

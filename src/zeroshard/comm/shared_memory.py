@@ -24,16 +24,16 @@ import torch.distributed as dist
 from zeroshard.errors import PlanError
 
 PLACE = "/dev/shm"  # where POSIX keeps shared memory
-REGION = 2**38  # bytes of address space for what is common, and for each rank
+REGION = 2**38  # bytes of address space for the common region, and for that of each rank
 PAGE = 4096
 ALIGNMENT = 64
 SEMAPHORE = 32  # bytes of a sem_t
-BOXES = 2**14  # buffers whose places the ranks can tell each other
+SLOTS = 2**14  # buffers whose offsets a rank can publish
 POLL_SECONDS = 0.5  # between polls of whether the other ranks' processes still live
 
 
 class Signal(IntEnum):
-    """What one rank tells all others; each kind is counted apart."""
+    """The signals of a rank to all others; each kind is counted apart."""
 
     GATHER = 0  # my slice is ready
     COPIED = 1  # I have copied yours
@@ -56,17 +56,17 @@ class SharedMemory:
         self._map = mmap.mmap(descriptor, _size(self.ranks))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._base = self._bytes.data_ptr()
-        self._used = [0] * (self.ranks + 1)  # bytes of what is common and of each rank's own region; only ours counts
-        self._boxes: dict[str, int] = {}
+        self._used = [0] * (self.ranks + 1)  # bytes of the common region and of each rank's; of those only this rank's
+        self._slots: dict[str, int] = {}
         self._posted = dict.fromkeys(Signal, 0)
         self._taken = {(other, signal): 0 for other in range(self.ranks) for signal in Signal}
         self.others = [other for other in range(self.ranks) if other != rank]
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._lives = {other: os.pidfd_open(processes[other]) for other in self.others}
+        self._pidfds = {other: os.pidfd_open(processes[other]) for other in self.others}
         self._poll = select.poll()
-        for life in self._lives.values():
-            self._poll.register(life, select.POLLIN)
-        weakref.finalize(self, _close, [*self._lives.values(), descriptor])  # buffers that are still held stay valid
+        for pidfd in self._pidfds.values():
+            self._poll.register(pidfd, select.POLLIN)
+        weakref.finalize(self, _close, [*self._pidfds.values(), descriptor])  # buffers that are still held stay valid
 
     def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D buffer in memory common to all ranks; all must ask for the same ones in the same order.
@@ -89,14 +89,14 @@ class SharedMemory:
         return 0 <= tensor.data_ptr() - self._base - _region(0, self.ranks) < REGION
 
     def publish(self, label: str, tensor: torch.Tensor) -> None:
-        """Say where this rank's buffer of that name is now; all ranks publish names in the same order."""
-        box = self._boxes.setdefault(label, len(self._boxes))
-        self._box(self.rank, box).fill_(tensor.data_ptr() - self._base)
+        """Publish the offset of this rank's buffer under a name; all ranks publish names in the same order."""
+        slot = self._slots.setdefault(label, len(self._slots))
+        self._slot(self.rank, slot).fill_(tensor.data_ptr() - self._base)
 
     def theirs(self, rank: int, label: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements [start, start + numel) of the buffer that `rank` published under a name."""
-        place = int(self._box(rank, self._boxes[label])) + start * dtype.itemsize
-        return self._bytes[place : place + numel * dtype.itemsize].view(dtype)
+        offset = int(self._slot(rank, self._slots[label])) + start * dtype.itemsize
+        return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def post(self, signal: Signal) -> None:
         """Signal every other rank; a rank that waits for the signal sees all earlier writes."""
@@ -128,7 +128,7 @@ class SharedMemory:
 
     def _refuse_dead(self) -> None:
         gone = {descriptor for descriptor, _ in self._poll.poll(0)}
-        names = [str(rank) for rank, descriptor in self._lives.items() if descriptor in gone]
+        names = [str(rank) for rank, descriptor in self._pidfds.items() if descriptor in gone]
         if names:
             raise dist.DistNetworkError(f"the process of rank {', '.join(names)} is gone")
 
@@ -149,13 +149,13 @@ class SharedMemory:
     def _semaphore(self, source: int, destination: int, signal: Signal) -> ctypes.c_void_p:
         return _semaphore(self._base, self.ranks, source, destination, signal)
 
-    def _box(self, rank: int, number: int) -> torch.Tensor:
-        start = _head(self.ranks) + (rank * BOXES + number) * 8
+    def _slot(self, rank: int, number: int) -> torch.Tensor:
+        start = _head(self.ranks) + (rank * SLOTS + number) * 8
         return self._bytes[start : start + 8].view(torch.int64)
 
 
 class Signals(dist.Work):
-    """Posts of all other ranks, waited for like any work of torch.distributed."""
+    """The posts of all other ranks, as work of torch.distributed."""
 
     def __init__(self, memory: SharedMemory, signal: Signal, number: int) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ class Signals(dist.Work):
         """Wait until all have posted.
 
         Raises:
-            TimeoutError: one has not in time.
-            DistNetworkError: a process is gone.
+            TimeoutError: a rank has not posted in time.
+            DistNetworkError: a rank's process is gone.
         """
         if not self._reach(time.time() + timeout.total_seconds()):
             raise TimeoutError
@@ -199,10 +199,10 @@ def share(rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbyt
 
     Args:
         agree_on: gives every rank's value, in rank order.
-        nbytes: how much will be needed.
+        nbytes: bytes that will be needed.
     """
     machines = agree_on([machine(), os.getpid()], "which machine")
-    if any(there != machines[0][0] or not there for there, _ in machines):
+    if any(other != machines[0][0] or not other for other, _ in machines):
         return "the ranks are on different machines"
     descriptor, offered = -1, {}
     if rank == 0:
@@ -227,10 +227,10 @@ def share(rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbyt
 
 
 def offer(ranks: int) -> tuple[int, dict[str, Any]]:
-    """Make the memory: the open file, and what the other ranks must know to map it.
+    """Make the memory; returns the open file, and the facts by which other ranks find it.
 
     Raises:
-        OSError: the machine has no /dev/shm that can do this.
+        OSError: /dev/shm is missing, or cannot hold such a file.
     """
     descriptor = os.open(PLACE, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     os.ftruncate(descriptor, _size(ranks))
@@ -251,7 +251,7 @@ def accept(process: int, offered: dict[str, Any]) -> int:
     """Open what rank 0, which runs as `process` on this machine, offers.
 
     Raises:
-        OSError: it cannot be reached, or is something else.
+        OSError: the file cannot be reached, or is another one.
     """
     path = f"/proc/{process}/fd/{offered['descriptor']}"
     facts = os.stat(path)
@@ -261,7 +261,7 @@ def accept(process: int, offered: dict[str, Any]) -> int:
 
 
 def machine() -> list[str]:
-    """What two processes have in common that can share memory: the running kernel, and its numbering of processes."""
+    """The kernel's boot and the namespace of process ids, equal for processes that can share memory; [] if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return [file.read().strip(), os.readlink("/proc/self/ns/pid")]
@@ -276,7 +276,7 @@ def room() -> int:
 
 
 def no_room(nbytes: int, found: str) -> str:
-    """Why shared memory cannot be had, and the way out."""
+    """The error of too little shared memory, with the way out."""
     return (
         f"Ranks that share memory need {nbytes:,} more bytes in {PLACE}, which has {room():,} free ({found}). "
         f"Enlarge it (in a container: --shm-size; else: mount -o remount,size=... {PLACE}), or set transport='network'."
@@ -290,7 +290,7 @@ def _head(ranks: int) -> int:
 
 def _region(number: int, ranks: int) -> int:
     """Where region `number` begins: 0 is common, 1 + r is rank r's."""
-    first = -(-(_head(ranks) + ranks * BOXES * 8) // PAGE) * PAGE
+    first = -(-(_head(ranks) + ranks * SLOTS * 8) // PAGE) * PAGE
     return first + number * REGION
 
 

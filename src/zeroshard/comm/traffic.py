@@ -41,7 +41,7 @@ QUEUES = {  # tasks of one queue run one after the other
     UPDATE: "host",
     DISK: "disk",
 }
-BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # their messages go apart from those of the forwards
+BACKWARDS = (Purpose.SEND_GRADIENTS, Purpose.REPAY_GRADIENTS)  # sent in another group than those of forwards
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Count:
         nbytes: bytes of both.
         sent_nbytes: bytes that this rank itself sent.
         calls: number of collectives.
-        seconds: time this rank stood waiting.
+        seconds: time that this rank waited.
     """
 
     elements: int = 0

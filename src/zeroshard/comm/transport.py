@@ -1,8 +1,8 @@
-"""How slices get from rank to rank: through torch.distributed, or through memory that the ranks of one machine share.
+"""Transports between ranks: torch.distributed, or memory that the ranks of one machine share.
 
 [Note: rotations] gloo's all-gather and reduce-scatter cost two to four times the CPU time of an exchange between
 neighbours, and its reduce-scatter twice the bytes. So on CPUs a gather or an exchange is N-1 rotations: in the k-th,
-each rank sends to the k-th after it what that one needs, straight from and into the flat buffers.
+each rank sends to the k-th after it the slice for it, straight from and into the flat buffers.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from zeroshard.platform.accelerator import is_accelerator
 
 MOST_ROTATIONS = 8  # with more ranks their zero-length messages cost more than they save
 
-Scratch = Callable[[int], torch.Tensor]  # a buffer of so many elements, from an arena
+Scratch = Callable[[int], torch.Tensor]  # a buffer of a number of elements, from an arena
 Group = dist.ProcessGroup | None
 Sizes = list[int] | None
 
 
 class Several(dist.Work):
-    """Works that end when all of them have."""
+    """Several works as one, which ends when all have ended."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Several(dist.Work):
 
 
 class Arrival:
-    """The ranks' copies of this rank's slice, there once the work is done.
+    """The ranks' copies of this rank's slice, complete once the work is done.
 
     Attributes:
-        scratch: the buffer that holds them, to be handed back when they were used; None where they are read in place.
+        scratch: the buffer of the copies, to be handed back after use; None where they are read in place.
     """
 
     def __init__(self, copies: Callable[[], list[torch.Tensor]], scratch: torch.Tensor | None) -> None:
@@ -122,7 +122,7 @@ class Network:
         return dist.isend(tensor, group=group, group_dst=peer, tag=tag)
 
     def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
-        """Start to fill `into` with what a rank sends."""
+        """Start to fill `into` with a tensor that a rank sends."""
         return dist.irecv(into, group=group, group_src=peer, tag=tag)
 
     def _rotate(self, into: torch.Tensor, source: int, out: torch.Tensor, to: int, group: Group) -> dist.Work:
