@@ -1,10 +1,11 @@
-"""The device of a rank: streams, events, memory, random numbers, its collectives' backend; the CPU answers everything.
+"""The device of a rank: streams, events, memory, random numbers, its collectives' backend; on CPUs, their substitutes.
 
 A device is reached through torch's module for its type, by names that these modules share: `torch.cuda` for CUDA and
 for ROCm, `torch.xpu`, or a module that an extension registers. A device whose module lacks a name is refused where that
-name is needed. The CPU has no streams and no events, and no operation on it is waited for; so callers ask no types.
+name is needed. The CPU has no streams and no events, and its operations need no wait; each function has an answer for
+it, so that callers need not ask for the type of a device.
 
-This module imports nothing of zeroshard but its errors, and nothing else in zeroshard names a device's module.
+This module imports only errors from zeroshard, and no other module names a device's module.
 """
 
 from collections import defaultdict
@@ -18,16 +19,16 @@ from torch.distributed import get_default_backend_for_device
 
 from zeroshard.errors import OffloadError, PlanError
 
-HOSTS = ("cpu", "meta")  # types of devices on which nothing runs beside the host
+HOSTS = ("cpu", "meta")  # types of devices without execution beside the host
 TRAINING = ("Event", "Stream", "current_stream", "get_rng_state", "set_device", "set_rng_state", "stream",
             "synchronize")  # fmt: skip
 WAYS_OUT = {"cudart": "train without offload", "set_per_process_memory_fraction": "leave out device_memory"}
 PORTABLE = 1  # cudaHostRegisterPortable: for all devices
-BUILDS = (("CUDA", "cuda"), ("ROCm", "hip"), ("XPU", "xpu"))  # as people call them; in torch.version
+BUILDS = (("CUDA", "cuda"), ("ROCm", "hip"), ("XPU", "xpu"))  # name for people; attribute of torch.version
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device has memory of its own, and runs what the host starts while the host goes on."""
+    """Whether the device has memory of its own, and runs operations while the host goes on."""
     return device.type not in HOSTS
 
 
@@ -38,13 +39,13 @@ def built_for() -> str | None:
 
 
 def kind() -> str:
-    """The type of this machine's accelerator, by torch's name; "cpu" where there is none that zeroshard can use."""
+    """The type of this machine's accelerator, by torch's name; "cpu" without one that zeroshard can use."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and not _missing(found) else "cpu"
 
 
 def count(name: str | None = None) -> int:
-    """How many devices of a type are visible, by default of the type of `kind`; 0 for the CPU."""
+    """The number of visible devices of a type, by default of `kind()`; 0 for the CPU."""
     device = torch.device(name or kind())
     if not is_accelerator(device):
         return 0
@@ -57,7 +58,7 @@ def pick(name: str | None = None, ranks: int = 1, number: int = 0) -> torch.devi
 
     Args:
         name: a type of device by torch's name; by default an accelerator where each rank can have one, else the CPU.
-        ranks: of this machine.
+        ranks: number of ranks on this machine.
         number: of this rank among them.
 
     Raises:
@@ -89,16 +90,16 @@ def pick(name: str | None = None, ranks: int = 1, number: int = 0) -> torch.devi
 
 
 def select(device: torch.device) -> None:
-    """Make it the device that this process uses where none is named."""
+    """Make this the default device of the process."""
     if is_accelerator(device):
         _ask(device, "set_device")(device)
 
 
 def backend(device: torch.device) -> str:
-    """The name of torch.distributed's backend for tensors there: gloo, nccl (for ROCm too), xccl.
+    """The name of torch.distributed's backend for tensors on the device: gloo, nccl (for ROCm too), xccl.
 
     Raises:
-        PlanError: torch knows none.
+        PlanError: torch has none.
     """
     try:
         return get_default_backend_for_device(device)
@@ -107,12 +108,12 @@ def backend(device: torch.device) -> str:
 
 
 def title(device: torch.device) -> str | None:
-    """The accelerator's name, such as "NVIDIA A100-SXM4-80GB"; None on a CPU, whose name torch does not know."""
+    """The accelerator's name, such as "NVIDIA A100-SXM4-80GB"; None on a CPU, which torch does not name."""
     return str(_ask(device, "get_device_name")(device)) if is_accelerator(device) else None
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all operations that were started there."""
+    """Wait for all operations on the device."""
     if is_accelerator(device):
         _ask(device, "synchronize")(device)
 
@@ -123,7 +124,7 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 
 
 def inside(stream: torch.Stream) -> AbstractContextManager[object]:
-    """Start operations in this stream."""
+    """Inside, operations start in this stream."""
     block: AbstractContextManager[object] = _ask(stream.device, "stream")(stream)
     return block
 
@@ -132,7 +133,7 @@ def record(device: torch.device, timed: bool = False) -> torch.Event | None:
     """An event behind all operations of the current stream so far; None on a CPU.
 
     Args:
-        timed: whether `elapsed_time` between it and others is going to be asked for.
+        timed: whether `elapsed_time` will be called on it.
     """
     if not is_accelerator(device):
         return None
@@ -154,15 +155,15 @@ def finish_stream(device: torch.device) -> None:
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised host memory [numel] of torch's, between which and the device copies need not stop the host."""
+    """Uninitialised page-locked host memory [numel], from torch's pool; copies between it and the device are async."""
     return torch.empty(numel, dtype=dtype, pin_memory=is_accelerator(device))
 
 
 def register(device: torch.device, address: int, nbytes: int) -> Callable[[], object]:
-    """Page-lock memory of whole pages that is there already; returns the function that ends it.
+    """Page-lock existing memory of whole pages; returns the function that unlocks it.
 
     Raises:
-        OffloadError: the driver refuses, or torch cannot ask it (so far it can on CUDA and ROCm).
+        OffloadError: the driver refuses, or torch has no call for it (so far it has on CUDA and ROCm).
     """
     if not is_accelerator(device):
         return lambda: None
@@ -194,7 +195,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Let torch's allocator refuse more than so many bytes; on a CPU it has no limit."""
+    """Limit torch's allocator to so many bytes; without effect on a CPU."""
     total = total_memory(device)
     if total is not None:
         _ask(device, "set_per_process_memory_fraction")(min(1.0, nbytes / total), device)
@@ -206,14 +207,14 @@ def random_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_random_state(device: torch.device, state: torch.Tensor | None) -> None:
-    """Set the generator to what `random_state` gave."""
+    """Set the generator to a state from `random_state`."""
     if is_accelerator(device) and state is not None:
         _ask(device, "set_rng_state")(state, device)
 
 
 @contextmanager
 def forked_random(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Let the generators of the CPU and of these devices be afterwards as they are now."""
+    """Restore the generators of the CPU and of these devices after the block."""
     by_type: defaultdict[str, set[torch.device]] = defaultdict(set)
     for device in filter(is_accelerator, devices):
         _ask(device, "get_rng_state")
@@ -240,7 +241,7 @@ def _missing(device: torch.device) -> list[str]:
 
 
 def _ask(device: torch.device, name: str, error: type[PlanError | OffloadError] = PlanError) -> Any:
-    """A name of the device's module.
+    """An attribute of the device's module.
 
     Raises:
         PlanError: (or `error`) the module lacks it.

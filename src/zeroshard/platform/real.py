@@ -1,4 +1,4 @@
-"""This machine as it is: its clock, network, shared and host memory, disks, and the threads that serve them."""
+"""The real platform: this machine's clock, network, shared and host memory, disks, and threads for transfers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,37 +14,37 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.transfers import TaskRunner, ThreadRunner
 from zeroshard.platform import accelerator
 
-executor_of: Callable[[torch.device, float], TaskRunner] = ThreadRunner  # tests put others in its place
+executor_of: Callable[[torch.device, float], TaskRunner] = ThreadRunner  # tests replace it
 
 
 class Platform:
-    """Clock, network, memory and disk of a rank; `Rehearsal` overrides those that it imitates."""
+    """Clock, network, memory and disk of a rank; `Rehearsal` overrides the methods that it imitates."""
 
     def now(self) -> float:
         """Seconds of a clock that the processes of a machine share."""
         return time.monotonic()
 
     def limit(self, device: torch.device, budget: int | None) -> None:
-        """Let torch's allocator refuse what is beyond a GPU's budget in bytes; elsewhere the ledger alone does."""
+        """Limit torch's allocator to a GPU's budget in bytes; on a CPU the ledger alone refuses."""
         if budget is not None:
             accelerator.limit_memory(device, budget)
 
     def part(self, ranks: Sequence[int]) -> "Platform":
-        """That of a mesh of some of the ranks."""
+        """The platform of a mesh of some of the ranks."""
         return self
 
     def network(self, rank: int, ranks: int, device: torch.device) -> Network:
-        """How tensors get from rank to rank."""
+        """The transport over torch.distributed."""
         return Network(rank, ranks, device)
 
     def share(
         self, rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int
     ) -> SharedMemory | str:
-        """Memory that all ranks share, or why there is none; a collective call.
+        """Memory that all ranks share, or the reason why there is none; a collective call.
 
         Args:
             agree_on: gives every rank's value, in rank order.
-            nbytes: how much will be needed.
+            nbytes: bytes that will be needed.
         """
         return share(rank, ranks, agree_on, nbytes)
 
@@ -53,7 +53,7 @@ class Platform:
         return rank == 0
 
     def skips(self, nbytes: int, operations: int) -> bool:
-        """Whether operations on so many bytes, whose results do not matter, need not be carried out."""
+        """Whether to skip operations on so many bytes, because their results have no values."""
         return False
 
     def rooms(self) -> list[Room]:
@@ -65,7 +65,7 @@ class Platform:
         return HostMemory(ledger, device)
 
     def disk(self, folder: Path, ledger: Ledger, timeout: float) -> Disk:
-        """A file in a folder.
+        """The tier "disk", in a file of a folder.
 
         Raises:
             OffloadError: no file can be made there.
@@ -73,7 +73,7 @@ class Platform:
         return Disk(folder, ledger, timeout)
 
     def executor(self, device: torch.device, timeout: float) -> TaskRunner:
-        """What carries out copies between tiers and jobs of the host."""
+        """The runner of copies between tiers and of host jobs."""
         return executor_of(device, timeout)
 
 

@@ -1,10 +1,10 @@
 """Rehearsal: the collectives of one rank when no other process exists, so that an engine can be run and measured.
 
-A collective ends at once. Every other rank is taken to say what this one says, and to hold what this one holds; on
-tensors without values nothing is moved at all. What comm counts, and the buffers it asks for, are those of a real run.
+A collective ends at once. Every other rank is assumed to send and to hold the same as this one; tensors without values
+are not moved at all. The counts of comm and its buffers are those of a real run.
 
-[Note: predicted time] A clock of its own goes on by what each operation would take. A collective occupies the wire from
-its start, and a wait for it takes only the time that is left; so the overlap is that of the engine.
+[Note: predicted time] A virtual clock advances by the time that each operation would take. A collective occupies the
+wire from its start, and a wait for it takes only the time that is left; so the overlap is that of the engine.
 """
 
 import time
@@ -26,8 +26,8 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.transfers import Modelled, Task, TaskRunner
 from zeroshard.platform.real import Platform
 
-WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes, the ranks that take part
-Make = Callable[[int, torch.dtype], torch.Tensor]  # so many elements, zeroed
+WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes and its ranks
+Make = Callable[[int, torch.dtype], torch.Tensor]  # zeroed elements
 
 
 @dataclass(slots=True)
@@ -37,9 +37,9 @@ class Clock:
     Attributes:
         now: seconds since the start.
         spent: seconds by cause; they add up to `now`.
-        cause: what is being done.
-        wire_free: when the wire has nothing to carry any more.
-        stands: whether what is done now takes no time, because it would run elsewhere.
+        cause: of the present operations.
+        wire_free: time from which the wire is free.
+        stands: whether the clock is stopped, for operations that would run beside the main thread.
     """
 
     now: float = 0.0
@@ -49,7 +49,7 @@ class Clock:
     stands: bool = False
 
     def spend(self, seconds: float, cause: str | None = None) -> None:
-        """Let time pass, unless the clock stands."""
+        """Advance the clock, unless it stands."""
         if self.stands:
             return
         self.now += seconds
@@ -57,7 +57,7 @@ class Clock:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Let no time pass inside."""
+        """Stop the clock inside."""
         before, self.stands = self.stands, True
         try:
             yield
@@ -65,12 +65,12 @@ class Clock:
             self.stands = before
 
     def occupy_wire(self, seconds: float) -> float:
-        """Put something on the wire; returns when it has arrived."""
+        """Put a transfer on the wire; returns the time of its arrival."""
         self.wire_free = max(self.now, self.wire_free) + seconds
         return self.wire_free
 
     def wait_until(self, end: float) -> None:
-        """Wait for something on the wire."""
+        """Wait for a transfer that arrives at `end`."""
         if end > self.now:
             self.spend(end - self.now, "wire")
 
@@ -81,14 +81,14 @@ class Rehearsal(Platform):
 
     Attributes:
         members: the ranks of the mesh by their numbers in the whole world.
-        shares: whether the ranks are taken to share memory, where the plan lets them.
-        values: whether tensors have values, which a collective then fills in with this rank's own.
-        measured: whether time is the CPU's own, which is measured, and the clock only adds what comes beside it.
+        shares: whether the ranks are assumed to share memory, where the plan lets them.
+        values: whether tensors have values; a collective then fills results with this rank's own.
+        measured: whether compute time is measured CPU time; the clock then only adds the time of collectives.
         clock: of the rehearsal.
-        wire_seconds: what a collective takes; nothing by default.
-        made: called with each buffer that ranks have in common, and how many ranks.
-        compute: called with the bytes and the number of operations that were skipped.
-        task_seconds: what a copy between tiers, or a job of the host, takes; nothing by default.
+        wire_seconds: gives the time of a collective; 0 by default.
+        made: called with each buffer in common memory, and the number of ranks.
+        compute: called with the bytes and the number of skipped operations.
+        task_seconds: gives the time of a copy between tiers, or of a host job; 0 by default.
         make_on_host: makes each buffer that is not on the device.
     """
 
@@ -104,7 +104,7 @@ class Rehearsal(Platform):
     make_on_host: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
 
     def part(self, ranks: Sequence[int]) -> "Rehearsal":
-        """The rehearsal of some of its ranks."""
+        """The rehearsal of a mesh of some of the ranks."""
         return replace(self, members=[self.members[rank] for rank in ranks])
 
     def now(self) -> float:
@@ -118,21 +118,21 @@ class Rehearsal(Platform):
     def share(
         self, rank: int, ranks: int, agree_on: Callable[[Any, str], list[Any]], nbytes: int
     ) -> SharedMemory | str:
-        """Memory that no other rank maps, or why there is none."""
-        return OwnMemory(rank, ranks, self) if self.shares else "the ranks are taken to be on different machines"
+        """Memory that no other rank maps, or the reason why there is none."""
+        return OwnMemory(rank, ranks, self) if self.shares else "the ranks are assumed to be on different machines"
 
     def decides(self, rank: int) -> bool:
-        """There is no other."""
+        """True, as there is no other rank."""
         return True
 
     def skips(self, nbytes: int, operations: int) -> bool:
-        """On tensors without values; the clock goes on all the same."""
+        """True for tensors without values; the clock advances all the same."""
         if not self.values:
             self.compute(nbytes, operations)
         return not self.values
 
     def rooms(self) -> list[Room]:
-        """The machine that is rehearsed is another one, whose memory the planner knows."""
+        """None: the rehearsed machine is another one, whose memory the planner knows."""
         return []
 
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
@@ -148,7 +148,7 @@ class Rehearsal(Platform):
         return Modelled(self.clock, self.task_seconds)
 
     def begin(self, operation: str, nbytes: int) -> dist.Work:
-        """Put a collective onto the wire; on real CPUs its time is the CPU's, and nothing hides it."""
+        """Put a collective onto the wire; where time is measured it takes CPU time, and no overlap hides it."""
         seconds = self.wire_seconds(operation, nbytes, self.members)
         if self.measured:
             self.clock.spent["wire"] += seconds
@@ -156,7 +156,7 @@ class Rehearsal(Platform):
         return Imagined(self.clock, self.clock.occupy_wire(seconds) if seconds else 0.0)
 
     def fill(self, into: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill a buffer with copies of `values`, where there are any; elsewhere this is done by other ranks."""
+        """Fill a buffer with copies of `values`, if tensors have values; in a real run other ranks do this work."""
         if self.values and into.numel() and values.numel():
             start = time.process_time()
             into.view(-1, values.numel()).copy_(values)
@@ -193,21 +193,21 @@ class RehearsedNetwork(Network):
         return Imagined(self._rehearsal.clock)
 
     def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
-        """As if every rank said the same; over at once, and not counted."""
+        """As if every rank sent the same frame; ends at once, and is not counted."""
         self._rehearsal.begin("gather", len(frame) * self._ranks).wait()
         return None, lambda: [frame] * self._ranks
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
-        """As if the source had what this rank has."""
+        """As if the source had this rank's values."""
         return Imagined(self._rehearsal.clock)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
-        """Gone; messages of pipelines are left to the simulator, but for the CPU's time."""
+        """Send nothing: the simulator times messages of pipelines, except for measured CPU time."""
         rehearsal = self._rehearsal
         return rehearsal.begin("send", tensor.nbytes) if rehearsal.measured else Imagined(rehearsal.clock)
 
     def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
-        """Zeros, if values at all."""
+        """Fill with zeros, if tensors have values."""
         self._rehearsal.fill(into, torch.zeros(1, dtype=into.dtype))
         return Imagined(self._rehearsal.clock)
 
@@ -241,14 +241,14 @@ class OwnMemory(SharedMemory):
         self._published[label] = tensor
 
     def theirs(self, rank: int, label: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's own."""
+        """This rank's own buffer."""
         return self._published[label].view(dtype)[start : start + numel]
 
     def post(self, signal: Signal) -> None:
-        """No other rank listens."""
+        """Do nothing, as there is no other rank."""
 
     def work(self, signal: Signal) -> dist.Work:  # type: ignore[override]
-        """The seconds of a signal to the other ranks."""
+        """Work that takes the time of a signal to the other ranks."""
         return self._rehearsal.begin("signal", 0)
 
 
@@ -260,10 +260,10 @@ class Imagined(dist.Work):
         self._clock, self._end = clock, end
 
     def is_completed(self) -> bool:
-        """Whether it has arrived by now."""
+        """Whether its end has passed."""
         return self._end <= self._clock.now
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Let the time pass."""
+        """Advance the clock to the end of the work."""
         self._clock.wait_until(self._end)
         return True
