@@ -1,4 +1,4 @@
-"""What a plan chooses of each technique: the one place in which the planner takes a plan apart."""
+"""A plan's choice of each technique; only here does the planner read settings of techniques from a plan."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from zeroshard.zero.choice import Slicing
 
 
 class Choices(NamedTuple):
-    """Of each technique, in the order in which a plan is told."""
+    """A choice of each technique, in the order in which a plan is described."""
 
     stages: Stages
     slicing: Slicing
@@ -19,7 +19,7 @@ class Choices(NamedTuple):
 
 
 def choices_of(plan: Plan) -> Choices:
-    """What a plan chooses."""
+    """The choices of a plan."""
     return Choices(
         Stages(
             stages=plan.pipeline.stages,

@@ -12,11 +12,11 @@ from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.planner.predict.values import refuse_too_large
 from zeroshard.schedule.few import ALIKE
 
-FEW_TIMED, STEP_TIMED = 4, 4  # blocks that are run, and further ones: far enough apart for what is measured
+FEW_TIMED, STEP_TIMED = 4, 4  # blocks of the first run, and more of the next: enough for a measurable difference
 
 
 class Unstaged:
-    """How such plans are rehearsed; a `planner.ways.Way`."""
+    """The way to rehearse plans without stages; a `ways.Way`."""
 
     work = 1.0
 
@@ -27,7 +27,7 @@ class Unstaged:
     def needs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
-        """One rank."""
+        """The numbers of one rank."""
         plan, m = on_machines(plan, machines), plan.microbatches
         few = m if stacks is None else min(m, ALIKE)
         deep = _deeper(plan, stacks or (), FEW + 1)
@@ -39,7 +39,7 @@ class Unstaged:
         return [needs_of(seen[-1], seen, deep, m - few)]
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
-        """One rank, from steps really taken."""
+        """The numbers of one rank, from real steps."""
         plan, m = on_machines(plan, machines), plan.microbatches
         deep = _deeper(plan, task.facts.stacks, FEW_TIMED + STEP_TIMED)
         few = m if m <= 2 * ALIKE else ALIKE
@@ -53,18 +53,18 @@ class Unstaged:
         return [needs_of(seen[-1], seen, deep, m - few, (FEW_TIMED, STEP_TIMED))]
 
     def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
-        """What the rank spent."""
+        """The seconds of the rehearsed rank."""
         return Times({cause: seconds for cause, seconds in needs[0].spent.items() if seconds})
 
 
 def _deeper(plan: Plan, stacks: Sequence[Stack], few: int) -> list[Stack]:
-    """Stacks of more than so many blocks, of which the others follow from few."""
+    """The stacks of more than `few` blocks, if the numbers of all blocks follow from few."""
     alike = all(choice.alike for choice in choices_of(plan))
     return [stack for stack in stacks if alike and stack.depth > few]
 
 
 def on_machines(plan: Plan, machines: Machines) -> Plan:
-    """The plan with the transport that the engine would choose there."""
+    """The plan with the transport that the engine would choose on these machines."""
     if plan.transport != "auto" or machines.count == 1:
         return plan
     group = min(choices_of(plan).slicing.slices(machines.count), machines.count // plan.pipeline.stages)

@@ -26,7 +26,7 @@ from zeroshard.precision.call import call_with
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The blocks of a chain, with what comes before the first in it and what comes after the last."""
+    """The blocks of a chain; the costs of the first and the last include the modules before and after all blocks."""
 
     names: tuple[str, ...]
     costs: tuple[LayerCost, ...]
@@ -47,7 +47,7 @@ class Layers:
 
 
 def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
-    """Rehearse a model layer by layer; of one long stack of equal blocks, few of them.
+    """Rehearse a model layer by layer, with few blocks of one long stack of equal ones.
 
     Args:
         rows: of one microbatch.
@@ -77,14 +77,14 @@ def layers_of(task: TrainingTask, machines: Machines, rows: int) -> Layers:
     blocks[0] = _joined(first, blocks[0])
     blocks[-1] = _joined(blocks[-1], last)
     names = [layer.name for layer in chain.layers[1:-1]]
-    if deep is not None:  # what runs before and after the blocks is in the first and the last
+    if deep is not None:  # the first and the last include the modules before and after all blocks
         blocks = [blocks[0], *[blocks[FEW // 2]] * (deep.depth - 2), blocks[-1]]
         names = [f"{deep.path}.{number}" for number in range(deep.depth)]
     return Layers(tuple(names), tuple(blocks), _bandwidth(machines, blocks))
 
 
 def _bandwidth(machines: Machines, blocks: Sequence[LayerCost]) -> float:
-    """Of the link between neighbours, for messages as long as theirs."""
+    """Bytes per second of the link between neighbouring stages, for their messages."""
     nbytes = max(1, max(block.activation_bytes for block in blocks))
     seconds = machines.wire_seconds("send", nbytes, max(2, machines.count))
     return nbytes / seconds if seconds else float("inf")

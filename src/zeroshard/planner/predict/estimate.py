@@ -1,7 +1,7 @@
-"""First estimates of plans, before any of them is rehearsed: what a search shows first, and where it starts to look.
+"""First estimates of plans, before any of them is rehearsed; a search shows them first, and starts from them.
 
-Two rehearsals of one rank alone, with one row and with two, give what a microbatch of any size keeps and takes. Model
-states come from the formulas, traffic from the ZeRO paper's volumes, waiting for other stages from (D - 1) of m
+Two rehearsals of one rank alone, with one row and with two, give the memory and time of a microbatch of any size. Model
+states come from the formulas, traffic from the ZeRO paper's volumes, waits for other stages from (D - 1) of m
 microbatches (GPipe, 1811.06965, section 2.3). Refusals and final figures never come from here.
 """
 
@@ -23,7 +23,7 @@ MODEL_STATES = "model states"  # all four, as one category
 
 @dataclass(frozen=True)
 class Estimator:
-    """What one rank alone needs for a microbatch of one row, and of two."""
+    """Estimates from predictions of one rank alone, for a microbatch of one row and of two."""
 
     machines: Machines
     sizes: Sizes
@@ -36,7 +36,7 @@ class Estimator:
         """Rehearse one rank alone.
 
         Raises:
-            ZeroshardError: whatever the engine refuses.
+            ZeroshardError: the engine refuses the task.
         """
         alone = replace(machines, count=1, per_node=1)
         plan = replace(base, zero=0, pipeline_parallel=1, microbatches=1)
@@ -44,7 +44,7 @@ class Estimator:
         return cls(machines, sizes, task.sequence, one, two)
 
     def prediction(self, plan: Plan, rows: int) -> Prediction:
-        """The first estimate of a plan; the plan's offload and recomputation are not in it.
+        """The first estimate of a plan, without its offload and recomputation.
 
         Args:
             rows: of one data rank in one step.
@@ -52,9 +52,8 @@ class Estimator:
         ranks, each = self.machines.count, rows / plan.microbatches
         data_ranks = ranks // plan.pipeline.stages
         beside = {name: 0 for name in self.one.memory if name not in STATES}
-        part = min(
-            1.0, plan.microbatches / plan.pipeline.stages
-        )  # the first of D stages keeps D microbatches of 1/D each
+        # The first of D stages keeps D microbatches of 1/D each.
+        part = min(1.0, plan.microbatches / plan.pipeline.stages)
         kept = {name: round(part * self._at(name, each)) for name in beside}
         return replace(
             self.one,
@@ -79,7 +78,7 @@ class Estimator:
         return max(0.0, low + (rows - 1) * (high - low))
 
     def _causes(self, plan: Plan, rows: float, data_ranks: int) -> Mapping[str, float]:
-        """Seconds by cause; the wire is busy beside the computation, and what is left of it counts."""
+        """Seconds by cause; traffic overlaps with the computation, and only the rest of it counts."""
         low, high = (one.causes["compute"] for one in (self.one, self.two))
         stages, m = plan.pipeline.stages, plan.microbatches
         compute = m * max(0.0, low + (rows - 1) * (high - low)) / stages

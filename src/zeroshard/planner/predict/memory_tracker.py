@@ -1,9 +1,9 @@
 """The tracker: every byte of every tensor that is alive, and the cost of every operation, while an engine runs.
 
-It stands below autograd, so it also sees what backwards and optimizers allocate. One look per operation and storage
-(torch's own `MemTracker` walks all modules at each); a storage is struck out when Python is told that it is freed.
+It works under autograd, so it also sees allocations of backwards and optimizers. It looks once per operation and
+storage (torch's own `MemTracker` walks all modules each time); a storage is struck out when Python frees it.
 
-[Note: below the device] What `make_on_host` makes does not count, nor what operations make of nothing else, single
+[Note: tensors on the host] Tensors from `make_on_host` do not count, nor do results of operations on them alone, single
 numbers aside: on a GPU an optimizer's states and temporaries are where its parameters are.
 """
 
@@ -31,18 +31,18 @@ from zeroshard.planner.predict.torch_internals import (
 
 @dataclass(slots=True)
 class MemoryPeak:
-    """The highest that memory stood.
+    """The peak of memory.
 
     Attributes:
         nbytes: of all storages together.
-        snapshot: what `Tracker.note` said of that moment.
+        snapshot: from `Tracker.note` at that moment.
     """
 
     nbytes: int = 0
     snapshot: dict[str, int] = field(default_factory=dict)
 
 
-Listener = Callable[[int, int, torch.dtype, bool], None]  # floating-point operations, bytes, dtype, whether below
+Listener = Callable[[int, int, torch.dtype, bool], None]  # floating-point operations, bytes, dtype, whether on the host
 
 Beside = Callable[[Packet, tuple[Any, ...], Any], int]
 
@@ -51,17 +51,17 @@ class Tracker(DispatchMode):
     """Counts storages and operations between entering and leaving it.
 
     Args:
-        listener: told the cost of each operation that computes.
-        answers: answer questions about values with yes and 1, for tensors that have none.
-        rounds: every storage counts as a multiple of so many bytes.
-        results: what operations on tensors without values make; by default they are asked each time.
-        beside: says what an operation holds at its highest beyond its results; nothing by default.
+        listener: called with the cost of each operation that computes.
+        answers: whether to answer questions about values with yes and 1, for tensors without values.
+        rounds: granularity of storages, in bytes.
+        results: remembers results of operations on tensors without values; by default every operation runs.
+        beside: gives the bytes that an operation holds at its peak beyond its results; 0 by default.
 
     Attributes:
         current: bytes alive now.
-        peaks: the most so far in each phase.
-        phase: asked which phase this is.
-        note: asked for a snapshot whenever memory stands higher than ever before.
+        peaks: by phase, so far.
+        phase: called for the name of the present phase.
+        note: called for a snapshot at each new peak.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Tracker(DispatchMode):
     def __torch_dispatch__(
         self, func: Packet, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation and look at what it made."""
+        """Run one operation and enter its results."""
         if func is DEVICE:
             return device_of(args[0])
         if self._answers and func in ANSWERS:
@@ -112,7 +112,7 @@ class Tracker(DispatchMode):
         return result
 
     def see(self, tensor: torch.Tensor, on_host: bool = False) -> None:
-        """Enter a tensor's storage, if it is new or has another size; a new one may be on the host."""
+        """Enter a tensor's storage, if it is new or was resized; a new one may be on the host."""
         if tensor.layout is not torch.strided or device_of(tensor).type == "meta":
             return
         storage = tensor.untyped_storage()
@@ -131,13 +131,13 @@ class Tracker(DispatchMode):
         self._add(nbytes)
 
     def share(self, tensor: torch.Tensor, ranks: int) -> None:
-        """Count of a tensor's storage only the part of one of `ranks` ranks that have it in common."""
+        """Count one rank's part of a storage that `ranks` ranks have in common."""
         key = tensor.untyped_storage()._cdata
         self._shared[key] = ranks
         self.see(tensor)
 
     def make_on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor that is not on the device, and does not count ([Note: below the device])."""
+        """A zeroed tensor that is not on the device, and does not count ([Note: tensors on the host])."""
         self._looks = False
         try:
             tensor = torch.zeros(numel, dtype=dtype)
@@ -158,16 +158,16 @@ class Tracker(DispatchMode):
 
     @property
     def peak(self) -> MemoryPeak:
-        """The most in any phase."""
+        """The highest peak of all phases."""
         return max(self.peaks.values(), key=lambda peak: peak.nbytes, default=MemoryPeak())
 
     def start_again(self) -> None:
-        """Let all peaks start from what is alive."""
+        """Let all peaks start from the present memory."""
         self.peaks = {self.phase(): MemoryPeak(self.current, self.note())}
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """See what no operation tells: storages emptied and refilled, and states of random numbers."""
+        """Also enter changes outside of operations: storages that are resized, and states of random numbers."""
         original, state_of = torch.UntypedStorage.resize_, torch.get_rng_state
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -213,7 +213,7 @@ class Tracker(DispatchMode):
                 self._list()
 
     def _is_on_host(self, arguments: Any) -> bool:
-        """Whether an operation takes in tensors below the device and, but for single numbers, no others."""
+        """Whether the inputs of an operation are on the host, single numbers aside."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         marks = [self._shared.get(t.untyped_storage()._cdata, 1) == 0 for t in tensors if t.layout is torch.strided]
         large = [mark for mark, tensor in zip(marks, tensors, strict=False) if tensor.dim() or mark]

@@ -17,13 +17,13 @@ class Needs:
         memory: bytes by category at the peak.
         wire: bytes by purpose.
         spent: seconds by cause.
-        snapshot_nbytes: of its part of a checkpoint.
+        snapshot_nbytes: bytes of its part of a checkpoint.
         host: bytes by category that it keeps in host memory.
-        disk_nbytes: that it keeps on a disk.
-        last: the rehearsal that came closest to it.
-        exact: whether it was just that.
+        disk_nbytes: bytes that it keeps on a disk.
+        last: the rehearsal closest to the plan.
+        exact: whether `last` was of the plan itself, with all blocks and microbatches.
         costs: of a pipeline's stage, seconds by kind of action and chunk, such as "forward/3".
-        actions: seconds of all those that were rehearsed.
+        actions: seconds of all rehearsed actions.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a step is spent on.
+    """The time of a step.
 
     Attributes:
         causes: seconds by cause.
-        spans: of each rank, where several do different things.
-        notes: what a reader must know, a sentence each.
+        spans: actions of each rank, in a pipeline.
+        notes: remarks for the reader, a sentence each.
     """
 
     causes: Mapping[str, float]
@@ -67,7 +67,7 @@ def needs_of(
 
 
 def needs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> Needs:
-    """A rank's numbers from what `numbers_of` gives, put together over depths and microbatches."""
+    """A rank's `Needs` from numbers as `numbers_of` gives them, extrapolated over depths and microbatches."""
     return Needs(
         last.rank,
         _highest(numbers),
@@ -98,7 +98,7 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
 
 
 def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
-    """Bytes by phase and category, with the batch of so many microbatches beside what was rehearsed."""
+    """Bytes by phase and category, with the batch of so many microbatches instead of the rehearsed one."""
     numbers = {f"memory/{p}/{name}": float(n) for p, memory in one.phases.items() for name, n in memory.items()}
     further = one.batch_nbytes / one.plan.microbatches * (microbatches - one.plan.microbatches)
     for phase in one.phases:
@@ -107,7 +107,7 @@ def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
 
 
 def _highest(numbers: Mapping[str, float]) -> dict[str, int]:
-    """Bytes by category in the phase that stands highest."""
+    """Bytes by category in the phase with the most."""
     phases: dict[str, dict[str, int]] = {}
     for key, nbytes in _part(numbers, "memory").items():
         phase, _, name = key.partition("/")

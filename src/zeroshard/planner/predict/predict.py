@@ -1,4 +1,4 @@
-"""A prediction: what one plan needs and how long its step takes, put together from rehearsals of its ranks."""
+"""A prediction: memory and time of a step under one plan, put together from rehearsals of its ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,14 +15,14 @@ from zeroshard.planner.predict.ways import way_of
 
 
 def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep: bool = False) -> Prediction:
-    """What a plan needs on the rank that needs most, and how long a step takes.
+    """The memory of a plan on its fullest rank, and the time of its step.
 
     Args:
         rows: of one data rank in one step.
-        deep: rehearse every block and every stage, instead of few and what a further one adds.
+        deep: rehearse every block and every stage, instead of extrapolating from few.
 
     Raises:
-        ZeroshardError: whatever the engine refuses.
+        ZeroshardError: the engine refuses the plan.
     """
     stacks = None if deep else task.facts.stacks
     task, note = with_values(task, on_machines(plan, machines), machines, rows)
@@ -34,7 +34,7 @@ def predict(task: TrainingTask, plan: Plan, machines: Machines, rows: int, deep:
 def put_together(
     needs: Sequence[Needs], task: TrainingTask, plan: Plan, machines: Machines, rows: int, timed: bool = False
 ) -> Prediction:
-    """The prediction that follows from what was rehearsed: one rank, or one of each of some stages."""
+    """The prediction from the numbers of rehearsed ranks: of one, or of one in each of some stages."""
     ranks, choices = machines.count, choices_of(plan)
     data_ranks = plan.pipeline_schedule(ranks).layout.replicas[0]
     times = way_of(plan).times(needs, plan, machines)
@@ -68,7 +68,7 @@ def put_together(
 
 
 def _host_capacity(fullest: Needs, beside: bool, machines: Machines) -> int | None:
-    """What one node's host memory has, if need be `beside` the devices, which on CPUs lie in it."""
+    """Bytes of one node's host memory; with `beside`, less those of the devices, which on CPUs lie in it."""
     if machines.host_memory is None or machines.device.kind != "cpu" or not beside:
         return machines.host_memory
     return max(0, machines.host_memory - sum(fullest.memory.values()) * min(machines.per_node, machines.count))

@@ -1,7 +1,7 @@
-"""One rank of a run, rehearsed: the real engine takes real steps, on tensors without values and with nobody beside it.
+"""One rank of a run, rehearsed: the real engine takes real steps, on tensors without values and without other ranks.
 
-Nothing here knows how ZeRO or a pipeline work. What the ledger, comm and the schedule say afterwards is what they
-would say in the run; what torch allocates beside them is seen by the tracker.
+This module has no model of ZeRO or of a pipeline. The ledger, comm and the schedule have the numbers that they would
+have in the run, and the tracker sees torch's other allocations.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from zeroshard.schedule.few import ALIKE
 from zeroshard.units.tensors import tensors_in
 
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
-SETTLED = 1  # steps before one that is like all that follow: states are made in the first
+SETTLED = 1  # steps before those that are all alike: the first makes states
 EVENTS = 400  # moments of a step that are kept for its picture
 HOST_LINK = (Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP)
 CAUSES: dict[str, str] = {**dict.fromkeys(HOST_LINK, "host link"), UPDATE: "host update", DISK: "disk"}
@@ -46,15 +46,15 @@ OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """What is to be trained.
+    """A model and its training.
 
     Attributes:
         build: makes the model, best on the meta device.
-        batch: so many rows as the engine takes them.
-        optimizer: of the model's parameters, or of the model where `whole_model`.
+        batch: makes a batch of a number of rows, as the engine takes it.
+        optimizer: makes the optimizer from the model's parameters, or from the model if `whole_model`.
         rows: of one step, all data ranks together.
         sequence: tokens of one row.
-        name: what people call the model.
+        name: of the model, for people.
         whole_model: whether `optimizer` takes the model itself.
         loss: function of (output, batch), as `Engine` takes it.
         host_optimizer: in the place of `optimizer` where the plan offloads its states; the same by default.
@@ -74,7 +74,7 @@ class TrainingTask:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """What the model is like, on tensors without values."""
+        """The facts of the model, built without values."""
         with fakes(), quiet():
             return facts_of_model(self.build())
 
@@ -86,7 +86,7 @@ class TrainingTask:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """What one microbatch costs: seconds by cause, and bytes on the wire by purpose."""
+    """The cost of one microbatch: seconds by cause, and bytes on the wire by purpose."""
 
     spent: Mapping[str, float]
     wire: Mapping[str, int]
@@ -94,21 +94,21 @@ class Each:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What one rank did.
+    """The numbers of one rehearsed rank.
 
     Attributes:
         states: bytes by category as the ledger holds them after the last step.
         phases: for each phase of the run (build, forward, backward, update) the bytes by category, `TEMPORARIES` among
-            them, when it stood highest. Each grows evenly with blocks and microbatches; which is highest may change.
+            them, at its peak. Each grows evenly with blocks and microbatches; which phase is highest may change.
         wire: by purpose, of the last step: elements, bytes, calls.
         spent: seconds of the last step, by cause.
         spans: actions of the last step.
-        split: where the model was cut.
+        split: first layers of all chunks but the first.
         snapshot_nbytes: of a copy of the states, as a checkpoint on its way to the disk holds it.
         batch_nbytes: of the batch itself, which is among the temporaries.
-        each: what one more microbatch costs (seconds by cause, bytes by purpose), where there were three or more.
+        each: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
-        disk_nbytes: that are kept on the disk.
+        disk_nbytes: bytes that are kept on the disk.
     """
 
     rank: int
@@ -129,12 +129,12 @@ class Rehearsed:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes by category at the highest moment of all."""
+        """Bytes by category at the peak of all phases."""
         return highest_of(self.phases)
 
     @property
     def peak_bytes(self) -> int:
-        """The highest that memory stood."""
+        """Bytes at the peak of all phases."""
         return sum(self.memory.values())
 
 
@@ -151,11 +151,11 @@ def rehearse(
 
     Args:
         rows: of this rank's batch in one step.
-        machines: what operations and collectives take, and the granularity of allocations; without, time stands still.
-        timed: on tensors with values, on this machine's CPUs; what is spent is then CPU time that was measured.
+        machines: give times of operations and collectives, and the granularity of allocations; None stops the clock.
+        timed: run on tensors with values on this machine's CPUs, and measure CPU time.
 
     Raises:
-        PlanError, ModelError, OptimizerError, BatchError: what the engine refuses.
+        PlanError, ModelError, OptimizerError, BatchError: the engine refuses the plan or the task.
     """
     clock = Clock()
     rates = Rates(clock, machines)
@@ -178,18 +178,18 @@ def rehearse(
             make_on_host=tracker.make_on_host,
         )
         with tracker, tracker.resizing():
-            stage = _Stage(task, plan, rows, (rank, ranks, rehearsal), tracker)
-            rehearsed = stage.run()
-        return stage.timed(rehearsed) if timed else rehearsed
+            run = _Run(task, plan, rows, (rank, ranks, rehearsal), tracker)
+            rehearsed = run.tracked()
+        return run.timed(rehearsed) if timed else rehearsed
 
 
-class _Stage:
-    """The engine on its stage."""
+class _Run:
+    """The engine of one rank, and its steps in a rehearsal."""
 
     def __init__(
-        self, task: TrainingTask, plan: Plan, rows: int, where: tuple[int, int, Rehearsal], tracker: Tracker
+        self, task: TrainingTask, plan: Plan, rows: int, place: tuple[int, int, Rehearsal], tracker: Tracker
     ) -> None:
-        rank, ranks, rehearsal = where
+        rank, ranks, rehearsal = place
         mesh = Mesh(rank, ranks, platform=rehearsal)
         self._tracker, self._mesh, self._plan, self._choices = tracker, mesh, plan, choices_of(plan)
         self._batch = task.batch(rows)
@@ -206,8 +206,8 @@ class _Stage:
         self.engine.optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer"))
         self.engine.optimizer.register_step_post_hook(lambda *_: self._begin("compute"))
 
-    def run(self) -> Rehearsed:
-        """Take steps until they are alike, and look at the last."""
+    def tracked(self) -> Rehearsed:
+        """Take steps until they are alike; returns the numbers of the last."""
         engine, tracker, clock = self.engine, self._tracker, self._clock
         phases = {"build": self._split_up(tracker.peak.nbytes)}
         tracker.note, tracker.phase = self._note, self._phase
@@ -247,7 +247,7 @@ class _Stage:
         )
 
     def timed(self, tracked: Rehearsed) -> Rehearsed:
-        """Take further steps that nobody looks at; the median one says what was spent."""
+        """Take further steps without the tracker; returns the numbers with the seconds of the median step."""
         engine, clock = self.engine, self._clock
         steps: list[tuple[float, dict[str, float], Each | None, tuple[Span, ...]]] = []
         began = time.perf_counter()
@@ -264,13 +264,13 @@ class _Stage:
         return replace(tracked, spent=spent, each=each, spans=spans)
 
     def _tick(self) -> None:
-        """Write down the CPU time since the last look, without what stands for other ranks' work."""
+        """Enter the CPU time since the last call, without the part that stands for other ranks' work."""
         now, aside = time.process_time(), self._clock.spent.pop("aside", 0.0)
         self._clock.spent[self._clock.cause] += now - self._last - aside
         self._last = now
 
     def _mark(self) -> None:
-        """Look at what was spent and sent so far, at the begin of a microbatch's forward."""
+        """Note the seconds and bytes so far, at the start of a microbatch's forward."""
         self._updating = False
         if self._timed:
             self._tick()
@@ -278,7 +278,7 @@ class _Stage:
         self._marks.append(Each(_by_cause(self._clock.spent), wire))
 
     def _each(self) -> Each | None:
-        """From the begin of the second microbatch to that of the third: the first finds other buffers."""
+        """The cost from the start of the second microbatch to that of the third: the first finds other buffers."""
         if len(self._marks) < ALIKE:
             return None
         a, b = self._marks[ALIKE - 2], self._marks[ALIKE - 1]
@@ -287,7 +287,7 @@ class _Stage:
 
     @property
     def _warm_up(self) -> int:
-        """Steps before one that is like all that follow: states are made in the first."""
+        """Number of steps before those that are all alike."""
         settled = SETTLED
         for choice in self._choices:
             settled = choice.settled(self._pipeline, settled)
@@ -295,7 +295,7 @@ class _Stage:
 
     @property
     def _pipeline(self) -> PipelineSchedule:
-        """The lists of all ranks, which of one stage are alike."""
+        """The actions of all ranks, alike for ranks of one stage."""
         return self.engine.pipeline or self._plan.pipeline_schedule(self._mesh.ranks)
 
     def _phase(self) -> str:
@@ -311,13 +311,13 @@ class _Stage:
         return self._split_up(self._tracker.current)
 
     def _split_up(self, nbytes: int) -> dict[str, int]:
-        """All bytes by category; what the ledger does not know is temporary."""
+        """All bytes by category; those that the ledger does not know are temporaries."""
         known = self.engine.ledger.snapshot()
         return {**known, TEMPORARIES: nbytes - sum(known.values())}
 
 
 class Rates:
-    """Lets the clock go on by what operations and collectives take on given machines."""
+    """Advances the clock by the times of operations and collectives on given machines."""
 
     def __init__(self, clock: Clock, machines: Machines | None) -> None:
         self._clock, self._machines = clock, machines
@@ -331,7 +331,7 @@ class Rates:
         self._clock.spend(self._machines.device.op_seconds(flops, nbytes, NAMES.get(dtype, "fp32")))
 
     def compute(self, nbytes: int, operations: int) -> None:
-        """Let pass what operations that move so many bytes in all would take."""
+        """Advance the clock by the time of skipped operations that would move so many bytes in all."""
         if self._machines is not None:
             each = self._machines.device.op_seconds(0, nbytes / operations)
             self._clock.spend(each * operations)
@@ -346,7 +346,7 @@ class Rates:
         return update if job.cause == UPDATE else max(update, self._machines.disk_seconds(job.nbytes))
 
     def wire(self, operation: str, nbytes: int, members: Sequence[int]) -> float:
-        """Seconds of a collective among some ranks, or of a message or a word to them."""
+        """Seconds of a collective among some ranks, or of a message or a signal to them."""
         if self._machines is None or len(members) < 2:
             return 0.0
         if operation == "signal":
@@ -356,7 +356,7 @@ class Rates:
 
 
 def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by what a reader knows: copies between tiers together."""
+    """Seconds by the planner's causes, which have copies between tiers as one."""
     found: dict[str, float] = {}
     for cause, seconds in spent.items():
         name = CAUSES.get(cause, str(cause))
@@ -371,7 +371,7 @@ def _nbytes(batch: Any) -> int:
 
 
 def highest_of(phases: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
-    """Bytes by category in the phase in which they are most."""
+    """Bytes by category in the phase with the most."""
     return max(phases.values(), key=lambda memory: sum(memory.values()))
 
 
@@ -389,14 +389,14 @@ def states_of(memory: Mapping[str, int]) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What torch warns of in a rehearsal is not the user's concern."""
+    """Silence torch's warnings: in a rehearsal they do not concern the user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _thin(events: Sequence[Event]) -> list[Event]:
-    """At most some of many moments: of each stretch the highest."""
+    """At most `EVENTS` of the events: of each stretch the highest."""
     size = -(-len(events) // EVENTS) or 1
     stretches = (events[start : start + size] for start in range(0, len(events), size))
     return [max(stretch, key=lambda event: sum(event.nbytes.values())) for stretch in stretches]

@@ -1,4 +1,4 @@
-"""What the planner finds: predictions of plans, and refusals of those that cannot be."""
+"""Results of the planner: predictions of plans, and refusals of those that do not fit or do not work."""
 
 import math
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from zeroshard.schedule import Action
 Mode = Literal["fake", "shallow-real", "estimate"]
 TimeMode = Literal["roofline", "shallow-real", "estimate"]
 CAUSES = ("compute", "optimizer", "wire", "host link", "host update", "disk", "bubble")
-MARGIN = 0.03  # of a device's memory, that stays free
-TEMPORARIES = "temporaries"  # what torch holds at the peak beside what the ledger knows
+MARGIN = 0.03  # share of a device's memory that stays free
+TEMPORARIES = "temporaries"  # bytes of torch at the peak that the ledger does not know
 Span = tuple[Action, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one plan needs, on the rank that needs most.
+    """Memory and time of a step under one plan, on its fullest rank.
 
     Attributes:
         batch: rows per data rank and step (a rank, or a replica of the whole pipeline).
@@ -30,19 +30,19 @@ class Prediction:
         time_mode: how the time was found: each operation by rates of the device, few layers really run, or a first
             estimate.
         memory: bytes by category at the peak; their sum is `peak_bytes`.
-        capacity_bytes: what the device has for tensors.
+        capacity_bytes: bytes of the device for tensors.
         margin: share of the capacity that stays free.
         host: bytes by category that this rank keeps in host memory.
-        disk_bytes: that it keeps on a disk.
+        disk_bytes: bytes that it keeps on a disk.
         host_bytes: on one node, of all its ranks: what is offloaded, and the copies of a checkpoint on its way to the
             disk.
-        host_capacity_bytes: what the node has for them; None is no limit.
+        host_capacity_bytes: bytes of the node for them; None is no limit.
         wire_bytes: by purpose, of this rank in one step, by the paper's count (an all-gather counts its result).
         causes: seconds of one step by what they are spent on; their sum is `seconds`.
         tokens: of one step, all ranks together.
         events: memory over one step, by category.
-        spans: for pipelines, when each rank does what.
-        notes: what a reader must know of these numbers, a sentence each.
+        spans: for pipelines, the actions of each rank with their times.
+        notes: remarks on these numbers, a sentence each.
     """
 
     plan: Plan
@@ -67,12 +67,12 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest that memory stands on the fullest rank."""
+        """Bytes at the peak, on the fullest rank."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves the margin free, and the host holds what it must."""
+        """Whether the peak leaves the margin free, and host memory suffices."""
         return not self.full
 
     @property
@@ -92,12 +92,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return sum(self.causes.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -135,7 +135,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A plan that cannot be.
+    """A plan that is refused.
 
     Attributes:
         why: one sentence.
@@ -154,13 +154,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: predictions of plans that fit, the fastest first.
-        refused: plans that cannot be, in the order in which they were looked at.
-        looked_at: how many plans there were.
-        seconds: that the search took.
+        refused: in the order in which they were looked at.
+        looked_at: number of plans.
+        seconds: duration of the search.
     """
 
     best: tuple[Prediction, ...]

@@ -1,7 +1,7 @@
-"""Shallow models: the same model with few of its repeated blocks, and what it says of the deep one.
+"""Shallow models: the same model with few of its repeated blocks, and the numbers of the deep one from theirs.
 
 Memory, traffic and time grow by the same amount with every further block once there are a few, so that two depths
-tell all others; whether they do is tested against the engine at full depth.
+give all others; tests compare them with the engine at full depth.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ STACKS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Repeated blocks: where they stand in the model, and how many there are."""
+    """Repeated blocks: their path in the model, and their number."""
 
     path: str
     depth: int
@@ -35,12 +35,12 @@ def stacks_of(model: nn.Module) -> list[Stack]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the planner asks of a model before it is rehearsed.
+    """Facts of a model on which its rehearsal depends.
 
     Attributes:
         stacks: see `stacks_of`.
         needs_values: see the function of this name.
-        parameters: elements of all.
+        parameters: number of all elements.
     """
 
     stacks: tuple[Stack, ...]
@@ -49,18 +49,18 @@ class ModelFacts:
 
 
 def facts_of_model(model: nn.Module) -> ModelFacts:
-    """Look at a model."""
+    """The facts of a model."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return ModelFacts(tuple(stacks_of(model)), needs_values(model), parameters)
 
 
 def needs_values(model: nn.Module) -> bool:
-    """Whether a model takes another way where tensors have no values: transformers' models do, in their masks."""
+    """Whether a model runs differently on tensors without values, as transformers' models do for their masks."""
     return any(kind.__module__.partition(".")[0] == "transformers" for kind in type(model).__mro__)
 
 
 def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:
-    """Keep of each stack only the first so many blocks, in place."""
+    """Cut each stack to its first `depths[path]` blocks, in place."""
     for path, depth in depths.items():
         stack = model.get_submodule(path)
         assert isinstance(stack, STACKS)
@@ -73,7 +73,7 @@ def cut(model: nn.Module, depths: Mapping[str, int]) -> nn.Module:
 
 
 def probes(stacks: Sequence[Stack], few: int = FEW, step: int = 1) -> list[dict[str, int]]:
-    """The depths to look at: few blocks everywhere, and for each stack `step` blocks more in it alone."""
+    """The depths to rehearse: few blocks everywhere, and for each stack `step` blocks more in it alone."""
     base = {stack.path: few for stack in stacks}
     return [base, *({**base, stack.path: few + step} for stack in stacks)]
 
@@ -81,10 +81,10 @@ def probes(stacks: Sequence[Stack], few: int = FEW, step: int = 1) -> list[dict[
 def deepen(
     stacks: Sequence[Stack], seen: Sequence[Mapping[str, float]], few: int = FEW, step: int = 1
 ) -> dict[str, float]:
-    """What the whole model has, from what was seen at each of `probes`.
+    """The numbers of the whole model, from those at each of `probes`.
 
     Raises:
-        PlanError: as many numbers were not seen as there are probes.
+        PlanError: there are more or fewer sets of numbers than probes.
     """
     base, *more = seen
     if len(more) != len(stacks):
@@ -99,7 +99,7 @@ def deepen(
 
 
 def shallow(build: Callable[[], nn.Module], depths: Mapping[str, int]) -> Callable[[], nn.Module]:
-    """A function that builds the model with so many blocks."""
+    """A function that builds the model, with its stacks cut to `depths`."""
     return lambda: cut(build(), depths)
 
 

@@ -25,38 +25,38 @@ PER_MICROBATCH = (str(Purpose.SEND_ACTIVATIONS), str(Purpose.SEND_GRADIENTS))
 
 
 class Staged:
-    """How plans with stages are rehearsed: one replica of each; a `planner.ways.Way`."""
+    """The way to rehearse plans with stages, one replica of each; a `ways.Way`."""
 
     work = 4.0  # two stages, each with more microbatches
 
     def whole(self, plan: Plan, blocks: int) -> int:
-        """All stages."""
+        """The number of stages."""
         return plan.pipeline.stages
 
     def needs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
-        """The first and the last stage, with few of their blocks; or all of them."""
+        """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
         depths = _depths(plan, stacks or ())
         return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in chosen]
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
-        """All stages, whole, from steps really taken."""
+        """The numbers of all stages, whole, from real steps."""
         first = plan.pipeline_schedule(machines.count).layout.first_ranks
         refuse_too_large(task, plan, machines, rows)
         return [needs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
 
     def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
-        """All stages, simulated with what they cost, and who does what when."""
+        """The time of all stages, simulated with their costs."""
         causes, spans = _times(needs, plan, machines)
-        rest = f"{len(needs)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
-        return Times(causes, spans, (rest,) * (len(needs) < plan.pipeline.stages))
+        note = f"{len(needs)} of {plan.pipeline.stages} stages were rehearsed, the first and the last."
+        return Times(causes, spans, (note,) * (len(needs) < plan.pipeline.stages))
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A stage whose numbers are wanted; `depths` are the blocks of every chunk, by the list in which they stand."""
+    """A stage to be rehearsed; `depths` are the path of the one stack, and the number of blocks in every chunk."""
 
     task: TrainingTask
     plan: Plan
@@ -74,7 +74,7 @@ class _Job:
         )
 
     def rehearse(self, microbatches: int, blocks: Sequence[int] = ()) -> Rehearsed:
-        """The stage with so many microbatches, and with so many blocks in each chunk."""
+        """Rehearse the stage with so many microbatches, and with so many blocks in each chunk."""
         task, plan, ranks = self.task, replace(self.plan, microbatches=microbatches), self.machines.count
         if blocks:
             assert self.depths is not None
@@ -87,7 +87,7 @@ class _Job:
 
 
 def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
-    """Blocks of every chunk, where they all are of one list of equal ones; None where all are to be rehearsed."""
+    """The stack and the blocks of every chunk, if all are of one stack; None if the model is to be rehearsed whole."""
     if len(stacks) != 1 or not plan.pipeline.split:
         return None
     (stack,) = stacks
@@ -99,7 +99,7 @@ def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] 
 
 
 def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
-    """Blocks of each chunk to look at, each with what it tells the growth of: chunks of the stage that are as deep."""
+    """Blocks of each chunk for each rehearsal, and the stack whose growth it shows: the stage's chunks of one depth."""
     assert job.depths is not None
     path, depths = job.depths
     own = Layout.equal(job.plan.pipeline.stages, job.plan.pipeline.virtual_stages).chunks_of(job.stage)
@@ -122,10 +122,10 @@ def _of_stage(job: _Job) -> Needs:
 
 
 def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, float], Rehearsed, bool]:
-    """The numbers of all microbatches, what was rehearsed last, and whether that were all of them.
+    """The numbers with all microbatches, the last rehearsal, and whether it had all of them.
 
-    Of many microbatches only some are rehearsed, with two numbers of them: memory grows with those that are in flight
-    at once, which the schedule's own lists say.
+    Of many microbatches only some are rehearsed, in two rehearsals: memory grows with the microbatches in flight at
+    once, which follow from the schedule's actions.
     """
     m, schedule = job.plan.microbatches, job.replica_schedule
     few = few_microbatches(schedule)
@@ -146,13 +146,13 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
 def _times(
     needs: Sequence[Needs], plan: Plan, machines: Machines
 ) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
-    """Seconds of one step by cause, and who does what when."""
+    """Seconds of one step by cause, and the actions of each rank with their times."""
     pipeline = replace(needs[0].last.pipeline, microbatches=plan.microbatches)
     one_replica = replace(
         pipeline, layout=type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages), loans=()
     )
     even = not pipeline.layout.uneven
-    lists_of = one_replica if even else pipeline  # data ranks of an even layout do not meet but at reductions
+    lists_of = one_replica if even else pipeline  # data ranks of an even layout meet at reductions only
     costs = _costs(needs, lists_of, machines)
     simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
     spent = [_spent(one, plan, costs, lists_of) for one in needs]
@@ -166,7 +166,7 @@ def _times(
 
 
 def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
-    """What a stage spends in one step, by cause; "overhead" is what lies beside its actions."""
+    """Seconds of a stage in one step, by cause; "overhead" is the time outside of its actions."""
     stage = one.last.pipeline.layout.stage_of(one.rank)
     spent = {cause: one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire")}
     overhead = max(0.0, spent["compute"] + spent["optimizer"] - one.actions)
@@ -183,7 +183,7 @@ def _step_seconds(simulation: Simulation, plan: Plan) -> float:
 
 
 def _costs(needs: Sequence[Needs], pipeline: PipelineSchedule, machines: Machines) -> Costs:
-    """What each chunk costs, by the stages that were rehearsed; the others are like those before."""
+    """The costs of each chunk in the rehearsed stages; other chunks cost as much as the one rehearsed before them."""
     layout = pipeline.layout
     known = {key: seconds for one in needs for key, seconds in one.costs.items()}
     seen = {int(key.rpartition("/")[2]) for key in known}

@@ -13,13 +13,13 @@ from zeroshard.units import find_units
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the formulas need to know of a model and its optimizer.
+    """The sizes of a model and its optimizer in the formulas.
 
     Attributes:
-        trainable: parameters that are trained.
-        frozen: those that are not.
-        units: parameters of each unit.
-        state_bytes: of the optimizer per parameter, in fp32.
+        trainable: number of parameters that are trained.
+        frozen: number of the others.
+        units: number of parameters of each unit.
+        state_bytes: bytes of optimizer states per parameter, in fp32.
     """
 
     trainable: int
@@ -29,7 +29,7 @@ class Sizes:
 
 
 def sizes_of(task: TrainingTask) -> Sizes:
-    """Look at the model and try the optimizer.
+    """The sizes of a task's model and optimizer, made without values.
 
     Raises:
         OptimizerError: the optimizer needs whole tensors.
@@ -45,7 +45,7 @@ def sizes_of(task: TrainingTask) -> Sizes:
 
 
 def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
-    """What the states take at least on every rank; under stage 3 with the largest unit gathered."""
+    """The least bytes of states on every rank; under stage 3 with the largest unit gathered."""
     states = states_of(sizes, plan, ranks)
     answers = (choice.least_bytes(states, ranks) for choice in reversed(choices_of(plan)))
     return next(nbytes for nbytes in answers if nbytes is not None)

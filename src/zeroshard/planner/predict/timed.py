@@ -1,7 +1,7 @@
-"""Shallow-real predictions: the engine on real tensors with few blocks, on this machine's CPUs, and what follows.
+"""Shallow-real predictions: the engine runs on real tensors with few blocks, on this machine's CPUs.
 
-They take over where tensors without values lie (transformers builds other masks for them), and they alone know what a
-step takes on CPUs: caches, Python and the allocator are the real ones.
+They also hold for models that run differently on tensors without values (transformers builds other masks), and they
+alone give the time of a step on CPUs, with real caches, Python and allocator.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from zeroshard.planner.predict.ways import way_of
 def predict_timed(
     task: TrainingTask, plan: Plan, machines: Machines, rows: int, threads: int | None = None
 ) -> Prediction:
-    """What a plan needs and how long its step takes, from steps really taken.
+    """Memory and time of a step under a plan, from real steps.
 
     Args:
         rows: of one data rank in one step.
-        threads: that each rank computes with; what torch uses here by default.
+        threads: of each rank; by default as many as torch uses now.
 
     Raises:
         PlanError: the few blocks do not fit into the memory of this machine.
-        ZeroshardError: whatever the engine refuses.
+        ZeroshardError: the engine refuses the plan.
     """
     with _threads(threads):
         needs = way_of(plan).timed(task, plan, machines, rows)

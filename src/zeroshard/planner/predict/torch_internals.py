@@ -1,6 +1,6 @@
-"""What the planner needs of torch and torch does not promise: all of it in this one file.
+"""All uses of torch's private interfaces by the planner.
 
-Fake tensors have shapes, strides, dtypes and a device, and no values; operations on them work out those of the result.
+Fake tensors have shapes, strides, dtypes and a device, and no values; operations on them give those of the result.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-DEVICE = torch.ops.prim.device.default  # asked of a fake tensor far more often than anything is computed with it
+DEVICE = torch.ops.prim.device.default  # the most frequent call on fake tensors
 Packet = Any  # an operator of torch.ops
 MOST_KNOWN = 100_000  # results that are remembered
 
@@ -35,7 +35,7 @@ def _one(tensor: torch.Tensor) -> bool | int | float:
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-# The engine asks about values such that yes, or 1, is what a healthy run would hear.
+# To the engine's questions about values, yes and 1 are the answers of a healthy run.
 ANSWERS: dict[Packet, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _one,
     aten.equal.default: lambda *_: True,
@@ -55,13 +55,13 @@ def _grouped_product(
     return made
 
 
-# The kernels take every floating-point dtype; what torch has for tensors without values refuses all but bf16.
+# The kernels take every floating-point dtype; torch's function for tensors without values refuses all but bf16.
 STAND_INS: dict[Packet, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_product}
 
 
 @contextmanager
 def fakes() -> Iterator[FakeTensorMode]:
-    """Inside, what is made has no values, and what is done to it takes no time; tensors from outside are read so."""
+    """Inside, new tensors have no values, and operations compute none; tensors from outside are taken as fake ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         yield mode
@@ -86,7 +86,7 @@ _views: dict[Packet, bool] = {}
 
 
 def is_view(func: Packet) -> bool:
-    """Whether an operator only looks at memory in another way, or allocates it, and computes nothing."""
+    """Whether an operator only makes a view of memory, or allocates it, and computes nothing."""
     if func not in _views:
         name = func._schema.name
         _views[func] = func.is_view or name.startswith(("aten::empty", "aten::new_empty", "aten::detach", "prim"))
@@ -102,12 +102,12 @@ def flops_of(func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Each row of one side meets the matrix of its group; where both are matrices, groups share out their inside."""
+    """Each row is multiplied by the matrix of its group; between two matrices, groups split the inner dimension."""
     return 2 * a.numel() * b.shape[-1]
 
 
 class _Unknown(Exception):
-    """An argument or a result that says too little about what an operation makes."""
+    """An argument or a result whose metadata do not determine the result of an operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +122,22 @@ class _Made:
 
 
 _FIRST = object()  # the operation returns its first argument
-_results: dict[Any, Any] = {}  # by operation and metadata of its arguments; None where it cannot be told
+_results: dict[Any, Any] = {}  # by operation and metadata of its arguments; None where these do not determine it
 _kinds: dict[Packet, bool] = {}
 
 
 class Results:
     """The results of operations on tensors without values, remembered by the metadata of their arguments.
 
-    Torch's own cache asks for far more with every call (symbolic shapes, sparse layouts) and takes most of a
-    rehearsal; whatever has an unusual argument goes there still.
+    Torch's own cache checks far more in every call (symbolic shapes, sparse layouts) and takes most of a rehearsal's
+    time; operations with unusual arguments still go there.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
 
     def of(self, func: Packet, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation by `run`, or make what it made the last time that it was given the like."""
+        """Run an operation by `run`, or make its remembered result for arguments of the same metadata."""
         if not _remembers(func):
             return run(*args, **kwargs)
         try:
@@ -148,7 +148,7 @@ class Results:
         if known is None:
             return run(*args, **kwargs)
         if known is not _results:
-            return self._again(known[0], args)
+            return self._remake(known[0], args)
         result = run(*args, **kwargs)
         if len(_results) >= MOST_KNOWN:
             _results.clear()
@@ -158,32 +158,32 @@ class Results:
             _results[key] = None
         return result
 
-    def _again(self, known: Any, args: tuple[Any, ...]) -> Any:
+    def _remake(self, known: Any, args: tuple[Any, ...]) -> Any:
         if type(known) is _Made:
             with torch._C._DisableTorchDispatch():
                 if known.offset is None:
-                    inside = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+                    meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
                 else:
-                    inside = torch.empty(0, dtype=known.dtype, device="meta")
-                    inside.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
-            return FakeTensor(self._mode, inside, known.device)
+                    meta = torch.empty(0, dtype=known.dtype, device="meta")
+                    meta.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
+            return FakeTensor(self._mode, meta, known.device)
         if known is _FIRST:
             return args[0]
-        return None if known is None else type(known)(self._again(one, args) for one in known)
+        return None if known is None else type(known)(self._remake(one, args) for one in known)
 
 
 def _remembers(func: Packet) -> bool:
     """Whether the results of an operation follow from the metadata of its arguments."""
     if func not in _kinds:
-        schema, odd = func._schema, {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape}
-        odd.add(torch.Tag.data_dependent_output)
+        schema, excluded = func._schema, {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape}
+        excluded.add(torch.Tag.data_dependent_output)
         plain = func.namespace == "aten" and not any(one.is_out for one in schema.arguments)
-        _kinds[func] = plain and odd.isdisjoint(func.tags)
+        _kinds[func] = plain and excluded.isdisjoint(func.tags)
     return _kinds[func]
 
 
 def _key_of(value: Any) -> Any:
-    """What an argument says of the result; hashable."""
+    """The metadata of an argument, hashable."""
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None or value.layout is not torch.strided or value.dtype.is_complex:
@@ -197,7 +197,7 @@ def _key_of(value: Any) -> Any:
 
 
 def _kept(result: Any, args: tuple[Any, ...], given: set[int]) -> Any:
-    """What to remember of a result; `given` are the storages of the arguments, to which new ones are added."""
+    """The metadata of a result; `given` are the storages of the arguments, to which new ones are added."""
     if result is None:
         return None
     if isinstance(result, (tuple, list)) and type(result) in (tuple, list):

@@ -10,7 +10,7 @@ from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 
-BIASED = "Without values transformers builds other masks, and this machine cannot hold it with: up to 6 % high."
+BIASED = "Memory may be up to 6 % too high: rehearsed without values for lack of memory here, with other masks."
 STATES_EACH = 16  # bytes per parameter in fp32, AdamW
 ROOM = 0.7  # of this machine's free memory
 
@@ -31,13 +31,13 @@ def refuse_too_large(task: TrainingTask, plan: Plan, machines: Machines, rows: i
     """Refuse a rehearsal on tensors with values that this machine cannot hold.
 
     Raises:
-        PlanError: with what it would need.
+        PlanError: with the needed and the free bytes.
     """
     few = choices_of(plan).stages.fewest(2)
-    less, part = replace(plan, microbatches=few), rows // plan.microbatches * few
+    less, few_rows = replace(plan, microbatches=few), rows // plan.microbatches * few
     try:
-        needed = rehearse(replace(task, values=False), less, 0, machines.count, part).peak_bytes
-    except RuntimeError:  # an operation that torch cannot do without values; then by the states alone, twice over
+        needed = rehearse(replace(task, values=False), less, 0, machines.count, few_rows).peak_bytes
+    except RuntimeError:  # torch lacks an operation without values: assume twice the states
         needed = 2 * STATES_EACH * task.facts.parameters
     room = int(ROOM * psutil.virtual_memory().available)
     if needed > room:

@@ -17,10 +17,10 @@ class Way(Protocol):
 
     @property
     def work(self) -> float:
-        """How long a look takes, in those at plans without stages."""
+        """Duration of a rehearsal, relative to that of a plan without stages."""
 
     def whole(self, plan: Plan, blocks: int) -> int:
-        """What a rehearsal of everything goes through, of a model with so many blocks."""
+        """The size of a rehearsal of every block and stage, for a model with so many blocks."""
 
     def needs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
@@ -29,18 +29,18 @@ class Way(Protocol):
 
         Args:
             rows: of one data rank in one step.
-            stacks: the repeated blocks of the model, of which few are rehearsed; without, everything is.
+            stacks: the repeated blocks of the model, of which few are rehearsed; None rehearses all.
         """
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
-        """The same, from steps really taken.
+        """The same, from real steps.
 
         Raises:
             PlanError: few blocks do not fit into the memory of this machine.
         """
 
     def times(self, needs: Sequence[Needs], plan: Plan, machines: Machines) -> Times:
-        """What a step of all ranks is spent on."""
+        """The time of a step of all ranks."""
 
 
 def way_of(plan: Plan) -> Way:

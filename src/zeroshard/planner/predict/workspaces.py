@@ -1,7 +1,7 @@
-"""What kernels of CPUs allocate besides their results: copies that convolutions make in oneDNN's blocked layout.
+"""Workspaces of CPU kernels: copies that convolutions make in oneDNN's blocked layout.
 
 Found by listing the allocations of torch's convolutions one by one. Channels are padded to blocks; a copy is freed as
-soon as it is used up, so only its highest moment counts. Kernels of GPUs take theirs from elsewhere and are not here.
+soon as it was used, so only the peak counts. Workspaces of GPU kernels are not modelled.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ import torch
 from zeroshard.planner.predict.torch_internals import Packet
 
 aten = torch.ops.aten
-FEW_CHANNELS = 3  # of an image, up to which an input is read as it lies
+FEW_CHANNELS = 3  # of an image, up to which an input is read without a copy
 ROWS_OF_ONEDNN = 16  # from which on a single thread leaves plain 1 x 1 products to oneDNN too
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def beside_results(func: Packet, args: Sequence[Any], result: Any) -> int:
-    """Bytes that an operation holds at its highest beyond what its results take."""
+    """Bytes that an operation holds at its peak beyond its results."""
     if func is aten.convolution.default and _by_onednn(args[0], args[1], args[3], args[5], args[6]):
         return _forward(args[0], args[1], result)
     if func is aten.convolution_backward.default and _by_onednn(args[1], args[2], args[4], args[6], args[7]):
@@ -32,7 +32,7 @@ def _by_onednn(x: torch.Tensor, weight: torch.Tensor, stride: Any, dilation: Any
     """Whether torch gives a convolution to oneDNN (`ConvParams::use_mkldnn`), and the inputs are not blocked yet."""
     if transposed or weight.dtype not in DTYPES or not torch.backends.mkldnn.is_available() or x.dim() != 4:
         return False
-    if not x.is_contiguous():  # channels last: read as it lies
+    if not x.is_contiguous():  # channels last: read without a copy
         return False
     plain = all(n == 1 for n in (*stride, *dilation, *weight.shape[2:])) and weight.dtype is torch.float32
     return not plain or x.shape[0] >= ROWS_OF_ONEDNN or torch.get_num_threads() > 1
@@ -50,7 +50,7 @@ def _blocked(tensor: torch.Tensor) -> int:
 
 
 def _blocked_weight(weight: torch.Tensor, x: torch.Tensor | None) -> int:
-    """Bytes of a blocked copy of [O, I, h, w], which groups keep as it is; `x` is what it is read or made with."""
+    """Bytes of a blocked copy of [O, I, h, w], which groups do not block; `x` is the input, if it is read."""
     out, into = weight.shape[:2]
     if x is not None and into != x.shape[1]:
         return _nbytes(weight)
@@ -68,9 +68,8 @@ def _read_blocked(x: torch.Tensor) -> int:
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
-    return max(_read_blocked(x) + _blocked_weight(weight, x) + _blocked(out), _blocked(out) + _nbytes(out)) - _nbytes(
-        out
-    )
+    inside = _read_blocked(x) + _blocked_weight(weight, x) + _blocked(out)
+    return max(inside, _blocked(out) + _nbytes(out)) - _nbytes(out)
 
 
 def _backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, result: Any, strided: bool) -> int:

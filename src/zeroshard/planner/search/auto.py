@@ -1,4 +1,4 @@
-"""`Plan.auto`: the fastest plan for a model as it stands in a program; and one search for all ranks of a job."""
+"""`Plan.auto`: the fastest plan for a model and a batch of a program, by one search for all ranks of a job."""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from zeroshard.planner.search.search import Say, search
 from zeroshard.planner.search.text import alike, describe, short
 from zeroshard.planner.search.this_machine import local_machines
 
-NAMED = 2  # kinds of refusals that are told
+NAMED = 2  # kinds of refusals that are shown
 
 
 def plan_for(
@@ -42,14 +42,14 @@ def plan_for(
         raise PlanError(f"ranks is {ranks} and machines have {machines.count} devices; leave one of the two out.")
     mesh = init_mesh(base.timeout)
     count = machines.count if machines is not None else ranks or mesh.ranks
-    where = machines or local_machines(count, mesh.device.type)
+    hardware = machines or local_machines(count, mesh.device.type)
     task = task_of(model, batch, optimizer, count)
 
     def work(tell: Say) -> dict[str, Any]:
-        found = best_plans(task, where, base, tell)
+        found = best_plans(task, hardware, base, tell)
         return {"plan": found.best[0].plan.as_dict(), "lines": why(found)}
 
-    with torch.random.fork_rng(devices=[]):  # what a rehearsal draws is nothing to the program
+    with torch.random.fork_rng(devices=[]):  # rehearsals leave the program's generator as it was
         together = count == mesh.ranks > 1
         answer = on_rank_zero(mesh, work, "planning", say) if together else work(say)
     for line in answer["lines"] if mesh.rank == 0 else ():
@@ -58,10 +58,10 @@ def plan_for(
 
 
 def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say) -> Found:
-    """The plans that fit, of which there is one at least.
+    """The search's result, with at least one plan that fits.
 
     Raises:
-        PlanError: there is none, or `base` has fields that are searched.
+        PlanError: no plan fits, or `base` sets fields that are searched.
     """
     refuse_chosen(base)
     room = machines.device
@@ -75,7 +75,7 @@ def best_plans(task: TrainingTask, machines: Machines, base: Plan, say: Say) -> 
 
 
 def refuse_chosen(base: Plan) -> None:
-    """Refuse what is to be searched and was given nevertheless.
+    """Refuse given values of fields that the search chooses.
 
     Raises:
         PlanError: naming the first such field.
@@ -89,7 +89,7 @@ def refuse_chosen(base: Plan) -> None:
 
 
 def why(found: Found) -> list[str]:
-    """The best plan in sentences, how far behind the next is, and what was refused."""
+    """Sentences about the best plan, the next best, and the refusals."""
     best, *others = found.best
     lines = describe(best)
     looked = f"Looked at {found.looked_at} plans in {found.seconds:.0f} s"
@@ -108,13 +108,13 @@ def why(found: Found) -> list[str]:
 
 
 def on_rank_zero(mesh: Mesh, work: Callable[[Say], Any], label: str, say: Say = lambda text: None) -> Any:
-    """What `work` returns on rank 0, on all ranks; a collective call.
+    """Run `work` on rank 0, and return its value on all ranks; a collective call.
 
-    While it works, the other ranks wait and hear what it says, so that no patience ends.
+    Meanwhile the other ranks receive its messages, so that no wait times out.
 
     Args:
-        work: is given a function to say what it does, and returns what JSON holds.
-        say: told the same on rank 0.
+        work: takes a function to call with each message, and returns a JSON value.
+        say: called with each message on rank 0.
 
     Raises:
         ZeroshardError: what `work` raised, of the same kind on every rank.
@@ -123,11 +123,11 @@ def on_rank_zero(mesh: Mesh, work: Callable[[Say], Any], label: str, say: Say = 
 
     def tell(text: str) -> None:
         say(text)
-        _hear(mesh, comm.agree_on({"text": text}, label)[0])
+        _show_progress(mesh, comm.agree_on({"text": text}, label)[0])
 
     if mesh.rank != 0:
         while "text" in (answer := comm.agree_on(None, label)[0]):
-            _hear(mesh, answer)
+            _show_progress(mesh, answer)
         if "error" in answer:
             raise getattr(errors, answer["kind"])(answer["error"])
         return answer["value"]
@@ -143,10 +143,10 @@ def on_rank_zero(mesh: Mesh, work: Callable[[Say], Any], label: str, say: Say = 
 
 
 def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> TrainingTask:
-    """What training a module on batches like this one is.
+    """The task of training a module on batches like this one.
 
     Raises:
-        PlanError, BatchError: what is no module, no optimizer or no batch.
+        PlanError: the model or the optimizer is none. BatchError: the batch has no common first dimension.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"The model is a {type(model).__name__}; a plan is made for an nn.Module.")
@@ -159,7 +159,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
         )
     picked = [leaf for leaf in tensors if leaf.dim() > 1 and not leaf.is_floating_point()]
     if isinstance(optimizer, torch.optim.Optimizer):
-        make, whole = _again(optimizer, model), True
+        make, whole = _maker_of(optimizer, model), True
     elif callable(optimizer):
         make, whole = optimizer, False
     else:
@@ -168,7 +168,7 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
             f"the parameters."
         )
     return TrainingTask(
-        build=lambda: _hollow(model),
+        build=lambda: _zeroed_copy(model),
         batch=lambda rows: tree_map(lambda leaf: _rows(leaf, rows), batch),
         optimizer=make,
         rows=sizes.pop() * ranks,
@@ -178,14 +178,14 @@ def task_of(model: nn.Module, batch: Any, optimizer: Any, ranks: int) -> Trainin
     )
 
 
-def _hear(mesh: Mesh, answer: dict[str, str]) -> None:
-    """Tell the supervisor that planning gets on."""
+def _show_progress(mesh: Mesh, answer: dict[str, str]) -> None:
+    """Enter a message into the heartbeat, as progress of the rank."""
     if mesh.heartbeat is not None:
         mesh.heartbeat.phase(f"planning: {answer['text']}")
 
 
-def _hollow(model: nn.Module) -> nn.Module:
-    """The same model with zeros for its tensors; inside of fake tensors they have no values and take no memory.
+def _zeroed_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with zeros for its tensors; under `fakes` they have no values and take no memory.
 
     Raises:
         PlanError: the model cannot be copied.
@@ -214,7 +214,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(leaf: Any, rows: int) -> Any:
-    """So many rows like those of a batch's leaf; from the first again where it has fewer."""
+    """A batch's leaf with so many rows, repeated where it has fewer."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_meta or is_fake(torch.empty(0)):
@@ -222,8 +222,8 @@ def _rows(leaf: Any, rows: int) -> Any:
     return leaf.detach().cpu()[torch.arange(rows) % len(leaf)]
 
 
-def _again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """A function that makes such an optimizer for a copy of the model.
+def _maker_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """A function that makes the same optimizer for a copy of the model.
 
     Raises:
         PlanError: it holds other parameters than the model's.
@@ -252,23 +252,23 @@ def _again(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[nn.M
 
 
 def _none_fits(found: Found, machines: Machines) -> str:
-    """Why there is no plan, and what comes closest: the most that can be offloaded, or sliced."""
+    """The error where no plan fits, with the refusal that comes closest: the most offloaded, or sliced."""
     if not found.refused:
         return f"There is no plan to look at for {machines}; use more rows."
     with_way = [refusal for refusal in found.refused if refusal.way_out]
     resorts = [refusal for refusal in with_way if _resort(refusal)]
     closest = max(resorts or with_way or found.refused, key=_reach)
-    too = f", with and without {_resort(closest)}" if resorts else ""
-    return f"None of {len(found.refused)} plans fits {machines}{too}. {_refused(closest, machines.count)}"
+    resorted = f", with and without {_resort(closest)}" if resorts else ""
+    return f"None of {len(found.refused)} plans fits {machines}{resorted}. {_refused(closest, machines.count)}"
 
 
 def _resort(refusal: Refusal) -> str:
-    """The technique that such a plan resorts to; empty where it is none."""
+    """The last resort that a refused plan uses; empty without one."""
     return "".join(choice.resort for choice in choices_of(refusal.plan))
 
 
 def _reach(refusal: Refusal) -> tuple[float, ...]:
-    """How far a plan goes to fit, what is offered last first."""
+    """How far a plan goes to fit, as a sort key: last resorts first."""
     return tuple(part for choice in reversed(choices_of(refusal.plan)) for part in choice.reach)
 
 

@@ -1,8 +1,8 @@
 """The largest model of a family that fits under a plan, by its model states alone or by a whole step.
 
-What a member needs grows by the same amount with every further layer, so that two shallow members tell about where the
-limit is: from some depth on only, as the peak of few layers may be at another moment of the step. So what is found
-there is rehearsed whole, and so is the next: the one fits, the other does not.
+The bytes of a member grow by the same amount with every further layer, so two shallow members give an estimate of the
+limit: the peak of few layers may be at another moment of the step. So the member found is rehearsed whole, and so is
+the next: the one fits, the other does not.
 """
 
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from zeroshard.planner.predict.shallow import FEW
 Counts = Literal["states", "step"]
 Say = Callable[[str], None]
 
-FEW_STATES = 2  # layers from which on states grow alike: a single one is no list of units
+FEW_STATES = 2  # layers from which on states grow evenly: a single layer is no list of units
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Models that differ in nothing but their number of layers.
+    """Models that differ in their number of layers only.
 
     Attributes:
-        name: what they have in common.
+        name: of the common shape.
         fewest: layers of the smallest, which is larger than all models of the rung below.
         most: layers of the largest.
-        of: the task of training the one with so many layers, which may also be fewer than `fewest`.
+        of: gives the task of the model with a number of layers, which may also be below `fewest`.
     """
 
     name: str
@@ -42,9 +42,10 @@ class Rung:
 
 @dataclass(frozen=True)
 class Family:
-    """Models in the order of their size, and where the rule by which they grow is from.
+    """Models in the order of their size.
 
     Attributes:
+        source: of the rule by which they grow.
         rungs: ascending.
     """
 
@@ -61,7 +62,7 @@ class Member:
         name: its rung and its layers.
         parameters: each counted once.
         needed_bytes: on the fullest rank: of model states after a step, or the peak of a step.
-        prediction: of the step, where that is what counts.
+        prediction: of the step, where the peak counts.
     """
 
     name: str
@@ -87,12 +88,12 @@ class Largest:
     """The largest member that fits under one plan.
 
     Attributes:
-        counts: what must fit: "states", the model states into all of a device's memory, as in ZeRO's table 2; or
-            "step", the peak of a whole step into what tensors can use of it, with a margin left free.
+        counts: the bytes that must fit: "states", the model states, into all of a device's memory, as in ZeRO's table
+            2; or "step", the peak of a whole step, into the part of it for tensors, with a margin left free.
         rows: of one data rank in one step.
-        room_bytes: what `needed_bytes` may be at most.
-        member: the largest that fits; None if not even the smallest does.
-        beyond: the next one, which does not fit; None if the family ends before.
+        room_bytes: the most that `needed_bytes` may be.
+        member: the largest that fits; None if the smallest does not fit.
+        beyond: the next one, which does not fit; None at the end of the family.
     """
 
     plan: Plan
@@ -137,11 +138,11 @@ def largest(
 
     Args:
         rows: of one data rank in one step.
-        counts: what must fit; see `Largest`.
-        say: told what is being rehearsed.
+        counts: the bytes that must fit; see `Largest`.
+        say: called with the name of each model before it is rehearsed.
 
     Raises:
-        ZeroshardError: what the engine refuses.
+        ZeroshardError: the engine refuses a model.
     """
     return _Climb(family, on_machines(plan, machines), machines, rows, counts, say).run()
 
@@ -209,7 +210,7 @@ class _Climb:
         return device.memory_bytes if self.counts == "states" else int(device.capacity_bytes * (1 - MARGIN))
 
     def _likely_member(self) -> tuple[int, int]:
-        """The highest rung whose smallest member fits by its line, and how many layers of it do."""
+        """The highest rung whose smallest member fits by its line, and the layers with which it fits."""
         rungs = self.family.rungs
         low, high = 0, len(rungs) - 1
         while low < high:
@@ -222,13 +223,13 @@ class _Climb:
         return int((self._room - start) // step)
 
     def _line(self, rung: int) -> tuple[float, float]:
-        """What a member without layers would need, and what each layer adds, by two shallow members."""
+        """Bytes of a member without layers, and of each layer, by two shallow members."""
         if rung not in self._lines:
             more = self.plan.pipeline.stages * self.plan.pipeline.virtual_stages
             few = more * (FEW_STATES if self.counts == "states" else FEW)
-            of = self.family.rungs[rung].of
+            task_of = self.family.rungs[rung].of
             self.say(f"{self.family.rungs[rung].name}, {few} and {few + more} layers")
-            low, high = (self._needed(of(depth))[0] for depth in (few, few + more))
+            low, high = (self._needed(task_of(depth))[0] for depth in (few, few + more))
             step = max(1.0, (high - low) / more)
             self._lines[rung] = (low - few * step, step)
         return self._lines[rung]
@@ -244,6 +245,6 @@ class _Climb:
     def _needed(self, task: TrainingTask) -> tuple[int, Prediction | None]:
         if self.counts == "states":
             return state_bytes_of(task, self.plan, self.machines.count, self.rows), None
-        every_layer = not self.plan.pipelined  # of a pipeline, the first and the last stage have all theirs
+        every_layer = not self.plan.pipelined  # a pipeline's first and last stage are rehearsed with all theirs
         prediction = predict(task, self.plan, self.machines, self.rows, deep=every_layer)
         return prediction.peak_bytes, prediction

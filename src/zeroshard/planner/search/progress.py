@@ -1,4 +1,4 @@
-"""Progress of a search: how many plans were looked at, of how many, and about how long the others take."""
+"""Progress of a search: the plans looked at, all plans, and an estimate of the time left."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,10 +10,10 @@ from zeroshard.planner.predict.ways import way_of
 
 @dataclass
 class SearchProgress:
-    """What is left of a search that tries one group of plans after another.
+    """The progress of a search that tries one group of plans after another.
 
     Attributes:
-        expected: looks at plans that each group is expected to take, by its first plan.
+        expected: expected number of plans to look at in each group, by its first plan.
         now: the clock.
     """
 
@@ -30,11 +30,11 @@ class SearchProgress:
         self._began = self.now()
 
     def begin(self, plan: Plan) -> None:
-        """The group of this plan begins; what was expected of the one before is over."""
+        """Begin the group of this plan; plans that the group before did not need are dropped."""
         self._current = self._left.pop(plan, 0.0)
 
     def look(self, plan: Plan) -> str:
-        """What to say before a plan is looked at: "12/31 plans, about 40 s left"; empty while nothing is expected."""
+        """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""
         if not self.expected:
             return ""
         self._current = max(self._current, _work_of(plan))

@@ -1,7 +1,7 @@
-"""The search: all ways to share a job out over the machines, pruned by exact states, the rest rehearsed.
+"""The search: all ways to split a job over the machines, pruned by exact states, the rest rehearsed.
 
 For each number of stages, ZeRO stage and schedule, the rows of a microbatch are found by bisection: memory rises with
-them. What needs more for its states alone than a device has is refused without a rehearsal. Deterministic.
+them. A plan whose states alone exceed a device is refused without a rehearsal. The search is deterministic.
 """
 
 import os
@@ -32,15 +32,15 @@ from zeroshard.zero import choice as zero
 
 OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
-MOST_DEEP = 32  # blocks times microbatches, or stages, that are all rehearsed for the best plan
-MOST_TIMED = 8  # plans that are tried out on this machine, the best by the rates of its profile
+MOST_DEEP = 32  # blocks times microbatches, or stages, up to which the best plan is rehearsed whole
+MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A plan but for its microbatches, the rows of one data rank, and the offer that it is of."""
+    """A plan without its microbatches, the rows of one data rank, and its offer."""
 
     plan: Plan
     rows: int
@@ -64,39 +64,39 @@ def search(
     ends it.
 
     Args:
-        base: what all plans have in common (precision, clipping and the like).
-        top: how many to keep.
-        plans: plans and rows per data rank to look at, instead of all there are.
-        say: told what is being looked at.
+        base: settings of all plans (precision, clipping and the like).
+        top: number of plans to keep.
+        plans: plans and rows per data rank to look at, instead of all.
+        say: called with a line about each plan.
         last_resorts: whether to try them even where other plans fit.
-        first: given the first estimates, before any plan is rehearsed; not called where nothing can be estimated.
+        first: called with the first estimates, before any plan is rehearsed; not called without estimates.
     """
     began = time.perf_counter()
-    hunt = _Hunt(task, machines, base or Plan(), say)
+    run = _Search(task, machines, base or Plan(), say)
     if plans is None:
-        shapes = list(hunt.shapes())
-        found = hunt.estimates(shapes)
+        shapes = list(run.shapes())
+        found = run.estimates(shapes)
         if found:
             first(Found(tuple(found[:top]), (), len(found), time.perf_counter() - began))
         for shape in shapes:
-            hunt.progress.begin(shape.plan)
-            hunt.try_shape(shape)
-        if last_resorts or not hunt.fitting:
-            hunt.try_last_resorts()
+            run.progress.begin(shape.plan)
+            run.try_shape(shape)
+        if last_resorts or not run.fitting:
+            run.try_last_resorts()
     else:
         for plan, rows in plans:
-            hunt.try_plan(plan, rows)
-    order = sorted(hunt.fitting, key=lambda p: (p.seconds, p.peak_bytes))
+            run.try_plan(plan, rows)
+    order = sorted(run.fitting, key=lambda p: (p.seconds, p.peak_bytes))
     if machines.local:
         with busy_cpus(min(machines.count, os.cpu_count() or 1) - 1):
-            timed = [hunt.timed(prediction) for prediction in order[:MOST_TIMED]]
+            timed = [run.timed(prediction) for prediction in order[:MOST_TIMED]]
         order = [*sorted(timed, key=lambda p: (p.time_mode == "roofline", p.seconds)), *order[MOST_TIMED:]]
-    best = [hunt.whole(order[0]), *order[1:top]] if order else []
-    return Found(tuple(best), tuple(hunt.refused), hunt.looked_at, time.perf_counter() - began)
+    best = [run.whole(order[0]), *order[1:top]] if order else []
+    return Found(tuple(best), tuple(run.refused), run.looked_at, time.perf_counter() - began)
 
 
 @dataclass
-class _Hunt:
+class _Search:
     """One search under way."""
 
     task: TrainingTask
@@ -117,7 +117,7 @@ class _Hunt:
         return Site(self.machines.count, self.machines.per_node, self.task.rows, self._blocks)
 
     def shapes(self) -> Iterator[Shape]:
-        """Every way to share out the ranks, those without stages first."""
+        """Every way to split the job over the ranks, those without stages first."""
         for offer in (offer for offers in OFFERS for offer in offers(self._site)):
             if isinstance(offer, Refused):
                 self._refuse(self.base.with_settings(offer.settings), 0, offer.why, offer.way_out)
@@ -128,7 +128,7 @@ class _Hunt:
         return Shape(self.base.with_settings(offer.settings), self.task.rows // offer.data_ranks, offer)
 
     def try_last_resorts(self) -> None:
-        """Go further and further, until it fits."""
+        """Try the last resorts in their order, until a plan fits."""
         for offer in (offer for offers in LAST_RESORTS for offer in offers(self._site)):
             before = len(self.fitting)
             self.try_shape(self._shape(offer))
@@ -140,7 +140,7 @@ class _Hunt:
         self.say("one rank alone, for first estimates")
         try:
             estimator = Estimator.of(self.task, self.base, self.machines, self._sizes_of())
-        except ZeroshardError:  # of which the search tells, plan by plan
+        except ZeroshardError:  # the search reports it, plan by plan
             return []
         chosen: list[Prediction] = []
         expected: dict[Plan, int] = {}
@@ -157,7 +157,7 @@ class _Hunt:
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
     def try_shape(self, shape: Shape) -> None:
-        """Find the microbatches of a shape, then what is faster; where none fit, what needs less."""
+        """Find the microbatches of a shape, then faster settings; where none fit, try the leaner ones of its offer."""
         offer, plan = shape.offer, shape.plan
         if not offer.counts:
             self._refuse(plan, shape.rows, *offer.without_counts)
@@ -240,7 +240,7 @@ class _Hunt:
         return self._sizes
 
     def _too_large(self, plan: Plan, rows: int) -> bool:
-        """Refuse what needs more for its states than a device has."""
+        """Refuse a plan whose states alone exceed a device; returns whether it was refused."""
         room = self.machines.device.capacity_bytes
         needed = least_bytes(self._sizes_of(), plan, self.machines.count)
         if needed <= room or any(choice.exhausted for choice in choices_of(plan)):
@@ -265,7 +265,7 @@ class _Hunt:
         """Blocks of the model.
 
         Raises:
-            PlanError: it is no chain.
+            PlanError: the model is no chain.
         """
         return len(self._layers_of(1).names)
 

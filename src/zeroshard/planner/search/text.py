@@ -1,4 +1,4 @@
-"""What the planner finds, in words: a plan in a few of them, a prediction in a few sentences."""
+"""Texts about plans and predictions, for people."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,10 @@ TIME_MODES = {
 
 
 def short(plan: Plan, ranks: int | None = None) -> str:
-    """A plan in a few words: what it slices or cuts, its precision, its microbatches, and what is not by default.
+    """A plan in a few words: its slices or stages, precision and microbatches, and settings other than the default.
 
     Args:
-        ranks: with it, the replicas of a pipeline can be told where the plan leaves them open.
+        ranks: number of ranks, from which replicas of a pipeline follow that the plan does not set.
     """
     descriptions = [choice.describe(ranks) for choice in choices_of(plan)]
     parts = (
@@ -38,7 +38,7 @@ def short(plan: Plan, ranks: int | None = None) -> str:
 
 
 def describe(prediction: Prediction) -> list[str]:
-    """A prediction in sentences: the plan, its memory, its time, what it sends, how that was found, what to know."""
+    """A prediction in sentences: the plan, its memory, time and traffic, the methods, and notes."""
     p = prediction
     each = "rank"
     for choice in choices_of(p.plan):
@@ -63,8 +63,8 @@ def describe(prediction: Prediction) -> list[str]:
         if nbytes:
             sentences.append(f"{tier}: {format_size(nbytes)} {whose}.")
     sentences += [
-        f"Memory was found so ({p.mode}): {MODES[p.mode]}.",
-        f"Time was found so ({p.time_mode}): {TIME_MODES[p.time_mode]}.",
+        f"How memory was found ({p.mode}): {MODES[p.mode]}.",
+        f"How time was found ({p.time_mode}): {TIME_MODES[p.time_mode]}.",
     ]
     return sentences + list(p.notes)
 
@@ -72,24 +72,24 @@ def describe(prediction: Prediction) -> list[str]:
 def lacking(prediction: Prediction) -> tuple[str, str]:
     """Which memory is too small for a plan that does not fit, and the way out, a sentence each."""
     p, need = prediction, prediction.smallest_capacity_bytes
-    there = "A checkpoint on its way to the disk needs"
+    use = "A checkpoint on its way to the disk needs"
     larger = f"A device with {format_size(need)} for tensors would hold it."
     for choice in choices_of(p.plan):
-        there, larger = choice.on_host(there), choice.budget(need, larger)
+        use, larger = choice.on_host(use), choice.budget(need, larger)
     held, room = format_size(p.host_bytes), format_size(p.host_capacity_bytes or 0)
-    host = f"{there} {held} of each node's host memory, which is {room}."
+    host = f"{use} {held} of each node's host memory, which is {room}."
     more_host = f"Nodes with {held} of host memory would hold it."
     device = f"The fullest rank needs {format_size(p.peak_bytes)} of {format_size(p.capacity_bytes)} at the peak."
     return {"host": (host, more_host), "device": (device, larger)}[p.full[0]]
 
 
 def left_out(prediction: Prediction) -> list[LeftOut]:
-    """Times that its memory over the step does not show."""
+    """Times that are not in the curve of memory over the step."""
     return [left for choice in choices_of(prediction.plan) for left in choice.left_out()]
 
 
 def _parts(parts: Iterable[tuple[str, int]]) -> str:
-    """The largest first; what is nothing is left out."""
+    """Sizes by name, the largest first, without those of 0 bytes."""
     return ", ".join(f"{name} {format_size(n)}" for name, n in sorted(parts, key=lambda part: -part[1]) if n)
 
 

@@ -13,18 +13,18 @@ from zeroshard.doctor.profile import MachineProfile, default_path
 from zeroshard.errors import PlanError
 from zeroshard.platform import accelerator
 
-BETWEEN = Link(1.25e9, 5e-5)  # of machines whose network nobody measured: 10 gigabits per second
+BETWEEN = Link(1.25e9, 5e-5)  # assumed between machines: 10 gigabits per second
 ASSUMED = "Rates are assumed; zeroshard doctor measures those of this machine."
 ASSUMED_CPU = {"matrix": 5e10, "memory": 1e10, "launch": 5e-6}  # FLOP/s, bytes/s and seconds of one rank
 ASSUMED_LINK = Link(2e9, 5e-5)  # between processes of one machine
 
 
 def local_machines(ranks: int, kind: str, profile: Path | None = None) -> Machines:
-    """What `ranks` ranks like this process would run on.
+    """The machines of `ranks` ranks like this process.
 
     Args:
-        kind: what computes: "cpu", or the type of an accelerator by torch's name.
-        profile: of this machine; by default where `zeroshard doctor` writes it.
+        kind: "cpu", or the type of an accelerator by torch's name.
+        profile: file of this machine's profile; by default the one that `zeroshard doctor` writes.
 
     Raises:
         PlanError: a GPU that is not known by name.
@@ -60,10 +60,10 @@ def free_memory() -> int:
 
 
 def nearest_preset(name: str, memory: int) -> str | None:
-    """The built-in device that a GPU with this name and so many bytes is; None where there is none.
+    """The built-in device for a GPU of this name and so many bytes; None without one.
 
     Args:
-        name: as the driver says it, such as "NVIDIA A100-SXM4-80GB".
+        name: as the driver gives it, such as "NVIDIA A100-SXM4-80GB".
     """
     plain = "".join(name.split()).casefold()
     models = {known: "".join(known.partition("-")[0].split()).casefold() for known in preset_names()}
