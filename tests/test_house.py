@@ -17,6 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "zeroshard"
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 500, 60, 8
 FLOORS = {
     "platform.accelerator": -1,  # devices as torch reaches them, on which the ground stands
+    "traffic": -1,  # counts of memory and comm
     **dict.fromkeys(("errors", "version", "comm", "memory", "platform"), 0),
     **dict.fromkeys(("units", "schedule", "checkpoint"), 1),  # the backbones; files and boxes
     "parts": 1.3,  # protocols through which techniques reach the engine
@@ -40,7 +41,7 @@ FLOORS = {
     "__main__": 7.5,
 }
 SAME_FLOOR = {  # besides `errors`, which all may import; no circle of files may come of it
-    *(("comm", "memory"), ("comm", "platform"), ("memory", "comm"), ("platform", "comm"), ("platform", "memory")),
+    *(("comm", "memory"), ("comm", "platform"), ("platform", "comm"), ("platform", "memory")),
 }
 MAY_READ_ENVIRONMENT = {"comm.mesh", "cli", "supervisor", "__main__"}
 EXCEPTIONS: dict[str, str] = {

@@ -12,10 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.activations import ActivationStore
-from zeroshard.comm.traffic import Purpose
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Latest, Task, TaskRunner, Transfers
+from zeroshard.traffic import Purpose
 
 
 class Host(HostMemory):

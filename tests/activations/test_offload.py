@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import BudgetExceeded, OffloadError
 from zeroshard.memory import HostMemory, in_pages
 from zeroshard.memory.ledger import Category
 from zeroshard.memory.transfers import Eager, Latest, Shuffled, Task, TaskRunner
+from zeroshard.traffic import Purpose
 
 Tensors = list[torch.Tensor]
 EXECUTORS: list[Any] = [Eager, Latest, *((lambda seed=seed: Shuffled(seed)) for seed in range(10))]

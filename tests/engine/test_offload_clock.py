@@ -9,11 +9,11 @@ from engine.offloaded import ADAMW
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.comm.traffic import UPDATE, Purpose
 from zeroshard.memory.transfers import Modelled, Task
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.platform import real
 from zeroshard.platform.rehearsed import Clock
+from zeroshard.traffic import UPDATE, Purpose
 
 DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP
 ACTIVATIONS_DOWN, ACTIVATIONS_UP = Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP

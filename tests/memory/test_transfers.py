@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zeroshard.comm.traffic import COMPUTE, DISK, QUEUES, UPDATE, Purpose
 from zeroshard.errors import OffloadError
 from zeroshard.memory.transfers import (
     Eager,
@@ -23,6 +22,7 @@ from zeroshard.memory.transfers import (
     Transfers,
 )
 from zeroshard.platform.rehearsed import Clock
+from zeroshard.traffic import COMPUTE, DISK, QUEUES, UPDATE, Purpose
 
 CPU = torch.device("cpu")
 DOWN, UP = Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP

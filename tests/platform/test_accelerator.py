@@ -10,11 +10,11 @@ import torch
 
 from zeroshard.checkpoint import rng
 from zeroshard.comm.mesh import init_mesh
-from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import OffloadError, PlanError
 from zeroshard.memory.transfers import ThreadRunner, Transfers
 from zeroshard.platform import accelerator
 from zeroshard.platform.real import REAL
+from zeroshard.traffic import Purpose
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 1)
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

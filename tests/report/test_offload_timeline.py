@@ -11,7 +11,6 @@ from engine.models import batch, build
 from engine.offloaded import ADAMW, executing
 
 import zeroshard as zs
-from zeroshard.comm.traffic import BETWEEN_TIERS, COMPUTE, DISK, QUEUES, UPDATE
 from zeroshard.report.exposed_figure import _CAUSES, _OTHER
 from zeroshard.report.offload_timeline import (
     COLOURS,
@@ -26,6 +25,7 @@ from zeroshard.report.offload_timeline import (
 )
 from zeroshard.report.page import write_report
 from zeroshard.report.timeline_figure import LEFT, RIGHT, WIDEST, _luminance
+from zeroshard.traffic import BETWEEN_TIERS, COMPUTE, DISK, QUEUES, UPDATE
 from zeroshard.train.trace import OffloadTrace
 
 from .run_files import summary, training_line, write_run

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.traffic import QUEUES
 from zeroshard.report import write_report
+from zeroshard.traffic import QUEUES
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
 from zeroshard.train.progress import exposed_text

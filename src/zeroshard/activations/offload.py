@@ -35,11 +35,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.activations.keep import Kept, changed_in_place
-from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
+from zeroshard.traffic import Purpose
 
 ALIGNED = 64  # bytes; no kernel depends on a larger alignment
 SMALLEST = 2**14  # bytes; below it a copy costs more than it frees

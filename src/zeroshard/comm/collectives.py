@@ -27,12 +27,12 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.process_groups import ABANDONED
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.comm.shared_memory import Signal
-from zeroshard.comm.traffic import BACKWARDS as BACKWARDS
-from zeroshard.comm.traffic import Count as Count
-from zeroshard.comm.traffic import Purpose as Purpose
 from zeroshard.comm.transport import Arrival, Scratch, Shared
 from zeroshard.errors import CommError
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.traffic import BACKWARDS as BACKWARDS
+from zeroshard.traffic import Count as Count
+from zeroshard.traffic import Purpose as Purpose
 
 REMEMBERED = 32  # latest messages per channel whose labels a rank keeps
 # An agreement's frame: label, 8 bytes for the length, content; longer content takes a second round.

@@ -22,7 +22,6 @@ from zeroshard.checks.refused import raises_budget_exceeded
 from zeroshard.checks.replicas import check_replicas
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
-from zeroshard.comm.traffic import merged
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Builder, OptimizerLike
@@ -46,6 +45,7 @@ from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.call import call_with
 from zeroshard.schedule import Layout, PipelineSchedule
+from zeroshard.traffic import merged
 from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
 from zeroshard.version import __version__

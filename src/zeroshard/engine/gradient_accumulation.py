@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.traffic import Purpose
 from zeroshard.engine.build import Assembly
 from zeroshard.parts.batch import microbatches
 from zeroshard.parts.steps import Backwards, Run
 from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
 from zeroshard.schedule.run import Interpreter
+from zeroshard.traffic import Purpose
 
 
 class OneStage:

@@ -8,7 +8,6 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.traffic import BETWEEN_TIERS, Count, Purpose
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
 from zeroshard.engine.decision import Decision
@@ -23,6 +22,7 @@ from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.schedule import PipelineSchedule
+from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose
 
 
 class Readings:

@@ -23,9 +23,9 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.traffic import COMPUTE, QUEUES, Count, Purpose
 from zeroshard.errors import OffloadError
 from zeroshard.platform import accelerator
+from zeroshard.traffic import COMPUTE, QUEUES, Count, Purpose
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from zeroshard.comm.traffic import UPDATE, Purpose
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
+from zeroshard.traffic import UPDATE, Purpose
 from zeroshard.units import Flat, norm_of
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from zeroshard.comm.mesh import Mesh, local_ranks
-from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import ModelError, OptimizerError
 from zeroshard.memory import Disk, Room
 from zeroshard.memory.ledger import Category, Ledger
@@ -18,6 +17,7 @@ from zeroshard.offload.policy import Offload
 from zeroshard.offload.slices import Form, HostSlice, Shadows
 from zeroshard.parts.planned import Planned, on_lower_tier
 from zeroshard.parts.weights import Weights
+from zeroshard.traffic import Purpose
 from zeroshard.units import Flat, Unit
 
 PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning

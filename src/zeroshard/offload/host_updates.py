@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroshard.comm.traffic import UPDATE, Purpose
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Arena
 from zeroshard.memory.transfers import Task
@@ -27,6 +26,7 @@ from zeroshard.offload.slices import Form, Pages, SlicePiece
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.late_updates import LateUpdates, SpeculationCounts
 from zeroshard.parts.weights import Weights
+from zeroshard.traffic import UPDATE, Purpose
 
 WINDOW, MOST_WRONG = 50, 5  # steps that are remembered, and wrong speculations among them, beyond which none begins
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.comm.traffic import DISK, UPDATE
 from zeroshard.memory import Disk, Extent, HostMemory
 from zeroshard.memory.ledger import Category
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.offload.host_adam import HostStates, Scalars, adam_update
 from zeroshard.offload.moments import BLOCK, Blockwise
+from zeroshard.traffic import DISK, UPDATE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Moment = torch.Tensor | Blockwise

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm.traffic import Purpose
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category
 from zeroshard.offload.host_adam import Scalars
@@ -21,6 +20,7 @@ from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.parts.updater import Span
 from zeroshard.parts.weights import Weights
+from zeroshard.traffic import Purpose
 
 
 class HostUpdater(MasterUpdater):

@@ -20,12 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from zeroshard.comm.collectives import Comm, Count, Purpose
 from zeroshard.comm.mesh import Mesh, announce_failure, init_mesh
-from zeroshard.comm.traffic import merged
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parameter_server import messages
 from zeroshard.parameter_server.server import OptimizerFactory, Reply, Server
 from zeroshard.parameter_server.wire import Wire
+from zeroshard.traffic import merged
 
 Exchange = Callable[[Wire, Sequence[bool] | None], Reply]  # of gradients for weights
 

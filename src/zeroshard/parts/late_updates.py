@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from zeroshard.comm.traffic import Count, Purpose
 from zeroshard.memory.transfers import TaskSpan
+from zeroshard.traffic import Count, Purpose
 
 
 @dataclass(slots=True)

@@ -6,13 +6,13 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.traffic import Purpose
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.place import Place, Split
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
+from zeroshard.traffic import Purpose
 from zeroshard.units import Flat, Unit
 
 

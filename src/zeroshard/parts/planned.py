@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from zeroshard.comm.traffic import Purpose
 from zeroshard.memory import in_pages
 from zeroshard.memory.ledger import Category
+from zeroshard.traffic import Purpose
 from zeroshard.units import Index
 
 

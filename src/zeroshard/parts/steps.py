@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.traffic import Purpose
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.part import Part
 from zeroshard.schedule import Schedule
 from zeroshard.schedule.run import Interpreter
+from zeroshard.traffic import Purpose
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from zeroshard.comm.traffic import COMPUTE
 from zeroshard.memory.ledger import Event, Ledger
 from zeroshard.memory.transfers import TaskSpan
 from zeroshard.parts.late_updates import TracedWork
 from zeroshard.schedule.run import Interpreter, Timed
 from zeroshard.schedule.spans import TIMES
+from zeroshard.traffic import COMPUTE
 
 
 @dataclass(slots=True, repr=False)

@@ -13,7 +13,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from zeroshard.comm.traffic import COMPUTE, DISK, QUEUES, UPDATE
 from zeroshard.report.run_folder import Record
 from zeroshard.report.timeline_figure import (
     BETWEEN,
@@ -32,6 +31,7 @@ from zeroshard.report.timeline_figure import (
 )
 from zeroshard.report.timeline_section import NAMESPACE, TimelineSection
 from zeroshard.report.wording import format_duration
+from zeroshard.traffic import COMPUTE, DISK, QUEUES, UPDATE
 
 DATA, SVG, TRACE = "timeline-offload.json", "timeline-offload.svg", "timeline-offload-trace.json"
 ROW = 30.0

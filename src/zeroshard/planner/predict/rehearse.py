@@ -18,7 +18,6 @@ from torch import nn
 
 from zeroshard.comm.collectives import Purpose
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.traffic import DISK, UPDATE
 from zeroshard.doctor.hardware import Machines, Operation
 from zeroshard.engine import Engine
 from zeroshard.memory.ledger import Category, Event
@@ -33,6 +32,7 @@ from zeroshard.planner.predict.workspaces import beside_results
 from zeroshard.platform.rehearsed import Clock, Rehearsal
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.few import ALIKE
+from zeroshard.traffic import DISK, UPDATE
 from zeroshard.units.tensors import tensors_in
 
 TIMED, MOST_TIMED, LEAST_SECONDS = 5, 25, 1.0  # steps that are timed, and for how long at least
