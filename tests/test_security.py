@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from zeroshard.comm.heartbeat import Heartbeat
-from zeroshard.comm.shared_memory import offer
 from zeroshard.memory.disk import _nameless
+from zeroshard.platform.shared_memory import offer
 from zeroshard.supervisor.node_coordination import keep_store
 
 ROOT = Path(__file__).parents[1]

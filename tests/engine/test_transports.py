@@ -15,8 +15,8 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm import shared_memory as shared
 from zeroshard.errors import PlanError
+from zeroshard.platform import shared_memory as shared
 
 STEPS = 4
 CASES = [

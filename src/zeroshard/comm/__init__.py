@@ -1,5 +1,5 @@
-"""Communication: meshes of ranks, collectives, and transports.
+"""Communication: meshes of ranks, every collective, and the detection of ranks that hang or are gone.
 
-Read `mesh` (ranks and their groups), `collectives` (every collective, labelled and counted), `transport` and
-`shared_memory` (network and memory between ranks), then `hang_detector` and `heartbeat` (which end vain waits).
+Read `mesh` (ranks and their groups), `collectives` (every collective, labelled and counted, over the platform's
+transports), then `hang_detector` and `heartbeat`.
 """

@@ -26,10 +26,10 @@ from zeroshard.comm.hang_detector import PATIENCE, HangDetector
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.process_groups import ABANDONED
 from zeroshard.comm.rendezvous import SHORTEST, give_up
-from zeroshard.comm.shared_memory import Signal
-from zeroshard.comm.transport import Arrival, Scratch, Shared
 from zeroshard.errors import CommError
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.shared_memory import Signal
+from zeroshard.platform.transport import Arrival, Scratch, Shared
 from zeroshard.traffic import BACKWARDS as BACKWARDS
 from zeroshard.traffic import Count as Count
 from zeroshard.traffic import Purpose as Purpose

@@ -181,7 +181,7 @@ def shared_mesh(timeout: float) -> Mesh:
         return mesh
     CALLS[timeout] += 1
     known, rank, ranks, store = SHARED.get(timeout), dist.get_rank(), dist.get_world_size(), _get_default_store()
-    key = f"zeroshard/comm/shared_memory/{timeout}/{CALLS[timeout]}"
+    key = f"zeroshard/shared_mesh/{timeout}/{CALLS[timeout]}"
     usable = known is not None and is_open(known.gathers) and not (known.lease and known.lease.broken)
     store.add(key, int(usable))
     roll_call(store, rank, ranks, partial(wait_for_all, store, rank, ranks, timeout, "an engine"))

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm.shared_memory import SharedMemory, share
-from zeroshard.comm.transport import Network
 from zeroshard.memory import Disk, HostMemory, Room, find_rooms
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.transfers import TaskRunner, ThreadRunner
 from zeroshard.platform import accelerator
+from zeroshard.platform.shared_memory import SharedMemory, share
+from zeroshard.platform.transport import Network
 
 executor_of: Callable[[torch.device, float], TaskRunner] = ThreadRunner  # tests replace it
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.shared_memory import SharedMemory, Signal
-from zeroshard.comm.transport import Arrival, Group, Network, Scratch, Sizes
 from zeroshard.memory import Disk, HostMemory, ImaginedDisk, Room
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.transfers import Modelled, Task, TaskRunner
 from zeroshard.platform.real import Platform
+from zeroshard.platform.shared_memory import SharedMemory, Signal
+from zeroshard.platform.transport import Arrival, Group, Network, Scratch, Sizes
 
 WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes and its ranks
 Make = Callable[[int, torch.dtype], torch.Tensor]  # zeroed elements

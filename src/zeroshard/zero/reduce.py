@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from zeroshard.comm.collectives import Comm, Exchange, Pending, Purpose
-from zeroshard.comm.transport import same_place
 from zeroshard.memory.ledger import Arena
 from zeroshard.parts.gradients import GradientSum
 from zeroshard.parts.planned import Wire, Work
+from zeroshard.platform.transport import same_place
 from zeroshard.units import Flat
 from zeroshard.zero.gradient_buffer import GradientBuffer
 from zeroshard.zero.mean import add_mean

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.transport import same_place
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.platform.transport import same_place
 from zeroshard.units import Flat, norm_of
 from zeroshard.zero.gradient_buffer import GradientBuffer
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.shared_memory import SharedMemory, Signal, Signals
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.shared_memory import SharedMemory, Signal, Signals
 
 MOST_ROTATIONS = 8  # with more ranks their zero-length messages cost more than they save
 

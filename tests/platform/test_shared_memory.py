@@ -14,10 +14,10 @@ from jobs import Forks
 from pool import Pool
 
 import zeroshard as zs
-from zeroshard.comm import shared_memory as shared
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.comm.shared_memory import Signal
 from zeroshard.errors import PlanError
+from zeroshard.platform import shared_memory as shared
+from zeroshard.platform.shared_memory import Signal
 
 
 def moved(mesh: zs.Mesh) -> Any:
