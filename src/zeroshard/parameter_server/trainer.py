@@ -176,7 +176,7 @@ class AsynchronousTrainer:
 
     @property
     def traffic(self) -> dict[Purpose, Count]:
-        """What this rank has sent so far; rank 0 for the server: Ψ elements of gradients or weights for each step."""
+        """Traffic of this rank so far, on rank 0 the server's too: Ψ elements of gradients or weights for each step."""
         return merged(comm.counts for comm in self._comms)
 
     @property
