@@ -21,6 +21,7 @@ import zeroshard as zs
 from zeroshard.engine import policies
 from zeroshard.parts.place import Axis, Split
 from zeroshard.parts.technique import NewAxis
+from zeroshard.traffic import Purpose
 
 WIDTH, ROWS, STEPS = 6, 4, 4
 
@@ -247,7 +248,7 @@ def disagree(mesh: zs.Mesh) -> str:
     engine.backward(engine(rows(0, engine.data_rank), kind_of(0, False)))
     if mesh.rank < 2:
         axis = engine._axes.new["tensor"]
-        axis.comm.gather(torch.zeros(2), torch.zeros(1), zs.comm.traffic.Purpose.SETUP, "one more").wait()
+        axis.comm.gather(torch.zeros(2), torch.zeros(1), Purpose.SETUP, "one more").wait()
     try:
         engine.step()
     except zs.errors.CommError as error:
