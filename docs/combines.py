@@ -29,9 +29,10 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 HEAD = """# What combines
 
-Each cell has the ZeRO stages under which two parts of a plan combine, and a dash where they never do. A part on its own
-is in the diagonal. What is refused is refused when the plan is made, with the sentence below the table. The table is
-printed by `docs/combines.py`, which makes the plans.
+This page says which parts of a plan combine, and why others do not. Each cell lists the ZeRO stages under which two
+parts combine; a dash means none. An empty cell right of the diagonal means that both parts set the same field; the
+diagonal has each part on its own. A combination without a stage is refused when the plan is made, with the reason in
+the last table. `docs/combines.py` prints this page from the plans themselves.
 """
 SAID = """
 | Word | Part of the plan |
@@ -91,7 +92,7 @@ def page() -> str:
     fields = {name: ", ".join(f"`{key}={value!r}`" for key, value in part.items()) for name, part in PARTS.items()}
     lines.append(SAID.rstrip("\n"))
     lines += [f"| {name} | {text} |" for name, text in fields.items()]
-    lines += ["", "## What is said", ""]
+    lines += ["", "## Reasons", ""]
     lines += ["| Refused | Because |", "|---|---|"]
     lines += [f"| {', '.join(pairs)} | {said} |" for said, pairs in refused.items()]
     return "\n".join(lines) + "\n"
