@@ -3,11 +3,11 @@
     python benchmarks/asynchronous.py [--seconds 20] [--rounds 3] [--factors 1 2 4] [--bound 8] [--quick] [--json FILE]
 
 Two gloo processes with one thread each train the same small GPT on the standard library's source for the same time.
-Their speed is set, so that it depends little on what else the machine does: between forward and backward a worker
+Their speed is fixed, so that it depends little on other load of the machine: between forward and backward a worker
 sleeps until `--step-ms` have passed since the step began, and worker 1, the slow one, until `factor` times as much.
 BSP is DistributedDataParallel; all use AdamW with one learning rate and the same rows per worker and step. Worker 0
-keeps its weights about twice a second and the held-out loss of each is computed after the run. Launches go in turns;
-figures are medians over rounds. The target is the loss at which BSP ends.
+keeps its weights about twice a second and the held-out loss of each is computed after the run. Methods are launched in
+turns; figures are medians over rounds. The target is the loss at which BSP ends.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def summarise(runs: list[dict[str, Any]], factors: list[float]) -> list[dict[str
 
 
 def _median(values: list[float | None]) -> float | None:
-    """The median where None is never; None where that is the median."""
+    """The median, with None (never reached) as the largest value."""
     middle = statistics.median(math.inf if value is None else value for value in values)
     return middle if math.isfinite(middle) else None
 

@@ -1,11 +1,11 @@
-"""What a change costs or saves: the rows of `peers.py` and `overhead.py`, our engines alone, before it and after it.
+"""The cost of a change: the rows of `peers.py` and `overhead.py`, our engines alone, before it and after it.
 
     python benchmarks/before_after.py REVISION [--quick] [--rows PATTERN] [--pairs N] [--out NAME]
 
 Before is REVISION of this repository, after is the working tree as it is; the package of each is copied into a
 temporary folder, which is removed in the end. Both are measured by the benchmarks of the working tree. A pair is one
-launch of each, one right after the other, and pairs begin with before and after in turns, so what the machine does
-meanwhile meets both alike. Each pair gives one ratio, after / before:
+launch of each, one right after the other, and pairs begin with before and after in turns, so other load of the machine
+affects both alike. Each pair gives one ratio, after / before:
 
 - CPU: seconds of user and system time of all threads, the mean over ranks of each rank's median over measured steps.
 - Wall: seconds of the slowest rank's median step.
@@ -64,7 +64,7 @@ class Starter(Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """What is launched at once, and the rows that come of it."""
+    """One launch, and the rows that it measures."""
 
     rows: tuple[str, ...]
     start: Starter
@@ -178,7 +178,7 @@ def env_of(source: Path) -> dict[str, str]:
 def measure(
     todo: Sequence[Launch], sources: Mapping[str, Path], first: int, kept: dict[str, dict[str, list[Measured]]]
 ) -> dict[str, str]:
-    """One pair of every launch, entered in `kept[row][tree]`; `first` is which tree begins. What went wrong, by row."""
+    """Measure one pair of every launch into `kept[row][tree]`, beginning with tree `first`; returns failures by row."""
     failed = {}
     order = TREES if first % 2 == 0 else TREES[::-1]
     for launch in todo:
@@ -194,7 +194,7 @@ def measure(
 
 
 def compared(row: str, by_tree: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
-    """The row as it is kept: medians of the seconds of each tree, and what the ratios of pairs say."""
+    """The row as it is stored: medians of the seconds of each tree, and the estimate from the ratios of pairs."""
     whole: dict[str, Any] = {"row": row}
     for figure in FIGURES:
         values = {tree: [getattr(measured, figure) for measured in by_tree[tree]] for tree in TREES}
@@ -223,14 +223,14 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """For people at a terminal."""
+    """The table for a terminal."""
     cells = lines(rows)
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
 def heading(kept: Mapping[str, Any]) -> str:
-    """What was compared, where, and how to read the brackets."""
+    """The revisions compared, the machine, and the meaning of the brackets."""
     coverage = sorted({row["cpu"]["coverage"] for row in kept["rows"]})
     brackets = " or ".join(f"{100 * share:.1f} %" for share in coverage)
     return (

@@ -1,25 +1,25 @@
-"""What a checkpoint costs: beside torch.save and DCP, on the step and on the disk; and what a killed rank costs.
+"""The cost of a checkpoint beside torch.save and DCP, in time and bytes; and the time to recover from a killed rank.
 
     python benchmarks/checkpoints.py [--quick] [--only saves|restarts] [--folder DIR] [--json FILE]
 
 Two processes with one thread each on this machine, over gloo; the same GPT, the same batch, AdamW. Both hold all
-engines, so that the ways to save can take turns within seconds: periods of `--every` steps with a save at their begin
+engines, so that the ways to save can take turns within seconds: periods of `--every` steps with a save at their start
 and periods without one, way after way. Every figure is a median over launches of medians over periods, of the slower
 rank.
 
-- exposed: a period with a save less the one without beside it. That is the call, what the writing takes from the steps
-  after it, and waiting for a peer that is still saving. `call` is the call alone; `done` is from it to the end of the
-  writing. Before the next period all writing is waited for, and what was written is removed, on no clock.
-- cpu: what the save took of both clocks, user and system, all threads, per rank.
+- exposed: a period with a save less the one without beside it. That is the call, the slowdown of the steps after it by
+  the writing, and the wait for a peer that is still saving. `call` is the call alone; `done` is from it to the end of
+  the writing. Before the next period, outside of the timing, all writing is finished and its files are removed.
+- cpu: user and system time of the save, all threads, per rank.
 - bytes: with Ψ parameters in fp32, AdamW's states are 12Ψ: 4Ψ of weights and 8Ψ of moments. With bf16 parameters beside
-  fp32 masters, which AdamW's users in bf16 have, another 2Ψ would be those parameters, and 14Ψ what there is in memory.
+  fp32 masters, which AdamW's users in bf16 have, those parameters add 2Ψ, so memory holds 14Ψ.
 - torch.save: DistributedDataParallel, rank 0 writes model and optimizer, as its users do. It does not sync: `done`
   there means that the kernel has the bytes. DCP and zeroshard sync each file; zeroshard the folders too.
 - dcp, dcp-async: FSDP2, whose state_dict is sharded like zeroshard's at stage 3; save and async_save.
 - restart: the main job under `zeroshard run` and under `torchrun --max-restarts`; one rank is killed (SIGKILL) at work,
   and the clock stops at the next step that the new processes write down. Both go on from the newest checkpoint.
 
-The exit status is 1 where losses differ by more than 1e-4, since then not all trained the same thing.
+The exit status is 1 where losses differ by more than 1e-4, since then the engines did not train the same model.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Way:
     """One way to save, with the step of the engine that it belongs to.
 
     Attributes:
-        save: writes to a path, and returns what waits for the end of the writing.
+        save: writes to a path, and returns a function that waits for the end of the writing.
     """
 
     name: str
@@ -261,12 +261,12 @@ def saves(options: argparse.Namespace, folder: Path) -> list[Figures]:
 
 
 def over(ours: float, theirs: float) -> float | None:
-    """The ratio; None where one is a difference that came out below zero, since the machine did something else then."""
+    """The ratio; None where one of them is a difference below zero, which comes from other load of the machine."""
     return ours / theirs if min(ours, theirs) > 0 else None
 
 
 def together(ranks: list[dict[str, Figures]]) -> dict[str, Figures]:
-    """One launch from what its ranks answered: the slower rank, and means of CPU time and loss."""
+    """One launch from the answers of its ranks: the slower rank's times, and means of CPU time and loss."""
     return {
         way: {
             name: (statistics.fmean if name in ("cpu_s", "loss") else max)([rank[way][name] for rank in ranks])
@@ -292,7 +292,7 @@ def restarts(options: argparse.Namespace, folder: Path) -> list[Figures]:
 
 
 def killed(supervisor: str, place: Path) -> float | None:
-    """Start the main job, kill one rank at work, and time the way back; None where it did not come back."""
+    """Start the main job, kill one rank at work, and time the recovery; None where the job did not recover."""
     command = [sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", "2"]
     command += ["--reports", str(place / "crashes"), "--"]
     if supervisor == "torchrun":
@@ -338,7 +338,7 @@ def written(place: Path, job: "subprocess.Popen[bytes]") -> Iterator[tuple[int, 
 
 
 def busiest(parent: int, count: int) -> list[psutil.Process]:
-    """The descendants that computed most in a second: the ranks, whoever started them."""
+    """The descendants with the most CPU time in one second: the ranks, under any launcher."""
     before = {child: sum(child.cpu_times()[:2]) for child in psutil.Process(parent).children(recursive=True)}
     time.sleep(1.0)
     used = {child: sum(child.cpu_times()[:2]) - then for child, then in before.items() if child.is_running()}
@@ -346,7 +346,7 @@ def busiest(parent: int, count: int) -> list[psutil.Process]:
 
 
 def end(job: "subprocess.Popen[bytes]") -> None:
-    """End a job and all that it started."""
+    """End a job and all its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         everyone = [*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)]
         for process in everyone:
@@ -356,7 +356,7 @@ def end(job: "subprocess.Popen[bytes]") -> None:
 
 
 def filesystem(folder: Path) -> str:
-    """The kind of file system that is written to."""
+    """The type of the file system of the checkpoints."""
     kinds = {words[1]: words[2] for words in (line.split() for line in Path("/proc/mounts").read_text().splitlines())}
     return next(kinds[str(place)] for place in (folder, *folder.parents) if str(place) in kinds)
 
@@ -380,7 +380,7 @@ def table(rows: list[Figures], every: int) -> str:
 
 
 def apart(rows: list[Figures]) -> bool:
-    """Whether the fp32 losses show that not all trained the same thing."""
+    """Whether the fp32 losses show that the engines did not train the same model."""
     losses = [row["loss"] for row in rows if row["precision"] == "fp32"]
     return bool(losses) and max(losses) - min(losses) > TOLERANCE * abs(losses[0])
 

@@ -1,22 +1,22 @@
-"""How far predictions of the peak of memory are off: ours, DeepSpeed's, accelerate's, torch's trackers, Megatron's.
+"""The error of predictions of the peak of memory: ours, DeepSpeed's, accelerate's, torch's trackers, Megatron's.
 
     python benchmarks/estimates.py [--quick] [--deepspeed-python PYTHON] [--json FILE] [--markdown FILE]
 
 Every run is real: one or two processes over gloo on this machine's CPUs, a small model, three steps. Its peak is that
-of all bytes that torch's allocator gave out, from before the model was made, on each rank. Whoever predicts is asked
-in its own way, and is compared twice: with what it says that it estimates, and with the whole peak.
+of all bytes that torch's allocator gave out, from before the model was made, on each rank. Each predictor is called by
+its own interface, and compared twice: with the bytes that it claims to estimate, and with the whole peak.
 
 - zeroshard: `rehearse` runs the engine of each rank on tensors without values ("fake"), or, for models of transformers,
   on real ones with two and three layers, from which the depth of the run follows ("shallow-real").
 - MemTracker and FSDPMemTracker follow their own engines, the plain loop and FSDP2, on tensors without values.
-- Megatron's formulas count states (18 bytes per parameter, or 6 + 12/N) and activations (table 2 of 2205.05198), which
-  is all that they mean to count; they are held against our runs at stages 0 and 1.
-- DeepSpeed's estimates are of model states in 16-bit training, of its engine; they are held against its own runs and
-  ours. accelerate's are of weights, gradients and optimizer states, whatever the batch; the command itself takes names
-  from a hub, so its functions are called on the model. Neither means to count activations.
+- Megatron's formulas count only states (18 bytes per parameter, or 6 + 12/N) and activations (table 2 of 2205.05198);
+  they are compared with our runs at stages 0 and 1.
+- DeepSpeed's estimates are of model states in 16-bit training, of its engine; they are compared with its own runs and
+  ours. accelerate's are of weights, gradients and optimizer states, for any batch; the command itself takes names
+  from a hub, so its functions are called on the model. Neither counts activations.
 
-The exit status is 1 where ours misses a bar: 0.1 % of the peak of our models in fp32, 1 % in bf16 and of models of
-transformers in the shallow-real mode. What cannot be asked here is printed as absent.
+The exit status is 1 where ours misses a target: 0.1 % of the peak of our models in fp32, 1 % in bf16 and of models of
+transformers in the shallow-real mode. Predictors that are not installed are printed as absent.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def runs(quick: bool) -> list[Any]:
-    """What is measured."""
+    """The runs to measure."""
     from estimates.runs import TALL, WIDE, Run
 
     ours = [Run(precision=kind, plan={"zero": stage}) for kind in ("fp32", "bf16") for stage in range(4)]
@@ -95,7 +95,7 @@ def measured(run: Any, options: argparse.Namespace) -> Row:
 
 
 def predictions(run: Any, options: argparse.Namespace) -> list[Row]:
-    """What everybody says who says something of such a run."""
+    """The predictions of all predictors that apply to a run."""
     from estimates.predictors import DEEPSPEED, PREDICTORS, NotApplicable
 
     said: list[Row] = []
@@ -145,7 +145,7 @@ def compare(run: Any, options: argparse.Namespace) -> list[Row]:
 
 
 def worst(said: Sequence[int], true: Sequence[int]) -> float | None:
-    """The relative error that is farthest from 0, over the ranks; None where nothing is known."""
+    """The relative error that is farthest from 0, over the ranks; None without a prediction."""
     if not all(true):
         return None
     pairs = [(said[min(rank, len(said) - 1)], peak) for rank, peak in enumerate(true)]
@@ -153,14 +153,14 @@ def worst(said: Sequence[int], true: Sequence[int]) -> float | None:
 
 
 def bar(row: Row) -> float | None:
-    """How far off ours may be here."""
+    """The largest error allowed for ours in this run."""
     if row["name"] == "zeroshard, shallow-real":
         return SHALLOW_BAR
     return BARS[row["precision"]] if row["name"] == "zeroshard, fake" and row["model"] == "gpt" else None
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """Which of ours are over their bars, or are not there."""
+    """Our predictions that miss their target or are absent."""
     judged = [(row, bar(row)) for row in rows]
     return [
         f"{row['run']}: {row['name']} {row.get('why') or format(row['off_peak'], '+.3%')}"
@@ -187,7 +187,7 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 
 def percent(value: float | None) -> str:
-    """For people."""
+    """A share as text in percent."""
     return "-" if value is None else f"{value:+.2%}" if abs(value) >= 0.0005 else f"{value:+.4%}"
 
 
@@ -200,7 +200,7 @@ def text(row: Row) -> str:
 
 
 def markdown(kept: Row) -> str:
-    """The result for people."""
+    """The result as a Markdown page."""
     head = f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}; {kept['versions']}."
     lines = [f"# Predictions of the peak of memory, {kept['date']}", "", head, ""]
     lines += ["Errors against what each says that it estimates, and against the whole peak of the run.", ""]
@@ -249,7 +249,7 @@ def be_launched(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Launch, ask, print, keep; or be what is launched."""
+    """Launch, predict, print, store; or run as a launched process."""
     options = parse()
     if options.rank or options.deepspeed_estimate:
         be_launched(options)

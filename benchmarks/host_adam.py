@@ -4,8 +4,8 @@
 
 Every row takes a bf16 gradient of n elements to new bf16 parameters (the last two from gradients as their system holds
 them: fp32 for DeepSpeed, which sends them so). All rows run in one process, in a new random order each round, so that
-what else the machine does hits all alike. The figure is CPU time of the process per element, which is what a step costs
-while it runs; the lower quartile over rounds, since a neighbour can only add to it.
+other load of the machine affects all alike. The figure is CPU time of the process per element; the lower quartile over
+rounds, since other processes can only add to it.
 
     traffic        the bytes of an update with fp32 states, and no arithmetic
     c++            the kernel with square roots as torch takes them on a CPU: torch.optim's results, bit for bit
@@ -15,8 +15,8 @@ while it runs; the lower quartile over rounds, since a neighbour can only add to
     fused          torch's fused AdamW, with the cast of the gradient before and of the parameters after it
     deepspeed      its own sequence: grad.mul_, DeepSpeedCPUAdam, copy to bf16
 
-DeepSpeed takes part where this Python can import it or, with --deepspeed-python, another can, with the same torch
-(peers_requirements.txt); then that one runs all rows. It builds an extension when it first starts, which takes minutes.
+DeepSpeed takes part if this Python can import it or, with --deepspeed-python, another one with the same torch
+(peers_requirements.txt), which then runs all rows. It builds an extension at its first start, which takes minutes.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One training step with optimizer states below the device: zeroshard's ZeRO-2 beside DeepSpeed's, in bf16.
+"""One training step with offloaded optimizer states: zeroshard's ZeRO-2 beside DeepSpeed's, in bf16.
 
     python benchmarks/offload.py [--quick] [--deepspeed-python PYTHON] [--json FILE]
 
@@ -7,19 +7,21 @@ Processes with one thread each on this machine, over gloo or, for `-shared`, sha
 a median over rounds of medians over steps. CPU seconds (all threads, per rank and step) are steadier than wall time
 where other work shares the cores, and with as many ranks as cores they bound the step from below.
 
-- `compute`: forward and backward alone, in processes that never speak. Its CPU seconds are in every other row too, and
-  a processor without bf16 instructions takes so long for them that a batch of any size hides all else. One token per
-  rank leaves the update about the share that it has on a GPU with many; "beyond compute" takes them off both sides.
-- `offload`: Plan(zero=2, offload="optimizer"), torch.optim.AdamW; `after-norm` is the same with speculate=False.
+- `compute`: forward and backward alone, in processes that do not communicate. Its CPU seconds are in every other row
+  too, and a processor without bf16 instructions takes so long for them that with larger batches they hide the update.
+  With one token per rank the update has about the share that it has on a GPU with many; "beyond compute" subtracts
+  them from both sides.
+- `offload`: Plan(zero=2, offload="optimizer"), torch.optim.AdamW; `after-norm` is the same with
+  `offload.speculate=False`.
 - `memory`: the same optimizer with its states on the device; `memory-fused` with AdamW(fused=True), the fastest there.
 - `deepspeed`: stage 2 with offload_optimizer on "cpu" and DeepSpeedCPUAdam; `deepspeed-memory` without.
 - A name that ends in `-1` is one process alone.
 
-Where the device is a CPU, both tiers are this machine's memory. Neither engine is told so: gradients are copied "down"
-and weights "up", and the update runs on the other side. So what is compared is the handling: copies, passes over memory
-and threads. There is no PCIe here that an overlap could hide.
+Where the device is a CPU, device and host are both this machine's memory. Neither engine treats this case apart:
+gradients are copied "down" and weights "up", and the update runs on the host side. So the comparison covers copies,
+passes over memory and threads. There is no PCIe here that an overlap could hide.
 
-Two bars: a step takes at most 0.6 times DeepSpeed's, over gloo and, as `transport="auto"` has it here, shared.
+Two targets: a step takes at most 0.6 times DeepSpeed's, over gloo and over shared memory (`transport="auto"`).
 Two checks, for which the exit status is 1: losses of ours with and without offload are equal bit for bit, and
 DeepSpeed's, in the mean over ranks and steps, are within 1e-2 of them.
 """
@@ -147,7 +149,7 @@ FAMILIES = {"compute": make_compute, "deepspeed": make_deepspeed, "zeroshard": m
 
 
 def measure(name: str, case: Case, steps: int) -> Row:
-    """Train, and return this rank's figures: seconds per step, all losses, and of ours what was exposed and guessed."""
+    """Train, and return this rank's figures: seconds per step, losses, and of ours exposed seconds and speculation."""
     import torch
 
     engine, trial = ENGINES[name], Trial(case)
@@ -192,7 +194,7 @@ def summarise(name: str, case: Case, launches: Sequence[Row]) -> Row:
 
 
 def turns(case: Case, names: Sequence[str], options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """Rows of all engines, launched in turns, and what went wrong with which."""
+    """Rows of all engines, launched in turns, and the failures by engine."""
     launches: dict[str, list[Row]] = {name: [] for name in names}
     failed: dict[str, str] = {}
     for number in range(options.rounds):
@@ -234,7 +236,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
 
 
 def complaints(rows: Sequence[Row]) -> list[str]:
-    """What is wrong with the losses and with the versions."""
+    """Faults of the losses and of the versions, as sentences."""
     by_name = {row["engine"]: row for row in rows}
     words = [f"{name}'s losses differ from round to round" for name in by_name if not by_name[name]["same_every_round"]]
     for ours, theirs in SAME:
@@ -250,7 +252,7 @@ def complaints(rows: Sequence[Row]) -> list[str]:
 
 
 def distance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    """The relative distance of two engines' mean losses over ranks and steps; one alone hangs on single bf16 logits."""
+    """The relative distance of two engines' mean losses over ranks and steps; one loss depends on few bf16 logits."""
     here, there = (statistics.fmean(loss for rank in ranks for loss in rank) for ranks in (ours, theirs))
     return abs(here - there) / abs(here) if math.isfinite(there) else math.inf
 

@@ -1,14 +1,15 @@
-"""What zeroshard's Python side costs per unit and per parameter: CPU time of its step less that of a loop without it.
+"""The cost of zeroshard's Python per unit and per parameter: CPU time of its step less that of a loop without it.
 
     python benchmarks/overhead.py [--profile STAGE] [--json FILE]
 
-The model is U units of P vectors of 8 elements, so hardly anything is computed, and what grows with U or P is handling.
-Two loops are taken off: `plain` is torch's own with fused AdamW, whose update and `zero_grad` touch every parameter;
-`flat` keeps all parameters and all gradients in one tensor each, so that only autograd's C++ knows of P. On 2 ranks the
-loops do not speak, so what the collectives cost counts per unit. Microseconds per unit and per parameter are the least
-squares fit of "fixed + U units + U P parameters" to medians over steps of CPU time, all threads.
+The model is U units of P vectors of 8 elements, so there is hardly any compute, and time that grows with U or P is
+overhead. Two loops are subtracted: `plain` is torch's own with fused AdamW, whose update and `zero_grad` touch every
+parameter; `flat` keeps all parameters and all gradients in one tensor each, so that only autograd's C++ depends on P.
+On 2 ranks the loops do not communicate, so the cost of collectives counts per unit. Microseconds per unit and per
+parameter are the least squares fit of "fixed + U units + U P parameters" to medians over steps of CPU time of all
+threads.
 
-The bar: less `flat`, at most 0.5 us per parameter, which is below what one call of torch from Python costs.
+The target: after subtracting `flat`, at most 0.5 us per parameter, less than one call of torch from Python takes.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def make_step(kind: str, units: int, parameters: int, mesh: Any) -> Step:
 
 
 def measure(steps: int, rounds: int, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """CPU and wall microseconds per step of every "kind units parameters"; all take turns in this process."""
+    """CPU and wall microseconds per step by "kind units parameters"; all take turns in this process."""
     import torch
 
     import zeroshard as zs
@@ -121,7 +122,7 @@ def measure(steps: int, rounds: int, kinds: Sequence[str]) -> dict[str, dict[str
 def take(
     ranks: int, steps: int, rounds: int, kinds: Sequence[str] = KINDS, more_env: Mapping[str, str] | None = None
 ) -> list[dict[str, dict[str, float]]]:
-    """One launch; what each rank measured."""
+    """One launch; the figures of each rank."""
     words = ["--launched", ",".join(kinds), "--steps", str(steps), "--rounds", str(rounds)]
     return launch(__file__, words, ranks, more_env=more_env)
 
@@ -155,7 +156,7 @@ def profile(stage: int, steps: int) -> None:
 
 
 def report(ranks: int, taken: dict[str, float]) -> list[dict[str, Any]]:
-    """Print and return one row per stage and loop taken off."""
+    """Print and return one row per stage and subtracted loop."""
     rows = []
     for stage in STAGES:
         for base in ("plain", "flat"):

@@ -4,8 +4,8 @@
 
 Six models by their published layer sizes (VGG-16, AlexNet, ResNet-50, GNMT-8, AWD-LM, a 12-block Transformer), each
 layer as fast as its matrix products are at half of a V100's or a TITAN's fp32 peak, backward twice forward; on 4, 8 and
-16 devices with links of 10 and 25 Gb/s, as in PipeDream's clusters. Nothing is measured but this: whose split is how
-fast under
+16 devices with links of 10 and 25 Gb/s, as in PipeDream's clusters. Nothing is timed; each objective's split is
+evaluated under three models of time:
 
 - paper: max(compute, 2 (m-1) w / B) / m for each stage (SOSP 2019, section 3.1);
 - released: (compute + 4 (m-1) w / (B m)) / m, as the authors' program (msr-fiddle/pipedream) computes it;
@@ -170,7 +170,7 @@ NAMES = ("simulated", *OBJECTIVES)
 
 
 def cases() -> list[dict[str, object]]:
-    """Every model on all machines: the splits, and each under all judges, over the best there."""
+    """Every model on all machines: the splits, and the time of each under all models of time, over the best there."""
     rows: list[dict[str, object]] = []
     for name, make in MODELS.items():
         for gpu, rate in RATES.items():
@@ -189,7 +189,7 @@ def cases() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Print for each model the worst and the middle of every objective under every judge."""
+    """Print for each model the worst and the median of every objective under every model of time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One rank of one launch of `peers.py`: train the GPT with one engine, and answer with what it cost.
+"""One rank of one launch of `peers.py`: train the GPT with one engine, and answer with time, traffic and memory.
 
 `ENGINES` holds all that can be launched; each family has one function here that makes its step.
 """
@@ -61,7 +61,7 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a key of `SHAPES`, tokens per rank, and "fp32" or "bf16"."""
+    """The training job: a key of `SHAPES`, tokens per rank, and "fp32" or "bf16"."""
 
     size: str
     tokens: int
@@ -71,7 +71,7 @@ class Case:
 class Trial:
     """The model, the batch and the clocks of this rank.
 
-    Made after the imports of the engine, so that `base_rss` is what those cost.
+    Made after the imports of the engine, so that `base_rss` is their memory.
     """
 
     def __init__(self, case: Case) -> None:

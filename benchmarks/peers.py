@@ -10,13 +10,13 @@ A B C ...). Every figure is a median over rounds of medians over steps; ratios a
   cores. With two ranks on two cores they bound the step from below.
 - bf16: zeroshard, FSDP2 and DeepSpeed compute with bf16 parameters beside fp32 masters. DistributedDataParallel has no
   masters: its parameters are fp32 and the forward runs under autocast, as its users do; `local` likewise.
-- `local` is the floor, the plain loop in two processes that never speak. Its loss is its own and is not compared.
-- Wire: all that the loopback device sent per step, headers included, beside what zeroshard's comm counted.
+- `local` is the lower bound, the plain loop in two processes that do not communicate. Its loss is not compared.
+- Wire: all bytes that the loopback device sent per step, headers included, beside the count of zeroshard's comm.
 - Start-up: from before the imports to the end of the first step. One launch per Python goes ahead, unmeasured, so that
   DeepSpeed's extensions are built and files are in memory.
 
-The exit status is 1 where fp32 losses differ by more than 1e-4, since then not all trained the same thing, where an
-engine failed, or where one has another torch.
+The exit status is 1 where fp32 losses differ by more than 1e-4, since then the engines did not train the same model,
+where an engine failed, or where one has another torch.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bar:
-    """What zeroshard wants to reach: `ours` at most `limit` times `theirs`, or below it."""
+    """A target of zeroshard: `ours` at most `limit` times `theirs`, or below it."""
 
     ours: str
     theirs: str
@@ -59,7 +59,7 @@ class Bar:
 
 
 def bars(tokens: int) -> list[Bar]:
-    """All bars for a batch of this many tokens per rank."""
+    """All targets for a batch of this many tokens per rank."""
     steps = [Bar(f"zero{stage}", peer, "step_s", 1.0) for stage in range(3) for peer in ("ddp", "ddp-zro")]
     steps += [Bar("zero3", "ddp", "step_s", 1.1), Bar("zero3", "fsdp2", "step_s", 0.8)]
     steps += [Bar(f"zero{stage}", f"deepspeed{stage}", "step_s", 0.7) for stage in (1, 2, 3)]
@@ -71,7 +71,7 @@ def bars(tokens: int) -> list[Bar]:
 
 
 def judge(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The bars that these engines can be held to. Those in seconds are given by CPU time too."""
+    """The verdicts on the targets that concern these engines. Those in seconds are given by CPU time too."""
     by_name = {row["engine"]: row for row in rows}
     judged = []
     for bar in bars(tokens):
@@ -116,7 +116,7 @@ def summarise(name: str, case: Case, rounds: Sequence[Row]) -> Row:
 
 
 def turns(case: Case, names: Sequence[str], options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """Rows of all engines, launched in turns, and what went wrong with which."""
+    """Rows of all engines, launched in turns, and the failures by engine."""
     launches: dict[str, list[Row]] = {name: [] for name in names}
     failed: dict[str, str] = {}
     for number in range(options.rounds):
@@ -153,7 +153,7 @@ def cases(sizes: str, tokens: str, precisions: str) -> list[Case]:
 
 
 def apart(rows: Sequence[Row]) -> str | None:
-    """Which engines trained something else, by their fp32 losses; None where all agree."""
+    """A sentence on the engines whose fp32 losses differ; None where all agree."""
     losses = {row["engine"]: row["loss"] for row in rows if row["engine"] != "local" and row["precision"] == "fp32"}
     middle = statistics.median(losses.values()) if losses else 0.0
     reach = TOLERANCE / 2 * abs(middle)  # so that no two are further apart than the tolerance
@@ -162,7 +162,7 @@ def apart(rows: Sequence[Row]) -> str | None:
 
 
 def mixed(rows: Sequence[Row]) -> str | None:
-    """What to say where not all engines run on the same torch."""
+    """A sentence if not all engines run on the same torch, else None."""
     found = {row["versions"]["torch"].partition("+")[0] for row in rows}
     return f"the engines ran on different torch versions, {', '.join(sorted(found))}" if len(found) > 1 else None
 
@@ -205,7 +205,7 @@ def verdicts(judged: Sequence[Row]) -> str:
 
 
 def available(options: argparse.Namespace) -> list[str]:
-    """The engines to launch, in the order of `ENGINES`; in a hurry those alone that a bar names."""
+    """The engines to launch, in the order of `ENGINES`; under `--quick` only those that a target names."""
     missing = [] if options.deepspeed_python else [name for name in ENGINES if ENGINES[name].family == "deepspeed"]
     barred = {name for bar in bars(64) for name in (bar.ours, bar.theirs)}
     default = (name for name in ENGINES if name not in missing and (name in barred or not options.quick))

@@ -1,4 +1,4 @@
-"""Step time of our GPipe and 1F1B against torch.distributed.pipelining's, and our own forecast of it, in turns.
+"""Step time of our GPipe and 1F1B against torch.distributed.pipelining's, in turns, and our simulation of it.
 
     python benchmarks/pipelines.py [--rounds 5] [--steps 12] [--stages 2] [--microbatches 8] [--json FILE]
 
@@ -83,7 +83,7 @@ def _ours(model: Any, make: Any, mesh: Any, batch: Any, schedule: str, arguments
 
 
 def _forecast(step: Any) -> dict[str, float]:
-    """The measured timelines of some steps, and what the simulator makes of the same times."""
+    """The measured timelines of some steps, and their simulation from the same times."""
     from zeroshard.schedule import Action
     from zeroshard.schedule.simulate import simulate
     from zeroshard.train.trace import costs_of

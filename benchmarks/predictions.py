@@ -1,4 +1,4 @@
-"""What the planner foretells against what then happens: step times, the order of plans, and what fits into memory.
+"""Predictions of the planner against measurements: step times, the order of plans, and plans that fit into memory.
 
     python benchmarks/predictions.py [--part times] [--part fits] [--rounds 3] [--plans 200] [--json FILE]
 
@@ -7,7 +7,7 @@ with one thread each, against predictions from few blocks run in one process and
 at the start). Then the plan with the shortest predicted step is looked up among the measured ones.
 
 `fits`: random plans run for real on two processes; each is given a random limit of memory, and the prediction, made
-from tensors without values, says whether it fits with 3 % to spare. What the run held at its peak says who was right.
+from tensors without values, says whether it fits with 3 % to spare. The measured peak of the run decides.
 """
 
 import argparse
@@ -59,7 +59,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("tall", {"zero": 2, "transport": "shared"}),
     ("tall", {**CUT, "zero": 0, "pipeline_parallel.schedule": "1f1b"}),
 ]
-ROWS = 8  # of one lane
+ROWS = 8  # of one data rank
 
 
 def task_of(shape: tuple[int, int, int, int, int], rows: int, optimizer: str = "fused") -> Any:
@@ -163,7 +163,7 @@ def times(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tau(rows: list[dict[str, Any]]) -> float:
-    """Kendall's rank correlation of foretold and measured times."""
+    """Kendall's rank correlation of predicted and measured times."""
     pairs = [(a, b) for place, a in enumerate(rows) for b in rows[:place]]
     signs = [math.copysign(1, (a["cpu_s"] - b["cpu_s"]) * (a["foretold_s"] - b["foretold_s"])) for a, b in pairs]
     return sum(signs) / len(signs)
@@ -223,7 +223,7 @@ def rank_of_fits(seeds: list[int]) -> None:
 
 
 def fits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Who was right about random plans under random limits."""
+    """Counts of right and wrong predictions for random plans under random limits."""
     from zeroshard.plan import Plan
     from zeroshard.planner.predict.rehearse import rehearse
 
@@ -253,7 +253,7 @@ def fits(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the parts asked for, and print a table and the bars."""
+    """Run the chosen parts, and print a table and the targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=("times", "fits"))
     parser.add_argument("--rounds", type=int, default=3)

@@ -4,7 +4,7 @@
 
 Case number S and the N - 1 after it are drawn and checked by `tests/engine/random_plans.py` and its neighbours, on the
 worker processes of the tests. A case that fails or hangs is counted, and the next one gets new workers. Each failed
-case is printed with its seed, which is all that is needed to see it again: `--seed SEED --count 1`.
+case is printed with its seed, which is enough to repeat it: `--seed SEED --count 1`.
 
 With `--json` figures and table are kept as FILE and beside it with the ending .md, by default
 benchmarks/results/random-plans-DATE.json. The exit status is 1 if a case failed.
@@ -35,7 +35,7 @@ from engine.random_verdicts import Verdict, judge, refused  # noqa: E402
 from pool import Pool  # noqa: E402
 from ranks import circumstances  # noqa: E402
 
-KEPT = 2000  # characters of what went wrong in a case
+KEPT = 2000  # characters of the error of a case
 
 
 def check(pool: Pool, case: Case) -> Verdict:
@@ -54,7 +54,7 @@ def check(pool: Pool, case: Case) -> Verdict:
 
 
 def run(first: int, count: int) -> dict[str, Any]:
-    """Check cases `first` to `first + count - 1`; what is kept of them."""
+    """Check cases `first` to `first + count - 1`; returns the figures to store."""
     pool, began = Pool(apart=False), time.monotonic()
     kinds: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -84,14 +84,14 @@ def run(first: int, count: int) -> dict[str, Any]:
 
 
 def lines(kept: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The rows of the table: what came of how many cases."""
+    """The rows of the table: outcomes and their numbers of cases."""
     rows = [("drawn", kept["drawn"])]
     rows += sorted(kept["kinds"].items())
     return rows + [(f"- {reason}", count) for reason, count in kept["refusals"].items()]
 
 
 def markdown(kept: Mapping[str, Any]) -> str:
-    """The table as it is kept."""
+    """The table as it is stored."""
     head = f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}, {kept['date']}; {kept['seconds']} s."
     rows = [f"| {name.replace('|', '/')} | {count} |" for name, count in lines(kept)]
     failed = [f"\nSeed {f['seed']} failed: {f['complaints'][0].splitlines()[-1]}" for f in kept["failed"]]

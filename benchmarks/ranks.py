@@ -1,6 +1,6 @@
-"""What the benchmarks share: processes in lockstep on this machine, its loopback device, its clocks, its name.
+"""Code shared by the benchmarks: processes in lockstep on this machine, its loopback device, its clocks, its name.
 
-Torch is not imported here, so whoever launches stays small and a launched process can time its own imports.
+Torch is not imported here, so the launching process stays small and a launched process can time its own imports.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ def launch(
     more_env: Mapping[str, str] | None = None,
     timeout: float = 900.0,
 ) -> list[dict[str, Any]]:
-    """Run `script` in `ranks` processes with one thread each and return what each answered, in rank order.
+    """Run `script` in `ranks` processes with one thread each and return their answers, in rank order.
 
-    They find each other as torchrun's would; torchrun itself is left out, because it takes CPU time and a core's
-    cache from what is measured.
+    They get the environment that torchrun gives; torchrun itself is left out, because it takes CPU time and a core's
+    cache from the ranks.
 
     Raises:
         LaunchError: a process failed, or took more than `timeout` seconds.
@@ -75,12 +75,12 @@ def launch(
 
 
 def answer(result: Mapping[str, Any]) -> None:
-    """Say, in a launched process, what was measured."""
+    """Print, in a launched process, the figures for the launching one."""
     print(f"\n{MARK}{json.dumps(result)}", flush=True)
 
 
 def _await(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Until all are done or the time is up; once one has failed the others get a few seconds more."""
+    """Wait until all are done or the time is up; after a failure the others get a few seconds more."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
@@ -131,7 +131,7 @@ def cpu_seconds() -> float:
 
 
 def circumstances() -> dict[str, Any]:
-    """Where and when, for whoever reads the figures later."""
+    """The machine, its load, the versions and the time, to be stored with the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     versions = {}

@@ -4,16 +4,16 @@
 
 Each fault is a function below benchmarks/soak/ that makes it, and asserts what must hold: every loss line bit for bit
 that of an undisturbed run, no committed checkpoint unreadable, the culprit named, all ranks gone in time. The table of
-what came of it is printed, and kept under benchmarks/results/ as JSON and Markdown.
+results is printed, and stored under benchmarks/results/ as JSON and Markdown.
 
 - F1 kills ranks: three times under each plan of tests/resilience/plans_job.py, which have every pair of values of zero,
-  offload, schedule, transport and precision, in rounds with other moments, and the main job from outside; with
-  `--kills 500` so many at least, without the main job. F13 kills the supervisor, F15 a rank that reads a checkpoint,
-  F17 counts samples meanwhile, F20 does everything for 2,000 steps.
+      offload, schedule, transport and precision, at other moments in each round, and the main job from outside; with
+  `--kills 500` at least so many kills, without the main job. F13 kills the supervisor, F15 a rank that reads a
+  checkpoint, F17 counts samples meanwhile, F20 does everything for 2,000 steps.
 - F8 to F12 and F19 stop ranks, hang them, slow them down, give them NaN, ask them to stop, flip a bit. F9b are those
   that raise, leave and differ.
 - F16 cuts the link between two network namespaces. It needs root, and is left out without.
-- F21 damages and forges checkpoints, 1,000 or as many as `--forged` says, and counts those that load in silence.
+- F21 damages and forges checkpoints, 1,000 or as many as `--forged` says, and counts those that load unnoticed.
 - F22 makes ranks differ in 50 fields at random, F23 cuts a link that comes back in time, F24 resumes one run twice at
   once, F25 runs scripts without a guard whose data loaders have processes. F23 needs root, as F16.
 - F2 to F7, F14 and F18 are tests of the suite, with more cases.
@@ -69,13 +69,13 @@ def run(name: str, fault: Callable[[Path, bool], dict[str, Any]], folder: Path, 
 
 
 def counted(row: dict[str, Any]) -> str:
-    """What a fault counted, in words."""
+    """The counts of a fault as text."""
     counts: dict[str, Any] = row["counts"]
     return ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in counts.items())
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row as text."""
     text = f"{row['fault']:4} {row['result']:8} {row['seconds']:7.1f} s  {row['what']}; {counted(row)}"
     return text if row["result"] == "pass" else f"{text}\n{row['why']}"
 

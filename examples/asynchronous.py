@@ -1,4 +1,4 @@
-"""Two workers, one of them slow, and neither waits: `torchrun --nproc-per-node 2 examples/asynchronous.py`."""
+"""Asynchronous training with one slow worker: `torchrun --nproc-per-node 2 examples/asynchronous.py`."""
 
 import time
 from functools import partial
@@ -9,7 +9,7 @@ from torch import nn
 import zeroshard as zs
 
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
-trainer = zs.AsynchronousTrainer(model, partial(torch.optim.AdamW, lr=1e-2), staleness=None)  # or at most so many steps
+trainer = zs.AsynchronousTrainer(model, partial(torch.optim.AdamW, lr=1e-2), staleness=None)  # or a bound in steps
 rank, lead = trainer.mesh.rank, 0
 generator = torch.Generator().manual_seed(rank)  # every rank sees other data
 

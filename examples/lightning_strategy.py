@@ -29,7 +29,7 @@ class Regression(lightning.LightningModule):
         return nn.functional.mse_loss(self.network(x), y)
 
     def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
-        """Report it on held-out rows."""
+        """Log the loss on held-out rows."""
         self.log("loss on other rows", self.training_step(batch, index), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ import zeroshard as zs
 
 class Block(nn.Sequential):
     def forward(self, h: Tensor) -> Tensor:
-        return h + super().forward(h)  # inside of the block, so that nothing goes past it
+        return h + super().forward(h)  # a residual must be inside of its block
 
 
 class Net(nn.Module):
@@ -37,10 +37,10 @@ engine = zs.Engine(Net(), partial(torch.optim.AdamW, lr=1e-3), plan, example=bat
 for step in range(80):
     result = engine.train_step(
         batch(64, seed=1 + engine.data_ranks * step + engine.data_rank)
-    )  # one batch for both stages
+    )  # both stages get the same batch
 with torch.no_grad():
-    loss = engine(*batch(256, seed=0))  # a call of all ranks, and an answer to all
-print(f"rank {engine.rank} has {', '.join(engine.layers)}\n", end="", flush=True)  # in one piece
+    loss = engine(*batch(256, seed=0))  # collective; all get the output
+print(f"rank {engine.rank} has {', '.join(engine.layers)}\n", end="", flush=True)  # one write per rank
 if engine.reports:
     print(f"step {result.step}: loss {result.loss:.3f}, and {loss:.3f} on other rows")
     print(*engine.schedule[:12], "...")

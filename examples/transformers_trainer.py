@@ -1,7 +1,7 @@
-"""transformers' Trainer above the engine: `torchrun --nproc-per-node 2 examples/transformers_trainer.py`.
+"""transformers' Trainer on top of the engine: `torchrun --nproc-per-node 2 examples/transformers_trainer.py`.
 
-`ZeroTrainer` overrides what the Trainer documents for it: where the optimizer and the accelerator are made, and where
-the model is saved. Batches, schedules, logs, callbacks and evaluation stay the Trainer's.
+`ZeroTrainer` overrides three methods: those that make the accelerator and the optimizer, and the one that saves the
+model. Batches, schedules, logs, callbacks and evaluation stay the Trainer's.
 """
 
 import tempfile
@@ -18,7 +18,8 @@ from zeroshard.interop import EngineOptimizer
 class ZeroTrainer(Trainer):
     """A Trainer whose model is trained by an engine as `plan` says.
 
-    Save with `save_model`, and what a resume needs with `engine.save`; set `save_only_model=True` if the Trainer saves.
+    Save weights with `save_model`, and all state for a resume with `engine.save`; set `save_only_model=True` if the
+    Trainer saves.
     """
 
     def __init__(self, model: torch.nn.Module, args: TrainingArguments, plan: zs.Plan, **kwargs: Any) -> None:
@@ -49,13 +50,13 @@ class ZeroTrainer(Trainer):
 
 
 def rows(text: bytes, width: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Rows of bytes, which are inputs and labels at once."""
+    """Rows of bytes, which serve as inputs and labels."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     return [{"input_ids": row, "labels": row} for row in tokens.split(width) if len(row) == width]
 
 
 def main() -> None:
-    """Train on this file, and take the weights back."""
+    """Train on this file, and load the saved weights."""
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=3, n_head=2, **ends)

@@ -1,1 +1,1 @@
-"""What predicts the peak of memory, and the runs that tell how well. See benchmarks/estimates.py."""
+"""Predictors of the peak of memory, and the runs that they are compared with. See benchmarks/estimates.py."""

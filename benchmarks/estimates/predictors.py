@@ -1,4 +1,4 @@
-"""What predicts the peak of a run, ours and others, each by its own rules and asked in its own way."""
+"""Predictors of the peak of a run, ours and others, each called by its own interface."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ Claim = Literal["peak", "states"]
 
 
 class NotApplicable(Exception):
-    """Whoever was asked says nothing about such a run."""
+    """The predictor does not apply to such a run."""
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """One that predicts.
+    """One predictor of the peak of memory.
 
     Attributes:
-        says: what its number is meant to be, in words.
-        claim: what that is compared with: the whole peak, or the model states alone.
+        says: the meaning of its number, in words.
+        claim: the measured figure to compare it with: the whole peak, or the model states alone.
         ask: bytes of each rank, first to last; one number stands for all.
     """
 
@@ -75,7 +75,7 @@ def mem_tracker(run: Run) -> list[int]:
 def fsdp_mem_tracker(run: Run) -> list[int]:
     """torch's FSDPMemTracker around FSDP2, on tensors without values and with a process group of one's own.
 
-    It wants the sharded model and its optimizer, so their making is not seen; what they hold is.
+    It takes the sharded model and its optimizer, so it does not see their construction, only the bytes that they hold.
     """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.testing._internal.distributed.fake_pg import FakeStore

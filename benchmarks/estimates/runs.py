@@ -1,8 +1,8 @@
 """The runs whose peak of memory is predicted, and one rank of one of them, measured.
 
 Measured are the events of torch's own allocator, from before the model is made to the end of the last step, as
-torch.profiler hears them. It does not hear of a tensor that a thread of gloo is the last to let go. Such a miss only
-adds, mostly 1 KiB, until the address is given out again; so the lowest of several peaks of the same thing counts.
+torch.profiler records them. It does not record the release of a tensor by a thread of gloo. Such a miss only adds,
+mostly 1 KiB, until the address is given out again; so the lowest of several peaks of the same run counts.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ def fsdp2(run: Run) -> Made:
 def deepspeed_engine(run: Run) -> Made:
     """DeepSpeed with fused AdamW, no clipping, and buckets of the model's size; otherwise its own defaults.
 
-    Its default buckets of 5e8 elements would be all that one sees beside so small a model.
+    Its default buckets of 5e8 elements would dominate the memory of so small a model.
     """
     import deepspeed  # type: ignore[import-not-found]
 

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu/offload.py [--models 1.4B,7B,13B,20B] [--tokens 8192,16384] [--largest] [--json FILE]
 
-First the rates on which all depends: pinned copies down, up and both at once, and how fast the host reads and updates
-its own memory. Then the GPT of train/gpt.py with checkpointed blocks in bf16, every launch a process of its own: tokens
-per second, MFU, seconds exposed by cause, and peaks of device and host. DeepSpeed's ZeRO-2 with its optimizer on the
-CPU runs beside where it is installed. `--largest` tries deeper models until one does not fit. Without a GPU it says
-that it did not run, and exits with status 0; `--cpu` tries the script out on a model of no size.
+First it measures rates: pinned copies down, up and both at once, and reads and updates of the host's own memory. Then
+it trains the GPT of train/gpt.py with checkpointed blocks in bf16, every launch a process of its own: tokens per
+second, MFU, seconds exposed by cause, and peaks of device and host. DeepSpeed's ZeRO-2 with its optimizer on the CPU
+runs in turn with it where it is installed. `--largest` tries deeper models until one does not fit. Without a GPU it
+prints that it did not run, and exits with status 0; `--cpu` tries the script out on a tiny model.
 """
 
 import argparse
@@ -32,18 +32,18 @@ ENGINES = {
     "memory": {"zero": 2},
     "optimizer": {"zero": 2, "offload": "optimizer"},
     "after-norm": {"zero": 2, "offload": "optimizer", "offload.speculate": False},
-    "share": {"zero": 2, "offload": "optimizer"},  # and as small a share as lets the rest fit on the device
+    "share": {"zero": 2, "offload": "optimizer"},  # with the smallest fraction offloaded that fits
     "parameters": {"zero": 3, "offload": "optimizer,parameters"},
     "deepspeed": {},
 }
-DEVICE_RESERVE, HOST_RESERVE = 12e9, 10e9  # bytes for activations and workspace; for the process and what else runs
+DEVICE_RESERVE, HOST_RESERVE = 12e9, 10e9  # bytes for activations and workspace; for this process and others
 STATES = 12  # bytes per parameter of fp32 masters and moments
 WARM = 3
 Row = dict[str, Any]
 
 
 def probe(device: str, nbytes: int, times: int = 5) -> Row:
-    """GB/s of pinned copies and of the host's memory: medians of `times` goes over `nbytes`."""
+    """GB/s of pinned copies and of the host's memory: medians of `times` passes over `nbytes`."""
     import torch
 
     from zeroshard.offload.host_adam import HostStates, Scalars, adam_update
@@ -101,13 +101,13 @@ def make_model(name: str, layers: int | None) -> Any:
 
 
 def flops_per_token(model: Any) -> float:
-    """Forward and backward, without what is computed again: 6 per weight, and 12 L T W for attention, half masked."""
+    """FLOPs of forward and backward without recomputation: 6 per weight, and 12 L T W for attention, half masked."""
     weights: int = sum(parameter.numel() for parameter in model.parameters())
     return 6.0 * weights + 12.0 * model.config.layers * CONTEXT * model.config.width / 2
 
 
 def share_that_fits(parameters: int, device: str) -> float:
-    """The smallest share of the parameters whose states must live below for the rest to fit on the device."""
+    """The smallest fraction of the parameters whose states must be offloaded for the others to fit on the device."""
     import torch
 
     room = torch.cuda.mem_get_info()[1] if device == "cuda" else 1e9
@@ -116,7 +116,7 @@ def share_that_fits(parameters: int, device: str) -> float:
 
 
 def make_step(engine_name: str, model: Any, batch: Any, device: str) -> tuple[Any, Callable[[], Any], Row]:
-    """The engine, its step, and what was set."""
+    """The engine, its step, and the settings of its plan."""
     import torch
 
     settings: Row = {**ENGINES[engine_name]}
@@ -191,7 +191,7 @@ def _synchronise(device: str) -> None:
 
 
 def show(row: Row, peak_flops: float) -> None:
-    """Add what follows from the figures, and print a line."""
+    """Add figures derived from the measured ones, and print a line."""
     row["tokens_per_s"], row["mfu"] = row["tokens"] / row["step_s"], row["flops"] / row["step_s"] / peak_flops
     peaks = [row[name] for name in ("device_peak", "host_peak")]
     memory = " ".join("-" if peak is None else f"{peak / 2**30:.1f}" for peak in peaks)

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu/single.py [--models gpt2-xl,llama-7b] [--rounds 3] [--steps 10] [--json FILE]
 
-Both compute in bf16 and keep fp32 master weights; both update with fused AdamW. The loop is written the frugal way, one
-optimizer per layer, so that only one layer's gradients exist in fp32 at a time. The launches take turns. Bars: 98 % of
-the loop's tokens per second, and a peak within 3 % of what the ledger counted in the same step. Needs `transformers`
-(the extra `hf`); models come from their configuration with random weights, nothing is downloaded. Without a GPU it says
-that it did not run, and exits with status 0; `--cpu` only tries the script out, on models of no size.
+Both compute in bf16 and keep fp32 master weights; both update with fused AdamW. The loop has one optimizer per layer,
+so that only one layer's gradients exist in fp32 at a time. The launches take turns. Targets: 98 % of the loop's tokens
+per second, and a peak within 3 % of the ledger's count in the same step. Needs `transformers` (the extra `hf`); models
+come from their configuration with random weights, nothing is downloaded. Without a GPU it prints that it did not run,
+and exits with status 0; `--cpu` only tries the script out, on tiny models.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What comes from outside: unlike ranks, links that come back, two runs in a folder, data loaders: F22 to F25."""
+"""Faults from outside: ranks that differ, links that come back, two runs in a folder, data loaders: F22 to F25."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def restored_link(folder: Path, quick: bool) -> Counts:
 
 
 def two_resumes(folder: Path, quick: bool) -> Counts:
-    """F24: two resumes of one run at once: one goes on, bit for bit, and the other says who holds the folder."""
+    """F24: two resumes of one run at once: one goes on, bit for bit, the other names the folder's owner."""
     options, times = ("--steps", "40"), 1 if quick else 4
     reference = reference_of(folder / "reference", *options)
     for number in range(times):

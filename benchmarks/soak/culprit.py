@@ -22,14 +22,14 @@ def spin_for_ever() -> None:
 
 
 def wait_for_a_lock() -> None:
-    """A lock that nobody gives back."""
+    """A lock that is never released."""
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
 
 
 def do_wrong(fault: str, engine: zs.Engine, x: torch.Tensor) -> torch.Tensor:
-    """What rank 1 does before a step; the batch that it goes on with."""
+    """Make rank 1's fault before a step; returns the batch of the step."""
     match fault:
         case "raise":
             raise ValueError("bad luck")

@@ -1,15 +1,15 @@
 """Checkpoints that were damaged or forged, and what an engine does with them: F21.
 
-Damage is what disks and people do: bits and bytes that change, files cut, lengthened, emptied, deleted, swapped with
-those of another checkpoint or with each other. A forger knows the format: he edits what the manifest says, the headers
-or the values, and makes every digest right again.
+Damage models disks and mistakes: bits and bytes that change, files cut, lengthened, emptied, deleted, swapped with
+those of another checkpoint or with each other. A forgery keeps the format: it edits the manifest, the headers or the
+values, and makes every digest right again.
 
-An engine may refuse (`CheckpointError`), or load. If it loads, it saves at once, and the two are compared, tensor by
-tensor and fact by fact. Damage must be refused; or, where this engine has no use for what was hit, found by what
-`zeroshard checkpoint verify` does. A forgery may also be taken as it stands: a checkpoint of other weights whose
-digests are right is a legal one. Anything else is silent.
+An engine may refuse (`CheckpointError`), or load. If it loads, it saves at once, and the two checkpoints are compared,
+tensor by tensor and fact by fact. Damage must be refused; or, in a part that this engine does not use, found by
+`zeroshard checkpoint verify`. A forgery may also load as it is: a checkpoint of other weights whose digests are right
+is a legal one. Any other outcome counts as silent.
 
-All of it is drawn from one seed, in one process.
+All cases are drawn from one seed, in one process.
 """
 
 import copy
@@ -95,12 +95,12 @@ class Desk:
         self.words: list[Any] = []
 
     def collect(self, word: Any) -> list[Any]:
-        """The words so far, this one in front."""
+        """The values so far, this one in front."""
         self.words.append(word)
         return [word, *self.words[:-1]]
 
     def broadcast(self, word: Any) -> Any:
-        """The word."""
+        """The value."""
         return word
 
 
@@ -223,7 +223,7 @@ def _edit(drawn: random.Random, table: Any, below: tuple[str, ...] = ()) -> None
 
 
 def _seal(path: Path, table: dict[str, Any]) -> None:
-    """Write a manifest with the digest of what it says."""
+    """Write a manifest with the digest of its content."""
     body = json.dumps(table, indent=1)[: -len("\n}")]
     digest = hashlib.sha256(body.encode()).hexdigest()
     (path / MANIFEST).write_bytes(f'{body},\n "sha256": "{digest}"\n}}\n'.encode())
@@ -236,7 +236,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def forge_facts(drawn: random.Random, path: Path, other: Path) -> None:
-    """What is no tensor says something else."""
+    """Change a value of the manifest that is not a tensor."""
     table = _table(path)
     kept = tuple(name for name in table if name not in ("files", "tensors"))
     for _ in range(drawn.choice((1, 1, 2))):
@@ -311,7 +311,7 @@ def forge_boxes(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def _key(name: str, start: list[Any], lengths: list[Any]) -> str:
-    """The key of a chunk in its file, whatever is said of its box."""
+    """The key of a chunk in its file, for a box of any type."""
     ends = [
         (low, low + length) for low, length in zip(start, lengths, strict=False) if type(low) is type(length) is int
     ]
@@ -319,7 +319,7 @@ def _key(name: str, start: list[Any], lengths: list[Any]) -> str:
 
 
 def _write_header(file: Path, header: dict[str, Any], table: dict[str, Any]) -> None:
-    """Let a file's header say something else, and the manifest have its digest."""
+    """Write another header into a file, and its digest into the manifest."""
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     text = json.dumps(header).encode()
@@ -335,7 +335,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def forge_header(drawn: random.Random, path: Path, other: Path) -> None:
-    """A file's header says something else, and the manifest has its digest."""
+    """Change a file's header, and its digest in the manifest."""
     file, table = drawn.choice(sorted(path.glob("*.safetensors"))), _table(path)
     header = _header(file)
     _edit(drawn, header)
@@ -344,7 +344,7 @@ def forge_header(drawn: random.Random, path: Path, other: Path) -> None:
 
 
 def forge_values(drawn: random.Random, path: Path, other: Path) -> None:
-    """A tensor has other values, with digests that fit: a legal checkpoint of something else."""
+    """Change values of a tensor, with matching digests: a legal checkpoint of other weights."""
     manifest = read_manifest(path)
     name = drawn.choice(sorted(name for name in manifest.tensors if manifest.tensors[name].numel))
     chunk = manifest.tensors[name].chunks[0]
@@ -369,7 +369,7 @@ KINDS = (*DAMAGE, flip, *FORGERIES, forge_facts, forge_optimizer, forge_tensors)
 
 
 def differences(a: Path, b: Path) -> Comparison:
-    """How two checkpoints differ as states: without what is for people, and what a reader of today adds."""
+    """Differences of two checkpoints as states: without facts for people, and without those that readers add."""
     readers = [Reader(path) for path in (a, b)]
     for reader, like in zip(readers, readers[::-1], strict=True):
         reader.facts.setdefault("buffers", {"made": {}, "unset": []})
@@ -386,7 +386,7 @@ def _bytes_of(path: Path) -> dict[str, bytes]:
 
 
 def disturb(engine: zs.Engine) -> None:
-    """Let an engine be unlike any checkpoint, so that what a load leaves alone is seen."""
+    """Make an engine's state unlike any checkpoint, so that parts which a load does not set are seen."""
     torch.manual_seed(12345)
     random.seed(12345)
     engine.steps, engine.skipped = 12345, 678
@@ -395,7 +395,7 @@ def disturb(engine: zs.Engine) -> None:
 
 
 def judged(engine: zs.Engine, path: Path, whole: Path, forged: bool) -> str:
-    """What an engine made of a checkpoint: one of `GOOD`, or else what is wrong."""
+    """The outcome of loading a checkpoint: one of `GOOD`, or else the fault."""
     again = path.with_name("again")
     disturb(engine)
     try:
@@ -407,7 +407,7 @@ def judged(engine: zs.Engine, path: Path, whole: Path, forged: bool) -> str:
     engine.save(again, extra, wait=True)
     found = differences(whole, again)
     if found.equal and not forged and _bytes_of(path) != _bytes_of(whole):
-        # What this engine had no use for, such as the random numbers of another rank.
+        # damage in a part that this engine does not use, such as the random numbers of another rank
         return "not read, found by verify" if list(Reader(path).problems()) else "silent: verify finds nothing"
     if found.equal:
         return "unchanged"
@@ -419,7 +419,7 @@ def judged(engine: zs.Engine, path: Path, whole: Path, forged: bool) -> str:
 
 
 def forged(folder: Path, quick: bool, count: int | None = None, seed: int = SEED) -> Counts:
-    """F21: checkpoints that are damaged, or forged with right digests: none is loaded as something that it is not."""
+    """F21: checkpoints that are damaged, or forged with right digests: none loads as another state unnoticed."""
     count = count or (QUICK if quick else COUNT)
     counts: Counter[str] = Counter(made=0, silent=0)
     wrong: list[str] = []

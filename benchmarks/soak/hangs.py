@@ -46,7 +46,7 @@ def stopped_rank(folder: Path, quick: bool) -> Counts:
     return {"lines": check_same(folder, reference), "stops": times, "slowest_s": max(seconds)}
 
 
-EXPECTED: dict[str, tuple[str, ...]] = {  # what the last line on the screen must say of the fault
+EXPECTED: dict[str, tuple[str, ...]] = {  # text of the last line on the screen, by fault
     "raise": ("rank 1 raised ValueError: bad luck",),
     "exit": ("rank 1 ended with exit code 3",),
     "leave": ("rank 1 ended with exit code 0",),
@@ -60,7 +60,7 @@ STACKS = {"loop": "spin_for_ever", "lock": "wait_for_a_lock"}
 
 
 def culprit(folder: Path, fault: str, counts: Counts) -> None:
-    """Run the script with a fault: who is named, what the last line is, and how soon all are gone."""
+    """Run the script with a fault; returns the culprit, the last line, and the seconds until all ranks have ended."""
     place = folder / fault
     limits = ("--timeout", str(TIMEOUT), "--max-restarts", "0")
     with Job(place, [str(CULPRIT), str(place), fault], limits) as job:
@@ -80,7 +80,7 @@ def culprit(folder: Path, fault: str, counts: Counts) -> None:
 
 
 def hanging_rank(folder: Path, quick: bool) -> Counts:
-    """F9: an endless loop, a lock that is never free, unlike collectives: who is named, with the stacks of all."""
+    """F9: an endless loop, a lock that is never free, unlike collectives: culprit named, stacks of all kept."""
     return _all_of(folder, ("loop",) if quick else ("loop", "lock", "mismatch"), 1 if quick else 3)
 
 
@@ -92,7 +92,7 @@ def failing_rank(folder: Path, quick: bool) -> Counts:
 
 
 def _all_of(folder: Path, faults: tuple[str, ...], rounds: int) -> Counts:
-    """All faults, whatever comes of one of them."""
+    """Make all faults, even after one of them has failed."""
     counts, problems = Counts(), []
     for number in range(rounds):
         for fault in faults:
@@ -105,7 +105,7 @@ def _all_of(folder: Path, faults: tuple[str, ...], rounds: int) -> Counts:
 
 
 def slow_rank(folder: Path, quick: bool) -> Counts:
-    """F10: a rank that sleeps is reported within 20 steps, and nobody in many clean steps."""
+    """F10: a rank that sleeps is reported within 20 steps, and no rank in many clean steps."""
     clean, steps = (60, 30) if quick else (500, 60)
     place = folder / "clean"
     with Job(place, train(place, "--steps", str(clean)), ("--max-restarts", "0")) as job:

@@ -40,7 +40,7 @@ def slow(seconds: float) -> None:
 
 
 def nan(number: float) -> None:
-    """The loss that the rank knows of a step is NaN, for as long as the samples of that step are not left out."""
+    """Make the rank's loss of a step NaN, for as long as the samples of that step are not left out."""
     step = Run._step
     train_step = Engine.train_step
     first: list[int] = []
@@ -111,7 +111,7 @@ def load(kills: float) -> None:
 
 
 def samples(_: float) -> None:
-    """Write down what this rank takes of each step."""
+    """Write down the samples that this rank takes in each step."""
     step = Run._step
     start = f"{os.environ['TMPDIR']} {os.environ['ZEROSHARD_ATTEMPT']}"
 

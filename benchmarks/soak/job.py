@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 INJECT = Path(__file__).with_name("inject.py")
 TRAIN = "--model tiny --sequence 16 --batch-per-rank 2 --warmup-steps 5 --dropout 0.1 --validate-every 0"
 TRAIN += " --validation-rows 4 --sample-tokens 0 --device cpu --checkpoint-every 5"
-PATIENCE = 900.0  # seconds that anything may take on a machine that is busy with other things
+PATIENCE = 900.0  # seconds that one wait may take on a busy machine
 POLL = 0.02
 
 
@@ -42,14 +42,14 @@ def write_text(folder: Path) -> Path:
 
 
 class Job:
-    """One supervisor with all that it starts, in a folder of its own; a context that leaves nothing behind.
+    """One supervisor with its ranks, in a folder of its own; a context that ends all processes.
 
     Args:
         folder: for its runs, its screen, its crash reports and its temporary files.
         words: `train` or a script, with their options.
         options: of `zeroshard run`.
         ranks: on this node.
-        prefix: what is written before the command, such as `ip netns exec NAME`.
+        prefix: words before the command, such as `ip netns exec NAME`.
         more: environment.
     """
 
@@ -64,7 +64,7 @@ class Job:
     ) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._temporary = Path(tempfile.mkdtemp(prefix="zs-"))  # short, because sockets are below it
+        self._temporary = Path(tempfile.mkdtemp(prefix="zs-"))  # short, because paths of sockets have a limit
         self._screen = folder / f"screen-{time.time_ns():x}"
         self._known = set((folder / "crashes").glob("*.json"))
         command = [*prefix, sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", str(ranks)]
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def screen(self) -> list[str]:
-        """What was printed, without empty lines."""
+        """The printed lines, without empty ones."""
         return [line for line in self._screen.read_text(errors="replace").splitlines() if line.strip()]
 
     @property
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def ranks(self) -> dict[int, HeartbeatReading]:
-        """The ranks that live, by the pulses of the newest attempt."""
+        """The running ranks, by the heartbeats of the newest attempt."""
         attempts = {int(path.name[8:]): path for path in self._temporary.glob("zeroshard-*/attempt-*")}
         if not attempts:
             return {}

@@ -48,7 +48,7 @@ def _plans(folder: Path, names: list[str], rounds: int) -> Counts:
         assert job.wait() == 0
     for seed in range(1, rounds + 1):
         place = folder / str(seed)
-        budget = ("--max-restarts", str(KILLS * len(names)))  # each plan counts its steps from 0: no progress to see
+        budget = ("--max-restarts", str(KILLS * len(names)))  # steps of each plan start at 0 again
         with Job(place, [str(PLANS_JOB), str(place), str(KILLS), str(seed), *names], budget) as job:
             assert job.wait() == 0
             blamed = {report["attempt"]: tuple(report["culprit"]["ranks"]) for report in job.reports}
@@ -171,7 +171,7 @@ def samples_taken(folder: Path, quick: bool) -> Counts:
 
 
 def everything(folder: Path, quick: bool) -> Counts:
-    """F20: the main job for long, with one fault after the other: it completes, bit for bit, and nothing grows."""
+    """F20: a long main job, with one fault after the other: it completes, bit for bit, without leaks."""
     steps, faults = (160, 3) if quick else (2000, 40)
     options, drawn = ("--steps", str(steps), "--checkpoint-every", "10"), random.Random(20)
     reference = reference_of(folder / "reference", *options)
@@ -203,7 +203,7 @@ def everything(folder: Path, quick: bool) -> Counts:
 
 
 def _disturb(job: Job, kind: str, rank: int) -> bool:
-    """One fault; waits until it has been noticed where it ends the attempt."""
+    """Make one fault; for a fault that ends the attempt, wait until it is noticed."""
     before = len(job.reports)
     match kind:
         case "kill":

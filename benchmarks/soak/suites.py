@@ -11,7 +11,7 @@ from typing import Any
 
 from soak.job import ROOT
 
-SUITES: dict[str, tuple[str, str, str]] = {  # file, which of its tests, what they are
+SUITES: dict[str, tuple[str, str, str]] = {  # file, a selection of its tests, their description
     "F2": ("checkpoint/test_commit.py", "kill or disk_that_fails or happens_to_one_rank", "a kill at every operation"),
     "F3": ("checkpoint/test_commit.py", "loss_of_power", "a loss of power at every operation"),
     "F4": ("checkpoint/test_damage.py", "bit_that_flips or engine_loads_nothing", "one-bit flips"),
@@ -27,7 +27,7 @@ Counts = dict[str, Any]
 
 
 def suite(name: str, folder: Path, quick: bool) -> Counts:
-    """Run a fault's tests; all must pass, and there must be some."""
+    """Run a fault's tests; at least one must be found, and all must pass."""
     file, which, _ = SUITES[name]
     path = ROOT / "tests" / file
     assert path.exists(), f"there is no {file}"

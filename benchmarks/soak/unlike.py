@@ -107,7 +107,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def differences() -> list[tuple[str, dict[str, Any], str]]:
-    """Names, what rank 1 has instead, and what the error must say."""
+    """Names, rank 1's differing arguments, and the text that the error must have."""
     firsts = ("pipeline_parallel.stages", "offload.parts", "loss_scale.value")  # given by the name of the group
     settings = {name.partition(".")[0] if name in firsts else name for name, _ in flat(zs.Plan().as_dict())}
     plain = settings - {"device_memory", "offload.disk", "offload.disk_parameters"}
@@ -120,7 +120,7 @@ def differences() -> list[tuple[str, dict[str, Any], str]]:
 
 
 def error_of(mesh: zs.Mesh, other: dict[str, Any]) -> str:
-    """What an engine with something else says; empty if it says nothing."""
+    """The error of an engine with differing arguments; empty without one."""
     make = partial(other.get("optimizer", torch.optim.AdamW), **{"lr": 1e-3, **other.get("options", {})})
     plan = zs.Plan.from_dict({**BASE, **other.get("plan", {})})
     try:
@@ -131,7 +131,7 @@ def error_of(mesh: zs.Mesh, other: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """As many differences as are asked for, at random and each at least once if there is time for it."""
+    """Try `count` differences at random, each at least once if `count` is large enough."""
     path, count = Path(sys.argv[1]), int(sys.argv[2])
     mesh, every, rng = zs.init_mesh(60.0, "cpu"), differences(), random.Random(0)
     chosen = [*rng.sample(every, min(count, len(every))), *rng.choices(every, k=max(0, count - len(every)))]
