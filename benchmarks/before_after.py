@@ -241,7 +241,7 @@ def heading(kept: Mapping[str, Any]) -> str:
 
 
 def markdown(kept: Mapping[str, Any]) -> str:
-    """The table as it is kept."""
+    """The table as a Markdown page."""
     first, *others = (f"| {' | '.join(cells)} |" for cells in lines(kept["rows"]))
     rule = "|" + "---|" * len(lines([])[0])
     failed = [f"Failed: {row}." for row in kept["failed"]]

@@ -105,7 +105,7 @@ def predictions(run: Any, options: argparse.Namespace) -> list[Row]:
             said.append({**row, "nbytes": predictor.ask(run)})
         except NotApplicable:
             pass
-        except Exception as error:  # a peer may fail on what others can do, and that is a result
+        except Exception as error:  # a failure of one predictor is a result too
             said.append({**row, "nbytes": None, "why": f"{type(error).__name__}: {error}"[:200]})
     if run.precision == "bf16" and run.plan.get("zero") in (2, 3) and run.engine in ("zeroshard", "deepspeed"):
         row = {"name": DEEPSPEED.name, "says": DEEPSPEED.says, "claim": DEEPSPEED.claim}

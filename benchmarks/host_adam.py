@@ -36,7 +36,7 @@ from ranks import answer, circumstances, launch
 Row = Callable[[], Any]
 GROUP = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 FACTOR = 0.5
-BARS = [  # what is held against what, the least ratio of times "their" / "our"
+BARS = [  # row, peer's row, and the least ratio of times "their" / "our"
     ("c++ roots", "traffic", 0.95, "speed of the same traffic without arithmetic"),
     ("c++", "traffic", 0.95, "the same, with torch's square roots"),
     ("c++ roots", "deepspeed", 1.5, "times as fast as DeepSpeed's sequence"),

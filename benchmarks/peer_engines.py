@@ -218,7 +218,7 @@ def measure(engine: Engine, case: Case, steps: int) -> dict[str, Any]:
         faults.append(_minor_faults() - fault)
     sent = _loopback() - sent
     memory = {"base_rss": trial.base_rss, "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    memory["pss"] = _proportional()  # while both ranks still hold what they share
+    memory["pss"] = _proportional()  # while both ranks still hold the shared memory
     wire = {"wire_bytes": sent / steps, "counted_bytes": trial.counted()}
     _barrier()
     medians: dict[str, list[Any]] = {"step_s": walls, "cpu_s": cpus, "minor_faults": faults}

@@ -147,7 +147,7 @@ def start(
 
 
 def cases(sizes: str, tokens: str, precisions: str) -> list[Case]:
-    """All combinations of what the command line names, separated by commas."""
+    """All combinations of three comma-separated options."""
     parts = (sizes.split(","), map(int, tokens.split(",")), precisions.split(","))
     return [Case(size, count, precision) for size, count, precision in product(*parts)]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--quick] [--only F1,F8] [--json FILE] [--folder DIR] [--keep]
 
-Each fault is a function below benchmarks/soak/ that makes it, and asserts what must hold: every loss line bit for bit
+Each fault is a function below benchmarks/soak/ that makes it, and asserts the outcome: every loss line bit for bit
 that of an undisturbed run, no committed checkpoint unreadable, the culprit named, all ranks gone in time. The table of
 results is printed, and stored under benchmarks/results/ as JSON and Markdown.
 

@@ -1,4 +1,4 @@
-"""The faults of the soak test, and what they have in common. See benchmarks/soak.py."""
+"""The faults of the soak test, and their shared code. See benchmarks/soak.py."""
 
 import sys
 from pathlib import Path

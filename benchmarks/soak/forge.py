@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged or forged, and what an engine does with them: F21.
+"""Damaged and forged checkpoints, and how an engine treats them: F21.
 
 Damage models disks and mistakes: bits and bytes that change, files cut, lengthened, emptied, deleted, swapped with
 those of another checkpoint or with each other. A forgery keeps the format: it edits the manifest, the headers or the
