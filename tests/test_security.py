@@ -56,7 +56,7 @@ def test_variables_are_on_the_page() -> None:
     assert used and used <= set(re.findall(r"ZEROSHARD_[A-Z]+", PAGE))
 
 
-@pytest.mark.parametrize("what", ["shared memory", "pulse", "disk"])
+@pytest.mark.parametrize("what", ["shared memory", "heartbeat", "disk"])
 def test_files_are_their_owners_alone(what: str, tmp_path: Path) -> None:
     """Whatever the umask."""
     kept = os.umask(0)
@@ -64,9 +64,9 @@ def test_files_are_their_owners_alone(what: str, tmp_path: Path) -> None:
         match what:
             case "shared memory":
                 descriptor, _ = offer(1)
-            case "pulse":
-                Heartbeat(tmp_path / "rank-0.pulse", 0)
-                descriptor = os.open(tmp_path / "rank-0.pulse", os.O_RDONLY)
+            case "heartbeat":
+                Heartbeat(tmp_path / "rank-0.heartbeat", 0)
+                descriptor = os.open(tmp_path / "rank-0.heartbeat", os.O_RDONLY)
             case _:
                 descriptor = _nameless(tmp_path)
     finally:
@@ -74,8 +74,8 @@ def test_files_are_their_owners_alone(what: str, tmp_path: Path) -> None:
     facts = os.fstat(descriptor)
     os.close(descriptor)
     assert stat.S_IMODE(facts.st_mode) == 0o600
-    assert facts.st_nlink == (1 if what == "pulse" else 0), "it has no name"
-    assert what == "pulse" or list(tmp_path.iterdir()) == []
+    assert facts.st_nlink == (1 if what == "heartbeat" else 0), "it has no name"
+    assert what == "heartbeat" or list(tmp_path.iterdir()) == []
 
 
 def test_the_store_of_one_machine_listens_on_the_loopback_address() -> None:

@@ -108,7 +108,7 @@ class Job:
         attempts = {int(path.name[8:]): path for path in self._temporary.glob("zeroshard-*/attempt-*")}
         if not attempts:
             return {}
-        readings = [read_heartbeat(path) for path in attempts[max(attempts)].glob("rank-*.pulse")]
+        readings = [read_heartbeat(path) for path in attempts[max(attempts)].glob("rank-*.heartbeat")]
         return {found.rank: found for found in readings if found is not None and psutil.pid_exists(found.pid)}
 
     @property

@@ -22,7 +22,7 @@ def own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise Left(code)
 
     monkeypatch.setattr(os, "_exit", leave_process)
-    monkeypatch.setenv("ZEROSHARD_PULSE", str(tmp_path / "rank-0.pulse"))
+    monkeypatch.setenv("ZEROSHARD_HEARTBEAT", str(tmp_path / "rank-0.heartbeat"))
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
 
@@ -49,7 +49,7 @@ def test_leaving(
     assert left.value.args == (code,)
     said = capsys.readouterr().err
     assert said.startswith(words)
-    found = read_failure(tmp_path / "rank-0.pulse")
+    found = read_failure(tmp_path / "rank-0.heartbeat")
     if isinstance(error, Stopped):
         assert found is None and said.count("\n") == 1
     else:

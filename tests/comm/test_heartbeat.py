@@ -1,4 +1,4 @@
-"""A pulse says what was written into it, to other processes too, and survives a kill."""
+"""A heartbeat holds what was written into it, to other processes too, and survives a kill."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from zeroshard.comm.heartbeat import (
 
 def test_nothing_there(tmp_path: Path) -> None:
     assert read_heartbeat(tmp_path / "none") is None
-    (tmp_path / "half").write_bytes(b"zspulse1" + bytes(100))
+    (tmp_path / "half").write_bytes(b"zsbeats1" + bytes(100))
     assert read_heartbeat(tmp_path / "half") is None
     (tmp_path / "unborn").write_bytes(bytes(512))  # the file is there before the rank has written its name
     assert read_heartbeat(tmp_path / "unborn") is None
@@ -70,7 +70,7 @@ def test_long_and_strange_texts_are_cut(tmp_path: Path, text: str, kept: str) ->
     assert found.collective.number == 1 and len(found.collective.label.encode()) <= 200
 
 
-def test_a_killed_process_leaves_its_pulse(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_its_heartbeat(tmp_path: Path) -> None:
     body = (
         "import sys, time; from pathlib import Path; from zeroshard.comm.heartbeat import Heartbeat\n"
         "p = Heartbeat(Path(sys.argv[1]), 2); p.step(9); p.enter(('reduce', 7, 'head')); print('up', flush=True)\n"
@@ -88,7 +88,7 @@ def test_a_killed_process_leaves_its_pulse(tmp_path: Path) -> None:
 
 
 def test_last_words(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.pulse"
+    path = tmp_path / "rank-0.heartbeat"
     assert read_failure(path) is None
     try:
         raise ValueError("seven\nlines")
@@ -99,4 +99,4 @@ def test_last_words(tmp_path: Path) -> None:
     assert "test_heartbeat.py" in words.trace and words.when <= time.monotonic()
     path.with_suffix(".failure").write_text("{")
     assert read_failure(path) is None
-    write_failure(tmp_path / "gone" / "rank-0.pulse", ValueError())  # the supervisor's folder is gone: no error
+    write_failure(tmp_path / "gone" / "rank-0.heartbeat", ValueError())  # the supervisor's folder is gone: no error

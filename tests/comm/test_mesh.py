@@ -18,7 +18,7 @@ from zeroshard.comm.mesh import attempt, keep_freed_memory, part_of
 from zeroshard.errors import CommError, PlanError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-VARIABLES += ("ZEROSHARD_ATTEMPT", "ZEROSHARD_PULSE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+VARIABLES += ("ZEROSHARD_ATTEMPT", "ZEROSHARD_HEARTBEAT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @pytest.fixture(autouse=True)
@@ -158,8 +158,8 @@ def test_each_attempt_has_its_own_keys_in_a_store_that_stays(monkeypatch: pytest
     assert [kept.get(f"attempt-{number}/address") for number in (0, 1)] == [b"0", b"1"]
 
 
-def test_the_pulse_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ZEROSHARD_PULSE", str(tmp_path / "p"))
+def test_the_heartbeat_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ZEROSHARD_HEARTBEAT", str(tmp_path / "p"))
     mesh = init_mesh(device="cpu")
     assert mesh.heartbeat is not None
     mesh.heartbeat.step(4)
@@ -167,11 +167,11 @@ def test_the_pulse_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, t
     assert found is not None and (found.step, found.rank) == (4, 0)
 
 
-def pulses(mesh: Mesh, folder: str) -> list[Any]:
-    """What the pulse says after an agreement in a part of the mesh, and whether a rank alone keeps it."""
+def heartbeats(mesh: Mesh, folder: str) -> list[Any]:
+    """What the heartbeat says after an agreement in a part of the mesh, and whether a rank alone keeps it."""
     path = Path(folder) / f"{mesh.rank}"
     mine = dataclasses.replace(mesh, heartbeat=Heartbeat(path, mesh.rank))
-    part = part_of(mine, [[0, 1], [2]], "pulses")
+    part = part_of(mine, [[0, 1], [2]], "heartbeats")
     comm = Comm(part)
     comm.agree(b"", "first")
     comm.agree(b"", "second")
@@ -180,9 +180,9 @@ def pulses(mesh: Mesh, folder: str) -> list[Any]:
     return [list(found.collective), found.waiting]
 
 
-def test_collectives_show_in_the_pulse(pool: Any, tmp_path: Path) -> None:
+def test_collectives_show_in_the_heartbeat(pool: Any, tmp_path: Path) -> None:
     shown = [["control", 2, "second"], False]
-    assert pool.run(pulses, 3, str(tmp_path)) == [shown, shown, [["", 0, ""], False]]
+    assert pool.run(heartbeats, 3, str(tmp_path)) == [shown, shown, [["", 0, ""], False]]
 
 
 def test_a_store_that_is_gone_is_an_error_and_no_hang() -> None:

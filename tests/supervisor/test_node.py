@@ -101,14 +101,14 @@ def test_places_that_do_not_fit(environment: dict[str, str], options: dict[str, 
 
 
 def test_the_environment_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZEROSHARD_NURSERY", "1")
+    monkeypatch.setenv("ZEROSHARD_FORK_SERVER", "1")
     monkeypatch.setenv("RANK", "9")
     here = Node(nodes=3, node=1, processes=2, address="a", port=5)
     first, second = environments(here, [4, 2, 1], 77)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [first[name] for name in names] == ["4", "0", "7", "2", "a", "77"]
     assert [second[name] for name in names] == ["5", "1", "7", "2", "a", "77"]
-    assert "ZEROSHARD_NURSERY" not in first
+    assert "ZEROSHARD_FORK_SERVER" not in first
     assert "GLOO_SOCKET_IFNAME" not in first
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     (alone,) = environments(Node(), [1], 77)

@@ -114,8 +114,8 @@ def test_a_kill_a_stop_and_an_endless_loop_are_named_and_survived(start: Callabl
     assert stopped["culprit"]["kind"] == "silent" and "the process is stopped" in stopped["culprit"]["reason"]
     assert looped["culprit"]["kind"] == "stalled"
     assert "spin_forever" in looped["ranks"][1]["stack"] and "in agree" in looped["ranks"][0]["stack"]
-    assert looped["ranks"][0]["pulse"]["collective"] == {"group": "control", "number": 2, "label": "the word"}
-    assert looped["ranks"][0]["pulse"]["waiting"] and not looped["ranks"][1]["pulse"]["waiting"]
+    assert looped["ranks"][0]["heartbeat"]["collective"] == {"group": "control", "number": 2, "label": "the word"}
+    assert looped["ranks"][0]["heartbeat"]["waiting"] and not looped["ranks"][1]["heartbeat"]["waiting"]
 
 
 def test_the_same_error_twice_ends_the_job(start: Callable[..., Supervisor]) -> None:

@@ -35,7 +35,7 @@ def test_a_script(
     (tmp_path / "helper.py").write_text("x = 5")
     script = tmp_path / "job.py"
     script.write_text(f"import sys\n{body}\n")
-    assert worker._end(tmp_path / "rank-0.pulse", [str(script), "a", "--b"]) == code
+    assert worker._end(tmp_path / "rank-0.heartbeat", [str(script), "a", "--b"]) == code
     out, err = capfd.readouterr()
     assert words in out + err
     assert (tmp_path / "rank-0.failure").exists() == ("ValueError" in words)
@@ -44,13 +44,13 @@ def test_a_script(
     sys.modules.pop("helper", None)
 
 
-def test_random_numbers_are_not_those_of_the_nursery() -> None:
+def test_random_numbers_are_not_those_of_the_fork_server() -> None:
     state = random.getstate()
     worker._seed_afresh()
     assert random.getstate() != state
 
 
-def test_the_nursery_settles_nowhere_else() -> None:
+def test_the_fork_server_settles_nowhere_else() -> None:
     """Imported here it must not have tied this process to its parent."""
     import ctypes
 

@@ -51,7 +51,7 @@ def run_rank(config: TrainConfig, again: str) -> None:
         again: the command that resumes a run after a stop.
     """
     mesh: Mesh | None = None
-    if "TORCHELASTIC_RUN_ID" in os.environ and "ZEROSHARD_PULSE" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ and "ZEROSHARD_HEARTBEAT" not in os.environ:
         die_with(os.getppid(), signal.SIGTERM)  # save and end when torchrun has died
     try:
         mesh = init_mesh(config.plan.timeout, None if config.device == "auto" else config.device)
@@ -95,8 +95,8 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
     if isinstance(error, KeyboardInterrupt | BrokenPipeError):
         _break_off(error, mesh)
     first = _is_first(error, mesh)
-    if "ZEROSHARD_PULSE" in os.environ:
-        write_failure(Path(os.environ["ZEROSHARD_PULSE"]), error, first)
+    if "ZEROSHARD_HEARTBEAT" in os.environ:
+        write_failure(Path(os.environ["ZEROSHARD_HEARTBEAT"]), error, first)
     if first:
         if isinstance(error, ZeroshardError):
             print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)

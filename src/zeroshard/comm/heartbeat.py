@@ -19,7 +19,7 @@ NBYTES = 512
 _BORN, _ALIVE, _MAIN, _PHASE, _COLLECTIVE = (struct.Struct(f) for f in ("8sqq", "d", "d", "64s", "qq48s200s"))
 _STEP = struct.Struct("q")
 _AT_BORN, _AT_ALIVE, _AT_SINCE, _AT_STEP, _AT_COMMITTED, _AT_PHASE, _AT_COLLECTIVE = 0, 24, 32, 40, 48, 64, 128
-_MAGIC = b"zspulse1"
+_MAGIC = b"zsbeats1"
 
 
 class Collective(NamedTuple):

@@ -225,7 +225,7 @@ def _check_address_space() -> None:
 
 def _heartbeat() -> Heartbeat | None:
     """The heartbeat of this process; None without a supervisor."""
-    path = os.environ.get("ZEROSHARD_PULSE")
+    path = os.environ.get("ZEROSHARD_HEARTBEAT")
     return Heartbeat(Path(path), int(os.environ.get("RANK", "0"))) if path else None
 
 

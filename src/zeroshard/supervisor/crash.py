@@ -57,7 +57,7 @@ def _rank(state: RankState) -> dict[str, Any]:
         "seconds_without_heartbeat": round(state.silent, 3),
         "seconds_without_progress": round(state.idle, 3),
         "stopped": state.suspended,
-        "pulse": _heartbeat(state.heartbeat),
+        "heartbeat": _heartbeat(state.heartbeat),
         "error": None if state.failure is None else asdict(state.failure),
         "stack": state.stack or NO_STACK,
     }

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 
-VARIABLE = "ZEROSHARD_NURSERY"  # the environment variable with the supervisor's process id
+VARIABLE = "ZEROSHARD_FORK_SERVER"  # the environment variable with the supervisor's process id
 LOADED = (
     "numpy",
     "torch",

@@ -66,9 +66,9 @@ class Processes:
         self._workers = []
         for environment in environments:
             rank = int(environment["RANK"])
-            heartbeat = folder / f"rank-{rank:05d}.pulse"
+            heartbeat = folder / f"rank-{rank:05d}.heartbeat"
             own = {"ZEROSHARD_JOB": environment.get("TORCHELASTIC_RUN_ID", self._folder.name), **environment}
-            own |= {"ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_PULSE": str(heartbeat)}
+            own |= {"ZEROSHARD_ATTEMPT": str(attempt), "ZEROSHARD_HEARTBEAT": str(heartbeat)}
             own["ZEROSHARD_SUPERVISOR"] = str(os.getpid())
             process = self._context.Process(target=work, args=(own, self._command), name=f"rank {rank}")
             process.start()

@@ -36,7 +36,7 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     _be_main_process()
-    path = Path(environment["ZEROSHARD_PULSE"])
+    path = Path(environment["ZEROSHARD_HEARTBEAT"])
     with open(path.with_suffix(STACKS), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
