@@ -181,6 +181,7 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plan": (lambda v: isinstance(v, dict), "a table"),
     "skipped": (_count, "a whole number of 0 or more"),
     "loss_scale": (_loss_scale, "null, or a table of a scale above 0 and two counts"),
+    "loss_count": (lambda v: v is None or (_number(v) and v > 0), "null, or a number above 0"),
     "last_update": (_last_update, "by stage a gradient norm and whether the update was skipped, or null"),
     "never_written": (lambda v: v is None or _names(v), "null, or a list of names"),
     "cut": (_cut, "stages, chunks, and null or the replicas of each stage"),
@@ -191,4 +192,4 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
 }
 CHECKED_BEFORE = ("step", "ranks", "extra")
-OPTIONAL = ("zeroshard", "torch", "plan", "last_update", "buffers", "tied", "config")
+OPTIONAL = ("zeroshard", "torch", "plan", "loss_count", "last_update", "buffers", "tied", "config")

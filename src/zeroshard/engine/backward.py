@@ -14,6 +14,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.losses import StepLosses
 from zeroshard.zero import PassKind
 from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.reductions import Expected, Reductions
@@ -34,10 +35,10 @@ class Backward:
         reduces: whether a backward reduces its gradients; `no_sync` turns it off.
         under_scale: whether the engine multiplied the loss of the backward under way.
         count: backwards since the last update.
-        losses: of those backwards, as far as they are known, unscaled.
+        losses: of those backwards.
     """
 
-    def __init__(self, assembly: Assembly, comm: Comm, needs_scale: bool, explicit: bool = False) -> None:
+    def __init__(self, assembly: Assembly, comm: Comm, losses: StepLosses, needs_scale: bool, explicit: bool) -> None:
         self.explicit = explicit
         self._gatherer, self._late, self._comm, self._needs_scale = assembly.gatherer, assembly.late, comm, needs_scale
         parts = assembly.parts
@@ -53,7 +54,7 @@ class Backward:
         self.reduces = True
         self.under_scale = False
         self.count = 0
-        self.losses: list[torch.Tensor] = []
+        self.losses = losses
         for part, gradients in parts.trained:
             self.listen(gradients, part.flat.parameters)
 
@@ -125,6 +126,8 @@ class Backward:
         if not any(found):
             return False
         left = any(any(gradients.written_in_step) for gradients in self.gradients)
+        if everything or not left:
+            self.losses.clear()
         labels = [gradients.flat.label for gradients in self.gradients]
         self.note_discard(str(list(zip(labels, found, strict=True))) if left else "all gradients")
         return True

@@ -72,7 +72,7 @@ class Builder:
     """Materialises a model unit by unit, and keeps of each unit the states that the plan says.
 
     Args:
-        scale: the loss scale of the step under way.
+        unclipped: the factor on the gradients of the step under way, unless they are clipped.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Builder:
         axes: Axes,
         ledger: Ledger,
         stage: Stage | WholeModel,
-        scale: Callable[[], float],
+        unclipped: Callable[[], float],
     ) -> None:
         self._stage = stage
         self._axes, comm = axes, axes.dense.slices.comm
-        self._model, self._plan, self._comm, self._ledger, self._scale = model, plan, comm, ledger, scale
+        self._model, self._plan, self._comm, self._ledger, self._unclipped = model, plan, comm, ledger, unclipped
         self._residency = Residency.of_stage(plan.zero)
         self._precision = Precision.named(plan.precision)
         self._arena = Arena(ledger, comm.buffer)
@@ -124,7 +124,7 @@ class Builder:
         self._share_memory(units)
         if self._lower is not None:
             gathers = self._slices_parameters
-            self._late = HostUpdates(self._lower, self._spans, self._arena, self._scale, len(units), gathers)
+            self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
         for unit in units:
             kinds = self._kinds(unit, groups, kept)

@@ -7,6 +7,7 @@ stage. `train_step` runs the same actions from a schedule.
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,11 +33,12 @@ from zeroshard.engine.policies import cut_of, techniques_of
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
 from zeroshard.engine.update import Update
-from zeroshard.errors import NonFiniteError, PlanError
+from zeroshard.errors import BatchError, NonFiniteError, PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
 from zeroshard.parameters.given import LoadedKeys
-from zeroshard.parts.batch import loss_in
+from zeroshard.parts.batch import loss_of
+from zeroshard.parts.losses import Loss, StepLosses
 from zeroshard.parts.steps import StepOrder, StepResult, Verdict
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
@@ -50,7 +52,7 @@ from zeroshard.units.hooks import Hook
 from zeroshard.units.materialise import Initialiser
 from zeroshard.version import __version__
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+LossFunction = Callable[[Any, Any], Any]
 
 
 class Engine(Readings):
@@ -63,8 +65,8 @@ class Engine(Readings):
             one, such as `partial(torch.optim.AdamW, lr=3e-4)`. It must treat each element alone.
         plan: what each rank keeps, precision, accumulation.
         mesh: this process's place; by default from torchrun's environment.
-        loss: for `train_step`, a function of (model output, microbatch) to the scalar loss; by default the output
-            itself or its `.loss`.
+        loss: for `train_step`, a function of (model output, microbatch) to the mean loss, or to (sum, count) or (sum,
+            count, penalty) as `backward` takes them; by default the output itself or its `.loss`.
         initialise: for a model on the meta device, called with each module; by default its `reset_parameters()`.
         example: for pipelines, one microbatch, on which the model is cut into stages.
 
@@ -98,7 +100,7 @@ class Engine(Readings):
         budget = self.plan.device_budget
         self.ledger = Ledger({} if budget is None else {"device": budget}, self.mesh.now)
         self.mesh.platform.limit(self.mesh.device, budget)
-        self._loss = loss or (lambda output, batch: loss_in(output))
+        self._loss = loss or partial(loss_of, model)
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
@@ -108,10 +110,12 @@ class Engine(Readings):
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied = tied_names(model)
         self._decision = Decision(self.plan)
-        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, lambda: self._decision.scale)
+        losses = StepLosses(self.plan.nonfinite == "skip")
+        unclipped = lambda: 1.0 / self._decision.scale * losses.likely_gain  # noqa: E731
+        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, unclipped)
         self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
-        self._backward = Backward(self._assembly, self.comm, self.plan.scales_loss, explicit=self.plan.pipelined)
+        self._backward = Backward(self._assembly, self.comm, losses, self.plan.scales_loss, self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
         writes = self._forward.writes
         self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
@@ -141,17 +145,28 @@ class Engine(Readings):
         return self._order.evaluate(args, kwargs)
 
     @raises_budget_exceeded
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, count: Any = None, penalty: torch.Tensor | None = None) -> None:
         """Add the gradients of `loss` (a scalar) to those of the step; with loss scaling, of the scaled loss.
 
         A loss that is not finite counts, in the next `step`, as a gradient that is not.
+
+        Args:
+            count: the loss is a sum over so many tokens or rows, a number or a scalar tensor, and the step's gradient
+                is that of all ranks' sums over all counts; without it the loss is a mean, and ranks count alike.
+            penalty: a scalar that is no sum over tokens; averaged by the counts, it is added to the step's mean once.
+
+        Raises:
+            BatchError: a sum in float16, or of several elements. `step` refuses a wrong count, on all ranks.
         """
         self._stage.refuse("backward")
+        self._add(Loss(loss) if count is None and penalty is None else Loss.by_sum(loss, count, penalty))
+
+    def _add(self, loss: Loss) -> None:
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
-            (loss * self.loss_scale if self.plan.scales_loss else loss).backward()
-            self._backward.losses.append(loss.detach().reshape(()))
+            self._backward.losses.scaled(loss, self.loss_scale).backward()
+            self._backward.losses.add(loss)
         finally:
             self._backward.under_scale = False
             self._backward.forget_interrupted()
@@ -198,6 +213,7 @@ class Engine(Readings):
         Raises:
             NonFiniteError: gradients are not finite and the plan says `nonfinite="raise"`.
             CommError: the ranks did different things, or a rank is gone. PlanError: no rank has any gradient.
+            BatchError: a count is no number of 0 or more; or some losses are sums and others means.
         """
         self._stage.refuse("step")
         self._take_step()
@@ -214,10 +230,10 @@ class Engine(Readings):
         try:
             settled = self._update.demand(self.steps)
             verdict = self._decision.decide(settled.norm, self._update.refuse_nonfinite, settled.sound)
-        except NonFiniteError:
+        except (BatchError, NonFiniteError):
             self._update.consume()
             raise
-        self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor)
+        self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor * settled.gain)
         self._backward.expected.learn()
         self._update.consume()
 
@@ -225,11 +241,11 @@ class Engine(Readings):
     def train_step(self, batch: Any) -> StepResult:
         """One step of the schedule on this rank's batch: tensors [B, ...], cut into `plan.microbatches` microbatches.
 
-        A mapping is passed to the model as keywords, a tuple or list as arguments. Each microbatch counts alike: its
-        loss must be a mean.
+        A mapping is passed to the model as keywords, a tuple or list as arguments. Microbatches whose losses are means
+        count alike and must be even; a loss function that returns (sum, count) counts tokens, and needs neither.
 
         Raises:
-            BatchError: the batch does not divide, or the model returned no loss.
+            BatchError: the batch does not divide, the model returned no loss, or as `step`.
         """
         loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
@@ -312,6 +328,7 @@ class Engine(Readings):
             "step": self.steps,
             "skipped": self.skipped,
             "loss_scale": self._decision.scaler.state() if self._decision.scaler else None,
+            "loss_count": self._backward.losses.count,
             "last_update": self._decision.state(),
             "never_written": self._backward.expected.never_written,
             "extra": dict(extra or {}),
@@ -338,6 +355,7 @@ class Engine(Readings):
         self.steps, self.skipped = facts["step"], facts["skipped"]
         if self._decision.scaler and facts["loss_scale"]:
             self._decision.scaler.load(facts["loss_scale"])
+        self._backward.losses.count = facts.get("loss_count")
         last = facts.get("last_update", {})
         self._decision.load(last.get(str(self._stage.number), next(iter(last.values()), None)))
         extra: dict[str, Any] = facts["extra"]
@@ -416,12 +434,12 @@ class Engine(Readings):
             update = (self._backward, self._update, self._decision)
             return PipelineOrder(stage, parts, *update, cut_of(plan), self.model, self._run)
         alone = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
-        calls = (self._run, self.backward, self._take_step)
+        calls = (self._run, self._add, self._take_step)
         return OneStage(self.model, self.mesh, self._assembly, alone, self._backward, *calls)
 
-    def _run(self, batch: Any) -> torch.Tensor:
+    def _run(self, batch: Any) -> Loss:
         """The model's loss on a microbatch."""
-        return self._loss(call_with(self.model, batch), batch)
+        return Loss.of(self._loss(call_with(self.model, batch), batch))
 
     def _conclude(self, verdict: Verdict | None, loss: torch.Tensor | None) -> StepResult:
         """Count a step and what it sent."""
@@ -435,7 +453,8 @@ class Engine(Readings):
         self._counts = merged([*(comm.counts for comm in self._axes.all), moved])
         self._reset_counts()
         norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
-        return StepResult(self.steps, norm, scale, verdict.skip if verdict else False, loss)
+        mean = self._backward.losses.mean
+        return StepResult(self.steps, norm, scale, verdict.skip if verdict else False, loss if mean is None else mean)
 
     def _reset_counts(self) -> None:
         for comm in self._axes.all:

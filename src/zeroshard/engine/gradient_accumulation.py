@@ -9,7 +9,8 @@ from torch import nn
 
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.build import Assembly
-from zeroshard.parts.batch import microbatches
+from zeroshard.parts.batch import even_share, uneven_microbatches
+from zeroshard.parts.losses import Loss
 from zeroshard.parts.steps import Backwards, Run
 from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
@@ -39,7 +40,7 @@ class OneStage:
         pipeline: PipelineSchedule,
         backwards: Backwards,
         run: Run,
-        backward: Callable[[torch.Tensor], None],
+        backward: Callable[[Loss], None],
         update: Callable[[], None],
     ) -> None:
         self._model, self._mesh, self._gatherer, self._backwards = model, mesh, assembly.gatherer, backwards
@@ -48,8 +49,8 @@ class OneStage:
         self.actions: Schedule = assembly.gatherer.lower(pipeline.step(0))
         verify([self.actions])
         self._reduced = {action.microbatch for action in self.actions if action.kind is Kind.REDUCE}
-        self._count, self._parts = pipeline.microbatches, list[Any]()
-        self._losses: dict[int, torch.Tensor] = {}
+        self._count, self._parts, self._batch = pipeline.microbatches, list[tuple[Any, float]](), None
+        self._losses: dict[int, Loss] = {}
         self._mean = torch.zeros(())
         handlers = {
             Kind.FORWARD: self._forward,
@@ -63,13 +64,13 @@ class OneStage:
 
     def step(self, batch: Any) -> torch.Tensor:
         """One step on this rank's batch; the mean loss of its microbatches."""
-        self._parts = microbatches(batch, self._count)
+        self._batch, self._parts = batch, uneven_microbatches(batch, self._count)
         self._mean = torch.zeros((), device=self._mesh.device)
         self._losses.clear()
         try:
             self.interpreter.run(self.actions)
         finally:
-            self._parts = []
+            self._batch, self._parts = None, []
         return self._mean
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,13 +93,14 @@ class OneStage:
 
     def _forward(self, action: Action) -> None:
         start, number = self.interpreter.now(), _number(action)
-        self._losses[number] = self._run(self._parts[number]) / len(self._parts)
+        part, share = self._parts[number]
+        self._losses[number] = even_share(self._run(part), share, self._batch, self._count)
         self.interpreter.note(action, start)
 
     def _backwards_of(self, action: Action) -> None:
         start, number = self.interpreter.now(), _number(action)
         loss = self._losses.pop(number)
-        self._mean += loss.detach().to(self._mean.device)
+        self._mean += loss.value.detach().to(self._mean.device)
         with nullcontext() if number in self._reduced else self._backwards.local():
             self._backward(loss)
         self.interpreter.note(action, start)

@@ -21,13 +21,13 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import CommError, NonFiniteError, PlanError
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.losses import REPORT, LossReport
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.steps import Settled
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
 
 HEAD = struct.Struct("<qIIId?")
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class Update:
@@ -58,6 +58,7 @@ class Update:
         Raises:
             CommError: the ranks are at different steps, or did different things on the way.
             PlanError: weights or gradients were written where that is lost.
+            BatchError, NonFiniteError: as `StepLosses.close`, which an order of several stages calls itself.
         """
         self._writes.reconcile(thoroughly=True)
         if self._backward.take_back():
@@ -75,9 +76,10 @@ class Update:
         if left or averages:
             answers = self._agree(step)
         norm = math.sqrt(sum(answer.squares for answer in answers))
-        settled = Settled(
-            norm, reduce(either, (answer.written for answer in answers)), all(answer.sound for answer in answers)
-        )
+        losses = self._backward.losses
+        gain = 1.0 if self._backward.explicit else losses.close([answer.losses for answer in answers], len(answers))
+        written, sound = reduce(either, (answer.written for answer in answers)), all(a.sound for a in answers)
+        settled = Settled(norm * gain, written, sound, gain)
         self._settled = (self._backward.count, settled)
         self._publish_written(settled)
         return settled
@@ -90,15 +92,15 @@ class Update:
         """
         if not kind > 0:
             raise PlanError(f"norm_type is {kind!r}; it must be above 0, or infinity.")
-        norm = self.settle(step).norm
+        settled = self.settle(step)
         if kind == 2:
-            return norm
+            return settled.norm
         sums = [gradients.settle().settle() for part, gradients in self._trained if part.place.counted]
         parts = [float(torch.linalg.vector_norm(each, kind, dtype=torch.float64)) for each in sums]
         own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
         everyone = self._comm.agree(struct.pack("<d", own), f"norm of step {step}")
         norms = torch.tensor([struct.unpack("<d", answer)[0] for answer in everyone], dtype=torch.float64)
-        return float(torch.linalg.vector_norm(norms, kind))
+        return float(torch.linalg.vector_norm(norms, kind)) * settled.gain
 
     def clip_values(self, step: int, limit: float) -> None:
         """Limit every element of the mean gradient (scaled) to [-limit, limit]; a collective call.
@@ -108,9 +110,9 @@ class Update:
         """
         if not limit > 0:
             raise PlanError(f"clip_value is {limit!r} with the loss scale; it must be above 0.")
-        self.settle(step)
+        gain = self.settle(step).gain
         for _, gradients in self._trained:
-            gradients.change(partial(_clamp, limit=limit))
+            gradients.change(partial(_clamp, limit=limit / gain))
         self._settled = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
@@ -153,7 +155,7 @@ class Update:
             NonFiniteError: always.
         """
         mine = [name for part, gradients in self._trained for name in _nonfinite(part, gradients)]
-        losses = [loss for loss in map(float, self._backward.losses) if not math.isfinite(loss)]
+        losses = [loss for loss in map(float, self._backward.losses.values) if not math.isfinite(loss)]
         everyone = (comm or self._comm).agree_on([mine, str(losses[0]) if losses else None], "non-finite gradients")
         found = list(dict.fromkeys(name for names, _ in everyone for name in names))
         shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
@@ -221,7 +223,7 @@ class Update:
         digests = self._axes.digests
         groups = self._optimizer.optimizer.param_groups
         settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
-        mine = HEAD.pack(step, *digests, settings, squares, self._sound)
+        mine = HEAD.pack(step, *digests, settings, squares, self._sound) + REPORT.pack(*self._backward.losses.report)
         mine += bytes(unit in unreduced for unit in range(len(self._parts.units)))
         mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
         answers = [
@@ -250,12 +252,12 @@ class Update:
     def _squares(self) -> float:
         """This rank's share of the squared norm."""
         sums = [gradients.settle() for part, gradients in self._trained if part.place.counted]
-        found = [*(each.norm() for each in sums), *self._backward.losses]
+        found = [*(each.norm() for each in sums), *self._backward.losses.unread()]
         if len({(norm.device, norm.dtype) for norm in found}) > 1:
             found = [norm.to(found[0].device, torch.float64) for norm in found]
         norms: list[float] = torch.stack(found).tolist() if found else []  # one wait for the device, not one per flat
-        norms, losses = norms[: len(sums)], norms[len(sums) :]
-        self._sound = all(map(math.isfinite, losses))
+        self._sound = self._backward.losses.read(norms[len(sums) :])
+        norms = norms[: len(sums)]
         for number, norm in enumerate(norms):
             if math.isinf(norm):  # perhaps only their squares do not fit
                 norms[number] = float(torch.linalg.vector_norm(sums[number].settle(), dtype=torch.float64))
@@ -279,15 +281,17 @@ class _Answer:
     settings: int
     squares: float
     sound: bool
+    losses: LossReport
     unreduced: list[int]
     written: bytes
 
     @classmethod
     def unpack(cls, frame: bytes, units: int) -> "_Answer":
         step, gathers, reductions, settings, squares, sound = HEAD.unpack_from(frame)
-        flags, digests = frame[HEAD.size :], (gathers, reductions)
+        losses, digests = LossReport(*REPORT.unpack_from(frame, HEAD.size)), (gathers, reductions)
+        flags = frame[HEAD.size + REPORT.size :]
         unreduced = [u for u in range(units) if flags[u]]
-        return cls(step, digests, settings, squares, sound, unreduced, flags[units:])
+        return cls(step, digests, settings, squares, sound, losses, unreduced, flags[units:])
 
 
 def _in_turn(parts: Parts) -> list[tuple[Part, Gradients, int]]:

@@ -78,17 +78,17 @@ class Speculations:
     """Updates before the verdict: whether to begin one, and whether its pages are kept ([Note: speculation]).
 
     Args:
-        scale: the loss scale of the step under way.
+        unclipped: the factor on the gradients of the step under way, unless they are clipped.
     """
 
-    def __init__(self, lower: HostTiers, scale: Callable[[], float], speculation_counts: SpeculationCounts) -> None:
-        self._lower, self._scale, self._speculation_counts = lower, scale, speculation_counts
+    def __init__(self, lower: HostTiers, unclipped: Callable[[], float], speculation_counts: SpeculationCounts) -> None:
+        self._lower, self._unclipped, self._speculation_counts = lower, unclipped, speculation_counts
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
 
     @property
     def likely_factor(self) -> float:
-        """The factor on the gradients of the step under way, unless they are clipped."""
-        return 1.0 / self._scale()
+        """The factor that a speculation takes: not clipped, and of as many tokens as the last step counted."""
+        return self._unclipped()
 
     def decide(self, factor: float | None) -> None:
         """The verdict: the factor on the gradients of the step under way; None for no update."""
@@ -120,7 +120,7 @@ class HostUpdates(LateUpdates):
     """The updates below the device.
 
     Args:
-        scale: the loss scale of the step under way.
+        unclipped: the factor on the gradients of the step under way, unless they are clipped.
         units: how many there are; the last is the root.
         gathers: whether units are gathered for use, which waits for their updates; else the new weights of a slice are
             published to the ranks that keep them whole.
@@ -134,7 +134,7 @@ class HostUpdates(LateUpdates):
     """
 
     def __init__(
-        self, lower: HostTiers, optimizer: SpanOptimizer, arena: Arena, scale: Callable[[], float], units: int,
+        self, lower: HostTiers, optimizer: SpanOptimizer, arena: Arena, unclipped: Callable[[], float], units: int,
         gathers: bool,
     ) -> None:  # fmt: skip
         super().__init__(lower.link)
@@ -146,7 +146,7 @@ class HostUpdates(LateUpdates):
         self._rising: list[tuple[HostUpdate, Task]] = []
         self._used: list[tuple[Task, torch.Tensor]] = []
         self._late: list[HostUpdate] = []
-        self.speculations = Speculations(lower, scale, self.speculation_counts)
+        self.speculations = Speculations(lower, unclipped, self.speculation_counts)
         self._adams: list[Speculates] = []
 
     def join(self, updater: Speculates) -> None:

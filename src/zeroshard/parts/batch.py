@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError
+from zeroshard.parts.losses import Loss
 
 
 def microbatches(batch: Any, count: int) -> list[Any]:
@@ -22,8 +23,8 @@ def microbatches(batch: Any, count: int) -> list[Any]:
     size = _common_size(leaves)
     if size == 0 or size % count:
         raise BatchError(
-            f"A batch of {size} does not divide into {count} microbatches; make the batch a multiple of {count}, or "
-            f"change microbatches."
+            f"A batch of {size} does not divide into {count} microbatches; make the batch a multiple of {count}, "
+            f"change microbatches, or give the loss as (sum, count)."
         )
     cut = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
     return [tree_unflatten([part[m] for part in cut], spec) for m in range(count)]
@@ -46,6 +47,22 @@ def uneven_microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
         [leaf[a:b] for a, b in pairwise(ends)] if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves
     ]
     return [(tree_unflatten([part[m] for part in cut], spec), (ends[m + 1] - ends[m]) / size) for m in range(count)]
+
+
+def even_share(loss: Loss, share: float, batch: Any, count: int) -> Loss:
+    """A mean's part in that of `count` microbatches, which must be even; a sum as it is.
+
+    Args:
+        share: of the batch's rows in the microbatch.
+
+    Raises:
+        BatchError: a mean over a microbatch that is not even.
+    """
+    if loss.items is not None:
+        return loss
+    if share != 1.0 / count:
+        microbatches(batch, count)  # raises
+    return Loss(loss.value / count)
 
 
 def _common_size(leaves: list[Any]) -> int:
@@ -74,3 +91,30 @@ def loss_in(output: Any) -> torch.Tensor:
         f".loss, or pass "
         "Engine(..., loss=function of (output, batch))."
     )
+
+
+SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}  # labels, by one token
+
+
+def loss_of(model: Any, output: Any, batch: Any) -> Loss:
+    """The loss in a model's output: a mean; or the sum, where the batch gives transformers' `num_items_in_batch`.
+
+    With that argument a transformers model returns the sum over the tokens that have labels, divided by it. It may be
+    any number above 0: the count is that of the labels.
+
+    Raises:
+        BatchError: there is no loss; or with that argument, no labels, or a loss function that does not take it.
+    """
+    loss = loss_in(output)
+    items = batch.get("num_items_in_batch") if isinstance(batch, Mapping) else None
+    if items is None:
+        return Loss(loss)
+    name = getattr(getattr(model, "loss_function", None), "__name__", "its own")
+    labels = batch.get("labels")
+    if name not in SHIFTS or not isinstance(labels, torch.Tensor):
+        raise BatchError(
+            f"The batch has num_items_in_batch, whose labels are not known ({type(model).__name__} with the loss "
+            f"function {name}); pass Engine(..., loss=function of (output, batch) to (sum, count))."
+        )
+    shifted = batch.get("shift_labels", labels[..., 1:] if SHIFTS[name] else labels)
+    return Loss.by_sum(loss * items, (shifted != -100).sum())

@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.gradients import Gradients
+from zeroshard.parts.losses import StepLosses
 from zeroshard.parts.part import Part
 from zeroshard.schedule import Schedule
 from zeroshard.schedule.run import Interpreter
@@ -24,11 +25,13 @@ class Settled:
     Attributes:
         written: one byte for each parameter, 1 for one that got a gradient.
         sound: whether the losses of all ranks are finite, as far as they are known.
+        gain: the factor on the gradients that divides losses by sum; `norm` has it.
     """
 
     norm: float
     written: bytes
     sound: bool
+    gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class StepResult:
         grad_norm: 2-norm of the whole mean gradient before clipping, as it is (it may be infinite or NaN).
         loss_scale: the loss scale of this step, 1.0 without loss scaling.
         skipped: whether the weights were left as they are.
-        loss: of `train_step`, this rank's mean loss; None after `step`.
+        loss: where losses are given by sum, the sum of all over their count; else of `train_step` this rank's mean
+            loss, and None after `step`.
     """
 
     step: int
@@ -91,12 +95,12 @@ class Backwards(Protocol):
         expected: which of its gradients are waited for.
         under_scale: whether the loss of the backward under way was multiplied by the loss scale.
         count: backwards since the last update.
-        losses: of those backwards, as far as they are known, unscaled.
+        losses: of those backwards.
     """
 
     under_scale: bool
     count: int
-    losses: list[torch.Tensor]
+    losses: StepLosses
 
     @property
     def reductions(self) -> Reduces:

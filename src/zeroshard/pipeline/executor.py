@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.comm.collectives import Purpose
+from zeroshard.parts.losses import Loss
 from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.chunks import Chunks
@@ -46,7 +47,7 @@ class _Flight:
     buffers: list[Tensor] = field(default_factory=list)  # of messages; weight gradients left for later read them
     hidden: Tensor | None = None
     edge: GradientEdge | None = None
-    loss: Tensor | None = None
+    loss: Loss | None = None
     replay: Replay | None = None  # where the forward is computed again
     store: WeightGradients = field(default_factory=WeightGradients)
 
@@ -60,7 +61,8 @@ class Executor:
         verdict: called before the first update of a step; the factor on the gradients, or None to skip.
 
     Attributes:
-        losses: of microbatches whose forward came to the end of the model, times their weights, since the last `clear`.
+        losses: of microbatches whose forward came to the end of the model, means times their weights, since the last
+            `clear`.
         interpreter: of the actions.
     """
 
@@ -150,7 +152,7 @@ class Executor:
             output = self._compute(action, flight)
         self.interpreter.note(action, start)
         if self._is_last(chunk):
-            self.losses[j] = output.detach() * self._parts[j].weight
+            self.losses[j] = output.weighted(self._parts[j].weight).value.detach()
         self._pass_on(action, output)
         if flight.replay is None:
             self._keep(action, flight, output)
@@ -198,10 +200,10 @@ class Executor:
             self.messages.check(output, self._shape(layer, j), layer)
             self._out[Kind.FORWARD, chunk, j] = output.detach()
 
-    def _keep(self, action: Action, flight: _Flight, output: Tensor) -> None:
+    def _keep(self, action: Action, flight: _Flight, output: Any) -> None:
         """Keep the root of the graph for the backward, not what it holds."""
         if self._is_last(action.chunk):
-            flight.loss = output * self._parts[_number(action)].weight
+            flight.loss = output.weighted(self._parts[_number(action)].weight)
         elif output.requires_grad:
             flight.edge = get_gradient_edge(output)
 
@@ -221,8 +223,8 @@ class Executor:
         try:
             with self._backward.local(), self._deferring(flight):
                 if flight.loss is not None:
-                    self._backward.losses.append(flight.loss.detach().reshape(()))
-                    torch.autograd.backward(flight.loss * self._scale())
+                    self._backward.losses.add(flight.loss)
+                    torch.autograd.backward(self._backward.losses.scaled(flight.loss, self._scale()))
                 elif flight.edge is not None:
                     torch.autograd.backward((flight.edge,), (gradient,))
         finally:

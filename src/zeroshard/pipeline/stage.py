@@ -20,6 +20,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.parts.losses import means_alone
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.steps import Run
 from zeroshard.pipeline.balance import balance
@@ -245,6 +246,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     pipeline = cut.schedule(mesh.ranks, ())
     if example is None:
         raise PlanError("A pipeline is cut on an example: pass Engine(..., example=one microbatch).")
+    run = means_alone(run, pipeline.name) if pipeline.streams else run
     world = Comm(mesh)
     world.session = world.agree_on(time.time_ns(), "start of a pipeline")[0] & 0xFFFFFFFF
     where = _whereabouts(model)

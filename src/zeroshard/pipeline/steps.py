@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.comm.collectives import Purpose
-from zeroshard.errors import PlanError
+from zeroshard.errors import BatchError, NonFiniteError, PlanError
 from zeroshard.parts.batch import uneven_microbatches
+from zeroshard.parts.losses import REPORT, LossReport, means_alone
 from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import Backwards, Decides, Run, Updates
 from zeroshard.pipeline.executor import Executor, Microbatch
@@ -53,9 +54,11 @@ class PipelineOrder:
         run: Run,
     ) -> None:
         self.stage, self._decision, self._update, self._model = stage, decision, update, model
+        self._step_losses = backward.losses
         pipeline = stage.pipeline
         if pipeline.streams:
             _stash(stage, parts, backward)
+            run = means_alone(run, pipeline.name)
         scale: Callable[[], float] = lambda: decision.scale  # noqa: E731
         decide = self._decide_alone if pipeline.streams else self._decide_together
         self.executor = Executor(stage, parts, backward, update, run, scale, decide, cut.recomputes)
@@ -192,19 +195,25 @@ class PipelineOrder:
         settled = self._update.settle(self._updates)
         loss = float(self._losses()) if stage.is_last else 0.0
         comm = self.executor.messages.comm
-        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound)
+        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound) + REPORT.pack(*self._step_losses.report)
         frames = comm.agree(word, f"agreement of all stages, {self._updates}")
-        answers = [WORD.unpack(frame) for frame in frames]
+        answers = [WORD.unpack_from(frame) for frame in frames]
+        losses = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]
         squares = sum(answers[layout.members(s)[0]][0] for s in range(layout.stages))
         self._loss = torch.tensor(sum(loss for _, loss, _ in answers) / stage.data_ranks)
-        return self._conclude(math.sqrt(squares), gain, all(sound for _, _, sound in answers))
+        try:
+            whole = self._step_losses.close(losses, stage.data_ranks)
+        except (BatchError, NonFiniteError):
+            self._update.consume()
+            raise
+        return self._conclude(math.sqrt(squares) * whole, gain * whole, all(sound for _, _, sound in answers))
 
     def _decide_alone(self) -> float | None:
         """This stage's verdict on one update: it waits for no ranks but its replicas."""
         settled = self._update.settle(self._updates)
         return self._conclude(settled.norm, 1, settled.sound)
 
-    def _conclude(self, norm: float, gain: int, sound: bool) -> float | None:
+    def _conclude(self, norm: float, gain: float, sound: bool) -> float | None:
         comm = None if self.stage.pipeline.streams else self.executor.messages.comm
         self._updates += 1
         try:

@@ -1,0 +1,231 @@
+"""The loss contract: a loss is a mean, or a sum with its count, and sums are divided by the count of the whole step.
+
+[Note: losses by sum] The gradient of a step is that of the sum of all losses over the sum of all counts, over ranks and
+microbatches, so every token weighs the same wherever it lies. The count is known when all forwards are done. So each
+backward runs on its loss divided by a power of two near the count of the last step, the same on all ranks, which is
+exact and keeps 16-bit gradients in range; the rest of the division is a factor on the reduced gradients, multiplied
+into the one of clipping and loss scale.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import BatchError, NonFiniteError, PlanError
+
+BY_MEAN, BY_SUM = 1, 2
+FIRST_COUNT = 1024.0  # of each data rank, as long as no step has told its own
+WAY_OUT = "engine.backward(loss_sum, count=n), or a loss function that returns (loss_sum, n)"
+
+
+class Loss(NamedTuple):
+    """The loss of one backward, a scalar: a mean, or a sum with its count.
+
+    Attributes:
+        value: with its graph.
+        items: how many tokens or rows the sum is over, as a number or a scalar tensor; None for a mean.
+    """
+
+    value: Tensor
+    items: float | Tensor | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> "Loss":
+        """What a loss function returned: a mean, (sum, count), or (sum, count, penalty).
+
+        Raises:
+            BatchError: as `by_sum`; or a tuple of another length.
+        """
+        if not isinstance(given, (tuple, list)):
+            return cls(given)
+        if isinstance(given, cls):
+            return given
+        if not 2 <= len(given) <= 3:
+            raise BatchError(
+                f"The loss function returned {len(given)} values; return the mean loss, (sum, count), or (sum, count, "
+                f"penalty)."
+            )
+        return cls.by_sum(*given)
+
+    @classmethod
+    def by_sum(cls, total: Any, count: Any, penalty: Any = None) -> "Loss":
+        """A sum over `count` tokens or rows, with a term that is no sum of theirs and weighs 1 in the step's mean.
+
+        A count that is no number is refused where all ranks hear of it: in the agreement on the step.
+
+        Raises:
+            BatchError: the sum is no scalar tensor, or in 16 bits that end at 65,504.
+        """
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            found = f"of shape {list(total.shape)}" if isinstance(total, Tensor) else repr(total)
+            raise BatchError(f"The loss that was given with a count is {found}; it must be a scalar tensor, a sum.")
+        if total.dtype == torch.float16:
+            raise BatchError(
+                "The loss that was given by sum is in float16, which ends at 65,504; compute it from logits.float()."
+            )
+        number = _number(count)
+        return cls(total.reshape(()) if penalty is None else total.reshape(()) + number * penalty, number)
+
+    def weighted(self, weight: float) -> "Loss":
+        """A mean times the weight of its microbatch; a sum as it is."""
+        return self if self.items is not None else Loss(self.value * weight)
+
+
+class LossReport(NamedTuple):
+    """What a rank tells the others of its losses in a step.
+
+    Attributes:
+        kinds: how they were given, `BY_MEAN` and `BY_SUM`; 0 for none.
+        total: the sum of those by sum.
+        items: the sum of their counts; or one that is no count.
+    """
+
+    kinds: int = 0
+    total: float = 0.0
+    items: float = 0.0
+
+
+REPORT = struct.Struct("<Bdd")
+
+
+class StepLosses:
+    """The losses of the backwards since the last update, and the count that those by sum are divided by.
+
+    Args:
+        skips: whether a step without any token is left out; otherwise it is refused.
+
+    Attributes:
+        values: of those backwards, unscaled, as far as they are known.
+        report: of this rank, as far as its tensors were read.
+        count: of each data rank in the last step, on average; None before the first whose losses were sums.
+        mean: of the last step, the whole sum over the whole count; None where losses are means.
+    """
+
+    def __init__(self, skips: bool = False) -> None:
+        self._skips = skips
+        self.values: list[Tensor] = []
+        self._counts: list[float | Tensor] = []
+        self._kinds = 0
+        self.report = LossReport()
+        self.count: float | None = None
+        self._next: float | None = None
+        self.mean: Tensor | None = None
+
+    @property
+    def divisor(self) -> float:
+        """The power of two that sums are divided by in the step under way ([Note: losses by sum])."""
+        fraction, exponent = math.frexp(self.count or FIRST_COUNT)
+        return 2.0 ** (exponent - (fraction < math.sqrt(0.5)))
+
+    @property
+    def likely_gain(self) -> float:
+        """What `close` returns if this step counts as many tokens as the last one."""
+        return self.divisor / self.count if self.count else 1.0
+
+    def scaled(self, loss: Loss, scale: float) -> Tensor:
+        """The tensor that the backward runs on, under a loss scale."""
+        factor = scale if loss.items is None else scale / self.divisor
+        return loss.value if factor == 1.0 else loss.value * factor
+
+    def add(self, loss: Loss) -> None:
+        """A loss whose backward is part of the step."""
+        self.values.append(loss.value.detach().reshape(()))
+        self._kinds |= BY_MEAN if loss.items is None else BY_SUM
+        if isinstance(loss.items, Tensor):
+            count = loss.items.detach()
+            self._counts.append(count.float() if count.device.type != "cpu" else float(count))
+        elif loss.items is not None:
+            self._counts.append(loss.items)
+
+    def unread(self) -> list[Tensor]:
+        """Scalars to be read with the gradients' norms, in one wait for the device."""
+        return [*self.values, *(count for count in self._counts if isinstance(count, Tensor))]
+
+    def read(self, numbers: Sequence[float]) -> bool:
+        """Take the values of `unread`; whether the losses are finite."""
+        losses, rest = numbers[: len(self.values)], iter(numbers[len(self.values) :])
+        counts = [next(rest) if isinstance(count, Tensor) else count for count in self._counts]
+        none = next((count for count in counts if not 0 <= count < math.inf), None)
+        self.report = LossReport(self._kinds, sum(losses), sum(counts) if none is None else none)
+        return all(map(math.isfinite, losses))
+
+    def close(self, reports: Sequence[LossReport], data_ranks: int) -> float:
+        """Divide the losses of all ranks; the factor on the reduced gradients that makes them those of the mean.
+
+        Args:
+            reports: of all ranks, in their order.
+            data_ranks: over how many the reduced gradients are a mean.
+
+        Raises:
+            BatchError: a count is no number of 0 or more; or some losses are sums and others means.
+            NonFiniteError: no rank counts anything.
+        """
+        self.mean = None
+        _refuse(reports)
+        if not any(report.kinds & BY_SUM for report in reports):
+            return 1.0
+        count = sum(report.items for report in reports)
+        if not count and not self._skips:
+            raise NonFiniteError(
+                "The losses of this step were given by sum and their counts are 0 on all ranks together, so there is "
+                "no mean; leave such a batch out, or set nonfinite='skip'."
+            )
+        self.mean = torch.tensor(sum(report.total for report in reports) / count if count else math.nan)
+        each = count / data_ranks
+        self._next = each or None
+        return self.divisor / each if each else math.nan
+
+    def clear(self) -> None:
+        """The step is over, or its gradients are discarded."""
+        self.values.clear()
+        self._counts.clear()
+        self._kinds, self.report = 0, LossReport()
+        self.count, self._next = self._next or self.count, None
+
+
+def means_alone(run: Callable[[Any], Any], schedule: str) -> Callable[[Any], Any]:
+    """A forward to the loss that refuses one by sum, where stages update before they can know the count.
+
+    Raises:
+        PlanError: in the call, the loss is a sum.
+    """
+
+    def checked(batch: Any) -> Any:
+        loss = run(batch)
+        if isinstance(loss, Loss) and loss.items is not None:
+            raise PlanError(
+                f"The loss is given by sum with a count, and schedule={schedule!r} lets stages update before they know "
+                f"the count of the whole update; return the mean, or use schedule='1f1b'."
+            )
+        return loss
+
+    return checked
+
+
+def _number(count: Any) -> float | Tensor:
+    """A count as it can be added up; NaN if it is none."""
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+        return count.detach().reshape(())
+    return float(count) if isinstance(count, Real) and not isinstance(count, bool) else math.nan
+
+
+def _refuse(reports: Sequence[LossReport]) -> None:
+    for rank, report in enumerate(reports):
+        if not 0 <= report.items < math.inf:
+            found = "is not a number" if math.isnan(report.items) else f"is {report.items:g}"
+            raise BatchError(
+                f"The count of a loss {found} on rank {rank}, and it must be the number of tokens or rows that the sum "
+                f"is over, 0 or more: {WAY_OUT}."
+            )
+    means = [str(rank) for rank, report in enumerate(reports) if report.kinds & BY_MEAN]
+    sums = [str(rank) for rank, report in enumerate(reports) if report.kinds & BY_SUM]
+    if means and sums:
+        raise BatchError(
+            f"The loss was given by sum on rank {', '.join(sums)} and by mean on rank {', '.join(means)}; give all "
+            f"losses of a step by sum with their counts, or all as means."
+        )
