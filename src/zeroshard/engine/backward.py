@@ -3,6 +3,7 @@
 A gradient that comes after its unit was launched (re-entrant recomputation) waits for the next reduction or the update.
 """
 
+import itertools
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.losses import StepLosses
+from zeroshard.parts.losses import BY_MEAN, StepLosses
 from zeroshard.zero import PassKind
 from zeroshard.zero.grad_attribute import unreadable
 from zeroshard.zero.reductions import Expected, Reductions
@@ -97,6 +98,8 @@ class Backward:
             gradients.collect()
         if self.count:
             self.take_back()
+        if not self.under_scale:
+            self.losses.kinds |= BY_MEAN  # loss.backward() of the user's own
         for gradients in self.gradients:
             gradients.shown.begin()
             if not self.explicit:
@@ -125,8 +128,9 @@ class Backward:
         found = [gradients.take_back(everything) for gradients in self.gradients]
         if not any(found):
             return False
-        left = any(any(gradients.written_in_step) for gradients in self.gradients)
-        if everything or not left:
+        pairs = list(zip(self.gradients, map(set, found), strict=True))
+        left = any(set(itertools.compress(itertools.count(), g.written_in_step)) - gone for g, gone in pairs)
+        if not left:
             self.losses.clear()
         labels = [gradients.flat.label for gradients in self.gradients]
         self.note_discard(str(list(zip(labels, found, strict=True))) if left else "all gradients")

@@ -101,6 +101,7 @@ class StepLosses:
 
     Attributes:
         values: of those backwards, unscaled, as far as they are known.
+        kinds: how they were given, `BY_MEAN` and `BY_SUM`; 0 for none.
         report: of this rank, as far as its tensors were read.
         count: of each data rank in the last step, on average; None before the first whose losses were sums.
         mean: of the last step, the whole sum over the whole count; None where losses are means.
@@ -110,7 +111,7 @@ class StepLosses:
         self._skips = skips
         self.values: list[Tensor] = []
         self._counts: list[float | Tensor] = []
-        self._kinds = 0
+        self.kinds = 0
         self.report = LossReport()
         self.count: float | None = None
         self._next: float | None = None
@@ -135,7 +136,7 @@ class StepLosses:
     def add(self, loss: Loss) -> None:
         """A loss whose backward is part of the step."""
         self.values.append(loss.value.detach().reshape(()))
-        self._kinds |= BY_MEAN if loss.items is None else BY_SUM
+        self.kinds |= BY_MEAN if loss.items is None else BY_SUM
         if isinstance(loss.items, Tensor):
             count = loss.items.detach()
             self._counts.append(count.float() if count.device.type != "cpu" else float(count))
@@ -151,7 +152,7 @@ class StepLosses:
         losses, rest = numbers[: len(self.values)], iter(numbers[len(self.values) :])
         counts = [next(rest) if isinstance(count, Tensor) else count for count in self._counts]
         none = next((count for count in counts if not 0 <= count < math.inf), None)
-        self.report = LossReport(self._kinds, sum(losses), sum(counts) if none is None else none)
+        self.report = LossReport(self.kinds, sum(losses), sum(counts) if none is None else none)
         return all(map(math.isfinite, losses))
 
     def close(self, reports: Sequence[LossReport], data_ranks: int) -> float:
@@ -184,7 +185,7 @@ class StepLosses:
         """The step is over, or its gradients are discarded."""
         self.values.clear()
         self._counts.clear()
-        self._kinds, self.report = 0, LossReport()
+        self.kinds, self.report = 0, LossReport()
         self.count, self._next = self._next or self.count, None
 
 

@@ -1,0 +1,134 @@
+"""The loss contract without an engine: forms of a loss, the power of two, and what is refused."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.parts.losses import BY_MEAN, BY_SUM, Loss, LossReport, StepLosses, means_alone
+
+SUM = torch.tensor(6.0)
+
+
+def reports(*pairs: tuple[float, float]) -> list[LossReport]:
+    """Of ranks with (sum, count)."""
+    return [LossReport(BY_SUM, total, items) for total, items in pairs]
+
+
+def test_a_loss_function_returns_a_mean_or_a_sum() -> None:
+    assert Loss.of(SUM) == (SUM, None)
+    assert Loss.of(Loss(SUM, 3.0)) == (SUM, 3.0)
+    assert Loss.of((SUM, 4)) == (SUM, 4.0) and Loss.of([SUM.view(1, 1), 4]).value.shape == ()
+    assert Loss.of((SUM, torch.tensor([4]))).items == torch.tensor(4)
+    assert Loss.of((SUM, 4, torch.tensor(0.5))) == (torch.tensor(8.0), 4.0)
+    assert Loss.of((SUM, torch.tensor(4), torch.tensor(0.5))).value == 8.0
+
+
+def test_means_have_weights_and_sums_have_none() -> None:
+    assert Loss(SUM).weighted(0.5).value == 3.0
+    assert Loss(SUM, 2.0).weighted(0.5) == (SUM, 2.0)
+
+
+@pytest.mark.parametrize(
+    "returned, found",
+    [
+        ((SUM,), "returned 1 values"),
+        ((SUM, 1, SUM, SUM), "returned 4 values"),
+        ((2.5, 3), "is 2.5"),
+        ((torch.zeros(3), 3), r"of shape \[3\]"),
+        ((SUM.half(), 3), r"float16.*logits\.float\(\)"),
+    ],
+)
+def test_sums_that_are_none(returned: Any, found: str) -> None:
+    with pytest.raises(BatchError, match=found):
+        Loss.of(returned)
+
+
+@pytest.mark.parametrize("count", [None, "4", True, [4], torch.zeros(2), torch.tensor(1j), math.nan])
+def test_a_count_that_is_no_number_is_told_to_all_ranks(count: Any) -> None:
+    losses = StepLosses()
+    losses.add(Loss.of((SUM, count)))
+    assert losses.read([6.0])
+    for rank in (0, 1):
+        ranks = reports((1.0, 1.0), (1.0, 1.0))
+        ranks[rank] = losses.report
+        with pytest.raises(BatchError, match=f"count of a loss is not a number on rank {rank}, .*loss_sum, count=n"):
+            losses.close(ranks, 2)
+
+
+@pytest.mark.parametrize("count, shown", [(-3, "-3"), (torch.tensor(-2), "-2"), (math.inf, "inf")])
+def test_a_count_below_zero_or_without_end(count: Any, shown: str) -> None:
+    losses = StepLosses()
+    losses.add(Loss.of((SUM, 5)))
+    losses.add(Loss.of((SUM, count)))  # hidden in the sum of both
+    losses.read([6.0, 6.0])
+    with pytest.raises(BatchError, match=f"The count of a loss is {shown} on rank 0, "):
+        losses.close([losses.report], 1)
+
+
+def test_sums_and_means_do_not_mix() -> None:
+    losses = StepLosses()
+    both = [LossReport(BY_MEAN), LossReport(), *reports((1.0, 1.0)), LossReport(BY_SUM | BY_MEAN, 1.0, 1.0)]
+    with pytest.raises(BatchError, match="by sum on rank 2, 3 and by mean on rank 0, 3; "):
+        losses.close(both, 4)
+    assert losses.close([LossReport(BY_MEAN), LossReport()], 2) == 1.0 and losses.mean is None
+
+
+def test_no_token_on_any_rank() -> None:
+    with pytest.raises(NonFiniteError, match=r"counts are 0 on all ranks.*nonfinite='skip'"):
+        StepLosses().close(reports((0.0, 0.0), (0.0, 0.0)), 2)
+    losses = StepLosses(skips=True)
+    losses.close(reports((3.0, 2.0)), 1)
+    losses.clear()
+    assert math.isnan(losses.close(reports((0.0, 0.0)), 1)) and losses.mean is not None and losses.mean.isnan()
+    losses.clear()
+    assert losses.count == 2.0
+
+
+def test_the_divisor_follows_the_count_of_the_last_step() -> None:
+    losses = StepLosses()
+    assert losses.divisor == 1024.0 and losses.likely_gain == 1.0
+    assert losses.close(reports((900.0, 300.0), (0.0, 0.0)), 2) == 1024.0 / 150
+    assert losses.mean == 3.0
+    assert losses.divisor == 1024.0  # another backward of the same step
+    losses.clear()
+    assert losses.divisor == 128.0
+    assert losses.likely_gain == losses.close(reports((1.0, 300.0)), 2) == 128.0 / 150
+    losses.clear()
+    losses.clear()  # a discard
+    assert losses.count == 150.0
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.floats(1e-3, 1e12))
+def test_the_divisor_is_a_power_of_two_near_the_count(count: float) -> None:
+    losses = StepLosses()
+    losses.count = count
+    fraction, _ = math.frexp(losses.divisor)
+    assert fraction == 0.5 and 0.7071 < losses.divisor / count < 1.41422
+
+
+def test_what_a_backward_runs_on() -> None:
+    losses = StepLosses()
+    losses.count = 4.0
+    assert losses.scaled(Loss(SUM), 1.0) is SUM and losses.scaled(Loss(SUM), 8.0) == 48.0
+    assert losses.scaled(Loss(SUM, 4.0), 1.0) == 1.5 and losses.scaled(Loss(SUM, 4.0), 4.0) is SUM
+
+
+def test_losses_that_are_not_finite_are_noticed() -> None:
+    losses = StepLosses()
+    losses.add(Loss(SUM, torch.tensor(3)))
+    losses.add(Loss(SUM, 2))
+    assert [value.item() for value in losses.unread()] == [6.0, 6.0] and losses.report == LossReport()
+    assert losses.read([6.0, 7.0]) and losses.report == LossReport(BY_SUM, 13.0, 5.0)
+    assert not losses.read([6.0, math.inf])
+
+
+def test_a_stream_refuses_sums() -> None:
+    assert means_alone(lambda batch: Loss(SUM), "2bw")(None) == (SUM, None)
+    with pytest.raises(PlanError, match=r"by sum with a count, and schedule='2bw'.*schedule='1f1b'"):
+        means_alone(lambda batch: Loss(SUM, 3.0), "2bw")(None)
