@@ -91,13 +91,13 @@ def test_no_token_on_any_rank() -> None:
 
 def test_the_divisor_follows_the_count_of_the_last_step() -> None:
     losses = StepLosses()
-    assert losses.divisor == 1024.0 and losses.likely_gain == 1.0
+    assert losses.divisor == 1024.0 and losses.likely(4.0) == 0.25
     assert losses.close(reports((900.0, 300.0), (0.0, 0.0)), 2) == 1024.0 / 150
     assert losses.mean == 3.0
     assert losses.divisor == 1024.0  # another backward of the same step
     losses.clear()
     assert losses.divisor == 128.0
-    assert losses.likely_gain == losses.close(reports((1.0, 300.0)), 2) == 128.0 / 150
+    assert losses.likely(1.0) == losses.close(reports((1.0, 300.0)), 2) == 128.0 / 150
     losses.clear()
     losses.clear()  # a discard
     assert losses.count == 150.0

@@ -3,7 +3,6 @@
 A gradient that comes after its unit was launched (re-entrant recomputation) waits for the next reduction or the update.
 """
 
-import itertools
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -128,8 +127,8 @@ class Backward:
         found = [gradients.take_back(everything) for gradients in self.gradients]
         if not any(found):
             return False
-        pairs = list(zip(self.gradients, map(set, found), strict=True))
-        left = any(set(itertools.compress(itertools.count(), g.written_in_step)) - gone for g, gone in pairs)
+        pairs = zip(self.gradients, found, strict=True)
+        left = any(written and n not in gone for g, gone in pairs for n, written in enumerate(g.written_in_step))
         if not left:
             self.losses.clear()
         labels = [gradients.flat.label for gradients in self.gradients]

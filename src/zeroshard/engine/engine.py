@@ -110,12 +110,11 @@ class Engine(Readings):
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied = tied_names(model)
         self._decision = Decision(self.plan)
-        losses = StepLosses(self.plan.nonfinite == "skip")
-        unclipped = lambda: 1.0 / self._decision.scale * losses.likely_gain  # noqa: E731
-        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, unclipped)
+        terms = StepLosses(self.plan.nonfinite == "skip")
+        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, lambda: terms.likely(self.loss_scale))
         self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
-        self._backward = Backward(self._assembly, self.comm, losses, self.plan.scales_loss, self.plan.pipelined)
+        self._backward = Backward(self._assembly, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
         writes = self._forward.writes
         self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
@@ -146,7 +145,7 @@ class Engine(Readings):
 
     @raises_budget_exceeded
     def backward(self, loss: torch.Tensor, count: Any = None, penalty: torch.Tensor | None = None) -> None:
-        """Add the gradients of `loss` (a scalar) to those of the step; with loss scaling, of the scaled loss.
+        """Add the gradients of `loss` (a scalar) to those of the step, with loss scaling of the scaled loss.
 
         A loss that is not finite counts, in the next `step`, as a gradient that is not.
 
@@ -447,14 +446,13 @@ class Engine(Readings):
         if self.mesh.heartbeat is not None:
             self.mesh.heartbeat.step(self.steps)
         self._savings.warn_of_failure()
-        self.skipped += verdict.skip if verdict else False
+        norm, scale, skipped = (verdict.norm, verdict.scale, verdict.skip) if verdict else (math.nan, 1.0, False)
+        self.skipped += skipped
         self._forward.end_step()
         moved, self.exposed = self._late.background.reset()
         self._counts = merged([*(comm.counts for comm in self._axes.all), moved])
         self._reset_counts()
-        norm, scale = (verdict.norm, verdict.scale) if verdict else (math.nan, 1.0)
-        mean = self._backward.losses.mean
-        return StepResult(self.steps, norm, scale, verdict.skip if verdict else False, loss if mean is None else mean)
+        return StepResult(self.steps, norm, scale, skipped, self._backward.losses.shown(loss))
 
     def _reset_counts(self) -> None:
         for comm in self._axes.all:

@@ -76,10 +76,9 @@ class Update:
         if left or averages:
             answers = self._agree(step)
         norm = math.sqrt(sum(answer.squares for answer in answers))
-        losses = self._backward.losses
-        gain = 1.0 if self._backward.explicit else losses.close([answer.losses for answer in answers], len(answers))
-        written, sound = reduce(either, (answer.written for answer in answers)), all(a.sound for a in answers)
-        settled = Settled(norm * gain, written, sound, gain)
+        gain = 1.0 if self._backward.explicit else self._backward.losses.close([a.losses for a in answers])
+        written = reduce(either, (answer.written for answer in answers))
+        settled = Settled(norm * gain, written, all(answer.sound for answer in answers), gain)
         self._settled = (self._backward.count, settled)
         self._publish_written(settled)
         return settled

@@ -117,4 +117,8 @@ def loss_of(model: Any, output: Any, batch: Any) -> Loss:
             f"function {name}); pass Engine(..., loss=function of (output, batch) to (sum, count))."
         )
     shifted = batch.get("shift_labels", labels[..., 1:] if SHIFTS[name] else labels)
-    return Loss.by_sum(loss * items, (shifted != -100).sum())
+    balance = getattr(output, "aux_loss", None)  # of a mixture of experts, which the model has added to its loss
+    if balance is None:
+        return Loss.by_sum(loss * items, (shifted != -100).sum())
+    penalty = model.config.router_aux_loss_coef * balance
+    return Loss.by_sum((loss - penalty) * items, (shifted != -100).sum(), penalty)

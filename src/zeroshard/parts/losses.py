@@ -123,10 +123,9 @@ class StepLosses:
         fraction, exponent = math.frexp(self.count or FIRST_COUNT)
         return 2.0 ** (exponent - (fraction < math.sqrt(0.5)))
 
-    @property
-    def likely_gain(self) -> float:
-        """What `close` returns if this step counts as many tokens as the last one."""
-        return self.divisor / self.count if self.count else 1.0
+    def likely(self, scale: float) -> float:
+        """The factor on the gradients under a loss scale, if nothing is clipped and the step counts as the last did."""
+        return 1.0 / scale * (self.divisor / self.count if self.count else 1.0)
 
     def scaled(self, loss: Loss, scale: float) -> Tensor:
         """The tensor that the backward runs on, under a loss scale."""
@@ -155,12 +154,12 @@ class StepLosses:
         self.report = LossReport(self.kinds, sum(losses), sum(counts) if none is None else none)
         return all(map(math.isfinite, losses))
 
-    def close(self, reports: Sequence[LossReport], data_ranks: int) -> float:
+    def close(self, reports: Sequence[LossReport], data_ranks: int | None = None) -> float:
         """Divide the losses of all ranks; the factor on the reduced gradients that makes them those of the mean.
 
         Args:
             reports: of all ranks, in their order.
-            data_ranks: over how many the reduced gradients are a mean.
+            data_ranks: over how many the reduced gradients are a mean; by default all that report.
 
         Raises:
             BatchError: a count is no number of 0 or more; or some losses are sums and others means.
@@ -177,9 +176,13 @@ class StepLosses:
                 "no mean; leave such a batch out, or set nonfinite='skip'."
             )
         self.mean = torch.tensor(sum(report.total for report in reports) / count if count else math.nan)
-        each = count / data_ranks
+        each = count / (data_ranks or len(reports))
         self._next = each or None
         return self.divisor / each if each else math.nan
+
+    def shown(self, mean: Tensor | None) -> Tensor | None:
+        """The loss of the last step: that of all ranks where losses are sums, else `mean`."""
+        return mean if self.mean is None else self.mean
 
     def clear(self) -> None:
         """The step is over, or its gradients are discarded."""
