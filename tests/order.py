@@ -18,6 +18,7 @@ LONGEST = (
     "engine/test_random_plans.py",
     "engine/test_golden.py",
     "engine/test_parity.py",
+    "engine/test_loss_contract.py",
     "planner/predict/test_rehearse.py",
     "cli/test_main.py",
     "engine/test_pipeline_faults.py",

@@ -90,6 +90,7 @@ class Case:
         made: the optimizer is made by the user.
         meta: the model has no values yet.
         scheduled: a learning-rate scheduler steps after each step.
+        counted: losses are given by sum with counts, and data ranks have unlike numbers of rows.
         rows: of the global batch of each step.
     """
 
@@ -103,6 +104,7 @@ class Case:
     made: bool = False
     meta: bool = False
     scheduled: bool = False
+    counted: bool = False
     rows: int = 12
     steps: tuple[Step, ...] = (Step(),) * 3
 
@@ -179,6 +181,7 @@ def draw(seed: int) -> Case:
         made=rng.random() < 0.3,
         meta=meta,
         scheduled=scheduled,
+        counted=apart.random() < 0.3 and plan.get("pipeline_parallel.schedule") not in STREAMING,
         rows=rows,
         steps=tuple(_step(rng, BETWEEN if other else BETWEEN[:-1], stages, each, wanted[0]) for _ in range(3)),
     )

@@ -109,19 +109,20 @@ class Run:
         model = fresh(case) if case.meta else build(case.model, seed)
         optimizer = case.optimizer_of(model.parameters()) if case.made else case.optimizer_of
         example = (batch(0, 0, 1, 2), 0)
-        self.engine = zs.Engine(model, optimizer, plan, mesh=self.mesh, example=example)
+        loss = by_tokens if case.counted else None
+        self.engine = zs.Engine(model, optimizer, plan, mesh=self.mesh, example=example, loss=loss)
         self.splits.append(self.engine.split)
         self.taken = 0  # steps of this engine
         self.scheduler = DECAY(self.engine.optimizer) if case.scheduled else None
 
     def step(self, number: int, step: Step) -> None:
         """One step, with what the formulas say of it."""
-        engine, tokens = self.engine, self.batch(number)
+        engine, tokens = self.engine, self.part(number, step.count)
         if step.form == "train_step" or engine.plan.pipelined:
             result = engine.train_step((tokens, number))
         else:
             self.regular = False
-            result = by_hand(engine, tokens, number, step)
+            result = by_hand(engine, tokens, number, step, self.case.counted)
         tick(self.scheduler)
         self.fed += 1
         self.taken += 1
@@ -157,7 +158,8 @@ class Run:
         plan, late = self.engine.plan, self.engine.plan.offloading.optimizer
         if self.case.model == "Sometimes" and number % 3 == 2:
             return True  # a block is left out
-        if purpose.startswith("send") and self.case.rows // self.engine.data_ranks % plan.microbatches:
+        uneven = self.case.counted or self.case.rows // self.engine.data_ranks % plan.microbatches
+        if purpose.startswith("send") and uneven:
             return True  # messages are planned for microbatches of one size
         if self.case.model == "Twice" and plan.zero == 3 and purpose in STREAMED:
             return True  # known: its first block has left when it is used again, so it is gathered once more
@@ -216,34 +218,55 @@ class Run:
         """This lane's part."""
         return batch(number, self.engine.data_rank, self.engine.data_ranks, self.case.rows)
 
+    def part(self, number: int, backwards: int) -> Tensor:
+        """What this lane trains on: with counts, the first has fewer rows than the last, but one for each backward."""
+        ranks, rows = self.engine.data_ranks, self.case.rows
+        if not self.case.counted or ranks == 1:
+            return self.batch(number)
+        sizes = [rows // ranks] * ranks
+        moved = min(sizes[0] // 2, sizes[0] - max(self.engine.plan.microbatches, backwards))
+        sizes[0], sizes[-1] = sizes[0] - moved, rows - sum(sizes[:-1]) + moved
+        return batch(number, 0, 1, rows).split(sizes)[self.engine.data_rank]
+
     def weights(self, word: str) -> None:
         """Enter the whole weights."""
         self.log.append((word, self.engine.state_dict()))
 
 
-def by_hand(engine: zs.Engine, tokens: Tensor, number: int, step: Step) -> Any:
+def by_tokens(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """The sum over the tokens that are predicted, and their number."""
+    count = 5 * len(batch[0])
+    return output.float() * count, count
+
+
+def by_hand(engine: zs.Engine, tokens: Tensor, number: int, step: Step, counted: bool) -> Any:
     """A loop of the user's own, with something special in it."""
     losses: list[Tensor] = []
-    parts = tokens.chunk(step.count)
+    counts: list[int | None] = []
+    parts = tokens.tensor_split(step.count)
     if step.form == "zero_grad":
-        engine.backward(engine(parts[0], number))
+        engine.backward(engine(parts[0], number), 3 if counted else None)
         [engine.zero_grad, engine.optimizer.zero_grad, engine.model.zero_grad][number % 3]()
     for k, part in enumerate(parts):
         local = step.form == "all no_sync" or (step.form == "no_sync" and k < step.count - 1)
         with engine.no_sync() if local else nullcontext():
-            losses.append(engine(part, number) / step.count)
-            if step.form == "plain backward" and not engine.plan.scales_loss:
+            output = engine(part, number)
+            loss, count = by_tokens(output, (part,)) if counted else (output / step.count, None)
+            losses.append(loss)
+            counts.append(count)
+            if step.form == "plain backward" and not (engine.plan.scales_loss or counted):
                 losses[-1].backward()  # type: ignore[no-untyped-call]
             elif step.form != "forwards first":
-                engine.backward(losses[-1])
+                engine.backward(loss, count)
     if step.form == "forwards first":
-        for loss in losses:
-            engine.backward(loss)
+        for loss, count in zip(losses, counts, strict=True):
+            engine.backward(loss, count)
     if step.form == "clip":
         engine.clip_grad_norm(step.limit, step.kind)
     elif step.form == "clip value":
         engine.clip_grad_value(step.limit)
-    return replace(engine.step(), loss=torch.stack([loss.detach() for loss in losses]).sum())
+    result = engine.step()
+    return result if counted else replace(result, loss=torch.stack([loss.detach() for loss in losses]).sum())
 
 
 def tick(scheduler: Any) -> None:
