@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine.models import Five
+from engine.offloaded import executing
 from pool import Pool, WorkerError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,12 +34,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 2": {"zero": 2, **NETWORK},
     "zero 2 once": {"zero": 2, **NETWORK, "reduce_every": "step"},
     "zero 3": {"zero": 3, **NETWORK, "clip_norm": 0.5},
+    "groups": {"zero": 3, "shard_group": 2, **NETWORK},
     "states": {"zero": 2, "offload": "optimizer"},
-    "states late": {"zero": 2, "offload": "optimizer", "offload.speculate": False},
+    "states after": {"zero": 2, "offload": "optimizer", "offload.speculate": False},
     "streamed": {"zero": 3, "offload": "optimizer,parameters", **NETWORK},
     "activations": {"zero": 1, "offload": "activations"},
     "gpipe": {**TWO, "zero": 0, "pipeline_parallel.schedule": "gpipe"},
     "1f1b": {**TWO, "zero": 1, "clip_norm": 0.5},
+    "1f1b recomputed": {**TWO, "zero": 0, "recompute": "chunk"},
     "1f1b zero 3": {**TWO, "zero": 3, **NETWORK},
     "interleaved": {
         **TWO,
@@ -138,7 +141,8 @@ def plain(name: str, data_ranks: int) -> tuple[list[float], list[float], dict[st
 
 def cases_of(ranks: int) -> list[tuple[str, int]]:
     """Every plan that so many ranks can carry out."""
-    names = [name for name, plan in PLANS.items() if ranks % plan.get("pipeline_parallel", 1) == 0 and name != "uneven"]
+    fits = lambda plan: ranks % max(plan.get("pipeline_parallel", 1), plan.get("shard_group", 1)) == 0  # noqa: E731
+    names = [name for name, plan in PLANS.items() if fits(plan) and name != "uneven"]
     cases = itertools.product(["uneven"] if ranks == 3 else names, (1, 4))
     return [(name, count) for name, count in cases if count > 1 or name not in SEVERAL]
 
@@ -408,6 +412,23 @@ def test_a_checkpoint_keeps_the_count_of_the_last_step(settings: dict[str, Any],
         engine.train_step(own_part(2, "padded", 0, 1))
         assert engine._backward.losses.count == float((own_part(2, "padded", 0, 1)[1] >= 0).sum())
     assert all(torch.equal(value, resumed.state_dict()[key]) for key, value in straight.state_dict().items())
+
+
+@pytest.mark.parametrize("executor", ["latest", "worker"])
+def test_a_delayed_update_takes_the_count_of_its_own_step(executor: str) -> None:
+    """On one rank and one microbatch the mean over its tokens says the same, whatever their number in each step."""
+    found = []
+    for by_sum in (True, False):
+        plan = zs.Plan.from_dict({"offload": "optimizer", "offload.delayed_update": True, "offload.delayed_warmup": 1})
+        with executing(executor):
+            mean = lambda logits, batch: torch.div(*token_sum(logits, batch))  # noqa: E731
+            engine = zs.Engine(build(), ADAMW, plan, loss=token_sum if by_sum else mean)
+            for step in range(6):
+                tokens, labels = own_part(step, "padded", 0, 1)
+                engine.train_step((tokens, labels.masked_fill(tokens < 2 * step, IGNORED)))
+            found.append(engine.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-5, atol=1e-6)
 
 
 def float_sum(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
