@@ -33,13 +33,7 @@ HEAD = struct.Struct("<qIIId?")
 class Update:
     """Takes steps with the gradients of one model."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        backward: Backward,
-        axes: Axes,
-        writes: Writes,
-    ) -> None:
+    def __init__(self, assembly: Assembly, backward: Backward, axes: Axes, writes: Writes) -> None:
         self._parts, self._optimizer, self._late = assembly.parts, assembly.optimizer, assembly.late
         self._backward, self._axes = backward, axes
         self._comm = axes.alike
