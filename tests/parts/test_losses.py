@@ -132,3 +132,11 @@ def test_a_stream_refuses_sums() -> None:
     assert means_alone(lambda batch: Loss(SUM), "2bw")(None) == (SUM, None)
     with pytest.raises(PlanError, match=r"by sum with a count, and schedule='2bw'.*schedule='1f1b'"):
         means_alone(lambda batch: Loss(SUM, 3.0), "2bw")(None)
+
+
+def test_counts_on_a_device_are_read_with_everything_else() -> None:
+    losses = StepLosses()
+    for count in (torch.tensor(5, device="meta"), torch.tensor(3), torch.tensor([4], device="meta")):
+        losses.add(Loss.of((SUM, count)))
+    assert [(value.device.type, value.dtype) for value in losses.unread()[3:]] == [("meta", torch.float32)] * 2
+    assert losses.read([6.0, 6.0, 6.0, 5.0, 4.0]) and losses.report == LossReport(BY_SUM, 18.0, 12.0)
