@@ -43,6 +43,18 @@ def test_the_loss_is_the_mean_negative_log_likelihood(model: GPT) -> None:
     torch.testing.assert_close(model(tokens, targets).double(), expected)
 
 
+def test_the_loss_of_any_chunk_is_that_of_the_logits(model: GPT) -> None:
+    tokens, targets = tokens_of(3, 9), tokens_of(3, 9, seed=1)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    for chunk in (None, 1, 5):
+        model.head.loss_chunk = chunk
+        loss = model(tokens, targets)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        for found, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
 def test_the_loss_is_float32_in_a_bfloat16_model(model: GPT) -> None:
     half = model.bfloat16()
     assert half(tokens_of(1, 4)).dtype == torch.bfloat16

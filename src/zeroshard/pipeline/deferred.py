@@ -47,7 +47,7 @@ class Deferral:
             if made is not None:
                 deferred += matrices
                 module.forward = made(self, module)
-            elif matrices and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            elif matrices and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not _makes_loss(module):
                 escaped[path] = matrices
         if sum(escaped.values()) > ESCAPED * deferred:
             name, share = next(iter(escaped)), sum(escaped.values()) / (deferred + sum(escaped.values()))
@@ -99,7 +99,12 @@ ESCAPED = 0.1  # of the elements that are deferred, so many elsewhere are worth 
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    return isinstance(module, kind) and type(module).forward is kind.forward
+    return isinstance(module, kind) and getattr(module.forward, "__func__", None) is kind.forward
+
+
+def _makes_loss(module: nn.Module) -> bool:
+    """Whether a module's forward makes the gradient of its weight, with the loss."""
+    return any(hasattr(one, "loss_chunk") for one in (module, module.forward))
 
 
 class _Product(torch.autograd.Function):

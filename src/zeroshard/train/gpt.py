@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.errors import DataError, ModelError
+from zeroshard.losses import linear_cross_entropy
 
 INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0
@@ -140,6 +141,22 @@ class Block(nn.Module):
         return x
 
 
+class Head(Linear):
+    """The output layer, and the loss, which never holds all logits.
+
+    Attributes:
+        loss_chunk: rows of which logits exist together; None for the default of `linear_cross_entropy`.
+    """
+
+    loss_chunk: int | None = None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of `x` [B, T, W]; given `targets` [B, T], their mean cross entropy in nats instead."""
+        if targets is None:
+            return super().forward(x)
+        return linear_cross_entropy(x, self.weight, targets, chunk=self.loss_chunk)
+
+
 class GPT(nn.Module):
     """Embedding, blocks, and an output tied to the embedding.
 
@@ -154,7 +171,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = nn.LayerNorm(config.width, bias=False)
-        self.head = Linear(config.width, config.vocabulary)
+        self.head = Head(config.width, config.vocabulary)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -162,10 +179,8 @@ class GPT(nn.Module):
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        output: Tensor = self.head(self.norm(x), targets)
+        return output
 
 
 @torch.no_grad()
