@@ -100,6 +100,9 @@ class Plan:
     """Pipeline stages; `Pipeline(stages, schedule=..., ...)` sets how they run."""
     recompute: Literal["auto", "chunk", "off"] = "auto"
     """Recomputation in the backward: its chunk's forward ("chunk") or none ("off"); "auto" is "chunk" for "gpipe"."""
+    loss_chunk: int | None = None
+    """Rows (tokens) of which logits exist together while the loss of a language model is computed (docs/losses.md): of
+    the built-in model, which chooses by default, and of causal models of transformers, which else hold all logits."""
     reduce_every: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients are reduced: after each microbatch, or once a step after adding up locally (less on the wire,
     whole gradients kept meanwhile). "auto": once a step at stage 0 and in pipelines, else after each microbatch, so
@@ -321,8 +324,9 @@ class Plan:
         check_whole("seed", self.seed, least=-(2**63))
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm)
-        if self.shard_group is not None:
-            check_whole("shard_group", self.shard_group)
+        for name in ("shard_group", "loss_chunk"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name))
         if self.device_memory is not None:
             try:
                 parse_bytes(self.device_memory)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from zeroshard.losses import linear_cross_entropy
+
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     "sgd": partial(torch.optim.SGD, lr=5e-2, momentum=0.9),
@@ -199,6 +201,34 @@ class Thrifty(Five):
         return x + checkpoint(lambda x: block.down(torch.tanh(block.up(block.norm(x)))), x, use_reentrant=False)
 
 
+class Head(nn.Linear):
+    """An output layer that makes the loss by chunks."""
+
+    loss_chunk: int | None = None
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x, self.weight, targets, chunk=self.loss_chunk)
+
+
+class Chunked(Five):
+    """A loss that never holds the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head(10, 13, bias=False)
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        return self.head(self.body(self.embed(tokens[:, :-1]), step), tokens[:, 1:])
+
+
+class ChunkedTied(Chunked):
+    """The same, and the output head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
 class Spiked(Five):
     """Where a row begins with token 12, infinity goes back into the embedding, and nowhere else."""
 
@@ -236,7 +266,7 @@ MODELS: dict[str, Any] = {
     )
 }
 LONGER: dict[str, Any] = {
-    kind.__name__: kind for kind in (Five, TiedFive, Deep, DeepTied, Dropped, Thrifty, Spiked)
+    kind.__name__: kind for kind in (Five, TiedFive, Chunked, ChunkedTied, Deep, DeepTied, Dropped, Thrifty, Spiked)
 }  # for pipelines
 
 

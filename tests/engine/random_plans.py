@@ -32,6 +32,7 @@ ALONE = ("Plain", "Tied", "Frozen", "Sometimes", "Twice", "Nested", "TwoDtypes",
          "CheckpointedReentrant", "CheckpointedInside", "Tiny", "Spiked", "Five")  # fmt: skip
 CUT = ("Five", "TiedFive", "Deep", "DeepTied", "Thrifty", "Spiked", "Dropped", "Frozen", "TwoDtypes", "Nested")
 DEEP = ("Deep", "DeepTied")
+BY_CHUNKS = {"Plain": "Chunked", "Tied": "ChunkedTied", "Five": "Chunked", "TiedFive": "ChunkedTied"}
 ADAMS = ("adamw", "adam")
 OPTIMIZERS: dict[str, Any] = {
     **models.OPTIMIZERS,
@@ -170,6 +171,10 @@ def draw(seed: int) -> Case:
         plan["overlap_gather"] = True
         if plan.get("transport") != "network" and fits and apart.random() < 0.9:
             plan["transport"] = "network"
+    streams = plan.get("pipeline_parallel.schedule") in STREAMING
+    if apart.random() < (0.4 if model in BY_CHUNKS and not streams else 0.01):
+        model = BY_CHUNKS.get(model, model)  # the others are refused
+        plan["loss_chunk"] = apart.choice((1, 4, 1000))
     return Case(
         seed=seed,
         ranks=ranks,

@@ -34,6 +34,7 @@ from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
 from zeroshard.engine.update import Update
 from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.losses.heads import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
 from zeroshard.parameters.given import LoadedKeys
@@ -104,6 +105,7 @@ class Engine(Readings):
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
+        set_loss_chunk(model, self.plan.loss_chunk)
         self._stage = make_stage(model, cut_of(self.plan), self.mesh, example, self._run)
         techniques = techniques_of(self.plan)
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)

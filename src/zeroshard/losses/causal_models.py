@@ -1,0 +1,185 @@
+"""Causal language models of transformers, unmodified, with a loss that makes the logits by chunks.
+
+Their forward calls the output layer, and then `self.loss_function(logits, labels, ...)`. Given labels, the output layer
+returns `AbsentLogits`; the loss function calls the layer again with these and the labels, and the layer computes the
+loss. So the weight is used inside the layer's forward, where the engine has gathered or borrowed it.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.errors import PlanError
+from zeroshard.losses.absent_logits import AbsentLogits, LayerCall
+from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
+from zeroshard.units.hooks import Hook
+
+LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils: cross entropy of the next token
+
+
+def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
+    """Replace the forward of the output layer and the loss function of the causal model in `model`.
+
+    Args:
+        chunk: rows of which logits exist together.
+
+    Raises:
+        PlanError: there is no such model, or its output layer or loss is of another kind.
+    """
+    found = [m for m in model.modules() if _output_layer(m) is not None and callable(getattr(m, "loss_function", None))]
+    if not found:
+        raise PlanError(
+            f"loss_chunk={chunk} is for causal language models of transformers and for modules with an attribute "
+            f"loss_chunk, and {type(model).__name__} is neither. Leave it out, and call "
+            f"zeroshard.losses.linear_cross_entropy in the model's forward."
+        )
+    causal: Any = found[0]
+    layer: Any = _output_layer(causal)
+    loss, name = causal.loss_function, type(causal).__name__
+    if not isinstance(layer, nn.Linear) or getattr(layer.forward, "__func__", None) is not nn.Linear.forward:
+        raise PlanError(
+            f"loss_chunk={chunk} needs an output layer that is a plain nn.Linear, and that of {name} is a "
+            f"{type(layer).__name__}. Leave it out."
+        )
+    if getattr(loss, "__name__", "") != LOSS:
+        raise PlanError(
+            f"loss_chunk={chunk} stands in for the loss function {LOSS} of transformers, and {name} has "
+            f"{getattr(loss, '__name__', loss)!r}. Leave it out."
+        )
+    labelled = _Labelled(causal)
+    vars(layer)["forward"] = _LayerForward(layer, labelled, chunk)
+    causal.loss_function = _ChunkedLoss(layer, loss, name)
+
+
+def _output_layer(module: nn.Module) -> Any:
+    """What transformers takes for the output layer of a model; None where there is none."""
+    give = getattr(module, "get_output_embeddings", None)
+    return give() if callable(give) else None
+
+
+class _Labelled:
+    """Whether the forward under way of a causal model has labels.
+
+    Attributes:
+        calls: of its output layer, in this forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = list(inspect.signature(model.forward).parameters)
+        self._place = names.index("labels") if "labels" in names else len(names)
+        self._now = False
+        self.calls: list[LayerCall] = []
+        model.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
+        model.register_forward_hook(Hook(self._leave), always_call=True)
+
+    def __bool__(self) -> bool:
+        return self._now
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        positional = args[self._place] if self._place < len(args) else None
+        self._now = kwargs.get("labels", positional) is not None
+
+    def _leave(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        self._now = False
+        for call in self.calls:
+            call.hidden = None  # logits that the user keeps must not keep the graph
+        self.calls.clear()
+
+
+class _LayerForward:
+    """The forward of an output layer; a copy of the layer has its own class's.
+
+    Attributes:
+        loss_chunk: rows of which logits exist together.
+    """
+
+    def __init__(self, layer: nn.Linear, labelled: _Labelled, chunk: int) -> None:
+        self._layer, self._labelled, self.loss_chunk = weakref.ref(layer), labelled, chunk
+
+    def __call__(
+        self, input: Tensor, labels: Tensor | None = None, logits: AbsentLogits | None = None, **options: Any
+    ) -> Any:
+        """The logits of hidden states [..., D], or what stands for them; with `logits` and `labels`, their loss."""
+        layer = self._layer()
+        assert layer is not None
+        if labels is None and not self._labelled:
+            return F.linear(input, layer.weight, layer.bias)
+        if logits is None or labels is None:
+            self._labelled.calls.append(LayerCall(input, layer.out_features))
+            return AbsentLogits(self._labelled.calls[-1])
+        scale, softcap = logits.cap
+        output = OutputLayer(layer.weight, layer.bias, scale, softcap)
+        return linear_cross_entropy(input, output, labels, chunk=self.loss_chunk, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain_forward, (self._layer(),)
+
+
+class _ChunkedLoss:
+    """Takes the place of `ForCausalLMLoss`, for logits that are not made."""
+
+    def __init__(self, layer: nn.Linear, plain: Callable[..., Any], name: str) -> None:
+        self._layer, self._plain, self._name = weakref.ref(layer), plain, name
+
+    def __call__(
+        self,
+        logits: Any,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean over the labels that count, or the sum divided by `num_items_in_batch`; as the plain one.
+
+        Args:
+            shift_labels: the label of each position; by default `labels` of the position after it.
+        """
+        layer = self._layer()
+        if not isinstance(logits, AbsentLogits):
+            loss: Tensor = self._plain(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+            return loss
+        assert layer is not None
+        if vocab_size not in (None, layer.out_features):
+            raise PlanError(
+                f"The loss of {self._name} takes rows of {vocab_size} logits, and its output layer makes "
+                f"{layer.out_features}. Leave loss_chunk out."
+            )
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        hidden = logits.call.hidden
+        if hidden is None or hidden.shape[:-1].numel() != shift_labels.numel():
+            raise PlanError(
+                f"The labels have shape {tuple(shift_labels.shape)} and the hidden states "
+                f"{None if hidden is None else tuple(hidden.shape)}, so that they do not belong together. Give a label "
+                f"for each position (no logits_to_keep), or leave loss_chunk out."
+            )
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        targets = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
+        total: Tensor = layer(hidden, targets, logits, ignore_index=ignore_index, reduction=reduction)
+        if num_items_in_batch is None:
+            return total
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self._plain,)
+
+
+def _plain_forward(layer: nn.Linear) -> MethodType:
+    return MethodType(type(layer).forward, layer)
+
+
+def _same(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return loss
