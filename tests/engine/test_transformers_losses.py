@@ -19,7 +19,14 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 PLANS: dict[str, dict[str, Any]] = {
     "zero 1": {"zero": 1, "microbatches": 2},
     "zero 3": {"zero": 3, "transport": "network"},
+    "zero 3 in chunks": {"zero": 3, "loss_chunk": 7},
     "1f1b": {"pipeline_parallel": 2, "pipeline_parallel.balance": "parameters", "microbatches": 2},
+    "1f1b in chunks": {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.balance": "parameters",
+        "microbatches": 2,
+        "loss_chunk": 7,
+    },
 }
 MAKERS = {"gpt2": gpt2, "llama": llama}
 

@@ -126,6 +126,7 @@ class _ChunkedLoss:
 
     def __init__(self, layer: nn.Linear, plain: Callable[..., Any], name: str) -> None:
         self._layer, self._plain, self._name = weakref.ref(layer), plain, name
+        self.__name__ = getattr(plain, "__name__", type(plain).__name__)  # by which its kind of labels is known
 
     def __call__(
         self,
