@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from zeroshard.plan import Plan
     from zeroshard.precision.policy import LossScale
     from zeroshard.resilience import Checkpoints, Guard
+    from zeroshard.verification import Verification, verify
 else:
     # modules that need torch are loaded on first use, so that commands without torch start at once (PEP 562)
     _MODULES = {
@@ -51,6 +52,8 @@ else:
         "Plan": "plan",
         "Checkpoints": "resilience",
         "Guard": "resilience",
+        "Verification": "verification",
+        "verify": "verification",
     }
 
     def __getattr__(name: str) -> object:
@@ -104,8 +107,10 @@ __all__ = [
     "StepResult",
     "Stopped",
     "Trace",
+    "Verification",
     "ZeroshardError",
     "__version__",
     "from_deepspeed",
     "init_mesh",
+    "verify",
 ]

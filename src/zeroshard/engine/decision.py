@@ -18,10 +18,12 @@ class Decision:
     Attributes:
         clip: for the next step alone, a limit and the norm that it limits, set by `clip_grad_norm`.
         last: the verdict on the last update; None before the first.
+        watcher: called before each verdict, when all gradients are reduced.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self.watcher: Callable[[], None] = lambda: None
         self.scaler = _scaler(plan)
         self.clip: tuple[float, float] | None = None
         self.last: Verdict | None = None
@@ -48,6 +50,7 @@ class Decision:
             refuse: raises for a norm that is not finite, where the plan says so.
             sound: whether all losses are finite, on all ranks.
         """
+        self.watcher()
         scale = self.scale
         norm = scaled_norm / scale
         finite = math.isfinite(norm) and sound

@@ -1,6 +1,6 @@
 """What an engine says of itself: its place among the ranks, its tables, and its traces."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,6 +13,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
 from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.gradient_shares import GradientShare, shares_of
 from zeroshard.parts.late_updates import SpeculationCounts
 from zeroshard.parts.planned import Work
 from zeroshard.parts.steps import StepOrder
@@ -89,6 +90,14 @@ class Readings:
     def speculation_counts(self) -> SpeculationCounts:
         """Of the offloaded updates that ran beside backwards, how many were taken over, and how many undone."""
         return self._assembly.late.speculation_counts
+
+    def watch_gradients(self, watcher: Callable[[list[GradientShare]], None]) -> None:
+        """Call `watcher` in each step from now on with this rank's shares of the mean gradients, before any clipping.
+
+        The loss scale is divided out; the values are copies on the host.
+        """
+        parts, gain = self._assembly.parts, self._stage.ranks_per_data_rank
+        self._decision.watcher = lambda: watcher(shares_of(parts, gain / self.loss_scale))
 
     def trace(self, memory: bool = False) -> AbstractContextManager[Trace]:
         """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.

@@ -1,0 +1,181 @@
+"""One rank's part of the run under the plan, and what it saw."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.comm.mesh import Mesh
+from zeroshard.engine import Engine
+from zeroshard.parts.batch import loss_in
+from zeroshard.parts.gradient_shares import GradientShare
+from zeroshard.verification.job import VerificationJob
+from zeroshard.verification.sketch import Sketch, sketch
+from zeroshard.verification.watch import ModuleCall, Place, Watch
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenShare:
+    """A rank's share of a parameter's gradient: the elements from `first` on, in its flat buffer."""
+
+    name: str
+    flat: str
+    first: int
+    values: Array
+    counted: bool
+
+
+@dataclass(slots=True)
+class SeenStep:
+    """What one rank saw of a step.
+
+    Attributes:
+        loss: as `train_step` returned it; None where it is not known.
+        losses: of each part that this rank ran to its loss.
+        norm: before clipping.
+        skipped: the weights stayed as they were.
+        shares: of the mean gradients.
+        calls: of modules, by part.
+        weights: after the step; on rank 0 alone.
+        sketches: of the same, on every rank.
+    """
+
+    loss: float | None
+    losses: dict[int, float]
+    norm: float
+    skipped: bool
+    shares: list[SeenShare]
+    calls: dict[int, dict[Place, ModuleCall]]
+    weights: dict[str, Array]
+    sketches: dict[str, Sketch]
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """What one rank saw of the run.
+
+    Attributes:
+        start: the weights before the first step; on rank 0 alone.
+    """
+
+    rank: int
+    data_rank: int
+    start: dict[str, Array]
+    start_sketches: dict[str, Sketch]
+    steps: list[SeenStep] = field(default_factory=list)
+
+
+def observe(mesh: Mesh, job: VerificationJob) -> RankRecord:
+    """Run a job under its plan on one rank; a collective call.
+
+    Raises:
+        ZeroshardError: whatever the engine refuses.
+    """
+    model = job.model(mesh.rank)  # other weights on other ranks: rank 0's are to be taken
+    model.train()
+    numbers = _Numbers()
+    losses: dict[int, float] = {}
+    watches: list[Watch] = []  # none before the engine is made, which may run the model
+
+    def loss(output: Any, batch: Any) -> Any:
+        value = loss_in(output) if job.loss is None else job.loss(output, batch)
+        number = value[0] if isinstance(value, (tuple, list)) else value
+        now = watches[0].now if watches else None
+        if now is not None and isinstance(number, Tensor) and not number.is_meta:
+            losses.setdefault(now, float(number.detach()))
+        return value
+
+    engine = Engine(
+        model, job.optimizer, job.plan, mesh=mesh, loss=loss, example=job.microbatches(0, 0)[0][0]
+    )  # fmt: skip
+    watch = Watch(engine.model, numbers.of)
+    watches.append(watch)
+    shares: list[GradientShare] = []
+    engine.watch_gradients(shares.extend)
+    start = engine.state_dict()
+    record = RankRecord(mesh.rank, engine.data_rank, _arrays(start, mesh.rank), _sketches(start))
+    for number in range(job.steps):
+        own = job.microbatches(number, engine.data_rank)
+        numbers.begin([batch for batch, _ in own], engine.data_rank * len(own))
+        losses.clear()
+        shares.clear()
+        with watch.step() as calls:
+            result = engine.train_step(job.rank_batch(number, engine.data_rank))
+        numbers.begin([], 0)
+        state = engine.state_dict()
+        taken = [SeenShare(s.name, s.flat, s.first, _array(s.values), s.counted) for s in shares]
+        record.steps.append(
+            SeenStep(
+                None if result.loss is None else float(result.loss),
+                {part: value for part, value in losses.items() if value == value or not engine.layers},
+                result.grad_norm,
+                result.skipped,
+                taken,
+                _with_values(calls) if engine.layers else calls,
+                _arrays(state, mesh.rank),
+                _sketches(state),
+            )
+        )
+    return record
+
+
+class _Numbers:
+    """Tells the number of a microbatch from what the model is called with."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Sketch, ...], list[int]] = {}
+        self._met: Counter[tuple[Sketch, ...]] = Counter()
+
+    def begin(self, batches: list[Any], first: int) -> None:
+        """A step on these microbatches begins, the first of which has this number; an empty list ends it."""
+        self._known.clear()
+        self._met.clear()
+        for number, batch in enumerate(batches):
+            self._known.setdefault(_content(batch), []).append(first + number)
+
+    def of(self, arguments: Any) -> int | None:
+        """The number of the microbatch with these arguments; equal ones are counted in turn."""
+        content = _content(arguments)
+        known = self._known.get(content)
+        if known is None:
+            return None
+        turn = self._met[content]
+        self._met[content] += 1
+        return known[turn % len(known)]
+
+
+def _content(tree: Any) -> tuple[Sketch, ...]:
+    return tuple(sorted(sketch(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta))
+
+
+def _with_values(calls: dict[int, dict[Place, ModuleCall]]) -> dict[int, dict[Place, ModuleCall]]:
+    """Without the calls whose output is a placeholder, which is NaN: their module runs on another stage."""
+
+    def real(call: ModuleCall) -> bool:
+        return bool(call.outputs) and all(value[1] == value[1] for value in call.outputs)
+
+    return {part: {place: call for place, call in of.items() if real(call)} for part, of in calls.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _arrays(state: dict[str, Any], rank: int) -> dict[str, Array]:
+    return {name: _array(value) for name, value in state.items() if _is_number(value)} if rank == 0 else {}
+
+
+def _array(value: Tensor) -> Array:
+    wide = value if value.dtype in (torch.float32, torch.float64) else value.float()
+    array: Array = wide.detach().cpu().numpy().copy()
+    return array
+
+
+def _sketches(state: dict[str, Any]) -> dict[str, Sketch]:
+    return {name: sketch(value) for name, value in state.items() if _is_number(value)}

@@ -1,0 +1,112 @@
+"""What each module takes and returns in a forward, and the gradients of its outputs, as sketches.
+
+The same hooks stand on the model under the plan and on that of the plain loop, so that calls can be set side by side.
+Calls are counted from each entry of the whole model; a forward that is computed again (recomputation, the second run of
+a pipeline's chunk) adds only the gradients, since its outputs were noted the first time.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.units.tensors import tensors_in
+from zeroshard.verification.sketch import Sketch, sketch
+
+Place = tuple[str, int]  # the path of a module, and the number of the call in one forward
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One call of a module.
+
+    Attributes:
+        inputs, outputs: sketches of the floating-point tensors among what it took and returned.
+        weights: of its own parameters when it was entered, by attribute.
+        gradients: of the outputs, by their number, as they came in the backward.
+        ended: how many calls had ended before; orders the calls of one forward.
+    """
+
+    inputs: list[Sketch]
+    weights: dict[str, Sketch]
+    outputs: list[Sketch] = field(default_factory=list)
+    gradients: dict[int, Sketch] = field(default_factory=dict)
+    ended: int = -1
+
+
+class Watch:
+    """Hooks on every module of a model.
+
+    Args:
+        part: the number of the microbatch with these arguments of the model; None for one that is not compared.
+
+    Attributes:
+        calls: by microbatch, every call in the order in which the calls ended.
+        now: the microbatch of the forward under way, or of the last one.
+    """
+
+    def __init__(self, model: nn.Module, part: Callable[[Any], int | None]) -> None:
+        self._part, self._inside = part, False
+        self._counts: dict[str, int] = {}
+        self._entered: dict[Place, ModuleCall] = {}
+        self.calls: dict[int, dict[Place, ModuleCall]] = {}
+        self.now: int | None = None
+        model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, path))
+        model.register_forward_hook(self._leave_model, always_call=True)
+
+    @contextmanager
+    def step(self) -> Iterator[dict[int, dict[Place, ModuleCall]]]:
+        """Note the calls inside; they are complete when it ends."""
+        self.calls = {}
+        yield self.calls
+
+    def _enter_model(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._counts.clear()
+        self._entered.clear()
+        self.now = self._part((args, kwargs))
+        self._inside = self.now is not None
+
+    def _leave_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside = False
+
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._inside or torch.compiler.is_compiling():
+            return
+        number = self._counts[path] = self._counts.get(path, -1) + 1
+        if self.now in self.calls and (path, number) in self.calls[self.now]:
+            return
+        weights = {name: sketch(p) for name, p in module._parameters.items() if _is_number(p)}
+        self._entered[path, number] = ModuleCall([sketch(t) for t in _numbers((args, kwargs))], weights)
+
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._inside or self.now is None or torch.compiler.is_compiling():
+            return
+        place = (path, self._counts.get(path, 0))
+        calls, tensors = self.calls.setdefault(self.now, {}), list(_numbers(output))
+        call = calls.get(place)
+        if call is None:
+            call = calls[place] = self._entered.pop(place, None) or ModuleCall([], {})
+            call.outputs, call.ended = [sketch(tensor) for tensor in tensors], len(calls) - 1
+        for number, tensor in enumerate(tensors):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(partial(_note, call.gradients, number))
+
+
+def _note(gradients: dict[int, Sketch], number: int, gradient: Tensor) -> None:
+    gradients.setdefault(number, sketch(gradient))
+
+
+def _is_number(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta
+
+
+def _numbers(tree: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in a tree that hold values."""
+    return (t for t in tensors_in(tree) if _is_number(t) and t.layout is torch.strided)
