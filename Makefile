@@ -11,7 +11,7 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 DRAW    = $(BIN)/zeroshard simulate --stages 4 --microbatches 8
 DRAWN   = docs/pictures/timeline
 
-.PHONY: train test lint types check soak docs pictures clean
+.PHONY: train test lint types check soak verify docs pictures clean
 
 train: export OMP_NUM_THREADS = 1
 train: $(VENV)/.installed
@@ -32,6 +32,10 @@ check: test lint types
 
 soak: $(VENV)/.tested
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py $(ARGS)
+
+verify: $(VENV)/.tested
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verify_zoo.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verify_bugs.py
 
 docs: $(VENV)/.installed
 	$(PIP) --editable '.[docs]'

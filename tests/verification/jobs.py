@@ -46,9 +46,17 @@ def padded(step: int) -> tuple[Tensor, int]:
     return tokens, number
 
 
+class Padded(models.Five):
+    """Returns the mean over tokens that are no padding."""
+
+    def forward(self, tokens: Tensor, step: int = 0) -> Tensor:
+        x = self.body(self.embed(tokens[:, :-1]), step)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=0)
+
+
 def build(name: str) -> nn.Module:
-    """A model of `engine.models`, or `Words`; random numbers were seeded before."""
-    kinds: dict[str, Any] = {**models.MODELS, **models.LONGER, "Words": Words}
+    """A model of `engine.models`, or one of these; random numbers were seeded before."""
+    kinds: dict[str, Any] = {**models.MODELS, **models.LONGER, "Words": Words, "Padded": Padded}
     made: nn.Module = kinds[name]()
     return made
 

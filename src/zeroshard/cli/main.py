@@ -1,4 +1,4 @@
-"""The command line: `zeroshard train | run | launch | checkpoint | export | plan | simulate | report | ...`."""
+"""The command line: `zeroshard train | run | launch | checkpoint | export | plan | verify | simulate | ...`."""
 
 import contextlib
 import difflib
@@ -27,6 +27,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard checkpoint list, verify, describe or compare checkpoints
   zeroshard export     write a checkpoint's weights as safetensors under the model's own names
   zeroshard plan       which plans fit and how long a step takes, before anything runs
+  zeroshard verify     train a few steps under a plan and in one process, and name the module that differs
   zeroshard doctor     check this machine's set-up, and measure what it can do for the planner
   zeroshard reproduce  compute published numbers again: published, ours, how
   zeroshard simulate   time, bubble and memory of a pipeline schedule, with its timeline as a picture and a trace
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _command(argv: list[str]) -> None:
     commands = {"train": _train, "plan": _plan, "simulate": _simulate, "report": _report, "profile": _profile}
     commands |= {"partition": _partition, "run": _run, "launch": _launch, "checkpoint": _checkpoint, "export": _export}
-    commands |= {"doctor": _doctor, "reproduce": _reproduce}
+    commands |= {"doctor": _doctor, "reproduce": _reproduce, "verify": _verify}
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
         print(USAGE)
         sys.exit(0 if argv else 2)
@@ -155,6 +156,12 @@ def _plan(argv: list[str]) -> None:
     from zeroshard.cli.plan import run_plan
 
     run_plan(argv, os.environ)
+
+
+def _verify(argv: list[str]) -> None:
+    from zeroshard.cli.verify import run_verify
+
+    run_verify(argv)
 
 
 def _simulate(argv: list[str]) -> None:

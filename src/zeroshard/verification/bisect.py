@@ -234,7 +234,7 @@ class Bisection:
         label = self._label.get(first) or next((s.flat for _, s in self.side.shares(0) if s.name == first), None)
         if label is None:
             return None
-        if first != name and causes.apart(self.side, first, name):
+        if first != name and causes.used_apart(self.side, first, name):
             return f"{Purpose.LEND_WEIGHTS} of {first}"
         return causes.weight_collective(self.side.job, label)
 

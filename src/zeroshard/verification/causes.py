@@ -105,7 +105,7 @@ def _of_uses(side: Side, uses: Mapping[str, Tensor], found: Tensor) -> Cause | N
     missing = [name for name, value in zip(uses, coefficients, strict=True) if abs(value) <= CLOSE]
     if not missing:
         return None
-    collective = f"{Purpose.REPAY_GRADIENTS} of {missing[0]}" if apart(side, *uses) else None
+    collective = f"{Purpose.REPAY_GRADIENTS} of {missing[0]}" if used_apart(side, *uses) else None
     text = f"it is tied ({', '.join(uses)}) and the gradient of its use as {', '.join(missing)} is missing"
     return Cause(text, collective, missing[0].rpartition(".")[0])
 
@@ -119,7 +119,7 @@ def of_dtype(found: Tensor, wanted: Tensor, by_rank: Sequence[Tensor], collectiv
             return Cause(f"each rank's contribution was rounded to {name} on its way", collective)
         if (
             relative(wanted.to(dtype), wanted) > 0
-            and apart <= eps
+            and error <= eps
             and torch.equal(found.to(dtype).to(found.dtype), found)
         ):
             return Cause(f"it was rounded to {name} on its way", collective)
@@ -219,7 +219,7 @@ def of_norm(side: Side, step: int, norm: float) -> tuple[Cause, str]:
     return Cause(f"it is {ratio:.4g} times the norm of the gradients", f"{Purpose.CONTROL} on the step"), ""
 
 
-def apart(side: Side, *names: str) -> bool:
+def used_apart(side: Side, *names: str) -> bool:
     """Whether the modules that use a tied parameter under these names run on different ranks."""
     ranks = [side.ranks_of(name.rpartition(".")[0]) for name in names]
     return any(one.isdisjoint(other) for one, other in itertools.combinations(ranks, 2))

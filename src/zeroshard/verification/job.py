@@ -56,9 +56,8 @@ class VerificationJob:
     @property
     def tolerance(self) -> float:
         """The relative error up to which two tensors count as equal."""
-        loosest = [self.plan.precision, self.plan.reduce_dtype or "fp32"]
-        loosest += {"bf16": ["bf16"], "8bit": ["bf16"]}.get(self.plan.offloading.moments, [])
-        return max(TOLERANCES[name] for name in loosest)
+        moments = {"8bit": "bf16"}.get(self.plan.offloading.moments, self.plan.offloading.moments)
+        return max(TOLERANCES[name] for name in (self.plan.precision, self.plan.reduce_dtype or "fp32", moments))
 
     @property
     def eps(self) -> float:

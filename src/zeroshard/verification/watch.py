@@ -82,7 +82,7 @@ class Watch:
         number = self._counts[path] = self._counts.get(path, -1) + 1
         if self.now in self.calls and (path, number) in self.calls[self.now]:
             return
-        weights = {name: sketch(p) for name, p in module._parameters.items() if _is_number(p)}
+        weights = {name: sketch(p) for name, p in module._parameters.items() if p is not None and _has_values(p)}
         self._entered[path, number] = ModuleCall([sketch(t) for t in _numbers((args, kwargs))], weights)
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -92,7 +92,7 @@ class Watch:
         calls, tensors = self.calls.setdefault(self.now, {}), list(_numbers(output))
         call = calls.get(place)
         if call is None:
-            call = calls[place] = self._entered.pop(place, None) or ModuleCall([], {})
+            call = calls[place] = self._entered.pop(place, ModuleCall([], {}))
             call.outputs, call.ended = [sketch(tensor) for tensor in tensors], len(calls) - 1
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -103,10 +103,10 @@ def _note(gradients: dict[int, Sketch], number: int, gradient: Tensor) -> None:
     gradients.setdefault(number, sketch(gradient))
 
 
-def _is_number(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.is_meta
 
 
 def _numbers(tree: Any) -> Iterator[Tensor]:
     """The floating-point tensors in a tree that hold values."""
-    return (t for t in tensors_in(tree) if _is_number(t) and t.layout is torch.strided)
+    return (t for t in tensors_in(tree) if _has_values(t) and t.layout is torch.strided)

@@ -1,0 +1,145 @@
+"""`zeroshard verify`: a run under a plan beside the same run in one process, down to the module that differs."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from zeroshard.errors import ConfigError, ModelError
+from zeroshard.plan import Plan
+from zeroshard.train.gpt import GPT, SIZES, GPTConfig
+from zeroshard.train.options import parse
+from zeroshard.train.task import imported
+from zeroshard.verification import Verification, verify
+from zeroshard.verification.job import default_ranks
+from zeroshard.verification.narrow import ROW, VOCABULARY, depth
+
+HEAD = 16  # elements of a head of a narrowed built-in model
+ROWS = 2  # of each microbatch
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Verify a plan: train a few steps under it and in one process on this machine, and compare them."""
+
+    ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
+        ("batch", "global_batch", "batch_per_rank"), ("rows", "the rows of one step over all ranks")
+    )
+    plan: Plan = field(default_factory=Plan)
+    """The plan to verify."""
+    model: str = "tiny"
+    """A built-in size (tiny, small, medium, gpt2, gpt2-xl), a Hugging Face folder or config.json (extra: hf), or
+    module:function, of a function of your own that returns the model; the script train.py is the module train."""
+    batch_of: str | None = None
+    """module:function, of a function from a number of rows to a batch; for your own model."""
+    loss_of: str | None = None
+    """module:function, of a function of (output, batch) to a mean, or to (sum, count); by default the model's own."""
+    optimizer_of: str | None = None
+    """module:function, of a function of the parameters to an optimizer, in place of optimizer."""
+    optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
+    """Which torch.optim optimizer."""
+    ranks: int | None = None
+    """Processes under the plan; by default two for each stage, or two shard groups."""
+    rows: int | None = None
+    """Rows of one step over all ranks; 2 for each microbatch by default."""
+    steps: int = 3
+    """Steps to compare."""
+    exact: bool = True
+    """Compute in fp32 whatever the plan says, so that differences are no rounding; --no-exact keeps its dtypes."""
+    json: bool = False
+    """Print JSON instead of the screen."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "rows", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more.")
+        if self.batch_of is not None and not self.own:
+            raise ConfigError(f"batch_of is for a model of your own and {self.model} makes its own; leave it out.")
+        if self.batch_of is None and self.own:
+            module = self.model.partition(":")[0]
+            raise ConfigError(
+                f"{self.model} needs batches; name a function that makes them: --batch-of {module}:batch."
+            )
+
+    @property
+    def own(self) -> bool:
+        """Whether the model comes from a function of the user's."""
+        return ":" in self.model and not Path(self.model).exists()
+
+
+def run_verify(argv: Sequence[str]) -> None:
+    """Verify, and print the screen; exits with 1 where something differs.
+
+    Raises:
+        ZeroshardError: options, a plan or a model that cannot be.
+    """
+    options = parse(VerifyOptions, argv, "zeroshard verify")
+    console = Console(stderr=True)
+    with console.status("Verifying") if console.is_terminal else nullcontext():
+        found = verified(options)
+    print(json.dumps(found.as_dict(), indent=1, default=str) if options.json else found)
+    if not found.ok:
+        sys.exit(1)
+
+
+def verified(options: VerifyOptions) -> Verification:
+    """The verdict on what the options name.
+
+    Raises:
+        ZeroshardError: as `run_verify`.
+    """
+    ranks = options.ranks or default_ranks(options.plan)
+    optimizer = OPTIMIZERS[options.optimizer] if options.optimizer_of is None else imported(options.optimizer_of)
+    loss = None if options.loss_of is None else imported(options.loss_of)
+    chosen: dict[str, Any] = {"optimizer": optimizer, "loss": loss, "ranks": ranks}
+    chosen |= {"steps": options.steps, "exact": options.exact}
+    rows = options.rows or ROWS * ranks * options.plan.microbatches
+    if options.own:
+        assert options.batch_of is not None
+        return verify(imported(options.model), options.plan, imported(options.batch_of)(rows), **chosen)
+    if options.model not in SIZES:
+        if not Path(options.model).exists():
+            raise ModelError(
+                f"there is no model {options.model}; give a size ({', '.join(SIZES)}), the path of a config.json, or "
+                f"module:function"
+            )
+        return verify(options.model, options.plan, **chosen)
+    config = narrow_gpt(SIZES[options.model], options.plan)
+    found = verify(partial(build_gpt, config), options.plan, gpt_batch(rows), **chosen)
+    before = SIZES[options.model]
+    note = (
+        f"narrowed: width {before.width} -> {config.width}, heads {before.heads} -> {config.heads}, layers "
+        f"{before.layers} -> {config.layers}, vocabulary {before.vocabulary} -> {config.vocabulary}"
+    )
+    return replace(found, notes=(note, *found.notes))
+
+
+def narrow_gpt(config: GPTConfig, plan: Plan) -> GPTConfig:
+    """A built-in size in small: two heads, and as many layers as the plan can cut."""
+    heads = min(2, config.heads)
+    return GPTConfig(VOCABULARY, ROW, HEAD * heads, heads, min(config.layers, depth(plan)))
+
+
+def build_gpt(config: GPTConfig) -> nn.Module:
+    """The built-in model with values."""
+    return GPT(config)
+
+
+def gpt_batch(rows: int) -> dict[str, Tensor]:
+    """Random tokens [rows, 16] and those that follow them."""
+    tokens = torch.randint(VOCABULARY, (rows, ROW + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
