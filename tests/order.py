@@ -20,6 +20,7 @@ LONGEST = (
     "engine/test_parity.py",
     "engine/test_loss_contract.py",
     "planner/predict/test_rehearse.py",
+    "verification/test_zoo.py",
     "cli/test_main.py",
     "engine/test_pipeline_faults.py",
 )

@@ -26,6 +26,7 @@ from zeroshard.cli.reproduce import ReproduceOptions
 from zeroshard.cli.run import RunOptions
 from zeroshard.cli.simulate import SimulateOptions
 from zeroshard.cli.simulate import run as run_simulate
+from zeroshard.cli.verify import VerificationOptions
 from zeroshard.pipeline.cluster import Cluster
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.options import parse
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Any] = {
     "profile": ProfileOptions,
     "partition": PartitionOptions,
     "run": RunOptions,
+    "verify": VerificationOptions,
     "export": ExportOptions,
     **{f"launch {name}": options for name, options in CLUSTERS.items()},
     **{f"checkpoint {name}": options for name, options in CHECKPOINT_OPTIONS.items()},
@@ -251,7 +253,7 @@ def test_lines_are_short_and_name_nobodys_machine(page: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("command", ["train", "simulate", "profile", "partition", "export", "run"])
+@pytest.mark.parametrize("command", ["train", "simulate", "profile", "partition", "export", "run", "verify"])
 def test_every_option_has_its_row(command: str) -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     section = page.partition(f"\n## zeroshard {command}\n")[2].partition("\n## ")[0]

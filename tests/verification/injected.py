@@ -70,7 +70,7 @@ def dropped_microbatch(rank: int) -> AbstractContextManager[None]:
 
 
 def untied_head(rank: int) -> AbstractContextManager[None]:
-    """The gradient of the head does not come to the embedding that it is tied to (pytorch/torchtitan#1524)."""
+    """The gradient of the head does not come to the embedding that it is tied to (pytorch/torchtitan#2252)."""
     return around(_Lent, "add", lambda original, self, gradients: None)
 
 
@@ -88,7 +88,7 @@ def stale_weights(rank: int) -> AbstractContextManager[None]:
 
 
 def norm_without_a_shard(rank: int) -> AbstractContextManager[None]:
-    """One rank's slice of one unit is not in the norm (NVIDIA-NeMo/Automodel#3816)."""
+    """One rank's slice of one unit is not in the norm (NVIDIA-NeMo/Automodel#3817)."""
 
     def squares(original: Patch, self: Any) -> float:
         total: float = original(self)

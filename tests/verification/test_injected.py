@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 from pool import Pool
-from verification.injected import BUGS
+from verification.injected import BUGS, around
 from verification.jobs import job, padded, summed
 
 import zeroshard as zs
+from zeroshard.pipeline.executor import Executor
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.observe import RankRecord, observe
 from zeroshard.verification.run import compared
@@ -73,6 +74,27 @@ def test_a_bug_is_named_by_module(pool: Pool, bug: str) -> None:
     screen = str(found).splitlines()
     assert len(screen) <= 24 and max(map(len, screen)) <= 100
     assert found.first.module in str(found)
+
+
+def observe_damaged(mesh: zs.Mesh, job: VerificationJob) -> RankRecord:
+    """What a rank sees while activations change on their way to the second stage."""
+
+    def enter(original: Any, self: Any, action: Any) -> Any:
+        flight = original(self, action)
+        if flight.hidden is not None:
+            flight.hidden = (flight.hidden.detach() * 1.01).requires_grad_()
+        return flight
+
+    with around(Executor, "_enter", enter):
+        return observe(mesh, job)
+
+
+def test_a_damaged_message_is_named_by_the_modules_at_its_ends(pool: Pool) -> None:
+    sound = job("Five", 2, pipeline_parallel=2, microbatches=2, **{"pipeline_parallel.split": ("blocks.2",)})
+    found = compared(sound, pool.run(observe_damaged, 2, sound)).first
+    assert found is not None and (found.what, found.step) == ("forward", 0)
+    assert found.module.startswith("blocks.2") and found.collective == "send activations after blocks.1"
+    assert found.cause == "its input is not what blocks.1 returned"
 
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug != "local_token_counts"])

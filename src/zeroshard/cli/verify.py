@@ -32,7 +32,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerificationOptions:
     """Verify a plan: train a few steps under it and in one process on this machine, and compare them."""
 
     ELSEWHERE: ClassVar[Mapping[str, tuple[str, str]]] = dict.fromkeys(
@@ -87,7 +87,7 @@ def run_verify(argv: Sequence[str]) -> None:
     Raises:
         ZeroshardError: options, a plan or a model that cannot be.
     """
-    options = parse(VerifyOptions, argv, "zeroshard verify")
+    options = parse(VerificationOptions, argv, "zeroshard verify")
     console = Console(stderr=True)
     with console.status("Verifying") if console.is_terminal else nullcontext():
         found = verified(options)
@@ -96,7 +96,7 @@ def run_verify(argv: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def verified(options: VerifyOptions) -> Verification:
+def verified(options: VerificationOptions) -> Verification:
     """The verdict on what the options name.
 
     Raises:

@@ -116,7 +116,12 @@ class Bisection:
         pairs = zip(seen[place][1].inputs, theirs.inputs, strict=False)
         if not any(distance(a, b) > self.table.tolerance for a, b in pairs):
             return None
-        earlier = [p for p, call in wanted.calls[part].items() if call.ended < theirs.ended and p in seen]
+        inside = f"{place[0]}." if place[0] else ""
+        earlier = [
+            other
+            for other, call in wanted.calls[part].items()
+            if call.ended < theirs.ended and other in seen and not other[0].startswith(inside)
+        ]
         senders = [p for p in earlier if seen[p][0] != rank]
         if senders and seen[earlier[-1]][0] != rank:
             before = senders[-1][0]
