@@ -8,7 +8,6 @@ could differ between ranks (an unused parameter, an overflow, a lost step) is de
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 
 import torch
@@ -18,16 +17,14 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
-from zeroshard.errors import CommError, NonFiniteError, PlanError
+from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.parameters.writes import Writes
+from zeroshard.parts.agreement import Answer, check_together
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.losses import REPORT, LossReport
 from zeroshard.parts.part import Part, Parts
 from zeroshard.parts.steps import Settled
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
-
-HEAD = struct.Struct("<qIIId?")
 
 
 class Update:
@@ -210,25 +207,17 @@ class Update:
         self._backward.losses.clear()
         self._settled = None
 
-    def _agree(self, step: int) -> "list[_Answer]":
-        unreduced = self._backward.unreduced()
+    def _agree(self, step: int) -> list[Answer]:
+        unreduced, units = self._backward.unreduced(), len(self._parts.units)
         squares = 0.0 if unreduced else self._squares()
-        digests = self._axes.digests
         groups = self._optimizer.optimizer.param_groups
         settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
-        mine = HEAD.pack(step, *digests, settings, squares, self._sound) + REPORT.pack(*self._backward.losses.report)
-        mine += bytes(unit in unreduced for unit in range(len(self._parts.units)))
-        mine += b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
-        answers = [
-            _Answer.unpack(w, len(self._parts.units)) for w in self._comm.agree(mine, f"agreement on step {step}")
-        ]
-        for rank, answer in enumerate(answers):
-            if (answer.step, answer.digests) != (answers[0].step, answers[0].digests):
-                raise CommError(
-                    f"The ranks disagree: rank 0 is at step {answers[0].step} and rank {rank} at step {answer.step}, "
-                    "or they gathered and reduced different units on the way. Every rank must call forward, backward "
-                    "and step equally often."
-                )
+        written = b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
+        losses = self._backward.losses.report
+        mine = Answer(step, self._axes.digests, settings, squares, self._sound, losses, unreduced, written)
+        frames = self._comm.agree(mine.pack(units), f"agreement on step {step}")
+        answers = [Answer.unpack(frame, units) for frame in frames]
+        check_together(answers)
         if len({answer.settings for answer in answers}) > 1:
             check_settings(self._comm, groups)
         return answers
@@ -263,28 +252,6 @@ class Update:
             count = len(gradients.written_in_step)
             gradients.written_in_step[:] = settled.written[place : place + count]
             place += count
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One rank's answer in the agreement on a step."""
-
-    step: int
-    digests: tuple[int, int]
-    settings: int
-    squares: float
-    sound: bool
-    losses: LossReport
-    unreduced: list[int]
-    written: bytes
-
-    @classmethod
-    def unpack(cls, frame: bytes, units: int) -> "_Answer":
-        step, gathers, reductions, settings, squares, sound = HEAD.unpack_from(frame)
-        losses, digests = LossReport(*REPORT.unpack_from(frame, HEAD.size)), (gathers, reductions)
-        flags = frame[HEAD.size + REPORT.size :]
-        unreduced = [u for u in range(units) if flags[u]]
-        return cls(step, digests, settings, squares, sound, losses, unreduced, flags[units:])
 
 
 def _in_turn(parts: Parts) -> list[tuple[Part, Gradients, int]]:

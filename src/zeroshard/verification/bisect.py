@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from zeroshard.comm.traffic import Purpose
+from zeroshard.traffic import Purpose
 from zeroshard.verification import causes
 from zeroshard.verification.causes import Cause
 from zeroshard.verification.compare import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.comm.traffic import Purpose
+from zeroshard.traffic import Purpose
 from zeroshard.verification.compare import Side, relative
 from zeroshard.verification.job import VerificationJob, name_parts
 from zeroshard.verification.observe import SeenShare

@@ -1,0 +1,27 @@
+"""The answer of a rank arrives as it was sent, and ranks that did different things are named."""
+
+import math
+
+import pytest
+
+from zeroshard.errors import CommError
+from zeroshard.parts.agreement import Answer, check_together
+from zeroshard.parts.losses import LossReport
+
+
+def answer(step: int = 3, digests: tuple[int, int] = (1, 2**32 - 1)) -> Answer:
+    losses = LossReport(*([1] * len(LossReport._fields)))
+    return Answer(step, digests, 7, math.pi, False, losses, [0, 2], bytes([1, 0, 1, 1]))
+
+
+def test_an_answer_arrives_as_it_was_sent() -> None:
+    frame = answer().pack(3)
+    assert Answer.unpack(frame, 3) == answer() and len(frame) == len(answer()._replace(unreduced=[]).pack(3))
+
+
+def test_ranks_that_did_different_things_are_named() -> None:
+    check_together([answer(), answer()])
+    with pytest.raises(CommError, match="rank 0 is at step 3 and rank 1 at step 4"):
+        check_together([answer(), answer(4)])
+    with pytest.raises(CommError, match="gathered and reduced different units"):
+        check_together([answer(), answer(), answer(digests=(1, 0))])
