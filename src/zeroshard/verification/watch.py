@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.units.hooks import outside
 from zeroshard.units.tensors import tensors_in
 from zeroshard.verification.sketch import Sketch, sketch
 
@@ -39,7 +40,7 @@ class ModuleCall:
 
 
 class Watch:
-    """Hooks on every module of a model.
+    """Hooks on every module of a model, which torch.compile leaves out of its graphs.
 
     Args:
         part: the number of the microbatch with these arguments of the model; None for one that is not compared.
@@ -55,11 +56,11 @@ class Watch:
         self._entered: dict[Place, ModuleCall] = {}
         self.calls: dict[int, dict[Place, ModuleCall]] = {}
         self.now: int | None = None
-        model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
+        model.register_forward_pre_hook(outside(self._enter_model), with_kwargs=True)
         for path, module in model.named_modules():
-            module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
-            module.register_forward_hook(partial(self._leave, path))
-        model.register_forward_hook(self._leave_model, always_call=True)
+            module.register_forward_pre_hook(outside(partial(self._enter, path)), with_kwargs=True)
+            module.register_forward_hook(outside(partial(self._leave, path)))
+        model.register_forward_hook(outside(self._leave_model), always_call=True)
 
     @contextmanager
     def step(self) -> Iterator[dict[int, dict[Place, ModuleCall]]]:
@@ -77,7 +78,7 @@ class Watch:
         self._inside = False
 
     def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._inside or torch.compiler.is_compiling():
+        if not self._inside:
             return
         number = self._counts[path] = self._counts.get(path, -1) + 1
         if self.now in self.calls and (path, number) in self.calls[self.now]:
@@ -86,7 +87,7 @@ class Watch:
         self._entered[path, number] = ModuleCall([sketch(t) for t in _numbers((args, kwargs))], weights)
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._inside or self.now is None or torch.compiler.is_compiling():
+        if not self._inside or self.now is None:
             return
         place = (path, self._counts.get(path, 0))
         calls, tensors = self.calls.setdefault(self.now, {}), list(_numbers(output))
