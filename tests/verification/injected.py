@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from zeroshard.engine import engine as engine_module
 from zeroshard.engine import update as update_module
+from zeroshard.parts.losses import Loss
 from zeroshard.pipeline.tied_weights import _Lent
 from zeroshard.zero.reduce import Scatter
 from zeroshard.zero.weights import Sliced
@@ -51,9 +52,9 @@ def divided_by_the_wrong_group(rank: int) -> AbstractContextManager[None]:
 def local_token_counts(rank: int) -> AbstractContextManager[None]:
     """Each rank and microbatch divides by its own count (huggingface/transformers#34191)."""
 
-    def run(original: Patch, self: Any, batch: Any) -> torch.Tensor:
+    def run(original: Patch, self: Any, batch: Any) -> Loss:
         loss, count = original(self, batch)
-        return loss / count
+        return Loss(loss / count)
 
     return around(engine_module.Engine, "_run", run)
 

@@ -9,6 +9,7 @@ from torch import nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.axes import Axes
+from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
@@ -39,6 +40,7 @@ class Readings:
     _assembly: Assembly
     _counts: Mapping[Purpose, Count]
     _axes: Axes
+    _backward: Backward
     _decision: Decision
     _order: StepOrder
     _stage: Stage | WholeModel
@@ -94,10 +96,10 @@ class Readings:
     def watch_gradients(self, watcher: Callable[[list[GradientShare]], None]) -> None:
         """Call `watcher` in each step from now on with this rank's shares of the mean gradients, before any clipping.
 
-        The loss scale is divided out; the values are copies on the host.
+        The loss scale and counts of losses are divided out; the values are copies on the host.
         """
-        parts, gain = self._assembly.parts, self._stage.ranks_per_data_rank
-        self._decision.watcher = lambda: watcher(shares_of(parts, gain / self.loss_scale))
+        parts, ranks, losses = self._assembly.parts, self._stage.ranks_per_data_rank, self._backward.losses
+        self._decision.watcher = lambda: watcher(shares_of(parts, losses.gain * ranks / self.loss_scale))
 
     def trace(self, memory: bool = False) -> AbstractContextManager[Trace]:
         """Keep when forwards, backwards, updates, copies and jobs of the host inside run; complete when it ends.

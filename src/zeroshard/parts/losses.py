@@ -105,6 +105,7 @@ class StepLosses:
         report: of this rank, as far as its tensors were read.
         count: of each data rank in the last step, on average; None before the first whose losses were sums.
         mean: of the last step, the whole sum over the whole count; None where losses are means.
+        gain: the factor on the reduced gradients of the last step that makes them those of the mean.
     """
 
     def __init__(self, skips: bool = False) -> None:
@@ -116,6 +117,7 @@ class StepLosses:
         self.count: float | None = None
         self._next: float | None = None
         self.mean: Tensor | None = None
+        self.gain = 1.0
 
     @property
     def divisor(self) -> float:
@@ -165,10 +167,10 @@ class StepLosses:
             BatchError: a count is no number of 0 or more; or some losses are sums and others means.
             NonFiniteError: no rank counts anything.
         """
-        self.mean = None
+        self.mean, self.gain = None, 1.0
         _refuse(reports)
         if not any(report.kinds & BY_SUM for report in reports):
-            return 1.0
+            return self.gain
         count = sum(report.items for report in reports)
         if not count and not self._skips:
             raise NonFiniteError(
@@ -178,7 +180,8 @@ class StepLosses:
         self.mean = torch.tensor(sum(report.total for report in reports) / count if count else math.nan)
         each = count / (data_ranks or len(reports))
         self._next = each or None
-        return self.divisor / each if each else math.nan
+        self.gain = self.divisor / each if each else math.nan
+        return self.gain
 
     def shown(self, mean: Tensor | None) -> Tensor | None:
         """The loss of the last step: that of all ranks where losses are sums, else `mean`."""
