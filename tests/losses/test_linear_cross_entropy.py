@@ -109,6 +109,18 @@ def test_in_16_bits_the_gradient_of_the_weight_is_nearer_to_fp32_than_a_sum_in_1
     assert errors[0] < 0.5 * errors[1]
 
 
+def test_sums_over_rows_do_not_leave_the_range_of_fp16() -> None:
+    hidden, weight = torch.full((1024, WIDTH), 100.0), torch.zeros(5, WIDTH)
+    labels = torch.ones(1024, dtype=torch.long)  # of one class: 1024 rows of up to -80 add up to 82,000
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        given = weight.to(dtype, copy=True).requires_grad_()
+        linear_cross_entropy(hidden.to(dtype), given, labels, chunk=1024).backward()
+        assert given.grad is not None
+        gradients.append(given.grad.float())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=2e-3, atol=0)
+
+
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)))
 def test_what_needs_no_gradient_gets_none_and_changes_no_other(needs: tuple[bool, bool, bool]) -> None:
     hidden, weight, bias, labels = drawn(torch.float32, {"bias": True})
@@ -244,5 +256,5 @@ def test_two_per_cent_of_the_logits_are_enough() -> None:
     assert peak(8192, 1000, 128) <= 0.02 * 8192 * 1000 * 4
 
 
-def test_a_chunk_is_512_rows_or_more_where_they_are_short() -> None:
-    assert [default_chunk(vocabulary) for vocabulary in (256, 32_768, 50_257, 256_000)] == [65_536, 512, 512, 512]
+def test_a_chunk_is_1024_rows_or_more_where_they_are_short() -> None:
+    assert [default_chunk(vocabulary) for vocabulary in (256, 32_768, 50_257, 256_000)] == [65_536, 1024, 1024, 1024]

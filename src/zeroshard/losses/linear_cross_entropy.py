@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroshard.errors import BatchError, ModelError, PlanError
 from zeroshard.losses.row_gradients import CrossEntropy
 
-ROWS, NBYTES = 512, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
+ROWS, NBYTES = 1024, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
 BLOCK_NBYTES = 2**24  # of a 16-bit product that is added to the gradient of the weight in fp32
 REDUCTIONS = ("mean", "sum")
 
@@ -42,7 +42,7 @@ class OutputLayer:
 
 
 def default_chunk(vocabulary: int) -> int:
-    """Rows of a chunk where none are given: 512, or as many more as 64 MiB hold fp32 logits of."""
+    """Rows of a chunk where none are given: 1024, or as many more as 64 MiB hold fp32 logits of."""
     return max(ROWS, NBYTES // (4 * vocabulary))
 
 
@@ -139,13 +139,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 torch.addmm(bias, rows[part], weight.t(), out=z)
             precise = z.to(wide)
-            total, count = job.terms.sum_(precise, labels[part], gradients.any)
+            total, counting = job.terms.sum_(precise, labels[part], gradients.any)
             if precise is not z:
                 z.copy_(precise)
                 del precise  # before that of the next chunk is made
-            gradients.add(part, z)
+            gradients.add(part, z, counting.to(z.dtype).unsqueeze(1))
             sums.append(total)
-            counts.append(count)
+            counts.append(counting.sum())
         loss, count = torch.stack(sums).sum(), torch.stack(counts).sum()
         factor = count.clamp(min=1).to(wide).reciprocal() if job.mean else None
         ctx.save_for_backward(gradients.rows, gradients.weight, gradients.bias, factor)
@@ -192,15 +192,20 @@ class _Gradients:
         self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and wanted[2] else None
         self.any = any(wanted)
 
-    def add(self, part: slice, z: Tensor) -> None:
-        """Take in the gradient of a chunk's logits, [n, V]."""
+    def add(self, part: slice, z: Tensor, counting: Tensor) -> None:
+        """Take in the gradients of a chunk's rows by their logits, [n, V].
+
+        Args:
+            counting: 1 for rows that count, 0 for others, [n, 1].
+        """
         rows, weight = self._given
         if self.rows is not None:
             torch.mm(z, weight, out=self.rows[part])
+            self.rows[part].mul_(counting)
         if self.weight is not None:
-            _add_product(self.weight, z.t(), rows[part])
+            _add_product(self.weight, z.t(), rows[part] * counting)
         if self.bias is not None:
-            self.bias += z.sum(0, dtype=self.bias.dtype)
+            self.bias += z.mul_(counting).sum(0, dtype=self.bias.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -208,12 +213,20 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    block = max(1, BLOCK_NBYTES // (right.shape[1] * right.itemsize))
-    if left.dtype is torch.float16:  # whose range a sum over rows leaves
-        right = right.to(total.dtype)
+    block, inverse = max(1, BLOCK_NBYTES // (right.shape[1] * right.itemsize)), None
+    if left.dtype is torch.float16:
+        factor = _within_range(left, right)
+        right, inverse = right * factor, factor.to(total.dtype).reciprocal().view(1, 1)
     for start in range(0, len(total), block):
-        some = left[start : start + block].to(right.dtype)
-        total[start : start + block] += some @ right
+        product, part = left[start : start + block] @ right, total[start : start + block]
+        part.add_(product) if inverse is None else part.addcmul_(product, inverse)
+
+
+def _within_range(left: Tensor, right: Tensor) -> Tensor:
+    """The power of two, at most 1, by which no element of left·right times it leaves half the range of fp16."""
+    largest = [torch.stack(one.aminmax()).abs().amax().float() for one in (left, right)]
+    most = largest[0] * largest[1] * left.shape[1]
+    return (2.0**15 / most).log2().floor().clamp(max=0).exp2().to(right.dtype)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

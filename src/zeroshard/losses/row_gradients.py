@@ -28,7 +28,10 @@ class CrossEntropy:
     softcap: float | None = None
 
     def sum_(self, z: Tensor, labels: Tensor, gradients: bool) -> tuple[Tensor, Tensor]:
-        """The sum over the rows that count, and how many there are; `z` becomes the gradient of the sum.
+        """The sum over the rows that count, and which do, [n]; `z` becomes the gradient of each row by its logits.
+
+        Rows that do not count have one too: whoever adds up gradients leaves them out, at the cost of a hidden state
+        each instead of a row of logits.
 
         Args:
             z: what the output layer gives, [n, V], in fp32 or fp64; overwritten.
@@ -38,31 +41,27 @@ class CrossEntropy:
         counts = labels != self.ignore_index
         at = labels.masked_fill(~counts, 0).unsqueeze(1)
         slope = self._cap_(z)
-        largest = z.amax(1, keepdim=True)
-        z.sub_(largest)
-        losses = z.gather(1, at).mul_(self.label_smoothing - 1)
+        largest, place = z.max(1, keepdim=True)
+        losses = z.gather(1, at).sub_(largest).mul_(self.label_smoothing - 1)
         if self.label_smoothing:
-            losses -= z.sum(1, keepdim=True).mul_(self.label_smoothing / z.shape[1])
-        partition = z.exp_().sum(1, keepdim=True)
-        log_partition = partition.log()
+            losses -= z.mean(1, keepdim=True).sub_(largest).mul_(self.label_smoothing)
+        torch.softmax(z, 1, out=z)
+        log_partition = z.gather(1, place).log_().neg_()  # of logits less the largest
         losses += log_partition
-        of_partition = torch.ones_like(losses)
+        lse = log_partition.add_(largest)
         if self.z_loss:
-            lse = log_partition.add_(largest)
             losses += lse.square().mul_(self.z_loss)
-            of_partition += lse.mul_(2 * self.z_loss)
-        weights = counts.unsqueeze(1).to(z.dtype)
-        total = losses.masked_fill_(~counts.unsqueeze(1), 0).sum()
         if gradients:
-            z.mul_(of_partition.mul_(weights).div_(partition))
+            if self.z_loss:
+                z.mul_(lse.mul_(2 * self.z_loss).add_(1))
             if self.label_smoothing:
-                z.sub_(weights * (self.label_smoothing / z.shape[1]))
-            z.scatter_add_(1, at, weights.mul_(self.label_smoothing - 1))
+                z.sub_(self.label_smoothing / z.shape[1])
+            z.scatter_add_(1, at, torch.full_like(losses, self.label_smoothing - 1))
             if slope is not None:
                 z.mul_(slope)
             if self.scale != 1:
                 z.mul_(self.scale)
-        return total, counts.sum()
+        return losses.squeeze(1).masked_fill_(~counts, 0).sum(), counts
 
     def _cap_(self, z: Tensor) -> Tensor | None:
         """Scale and cap `z` in place; the derivative of the cap, [n, V], if there is one."""
