@@ -21,6 +21,7 @@ FLOORS = {
     **dict.fromkeys(("errors", "version", "memory"), 0),  # the ground, up to comm
     "platform": 0.3,  # memory and transports of one machine, real or rehearsed
     "comm": 0.6,
+    "native": 0.9,  # C++ kernels, for every room above
     **dict.fromkeys(("units", "schedule", "checkpoint"), 1),  # the backbones; files and boxes
     "parts": 1.3,  # protocols through which techniques reach the engine
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand

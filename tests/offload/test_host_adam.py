@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import OptimizerError
+from zeroshard.native import build
 from zeroshard.offload import compiled, host_adam, kernel, tiled
 from zeroshard.offload.host_adam import (
     Blockwise,
@@ -24,7 +25,7 @@ from zeroshard.offload.host_adam import (
 from zeroshard.offload.moments import code_map
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-EXACT = [pytest.param("c++", marks=pytest.mark.skipif(kernel.compiler() is None, reason="no C++ compiler")), "torch"]
+EXACT = [pytest.param("c++", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")), "torch"]
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -287,7 +288,7 @@ def parts_of(moment: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["c++", "compile", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small_moments_are_the_fp32_update_and_then_rounded(name: str, layout: str) -> None:
-    if name == "c++" and kernel.compiler() is None:
+    if name == "c++" and build.compiler() is None:
         pytest.skip("no C++ compiler")
     n, scalars = 1100, Scalars.of(GROUP, 5, decoupled=True)
     small = HostStates(torch.randn(n), *moments_of(layout, n))
@@ -400,7 +401,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_without_a_compiler_torch_does_it_and_one_warning_says_so(
     unbuilt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     with pytest.warns(UserWarning, match=r"torch's operations.*No C\+\+ compiler") as caught:
         assert backend() == "torch"
     assert len(caught) == 1
@@ -414,7 +415,7 @@ def test_where_our_source_does_not_build_torch_compiles(
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is not C++;")
     monkeypatch.setattr(kernel, "SOURCE", broken)
-    monkeypatch.setattr(kernel, "compiler", lambda: "/bin/false")
+    monkeypatch.setattr(build, "compiler", lambda: "/bin/false")
     with pytest.warns(UserWarning, match=r"torch.compile.*could not build"):
         assert backend() == "compile"
     monkeypatch.setattr(compiled, "_compiled", lambda: None)
@@ -424,7 +425,7 @@ def test_where_our_source_does_not_build_torch_compiles(
 
 
 def test_a_kernel_that_differs_from_torch_is_not_used(monkeypatch: pytest.MonkeyPatch, unbuilt: Path) -> None:
-    if kernel.compiler() is None:
+    if build.compiler() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.undo()  # the kernel itself comes from the cache
     true = tiled.update
@@ -434,13 +435,13 @@ def test_a_kernel_that_differs_from_torch_is_not_used(monkeypatch: pytest.Monkey
             assert backend() == "torch"
 
 
-@pytest.mark.skipif(kernel.compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_it_is_built_once_into_the_cache(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "FLAGS", tuple(flag.replace("-O3", "-O0") for flag in kernel.FLAGS))
     assert backend() == "c++"
     (built,) = (unbuilt / "zeroshard").iterdir()
     host_adam._first.cache_clear()
     kernel.library.cache_clear()
-    monkeypatch.setattr(kernel, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
     assert backend() == "c++"
     assert built.suffix == ".so"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import OptimizerError
+from zeroshard.native import build
 from zeroshard.offload import compiled, kernel, tiled
 from zeroshard.offload.host_states import HostStates, Moment, Scalars, StateSplit, stands_for
 from zeroshard.offload.moments import BLOCK, Blockwise, code_map
@@ -108,7 +109,7 @@ def using(name: str) -> Iterator[None]:
 @cache
 def _first() -> str:
     """The first back end that works here; each that does not is named in a warning, with the reason."""
-    compiles = kernel.compiler() is not None
+    compiles = build.compiler() is not None
     try:
         kernel.library()
         compiles = False  # if the kernel's results are not torch's, neither are those of torch.compile

@@ -1,0 +1,4 @@
+"""Native code: C++ kernels that are built at first use and called through ctypes, which releases the GIL.
+
+Read `build`.
+"""

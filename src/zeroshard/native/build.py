@@ -1,0 +1,78 @@
+"""Shared libraries from C++ sources of the package, built once per machine into the user's cache."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroshard.comm.mesh import user_cache
+
+COMPILERS = ("c++", "g++", "clang++")
+NATIVE = ("-march=native", "-mcpu=native")  # the second where the first is not known
+PATIENCE = 300.0  # seconds
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine, if it has one."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """The library of one source file, built if no earlier process has done so.
+
+    Args:
+        source: a C++ file with a plain C interface and no headers of its own.
+        flags: of the compiler, besides the one for this machine's processor.
+
+    Raises:
+        OSError: there is no C++ compiler, or it fails.
+    """
+    command = compiler()
+    if command is None:
+        raise OSError(f"No C++ compiler was found ({', '.join(COMPILERS)}). Install one.")
+    parts = [source.read_bytes(), " ".join(flags).encode(), _target(command).encode()]
+    built = _folder() / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    if not built.exists():
+        _build(command, source, flags, built)
+    try:
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        raise OSError(f"The kernel {source.stem} cannot be loaded: {error}. Delete {built}.") from error
+
+
+def _folder() -> Path:
+    cache_folder = user_cache() or "~/.cache"
+    return Path(cache_folder).expanduser() / "zeroshard"
+
+
+def _target(compiler: str) -> str:
+    """What a kernel's machine code depends on besides source and flags: the compiler and this CPU."""
+    cpu = platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        parts = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+        lines = info.read_text().split("\n\n")[0].splitlines()
+        cpu += "\n".join(line for line in lines if line.split("\t")[0].split(":")[0].strip() in parts)
+    return f"{Path(compiler).resolve()} {os.path.getmtime(compiler)} {cpu}"
+
+
+def _build(compiler: str, source: Path, flags: Sequence[str], built: Path) -> None:
+    """Compile into a file of this process's own, then rename: several ranks may build at once."""
+    try:
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            result = Path(folder) / built.name
+            for native in NATIVE:
+                command = [compiler, *flags, native, "-o", str(result), str(source)]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+                if done.returncode == 0:
+                    result.rename(built)
+                    return
+    except (OSError, subprocess.SubprocessError) as error:
+        raise OSError(f"The kernel {source.stem} could not be built in {built.parent}: {error}.") from error
+    raise OSError(f"{compiler} could not build the kernel {source.stem}: {done.stderr.strip()[:500]}")

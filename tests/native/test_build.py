@@ -1,0 +1,45 @@
+"""Libraries are built once into the cache, and what cannot be built is named."""
+
+from pathlib import Path
+
+import pytest
+
+from zeroshard.native import build
+
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kernel that adds one, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "one_more.cpp"
+    path.write_text('extern "C" int one_more(int x) { return x + 1; }\n')
+    return path
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_a_library_is_built_once_and_anew_where_its_source_or_flags_change(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build.library(source, FLAGS).one_more(41) == 42
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
+        assert build.library(source, FLAGS).one_more(1) == 2
+    assert build.library(source, (*FLAGS, "-DUNUSED=1")).one_more(1) == 2
+    source.write_text('extern "C" int one_more(int x) { return x + 2; }\n')
+    assert build.library(source, FLAGS).one_more(1) == 3
+    assert len(list((tmp_path / "cache" / "zeroshard").glob("one_more-*.so"))) == 3
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_a_source_that_does_not_compile_is_named_with_the_compilers_words(source: Path) -> None:
+    source.write_text("this is not C++;")
+    with pytest.raises(OSError, match=r"could not build the kernel one_more: (.|\n)*error"):
+        build.library(source, FLAGS)
+
+
+def test_without_a_compiler_those_that_were_looked_for_are_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(OSError, match=r"No C\+\+ compiler was found \(no-such-compiler\). Install one."):
+        build.library(source, FLAGS)
