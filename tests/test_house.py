@@ -24,6 +24,7 @@ FLOORS = {
     "native": 0.9,  # C++ kernels, for every room above
     **dict.fromkeys(("units", "schedule", "checkpoint"), 1),  # the backbones; files and boxes
     "parts": 1.3,  # protocols through which techniques reach the engine
+    "rng": 1.5,  # numbers that any technique may draw
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other
     **dict.fromkeys(("parameter_server", "offload", "activations", "losses"), 2),

@@ -44,6 +44,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "reduce_every": ("auto", "microbatch", "step"),
     "nonfinite": ("raise", "skip", "ignore"),
     "recompute": ("auto", "chunk", "off"),
+    "rng": ("fast", "exact"),
 }
 RENAMED = {  # settings by their names of earlier versions, in stored plans and on the command line
     "shard_ranks": "shard_group",
@@ -115,7 +116,10 @@ class Plan:
     units: tuple[str, ...] | None = None
     """Classes or paths of the modules that are units; by default the repeated blocks, () for one unit in all."""
     seed: int = 0
-    """Seed of the initial weights of a model on the meta device."""
+    """Seed of the initial weights of a model on the meta device, and of exact random numbers."""
+    rng: Literal["fast", "exact"] = "fast"
+    """Random numbers of modules in training, such as dropout's: torch's own of each rank ("fast"), or keyed by step,
+    module and row of the whole batch ("exact"), so that they are those of one process under any plan."""
     device_memory: str | int | None = None
     """Budget for all bytes that the ledger counts on the device, activations included; a number or like "512MiB"."""
     offload: str | Offload = ""

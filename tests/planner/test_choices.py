@@ -44,6 +44,12 @@ def test_stages_and_dtypes_change_the_states_of_a_rank() -> None:
     assert choices_of(plan).slicing.least_bytes(states, 4) == 550 * 2 + 500 * 2 + 500 * (4 + 8) // 2
 
 
+def test_exact_random_numbers_are_named_and_not_rehearsed() -> None:
+    exact, fast = (choices_of(Plan(rng=rng)).drawing for rng in ("exact", "fast"))  # type: ignore[arg-type]
+    assert exact.describe(2).settings == ("exact random numbers",) and not fast.describe(2).settings
+    assert exact.rehearsed(2, True) == {"rng": "fast"} and not fast.rehearsed(2, True)
+
+
 def test_what_is_offloaded_leaves_the_share_that_stays() -> None:
     half = choices_of(Plan(zero=2, offload=Offload("optimizer", fraction=0.5))).offloading
     assert half.least_bytes(STATES, 1) == 1100 * 4 + (500 - 300) * (4 + 0 + 8)

@@ -26,6 +26,7 @@ from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
 from zeroshard.parts.place import Axis, Place, Split
+from zeroshard.parts.random_numbers import RandomNumbers, TorchStreams
 from zeroshard.parts.saver import Saver
 from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
@@ -35,6 +36,8 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
+from zeroshard.rng.exact import ExactNumbers
+from zeroshard.rng.rows import Rows
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
@@ -73,6 +76,7 @@ class Builder:
 
     Args:
         unclipped: the factor on the gradients of the step under way, unless they are clipped.
+        steps: how many steps were taken.
     """
 
     def __init__(
@@ -83,8 +87,9 @@ class Builder:
         ledger: Ledger,
         stage: Stage | WholeModel,
         unclipped: Callable[[], float],
+        steps: Callable[[], int],
     ) -> None:
-        self._stage = stage
+        self._stage, self._steps = stage, steps
         self._axes, comm = axes, axes.dense.slices.comm
         self._model, self._plan, self._comm, self._ledger, self._unclipped = model, plan, comm, ledger, unclipped
         self._residency = Residency.of_stage(plan.zero)
@@ -153,8 +158,8 @@ class Builder:
         gatherer = self._gatherer(units, parts)
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         return Assembly(
-            Parts(units, parts, self._arena, messages, gatherer), self._spans, self._precision, gatherer,
-            self._late, self._saver(),
+            Parts(units, parts, self._arena, messages, gatherer, self._random_numbers()),
+            self._spans, self._precision, gatherer, self._late, self._saver(),
         )  # fmt: skip
 
     def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer) -> None:
@@ -196,6 +201,14 @@ class Builder:
         if self._lower is None or not self._plan.offloading.activations:
             return Keep()
         return ActivationStore(self._lower.link, self._lower.host, self._ledger)
+
+    def _random_numbers(self) -> RandomNumbers:
+        """Torch's own streams, or numbers keyed by what they are of."""
+        if self._plan.rng == "fast":
+            return TorchStreams()
+        axes, plan = self._axes, self._plan
+        rows = Rows(axes.world, axes.data_rank, axes.data_ranks, plan.microbatches, self._steps)
+        return ExactNumbers(self._model, plan.seed, rows)
 
     def _check_budget(
         self, units: list[Unit], kept: set[nn.Parameter], groups: dict[nn.Parameter, int], layout: StateLayout

@@ -113,7 +113,8 @@ class Engine(Readings):
         tied = tied_names(model)
         self._decision = Decision(self.plan)
         terms = StepLosses(self.plan.nonfinite == "skip")
-        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, lambda: terms.likely(self.loss_scale))
+        readings = (lambda: terms.likely(self.loss_scale), lambda: self.steps)
+        builder = Builder(model, self.plan, self._axes, self.ledger, self._stage, *readings)
         self._assembly = builder.build(optimizer, initialise, techniques)
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
         self._backward = Backward(self._assembly, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
@@ -130,7 +131,7 @@ class Engine(Readings):
         self.schedule = self._order.actions
         model.register_state_dict_pre_hook(Hook(self._refuse_partial))
         writes.watch()
-        self._assembly.optimizer.guard(self._update.discard)
+        self._assembly.optimizer.guard(self._discard)
         guard(model, self._assembly.parts, self._forward, self.plan.pipelined)
         self._reset_counts()
 
@@ -185,7 +186,7 @@ class Engine(Readings):
         So do `zero_grad` of the optimizer and of the model, and `p.grad = None` for one parameter. A step consumes the
         gradients by itself.
         """
-        self._update.discard()
+        self._discard()
         self._decision.clip = None
 
     @raises_budget_exceeded
@@ -217,8 +218,14 @@ class Engine(Readings):
             BatchError: a count is no number of 0 or more; or some losses are sums and others means.
         """
         self._stage.refuse("step")
+        self._assembly.parts.random_numbers.end_step()
         self._take_step()
         return self._conclude(self._decision.last, None)
+
+    def _discard(self, drop: bool = True) -> None:
+        """Discard the gradients of the step so far, as `Update.discard` does."""
+        self._update.discard(drop)
+        self._assembly.parts.random_numbers.discard()
 
     def _take_step(self) -> None:
         """Agree, decide, and update or leave out."""

@@ -11,6 +11,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.build import Assembly
 from zeroshard.parts.batch import even_share, uneven_microbatches
 from zeroshard.parts.losses import Loss
+from zeroshard.parts.random_numbers import MicrobatchRows
 from zeroshard.parts.steps import Backwards, Run
 from zeroshard.precision.call import call
 from zeroshard.schedule import Action, Kind, PipelineSchedule, Schedule, verify
@@ -43,13 +44,13 @@ class OneStage:
         backward: Callable[[Loss], None],
         update: Callable[[], None],
     ) -> None:
-        self._model, self._mesh, self._gatherer, self._backwards = model, mesh, assembly.gatherer, backwards
+        self._model, self._mesh, self._all, self._backwards = model, mesh, assembly.parts, backwards
         self._run, self._backward, self._update = run, backward, update
-        self._units = range(len(assembly.parts.units))
         self.actions: Schedule = assembly.gatherer.lower(pipeline.step(0))
         verify([self.actions])
         self._reduced = {action.microbatch for action in self.actions if action.kind is Kind.REDUCE}
-        self._count, self._parts, self._batch = pipeline.microbatches, list[tuple[Any, float]](), None
+        self._count, self._batch = pipeline.microbatches, None
+        self._parts: list[tuple[Any, float, MicrobatchRows | None]] = []
         self._losses: dict[int, Loss] = {}
         self._mean = torch.zeros(())
         handlers = {
@@ -64,7 +65,9 @@ class OneStage:
 
     def step(self, batch: Any) -> torch.Tensor:
         """One step on this rank's batch; the mean loss of its microbatches."""
-        self._batch, self._parts = batch, uneven_microbatches(batch, self._count)
+        cuts = uneven_microbatches(batch, self._count)
+        rows = self._all.random_numbers.number([part for part, _ in cuts])
+        self._batch, self._parts = batch, [(*cut, of_cut) for cut, of_cut in zip(cuts, rows, strict=True)]
         self._mean = torch.zeros((), device=self._mesh.device)
         self._losses.clear()
         try:
@@ -93,8 +96,9 @@ class OneStage:
 
     def _forward(self, action: Action) -> None:
         start, number = self.interpreter.now(), _number(action)
-        part, share = self._parts[number]
-        self._losses[number] = even_share(self._run(part), share, self._batch, self._count)
+        part, share, rows = self._parts[number]
+        with self._all.random_numbers.microbatch(rows):
+            self._losses[number] = even_share(self._run(part), share, self._batch, self._count)
         self.interpreter.note(action, start)
 
     def _backwards_of(self, action: Action) -> None:
@@ -106,10 +110,10 @@ class OneStage:
         self.interpreter.note(action, start)
 
     def _gather(self, action: Action) -> None:
-        self._gatherer.gather(self._units)
+        self._all.gatherer.gather(range(len(self._all.units)))
 
     def _free(self, action: Action) -> None:
-        self._gatherer.free(self._units)
+        self._all.gatherer.free(range(len(self._all.units)))
 
     def _reduce(self, action: Action) -> None:
         """The backward has reduced each unit as soon as its gradients were complete."""

@@ -10,6 +10,7 @@ from zeroshard.memory.ledger import Arena, Category
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.place import Place, Split
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
+from zeroshard.parts.random_numbers import RandomNumbers
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
 from zeroshard.traffic import Purpose
@@ -153,6 +154,7 @@ class Parts:
         arena: scratch on the device, which ranks that share memory can read.
         messages: scratch for what is sent to other ranks; the same arena where no memory is shared.
         gatherer: brings units that are sliced.
+        random_numbers: that modules draw in training.
     """
 
     units: Sequence[Unit]
@@ -160,6 +162,7 @@ class Parts:
     arena: Arena
     messages: Arena
     gatherer: Gathers
+    random_numbers: RandomNumbers
 
     @property
     def all(self) -> list[Part]:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeroshard.comm.collectives import Purpose
 from zeroshard.parts.losses import Loss
 from zeroshard.parts.part import Parts
+from zeroshard.parts.random_numbers import MicrobatchRows
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.chunks import Chunks
 from zeroshard.pipeline.deferred import WeightGradients
@@ -33,10 +34,11 @@ Key = tuple[int, int]  # chunk, microbatch
 
 @dataclass(slots=True)
 class Microbatch:
-    """One microbatch: what the model takes, the share of its loss in the update's, and its shapes between layers."""
+    """One microbatch: what the model takes, the share of its loss in the update's, its rows, and its shapes."""
 
     batch: Any
     weight: float
+    rows: MicrobatchRows | None = None
     shapes: dict[int, Shape] = field(default_factory=dict)
 
 
@@ -64,6 +66,7 @@ class Executor:
         losses: of microbatches whose forward came to the end of the model, means times their weights, since the last
             `clear`.
         interpreter: of the actions.
+        messages: of this rank; random_numbers: of its modules.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Executor:
     ) -> None:
         self._stage, self._ledger, self._backward = stage, parts.arena.ledger, backward
         self._run, self._scale, self._recomputes = run, scale, recomputes
-        self.messages = Messages(stage, parts.messages)
+        self.messages, self.random_numbers = Messages(stage, parts.messages), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}
@@ -185,7 +188,7 @@ class Executor:
         stage = self._stage
         forward = partial(self._run, self._parts[j].batch)
         first, last = stage.firsts[chunk], stage.firsts[chunk + 1]
-        with self._deferring(flight):
+        with self._deferring(flight), self.random_numbers.microbatch(self._parts[j].rows):
             return stage.chain.run(first, last, forward, flight.hidden, self._chunks.early.listener(action))
 
     def _deferring(self, flight: _Flight) -> AbstractContextManager[None]:

@@ -77,12 +77,14 @@ class PipelineOrder:
         parts = uneven_microbatches(batch, pipeline.microbatches)
         base = self.fed * pipeline.microbatches if pipeline.streams else 0
         own = stage.number  # the first of this rank's chunks
-        numbered = {stage.data_rank + stage.data_ranks * (base + k): part for k, part in enumerate(parts)}
+        rows = executor.random_numbers.number([part for part, _ in parts])
+        each_part = enumerate(zip(parts, rows, strict=True))
+        numbered = {stage.data_rank + stage.data_ranks * (base + k): part for k, part in each_part}
         each = pipeline.update_every == 1 and pipeline.streams
         executor.feed(
             {
-                j: Microbatch(part, 1.0 if each else weight)
-                for j, (part, weight) in numbered.items()
+                j: Microbatch(part, 1.0 if each else weight, rows_of_part)
+                for j, ((part, weight), rows_of_part) in numbered.items()
                 if pipeline.layout.rank_of(own, j) == rank
             }
         )

@@ -6,6 +6,7 @@ from zeroshard.offload.choice import Offloading
 from zeroshard.pipeline.choice import Stages
 from zeroshard.plan import Plan
 from zeroshard.precision.choice import Computing
+from zeroshard.rng.choice import Drawing
 from zeroshard.zero.choice import Slicing
 
 
@@ -15,6 +16,7 @@ class Choices(NamedTuple):
     stages: Stages
     slicing: Slicing
     computing: Computing
+    drawing: Drawing
     offloading: Offloading
 
 
@@ -40,5 +42,6 @@ def choices_of(plan: Plan) -> Choices:
             reduces_each=plan.reduces_each_microbatch,
         ),
         Computing(plan.precision, plan.scales_loss),
+        Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),
     )

@@ -1,0 +1,125 @@
+"""Philox4x32-10, a random number generator without a state (Salmon, Moraes, Dror and Shaw, SC'11, section 3.3).
+
+A block of four 32-bit words is a function of a 64-bit key and a 128-bit counter, so any element of any row is drawn
+without those before it. `blocks` is the definition, in torch's operations, for every device. On a CPU a kernel in C++
+computes the same words about ten times as fast; without a compiler, or if a word differed, `blocks` does it.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroshard.native import build
+from zeroshard.platform.accelerator import is_accelerator
+
+ROUNDS, PER_BLOCK, BITS = 10, 4, 32
+MASK = 2**BITS - 1
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round: the golden ratio, and sqrt(3) - 1
+SOURCE = Path(__file__).with_name("philox.cpp")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
+AT_ONCE = 2**15  # blocks that `random_bits` computes at a time in torch's operations
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of several rows, laid out as [outer, rows, inner]: outer x inner of each, one after the other.
+
+    Attributes:
+        first: number of the first element in its row.
+        row: number of the first row, below 2^32.
+    """
+
+    outer: int
+    rows: int
+    inner: int
+    first: int = 0
+    row: int = 0
+
+
+def blocks(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of each block.
+
+    Args:
+        counter: four words per block, int64 tensors of values below 2^32 that broadcast to one shape.
+        key: 64 bits.
+
+    Returns:
+        int64 tensors of that shape, of values below 2^32.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    key0, key1 = key & MASK, key >> BITS
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # wrap around at 2^64, which the masks take back
+        c0, c2 = (product1 >> BITS & MASK) ^ c1 ^ key0, (product0 >> BITS & MASK) ^ c3 ^ key1
+        c1, c3 = product1 & MASK, product0 & MASK
+        key0, key1 = key0 + WEYL[0] & MASK, key1 + WEYL[1] & MASK
+    return c0, c1, c2, c3
+
+
+def random_bits(key: int, step: int, elements: Elements, device: torch.device) -> Tensor:
+    """One word per element: word e % 4 of the block whose counter is (e // 4, its upper half, row, step).
+
+    Args:
+        key: 64 bits.
+        step: modulo 2^32.
+
+    Returns:
+        int32 [outer, rows, inner], of which all 32 bits are random.
+    """
+    if is_accelerator(device):
+        return _in_torch(key, step, elements, device)
+    out = torch.empty(elements.outer, elements.rows, elements.inner, dtype=torch.int32, device=device)
+    if out.untyped_storage().device.type == "meta":
+        return out  # a rehearsal, whose tensors have no values
+    kernel = _kernel()
+    if kernel is None:
+        return out.copy_(_in_torch(key, step, elements, device))
+    _call(kernel, out, key, step, elements)
+    return out
+
+
+def _in_torch(key: int, step: int, elements: Elements, device: torch.device) -> Tensor:
+    count = elements.outer * elements.inner
+    start, stop = elements.first // PER_BLOCK, -(-(elements.first + count) // PER_BLOCK)
+    rows = torch.arange(elements.row, elements.row + elements.rows, device=device).unsqueeze(1) & MASK
+    at_once = max(1, AT_ONCE // max(1, elements.rows))
+    parts = []
+    for begin in range(start, stop, at_once):
+        number = torch.arange(begin, min(begin + at_once, stop), device=device)
+        found = blocks((number & MASK, number >> BITS, rows, rows.new_tensor(step & MASK)), key)
+        parts.append(torch.stack(found, dim=-1).to(torch.int32).flatten(1))
+    drawn = torch.cat(parts, dim=1) if parts else torch.empty(elements.rows, 0, dtype=torch.int32, device=device)
+    own = drawn[:, elements.first % PER_BLOCK :][:, :count]
+    return own.reshape(elements.rows, elements.outer, elements.inner).transpose(0, 1).contiguous()
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
+    """The kernel, unless it cannot be built or its words are others."""
+    try:
+        function = build.library(SOURCE, FLAGS).zeroshard_philox
+        function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, *[ctypes.c_uint32] * 2, ctypes.c_void_p]
+        function.restype = None
+        cpu = torch.device("cpu")
+        elements = Elements(outer=3, rows=2, inner=171, first=2**34 - 5, row=2**32 - 1)
+        out = torch.empty(3, 2, 171, dtype=torch.int32)
+        _call(function, out, 2**63 + 5, 7, elements)
+        if not torch.equal(out, _in_torch(2**63 + 5, 7, elements, cpu)):
+            raise OSError("On this machine the kernel's words are not those of Philox.")
+    except OSError as error:
+        warnings.warn(f"Exact random numbers are drawn in torch's operations, which are slower: {error}", stacklevel=4)
+        return None
+    return function
+
+
+def _call(kernel: Callable[..., None], out: Tensor, key: int, step: int, elements: Elements) -> None:
+    halves = (ctypes.c_uint32 * 2)(key & MASK, key >> BITS)
+    layout = (elements.outer, elements.rows, elements.inner, elements.first)
+    kernel(out.data_ptr(), *layout, elements.row & MASK, step & MASK, halves)

@@ -1,0 +1,124 @@
+"""Rows: the number of each row of a rank's microbatches in the whole batch of a step.
+
+The whole batch is that of one process: the batches of data ranks one after the other, each with its microbatches in
+order. `train_step` knows its batch, and the ranks tell each other how many rows they have. In a loop by hand a rank
+cannot know what is to come on lower ranks: rows are numbered as if every microbatch of every rank had as many, and as
+if there were as many microbatches as the plan says; before the update the ranks compare whether that was so.
+
+[Note: microbatches by hand] The first forward of a step, and the first after a backward, begins a microbatch; further
+forwards before a backward are further calls on the same rows.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.errors import BatchError
+from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.units.tensors import tensors_in
+
+COUNT = struct.Struct("<qq")  # of a batch: the data rank, and its rows
+DONE = struct.Struct("<qq?")  # of a step by hand: rows of each microbatch, -1 if unlike; microbatches; numbers in use
+
+
+class Rows:
+    """Numbers the rows of one rank.
+
+    Args:
+        comm: of all ranks.
+        data_rank: of `data_ranks`, this rank's batch.
+        microbatches: of a step, as the plan says.
+        steps: how many steps were taken.
+    """
+
+    def __init__(
+        self, comm: Comm, data_rank: int, data_ranks: int, microbatches: int, steps: Callable[[], int]
+    ) -> None:
+        self._comm, self._data_rank, self._data_ranks = comm, data_rank, data_ranks
+        self._microbatches, self._steps = microbatches, steps
+        self._by_hand: list[MicrobatchRows] = []  # of the step under way
+        self._ended = True  # whether the next forward begins a microbatch
+        self._used = False
+
+    def of_batch(self, parts: Sequence[Any]) -> list[MicrobatchRows]:
+        """The rows of each microbatch of a batch; a collective call where there are several data ranks."""
+        counts = [_rows_in(part) for part in parts]
+        first, step = 0, self._steps()
+        self._used = False
+        if self._data_ranks > 1:
+            word = COUNT.pack(self._data_rank, sum(counts))
+            rows = dict(COUNT.unpack(frame) for frame in self._comm.agree(word, f"rows of step {step}"))
+            first = sum(count for rank, count in rows.items() if rank < self._data_rank)
+        firsts = [first + sum(counts[:k]) for k in range(len(counts))]
+        return [MicrobatchRows(step, start, count) for start, count in zip(firsts, counts, strict=True)]
+
+    def of_forward(self, args: Any, kwargs: Any) -> MicrobatchRows | None:
+        """The rows of a forward by hand; None for another call on those of the last ([Note: microbatches by hand])."""
+        step = self._steps()
+        if self._by_hand and self._by_hand[0].step != step:
+            self._by_hand.clear()
+        if self._by_hand and not self._ended:
+            return None
+        count = _rows_in((args, kwargs))
+        self._ended = False
+        self._by_hand.append(MicrobatchRows(step, self._first(len(self._by_hand), count), count))
+        return self._by_hand[-1]
+
+    def _first(self, number: int, count: int) -> int:
+        """The first row of a microbatch by hand."""
+        if self._data_ranks == 1:
+            return sum(rows.count for rows in self._by_hand[:number])
+        return (self._data_rank * self._microbatches + number) * count
+
+    def backward_began(self, gradient: torch.Tensor) -> None:
+        """The next forward begins a microbatch."""
+        self._ended = True
+
+    def drew(self) -> None:
+        """A draw has used the rows' numbers."""
+        self._used = True
+
+    def discard(self) -> None:
+        """The step begins anew, with the forward whose backward is still to come, if there is one."""
+        self._by_hand = [] if self._ended else self._by_hand[-1:]
+
+    def check(self) -> None:
+        """Compare the microbatches of a step by hand with those of other ranks; a collective call.
+
+        Raises:
+            BatchError: rows were numbered as they are not in the whole batch.
+        """
+        used, self._used = self._used and bool(self._by_hand), False
+        if self._data_ranks == 1:
+            return
+        counts = {
+            rows.count if rows.first == self._first(number, rows.count) else -1
+            for number, rows in enumerate(self._by_hand)
+        }
+        mine = DONE.pack(counts.pop() if len(counts) == 1 else -1, len(self._by_hand), used)
+        self._by_hand.clear()
+        frames = self._comm.agree(mine, f"rows of step {self._steps()} by hand")
+        answers = [DONE.unpack(frame) for frame in frames]
+        if not any(used for _, _, used in answers):
+            return
+        rows, microbatches = ([answer[n] for answer in answers] for n in (0, 1))
+        if len(set(rows)) > 1 or rows[0] < 0:
+            raise BatchError(
+                f"rng='exact' numbers rows in a loop by hand by equal counts, and the microbatches of the ranks have "
+                f"{', '.join('unlike numbers' if count < 0 else str(count) for count in rows)} of rows. Use "
+                f"engine.train_step(batch), which counts them, or give every rank microbatches of one size."
+            )
+        if set(microbatches) != {self._microbatches}:
+            raise BatchError(
+                f"rng='exact' numbers rows by the plan's microbatches={self._microbatches}, and the ranks had "
+                f"{', '.join(map(str, microbatches))} in this step. Set microbatches to the number of backwards in a "
+                f"step, each after its own forward, or use engine.train_step(batch)."
+            )
+
+
+def _rows_in(tree: Any) -> int:
+    """The first dimension of the first tensor that has one; 0 if none has."""
+    return next((int(tensor.shape[0]) for tensor in tensors_in(tree) if tensor.dim()), 0)
