@@ -24,7 +24,7 @@ class Decision:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.watcher: Callable[[], None] = lambda: None
-        self.scaler = _scaler(plan)
+        self.scaler = LossScaler.of(plan.loss_scaling) if plan.scales_loss else None
         self.clip: tuple[float, float] | None = None
         self.last: Verdict | None = None
         # Stages that do not wait for each other clip alone, and keep the whole norm within the limit.
@@ -66,9 +66,3 @@ class Decision:
             self.scaler.update(overflow=not finite)
         self.last = Verdict(norm, scale, skip, factor / scale)
         return self.last
-
-
-def _scaler(plan: Plan) -> LossScaler | None:
-    if not plan.scales_loss:
-        return None
-    return LossScaler.of(plan.loss_scaling)
