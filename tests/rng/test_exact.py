@@ -46,9 +46,8 @@ class Recomputed(RecomputedInside):
         x = self.dropout(self.embedding(tokens))
         for number, block in enumerate(self.blocks):
             x = checkpoint(block, x, use_reentrant=number % 2 == 1)
-        logits: Tensor = self.head(self.norm(x))
-        assert targets is not None
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss: Tensor = self.head(self.norm(x), targets)
+        return loss
 
 
 class Tied(GPT):
