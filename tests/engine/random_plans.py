@@ -175,6 +175,8 @@ def draw(seed: int) -> Case:
     if apart.random() < (0.4 if model in BY_CHUNKS and not streams else 0.01):
         model = BY_CHUNKS.get(model, model)  # the others are refused
         plan["loss_chunk"] = apart.choice((1, 4, 1000))
+    if apart.random() < 0.3:
+        plan["rng"] = "exact"
     return Case(
         seed=seed,
         ranks=ranks,

@@ -2,7 +2,7 @@
 
 A block of four 32-bit words is a function of a 64-bit key and a 128-bit counter, so any element of any row is drawn
 without those before it. `blocks` is the definition, in torch's operations, for every device. On a CPU a kernel in C++
-computes the same words about ten times as fast; without a compiler, or if a word differed, `blocks` does it.
+computes the same words about eight times as fast; without a compiler, or if a word differed, `blocks` does it.
 """
 
 import ctypes
