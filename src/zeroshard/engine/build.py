@@ -53,7 +53,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch
 
 @dataclass(slots=True)
 class Assembly:
-    """What a plan makes of a model and an optimizer.
+    """A model and an optimizer as a plan composes them.
 
     Attributes:
         parts: by unit.

@@ -77,7 +77,7 @@ class OneStage:
         return self._mean
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model returns."""
+        """The output of the model."""
         return call(self._model, *args, **kwargs)
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine says of itself: its place among the ranks, its tables, and its traces."""
+"""The readings of an engine: its place among the ranks, its tables, and its traces."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -170,7 +170,7 @@ class Readings:
         return memory_table(self._assembly.parts, self.ledger, self._stage.planned())
 
     def traffic(self) -> TrafficTable:
-        """What the last step moved over the wire: formula and measured."""
+        """Traffic of the last step over the wire: formula and measured."""
         messages = self._order.planned_messages()
         return traffic_table(self._assembly.parts, self._work, self._counts, messages)
 

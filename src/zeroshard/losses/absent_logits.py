@@ -1,4 +1,4 @@
-"""What an output layer returns where its logits are not made."""
+"""The output of an output layer whose logits are not made."""
 
 from collections.abc import Callable
 from typing import Any, Never

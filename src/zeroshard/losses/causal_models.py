@@ -58,7 +58,7 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
 
 
 def _output_layer(module: nn.Module) -> Any:
-    """What transformers takes for the output layer of a model; None where there is none."""
+    """The output layer of a model as transformers names it; None where there is none."""
     give = getattr(module, "get_output_embeddings", None)
     return give() if callable(give) else None
 

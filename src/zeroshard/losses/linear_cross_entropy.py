@@ -26,7 +26,7 @@ REDUCTIONS = ("mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class OutputLayer:
-    """What makes logits of hidden states h: z = scale·(h·Wᵀ + b), or c·tanh(z / c) with a soft cap c.
+    """The layer that makes logits of hidden states h: z = scale·(h·Wᵀ + b), or c·tanh(z / c) with a soft cap c.
 
     Attributes:
         weight: W [V, D].
@@ -103,7 +103,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is computed.
+    """Settings of the computation.
 
     Attributes:
         chunk: rows.

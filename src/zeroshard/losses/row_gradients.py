@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """What is computed of each row of logits z with label y, and lse = log Σ exp z.
+    """The loss and gradient of each row of logits z with label y, and lse = log Σ exp z.
 
     -(1 - s)·log p[y] - s·mean(log p) + z_loss·lse², where p = softmax(z): label smoothing s as in
     `torch.nn.functional.cross_entropy` (1512.00567, section 7), z-loss as in PaLM (2204.02311, section 5).
@@ -30,7 +30,7 @@ class CrossEntropy:
     def sum_(self, z: Tensor, labels: Tensor, gradients: bool) -> tuple[Tensor, Tensor]:
         """The sum over the rows that count, and which do, [n]; `z` becomes the gradient of each row by its logits.
 
-        Rows that do not count have one too: whoever adds up gradients leaves them out, at the cost of a hidden state
+        Rows that do not count have one too: the sum of gradients leaves them out, at the cost of a hidden state
         each instead of a row of logits.
 
         Args:

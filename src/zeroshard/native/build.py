@@ -51,7 +51,7 @@ def _folder() -> Path:
 
 
 def _target(compiler: str) -> str:
-    """What a kernel's machine code depends on besides source and flags: the compiler and this CPU."""
+    """The compiler and this CPU, on which a kernel's machine code depends besides source and flags."""
     cpu = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,4 +1,4 @@
-"""What the planner asks of offload, and what it offers to a search in which nothing else fits."""
+"""Answers of offload to the planner, and its offers to a search in which no other plan fits."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

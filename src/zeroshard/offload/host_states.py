@@ -1,4 +1,4 @@
-"""What an update of the host Adam reads and writes: optimizer states in their layouts, and the numbers of one step."""
+"""Data of an update of the host Adam: optimizer states in their layouts, and the numbers of one step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ CANONICAL_NAN = 0x7FC00000
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """What one step of Adam needs besides tensors: Python floats, computed in fp64 as torch.optim computes them.
+    """Numbers that one step of Adam needs besides tensors: Python floats, in fp64, as torch.optim computes them.
 
     Attributes:
         decay: 1 - lr · weight decay, by which decoupled weight decay multiplies the parameters; 1 without it.

@@ -1,4 +1,4 @@
-"""What a plan keeps in host memory or on a disk, and how it is updated there."""
+"""The settings of offload: parts kept in host memory or on a disk, and their updates there."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Offload:
 
     parts: str = ""
     """Parts of the training state kept off the device: "optimizer" (states and updates, ZeRO-Offload),
-    "optimizer,parameters" (units come up for use, two at a time; needs zero=3), and "activations" after either or
-    alone."""
+    "optimizer,parameters" (a unit is copied to the device for its use, two at a time; needs zero=3), and "activations"
+    after either or alone."""
     fraction: float = 1.0
     """Fraction of the parameters, in whole units, whose optimizer states are offloaded; the last units first."""
     disk: str | None = None

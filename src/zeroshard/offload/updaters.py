@@ -210,7 +210,7 @@ class HostAdam(HostUpdater):
             self._ahead = Speculation(update, pieces, factor, self._sum.puts, shadow)
 
     def _pieces(self, spans: Sequence[Span]) -> list[SlicePiece]:
-        """What an update does with each of some spans; states that are not there yet begin at zero."""
+        """The work of an update on each of some spans; states that are not there yet begin at zero."""
         optimizer, pieces = self._optimizer.optimizer, []
         for span in spans:
             start, stop = span.start - self.start, span.stop - self.start

@@ -80,7 +80,7 @@ class LeftOut:
 
 
 class Choice:
-    """What a plan chooses of one technique; these answers are those of one that is not in use."""
+    """The choices of a plan for one technique; these answers are those of a technique that is not in use."""
 
     @property
     def reach(self) -> tuple[float, ...]:
@@ -120,7 +120,7 @@ class Choice:
         return states
 
     def least_bytes(self, states: States, ranks: int) -> int | None:
-        """What one rank's states take on its device at least; None where the technique does not decide it."""
+        """The least bytes of one rank's states on its device; None where the technique does not decide it."""
         return None
 
     def remedies(self, ranks: int) -> Iterator[Remedy]:
@@ -161,7 +161,7 @@ class Choice:
         return usual
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
-        """What a reader of a prediction must know, a sentence each.
+        """Notes for the reader of a prediction, a sentence each.
 
         Args:
             host_rate: what host memory carries, in words.

@@ -55,10 +55,10 @@ class GradientSum(Protocol):
         """The next mean begins a new sum."""
 
     def planned(self) -> Iterator[Planned]:
-        """What it should hold."""
+        """Planned bytes of it."""
 
     def wire(self, work: Work) -> Wire:
-        """What it should move between tiers in a step."""
+        """Planned elements that it moves between tiers in a step."""
 
 
 class Reduction(Protocol):
@@ -91,11 +91,11 @@ class Reduction(Protocol):
         """The tensor that `whole` returned is not needed any more."""
 
     def wire(self, work: Work) -> Wire:
-        """What it should send in a step."""
+        """Planned elements that it sends in a step."""
 
 
 class Shown(Protocol):
-    """What `p.grad` of the parameters of one flat is."""
+    """The values of `p.grad` of the parameters of one flat."""
 
     def begin(self) -> None:
         """A backward begins."""
@@ -126,7 +126,7 @@ class Gradients(Protocol):
 
     @property
     def shown(self) -> Shown:
-        """What `p.grad` of its parameters is."""
+        """The values of `p.grad` of its parameters."""
 
     @property
     def layout(self) -> tuple[bool, bool]:
@@ -167,7 +167,7 @@ class Gradients(Protocol):
         """Forget the step's gradients."""
 
     def planned(self) -> Iterator[Planned]:
-        """What they should hold."""
+        """Planned bytes of them."""
 
     def wire(self, work: Work) -> Wire:
-        """What they should send in a step."""
+        """Planned elements that they send in a step."""

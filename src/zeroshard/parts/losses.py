@@ -36,7 +36,7 @@ class Loss(NamedTuple):
 
     @classmethod
     def of(cls, given: Any) -> "Loss":
-        """What a loss function returned: a mean, (sum, count), or (sum, count, penalty).
+        """The loss that a loss function returned: a mean, (sum, count), or (sum, count, penalty).
 
         Raises:
             BatchError: as `by_sum`; or a tuple of another length.
@@ -77,7 +77,7 @@ class Loss(NamedTuple):
 
 
 class LossReport(NamedTuple):
-    """What a rank tells the others of its losses in a step.
+    """A rank's report to the others on its losses in a step.
 
     Attributes:
         kinds: how they were given, `BY_MEAN` and `BY_SUM`; 0 for none.

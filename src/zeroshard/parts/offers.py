@@ -8,7 +8,7 @@ NEAR = 1.05  # times the shortest expected step: plans up to there are all looke
 
 
 class Looked(Protocol):
-    """What a search finds when it looks at a plan."""
+    """The findings of a search about one plan."""
 
     @property
     def fits(self) -> bool:
@@ -25,7 +25,7 @@ Rehearse = Callable[[int], Seen | None]  # at so many microbatches; None where t
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What is to be trained, and on what.
+    """The model to be trained, and its devices.
 
     Attributes:
         ranks: all of them.

@@ -46,7 +46,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
         step: steps taken or skipped so far, this one included.

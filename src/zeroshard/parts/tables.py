@@ -38,7 +38,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class TrafficRow:
-    """What the last step moved for one purpose, by the paper's count (an all-gather of Ψ elements counts Ψ)."""
+    """Traffic of the last step for one purpose, by the paper's count (an all-gather of Ψ elements counts Ψ)."""
 
     purpose: str
     planned_elements: int | None

@@ -1,4 +1,4 @@
-"""What a technique that splits parameters tells the engine before flats are made."""
+"""The axes that a technique which splits parameters gives the engine before flats are made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -91,7 +91,7 @@ class Stages(Choice):
         return (WAITING,) if self.stages > 1 else ()
 
     def example(self, make: Callable[[], Made]) -> Made | None:
-        """What a model is cut on, of those that `make` makes."""
+        """The example on which a model is cut, of those that `make` makes."""
         return make() if self.stages > 1 else None
 
     def fewest(self, most: int) -> int:

@@ -27,7 +27,7 @@ def measure(
     repeats: int = REPEATS,
     now: Callable[[], float] = time.perf_counter,
 ) -> list[LayerCost]:
-    """What each layer costs on this machine: medians of `repeats` forwards and backwards after one to warm up.
+    """Costs of each layer on this machine: medians of `repeats` forwards and backwards after one to warm up.
 
     Layers on the meta device are given random weights for the measurement.
 

@@ -144,7 +144,7 @@ def _check(layers: Sequence[LayerCost], objective: str, shape: str, cluster: Clu
 
 
 def _does_not_fit(task: "_Task") -> PlanError:
-    """What the split that needs least would need."""
+    """The need of the split that needs least."""
     whole = replace(task, objective=_Memory(), limit=None).table(len(task.cluster.levels), Fraction(0))
     least, limit = math.ceil(whole.best(0, len(task.layers) - 1)), task.limit or 0
     return PlanError(
@@ -164,7 +164,7 @@ def _kept(task: "_Task", stages: Sequence[PartitionStage]) -> Iterator[Partition
 
 
 class _Objective:
-    """What the dynamic program makes as small as it can: here the paper's seconds per microbatch."""
+    """The quantity that the dynamic program minimises: here the paper's seconds per microbatch."""
 
     adds = False  # the exchange to all that goes on inside, and what a stage sends on to what it receives
 
@@ -347,7 +347,7 @@ class _Table:
         return objective.share(objective.join(inner, self._sync(i, j, n, cut)), n)
 
     def _inner(self, n: int, rest: int) -> "_Table | _Device":
-        """What one of n copies is; each of them has 1/n of all the devices that come after."""
+        """One of n copies; each of them has 1/n of all the devices that come after."""
         if (n, rest) not in self.inners:
             behind = self.task.cluster.sizes[self.k - 1] * rest + self.after
             self.inners[n, rest] = self.task.table(self.k - 1, behind / n if self.task.counts_versions else Fraction(0))

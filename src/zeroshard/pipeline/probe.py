@@ -26,7 +26,7 @@ Site = tuple[nn.Module, str]
 
 
 class Probe:
-    """What happens in one forward of the whole model.
+    """The events of one forward of the whole model.
 
     Args:
         blocks: the modules between which the model can be cut.

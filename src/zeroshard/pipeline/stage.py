@@ -192,7 +192,7 @@ class Stage:
         chain.placeholders.forget()
 
     def planned(self) -> Iterator[Planned]:
-        """What borrowed weights and their gradients should hold."""
+        """Planned bytes of borrowed weights and their gradients."""
         for borrowed in self.borrowed.values():
             copies = self.borrowed_versions * borrowed.numel * borrowed.dtype.itemsize
             yield Planned("device", Category.PARAMETERS, Fraction(copies), Fraction(0))

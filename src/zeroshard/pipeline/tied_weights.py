@@ -116,7 +116,7 @@ class TiedWeights:
         debt.borrowed.take()
 
     def _of_chunk(self, chunk: int) -> "list[_Debt]":
-        """What a chunk uses of the borrowed: a stage borrows once, for the first of its chunks that needs it."""
+        """The borrowed weights that a chunk uses: a stage borrows once, for the first of its chunks that needs it."""
         return [debt for loan, debt in self._debts.items() if loan.borrower == chunk]
 
     def _debt(self, action: Action) -> "_Debt":
@@ -138,7 +138,7 @@ class TiedWeights:
 
 
 class _Debt:
-    """What one chunk borrows from one owner, and the versions on their way: for which microbatch, and their names."""
+    """Weights that one chunk borrows from one owner, and the versions on their way, with microbatch and names."""
 
     def __init__(self, loan: Loan, borrowed: Borrowed) -> None:
         self.loan, self.borrowed = loan, borrowed

@@ -26,7 +26,7 @@ class LossScale:
     window: int = 2000
     """Good steps before the dynamic loss scale grows."""
     hysteresis: int = 1
-    """Overflows that the dynamic loss scale bears before it backs off."""
+    """Overflows after which the dynamic loss scale backs off."""
     floor: float = 1.0
     """Lowest dynamic loss scale; an overflow there is an error."""
 

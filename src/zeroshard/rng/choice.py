@@ -1,4 +1,4 @@
-"""What the planner asks of random numbers."""
+"""Answers of random numbers to the planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

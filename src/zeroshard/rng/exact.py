@@ -43,7 +43,7 @@ CALL, CHECKPOINTS = nn.Module._call_impl.__code__, checkpoints.__file__
 
 @dataclass(slots=True)
 class _Forward:
-    """What is known of the draws of one microbatch.
+    """The state of the draws of one microbatch.
 
     Attributes:
         calls: of each module so far, by name.

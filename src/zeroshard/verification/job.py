@@ -1,4 +1,4 @@
-"""What is verified: a model, its batch and its optimizer under a plan, in a form that goes to other processes."""
+"""A job of verification: a model, its batch and its optimizer under a plan, in a form that goes to other processes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -33,7 +33,7 @@ class SeenShare:
 
 @dataclass(slots=True)
 class SeenStep:
-    """What one rank saw of a step.
+    """The observations of one rank in a step.
 
     Attributes:
         loss: as `train_step` returned it; None where it is not known.
@@ -58,7 +58,7 @@ class SeenStep:
 
 @dataclass(slots=True)
 class RankRecord:
-    """What one rank saw of the run.
+    """The observations of one rank in the run.
 
     Attributes:
         start: the weights before the first step; on rank 0 alone.

@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(slots=True)
 class PlainStep:
-    """What a step of the plain loop gave.
+    """The results of one step of the plain loop.
 
     Attributes:
         loss: of the whole step.
@@ -104,7 +104,7 @@ class Plain:
         self.optimizer.step()
 
     def contributions(self, number: int, name: str) -> list[Tensor]:
-        """What each part adds to the gradient of a parameter in a step, weighted as in `step`."""
+        """The contribution of each part to the gradient of a parameter in a step, weighted as in `step`."""
         kept, count, found = [_copies(each) for each in self._buffers], self._count(number), []
         parameter = self.trained[name]
         for part, batch, share in self._parts(number):

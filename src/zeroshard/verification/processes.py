@@ -33,7 +33,7 @@ class _Failure:
 
 
 def run_ranks(jobs: Sequence[VerificationJob]) -> list[list[RankRecord] | ZeroshardError]:
-    """What every rank saw of each job, or the error that the job ended with; jobs of equally many ranks share a start.
+    """The observations of every rank for each job, or its error; jobs of equally many ranks share a start.
 
     Jobs that follow one in which only some ranks failed are not run; their error says so.
     """
@@ -107,7 +107,7 @@ def _work(rank: int, ranks: int, folder: str, jobs: list[VerificationJob], pipe:
 
 
 def _answers(pipes: Sequence[Connection]) -> list[RankRecord | _Failure | None]:
-    """What each rank says of a job; None where one says nothing in time, once another has failed."""
+    """The answer of each rank for a job; None where one says nothing in time, once another has failed."""
     found: dict[int, RankRecord | _Failure] = {}
     end = time.monotonic() + PATIENCE
     while len(found) < len(pipes):

@@ -55,7 +55,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What came of a verification; it prints as one screen.
+    """The result of a verification; it prints as one screen.
 
     Attributes:
         title: the model, the plan, the ranks and the steps.

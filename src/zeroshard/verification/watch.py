@@ -1,4 +1,4 @@
-"""What each module takes and returns in a forward, and the gradients of its outputs, as sketches.
+"""The inputs and outputs of each module in a forward, and the gradients of its outputs, as sketches.
 
 The same hooks stand on the model under the plan and on that of the plain loop, so that calls can be set side by side.
 Calls are counted from each entry of the whole model; a forward that is computed again (recomputation, the second run of

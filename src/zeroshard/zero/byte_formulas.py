@@ -32,7 +32,7 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class BytesPerParameter:
-    """What one parameter costs: by default mixed-precision Adam, K = 12 (section 3.1)."""
+    """Bytes of one parameter: by default mixed-precision Adam, K = 12 (section 3.1)."""
 
     parameter: int = 2
     gradient: int = 2

@@ -1,4 +1,4 @@
-"""What the planner asks of ZeRO, and the stages that it offers to a search."""
+"""Answers of ZeRO to the planner, and the stages that it offers to a search."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

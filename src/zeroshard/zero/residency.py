@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """What a rank keeps of each flat buffer: everything, or only its slice (1910.02054, section 5).
+    """A rank's part of each flat buffer: everything, or only its slice (1910.02054, section 5).
 
     Attributes:
         slice_states: master weights and optimizer states in slices (stage 1 and up); the rank updates only its slice.
