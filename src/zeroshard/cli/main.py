@@ -129,9 +129,12 @@ def _ended_by_interrupt() -> Iterator[None]:
 
 def _train_options(argv: list[str]) -> "tuple[TrainConfig, Callable[[TrainConfig, str], None]]":
     """The options, and the function that trains a rank with them; this loads torch."""
-    from zeroshard.cli.rank import run_rank
-    from zeroshard.train.config import TrainConfig
-    from zeroshard.train.options import parse
+    from zeroshard.supervisor.kept_imports import kept_imports
+
+    with kept_imports():
+        from zeroshard.cli.rank import run_rank
+        from zeroshard.train.config import TrainConfig
+        from zeroshard.train.options import parse
 
     with open(os.devnull, "w") as null, contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":  # every rank parses the same options; only rank 0 prints

@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import signal
 
+from zeroshard.supervisor.kept_imports import kept_imports
+
 VARIABLE = "ZEROSHARD_FORK_SERVER"  # the environment variable with the supervisor's process id
 LOADED = (
     "numpy",
@@ -38,9 +40,10 @@ def _settle() -> None:
     os.setsid()
     for number in (*DEAF, signal.SIGUSR2):  # SIGUSR2 until a worker can write its stacks
         signal.signal(number, signal.SIG_IGN)
-    for name in LOADED:
-        with contextlib.suppress(ImportError):  # the worker imports it again, and reports the error
-            importlib.import_module(name)
+    with kept_imports():
+        for name in LOADED:
+            with contextlib.suppress(ImportError):  # the worker imports it again, and reports the error
+                importlib.import_module(name)
 
 
 if os.environ.get(VARIABLE) == str(os.getppid()):

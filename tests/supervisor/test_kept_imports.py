@@ -1,0 +1,49 @@
+"""Imports run without collections; what was there before them is never looked through again, what comes later is."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+
+from zeroshard.supervisor.kept_imports import kept_imports
+
+PROGRAM = """
+import gc
+from zeroshard.supervisor.kept_imports import kept_imports
+
+begun = []
+gc.callbacks.append(lambda phase, _: begun.append(phase))
+with kept_imports():
+    import decimal, email.message, http.client, xml.dom.minidom
+    inside = len(begun)
+    assert not gc.isenabled()
+assert inside == 0 and gc.isenabled() and gc.get_freeze_count() > 1000
+"""
+
+
+class Ring:
+    """An object that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_imports_run_without_collections() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_later_objects_are_collected_and_the_switch_is_as_before(enabled: bool) -> None:
+    try:
+        gc.enable() if enabled else gc.disable()
+        with pytest.raises(ImportError), kept_imports():
+            raise ImportError
+        assert gc.isenabled() is enabled
+        seen = weakref.ref(Ring())
+        gc.collect()
+        assert seen() is None
+    finally:
+        gc.unfreeze()
+        gc.enable()
