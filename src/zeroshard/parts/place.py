@@ -58,15 +58,41 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a split dimension: elements [start, stop) of the whole tensor.
+
+    Attributes:
+        counted: whether this rank counts it in norms and writes it to checkpoints: one of those that hold it.
+    """
+
+    start: int
+    stop: int
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """A parameter that is a part of a larger tensor, whose other parts other ranks hold.
 
     Attributes:
         axis: over which it is split, by name.
         shape: of the whole tensor.
-        start: the first element of this rank's part in each dimension; its shape is that of the parameter.
+        dimension: along which it is cut.
+        pieces: those that this rank holds, which lie one after the other in the parameter, along that dimension.
     """
 
     axis: str
     shape: tuple[int, ...]
-    start: tuple[int, ...]
+    dimension: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A parameter that all ranks of an axis hold whole, and of whose gradient each has a part: the parts add up.
+
+    Attributes:
+        axis: by name.
+    """
+
+    axis: str
