@@ -28,6 +28,7 @@ FLOORS = {
     "optim": 1.6,  # torch.optim over flats, on which updaters of other rooms stand
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other
     **dict.fromkeys(("parameter_server", "offload", "activations", "losses"), 2),
+    "tensor": 2.2,  # stands on losses
     "parameters": 2.5,  # parameters in the user's hands
     "plan": 3,
     "checks": 3.5,  # settings and models that are refused, with the way out

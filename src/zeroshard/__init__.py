@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from zeroshard.plan import Plan
     from zeroshard.precision.policy import LossScale
     from zeroshard.resilience import Checkpoints, Guard
+    from zeroshard.tensor.policy import TensorParallel
     from zeroshard.verification import Verification, verify
 else:
     # modules that need torch are loaded on first use, so that commands without torch start at once (PEP 562)
@@ -50,6 +51,7 @@ else:
         "Offload": "offload.policy",
         "Pipeline": "pipeline.policy",
         "Plan": "plan",
+        "TensorParallel": "tensor.policy",
         "Checkpoints": "resilience",
         "Guard": "resilience",
         "Verification": "verification",
@@ -106,6 +108,7 @@ __all__ = [
     "ReportError",
     "StepResult",
     "Stopped",
+    "TensorParallel",
     "Trace",
     "Verification",
     "ZeroshardError",

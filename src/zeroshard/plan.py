@@ -24,6 +24,7 @@ from zeroshard.parts.settings import (
 from zeroshard.pipeline.policy import Pipeline
 from zeroshard.precision.policy import LossScale
 from zeroshard.schedule import Loan, PipelineSchedule
+from zeroshard.tensor.policy import TensorParallel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,12 @@ SEARCHED = (  # by `Plan.auto`, which keeps all other settings
     *(f"pipeline_parallel.{name}" for name in ("stages", "schedule", "virtual_stages", "replicas", "split")),
     "pipeline_parallel.vertical_sync",
 )
-GROUPS: dict[str, Any] = {"loss_scale": LossScale, "pipeline_parallel": Pipeline, "offload": Offload}
+GROUPS: dict[str, Any] = {
+    "loss_scale": LossScale,
+    "pipeline_parallel": Pipeline,
+    "tensor_parallel": TensorParallel,
+    "offload": Offload,
+}
 CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "precision": ("fp32", "bf16", "fp16"),
@@ -71,6 +77,7 @@ class Plan:
 
     ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {  # options of the command line as other programs call them
         "pipeline_parallel": ("--pp",),
+        "tensor_parallel": ("--tp",),
         "microbatches": ("--gradient-accumulation-steps",),
         "clip_norm": ("--max-grad-norm",),
     }
@@ -99,6 +106,8 @@ class Plan:
     """Microbatches per step of `train_step`."""
     pipeline_parallel: int | Pipeline = 1
     """Pipeline stages; `Pipeline(stages, schedule=..., ...)` sets how they run."""
+    tensor_parallel: int | TensorParallel = 1
+    """Ranks that split each layer among themselves; `TensorParallel(ranks, sequence=..., layers=...)` sets how."""
     recompute: Literal["auto", "chunk", "off"] = "auto"
     """Recomputation in the backward: its chunk's forward ("chunk") or none ("off"); "auto" is "chunk" for "gpipe"."""
     loss_chunk: int | None = None
@@ -236,6 +245,12 @@ class Plan:
     def pipeline(self) -> Pipeline:
         """The pipeline settings, all spelled out."""
         group: Pipeline = group_from(Pipeline, "pipeline_parallel", self.pipeline_parallel)
+        return group
+
+    @cached_property
+    def tensor(self) -> TensorParallel:
+        """The settings of tensor parallelism, all spelled out."""
+        group: TensorParallel = group_from(TensorParallel, "tensor_parallel", self.tensor_parallel)
         return group
 
     @cached_property

@@ -215,6 +215,17 @@ class Comm:
         self._add(count, full, padding, sent=self.shared is None)
         return Exchange(self, work, place, purpose, arrival)
 
+    def all_reduce(self, tensor: torch.Tensor, purpose: Purpose, label: str, maximum: bool = False) -> Pending:
+        """Start to overwrite `tensor` with its sum over the ranks, or with the largest of each element.
+
+        The order of a sum is the backend's, one for all ranks. A sum of Ψ elements counts 2Ψ.
+        """
+        place, count = self._enter("reduce", purpose, label)
+        with self._naming(place):
+            work = self._network.all_reduce(tensor, self._groups["reduce"], maximum)
+        self._count(count, 2 * tensor.numel(), 2 * tensor.nbytes, sent=True)
+        return Pending(self, work, place, purpose)
+
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`; for set-up and for exports, not for every step."""
         if self.mesh.ranks == 1:

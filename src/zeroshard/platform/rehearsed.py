@@ -192,6 +192,12 @@ class RehearsedNetwork(Network):
         self._rehearsal.fill(into, out)
         return Imagined(self._rehearsal.clock)
 
+    def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
+        """As if every rank held the same."""
+        if not maximum:
+            tensor.mul_(self._ranks)
+        return self._rehearsal.begin("all-reduce", tensor.nbytes)
+
     def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
         """As if every rank sent the same frame; ends at once, and is not counted."""
         self._rehearsal.begin("gather", len(frame) * self._ranks).wait()

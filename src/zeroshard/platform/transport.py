@@ -105,6 +105,12 @@ class Network:
         work: dist.Work = dist.all_to_all_single(into, out, receives, sends, group=group, async_op=True)
         return work
 
+    def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
+        """Start to overwrite `tensor` with the sum of all ranks' or with the largest of each element."""
+        kind = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        work: dist.Work = dist.all_reduce(tensor, kind, group=group, async_op=True)
+        return work
+
     def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
         """Start to send every rank a frame, equally long on all; the second result gives all, once they are there."""
         mine = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
