@@ -1,0 +1,45 @@
+"""Zones of a forward under tensor parallelism: how the activations that modules see lie among the ranks."""
+
+from enum import StrEnum
+
+
+class Zone(StrEnum):
+    """How activations lie among the ranks that split layers."""
+
+    WHOLE = "whole"
+    """Equal on all ranks."""
+    COLUMNS = "columns"
+    """This rank's features or heads, between a column-parallel and a row-parallel layer."""
+    SEQUENCE = "sequence"
+    """This rank's positions of each sequence, between the split layers of blocks."""
+
+
+class Zones:
+    """The zone of the forward under way of one model.
+
+    Attributes:
+        now: that of the next operation.
+        around: the one around split layers: `SEQUENCE` inside of blocks under sequence parallelism, else `WHOLE`.
+        positions: of whole sequences, while `around` is `SEQUENCE`.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.around = Zone.WHOLE
+        self.positions = 0
+
+    def enter(self, zone: Zone) -> None:
+        """Activations lie so from here on."""
+        self.now = zone
+
+    def leave(self) -> None:
+        """The split layers are over: activations lie as around them."""
+        self.now = self.around
+
+    def enter_sequence(self, positions: int) -> None:
+        """A rank has some of so many positions from here on."""
+        self.now = self.around = Zone.SEQUENCE
+        self.positions = positions
+
+    def reset(self) -> None:
+        """A forward begins, or the blocks are over."""
+        self.now = self.around = Zone.WHOLE
