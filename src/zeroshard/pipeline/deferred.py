@@ -80,15 +80,15 @@ class _Linear:
     def __init__(self, deferral: Deferral, module: nn.Linear, plain: Callable[..., Any]) -> None:
         self._deferral, self._module, self._plain = deferral, module, plain
 
-    def __call__(self, input: Tensor) -> Tensor:
-        x = input
+    def __call__(self, input: Tensor, biased: bool = True) -> Tensor:
+        x, bias = input, self._module.bias if biased else None
         store, weight = self._deferral.store, self._module.weight
         if store is None or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_meta:
-            output: Tensor = self._plain(x)
+            output: Tensor = self._plain(x) if biased else F.linear(x, weight)
             return output
         anchor = torch.zeros((), device=x.device, dtype=x.dtype, requires_grad=True)
         deferred = (weight.detach(), (weight,), store)
-        product: Tensor = _Product.apply(x, self._module.bias, anchor, *deferred)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(x, bias, anchor, *deferred)  # type: ignore[no-untyped-call]
         return product
 
 

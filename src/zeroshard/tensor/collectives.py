@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Pending
+from zeroshard.comm.collectives import Exchange, Pending
 from zeroshard.parts.place import Axis
 from zeroshard.traffic import Purpose
 
@@ -61,40 +61,84 @@ class TensorRanks:
 
     def gather(self, x: Tensor, dim: int, total: int, label: str) -> Tensor:
         """The elements of all ranks along `dim`, `total` in all, of which `x` has those of `rows(total)`."""
+        return self.start_gather(x, dim, total, label).result()
+
+    def start_gather(self, x: Tensor, dim: int, total: int, label: str) -> "Gathering":
+        """Start a `gather`."""
         dim %= x.dim()
-        shape = (*x.shape[:dim], total, *x.shape[dim + 1 :])
-        if x.is_meta:
-            return x.new_empty(shape)
-        chunk = -(-total // self.size)
         before, after = x.shape[:dim], x.shape[dim + 1 :]
+        chunk = -(-total // self.size)
+        if x.is_meta:
+            return Gathering(None, x.new_empty((self.size, *before, chunk, *after)), dim, total)
         if x.shape[dim] < chunk:
             x = torch.cat((x, x.new_zeros(*before, chunk - x.shape[dim], *after)), dim)
         own = x.contiguous()
-        full = torch.empty(self.size * own.numel(), dtype=x.dtype, device=x.device)
-        self._comm.gather(full, own.view(-1), Purpose.GATHER_ACTIVATIONS, label).wait()
-        parts = full.view(self.size, *before, chunk, *after)
-        whole = parts.movedim(0, dim).reshape(*before, self.size * chunk, *after)
-        return whole.narrow(dim, 0, total)
+        full = own.new_empty(self.size * own.numel())
+        pending = self._comm.gather(full, own.view(-1), Purpose.GATHER_ACTIVATIONS, label)
+        return Gathering(pending, full.view(self.size, *before, chunk, *after), dim, total)
 
     def scatter_sum(self, x: Tensor, dim: int, label: str) -> Tensor:
         """The sum of `x` over the ranks, of which this rank keeps `rows` along `dim`."""
+        return self.start_scatter_sum(x, dim, label).result()
+
+    def start_scatter_sum(self, x: Tensor, dim: int, label: str) -> "ScatteringSum":
+        """Start a `scatter_sum`."""
         dim %= x.dim()
         total = x.shape[dim]
         start, stop = self.rows(total)
         before, after, chunk = x.shape[:dim], x.shape[dim + 1 :], -(-total // self.size)
+        shape = (*before, chunk, *after)
         if x.is_meta:
-            return x.new_empty((*before, stop - start, *after))
+            return ScatteringSum(None, x.new_empty(shape), dim, stop - start)
         if chunk * self.size != total:
             x = torch.cat((x, x.new_zeros(*before, chunk * self.size - total, *after)), dim)
         full = x.reshape(*before, self.size, chunk, *after).movedim(dim, 0).contiguous()
         exchange = self._comm.exchange(full.view(-1), full.new_empty, label, purpose=Purpose.SUM_ACTIVATIONS)
-        exchange.wait()
-        first, second, *others = exchange.copies
-        own = torch.add(first, second)
-        for copy in others:
-            own.add_(copy)
-        exchange.done()
-        return own.view(*before, chunk, *after).narrow(dim, 0, stop - start)
+        return ScatteringSum(exchange, full[0], dim, stop - start)
+
+
+class Gathering:
+    """A gather under way."""
+
+    def __init__(self, pending: Pending | None, parts: Tensor, dim: int, total: int) -> None:
+        """`parts`: [t, ..., c, ...], which the ranks' own fill."""
+        self._pending, self._parts, self._dim, self._total = pending, parts, dim, total
+
+    def result(self) -> Tensor:
+        """The whole [..., T, ...]."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            size, *shape = self._parts.shape
+            shape[self._dim] *= size
+            self._parts = self._parts.movedim(0, self._dim).reshape(shape).narrow(self._dim, 0, self._total)
+            return self._parts
+        if self._parts.is_meta:
+            _, *shape = self._parts.shape
+            shape[self._dim] = self._total
+            return self._parts.new_empty(shape)
+        return self._parts
+
+
+class ScatteringSum:
+    """A sum under way, of which this rank gets its own rows."""
+
+    def __init__(self, exchange: Exchange | None, like: Tensor, dim: int, length: int) -> None:
+        """`like`: [..., c, ...], as the rows of one rank."""
+        self._exchange, self._like, self._dim, self._length = exchange, like, dim, length
+
+    def result(self) -> Tensor:
+        """The own rows of the sum, added in the order of the ranks."""
+        own = self._like
+        if self._exchange is not None:
+            self._exchange.wait()
+            first, second, *others = self._exchange.copies
+            own = torch.add(first, second)
+            for copy in others:
+                own.add_(copy)
+            self._exchange.done()
+            own = own.view(self._like.shape)
+        return own.narrow(self._dim, 0, self._length)
 
 
 class CopyIn(torch.autograd.Function):

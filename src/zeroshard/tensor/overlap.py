@@ -22,6 +22,7 @@ from zeroshard.comm.collectives import Pending
 from zeroshard.tensor.collectives import Gathering, ScatteringSum, TensorRanks
 
 Left = list[tuple[Tensor | None, Tensor]]  # inputs and output gradients of products; None for an input gathered again
+Viewed = tuple[Tensor, Tensor | None, Left]
 
 
 class Input:
@@ -47,14 +48,21 @@ class Input:
     ) -> None:
         self.ranks, self.label, self.rows = ranks, label, rows
         self.own = None if rows is None else x.detach()
+        self._shape = x.shape
         self._sum: Pending | ScatteringSum | None = None
         self._gathering: Gathering | None = None
         self._readers = 0
         x = _Wait.apply(x, self)
-        self.layers = {each.module: (each.view(self), each) for each in layers}
+        self.layers: dict[nn.Module, tuple[Viewed, Parameters]] = {
+            each.module: (each.view(self), each) for each in layers
+        }
         if rows is not None and whole is None:
             whole = ranks.gather(x.detach(), *rows, label)
-        self.value: Tensor = _Start.apply(x, self, whole)
+        self.value: Tensor | None = _Start.apply(x, self, whole)
+
+    def close(self) -> None:
+        """No further product reads it: let go of the tensors, which the graph keeps as far as it needs them."""
+        self.layers, self.value, self.own = {}, None, None
 
     def start_sum(self, gradient: Tensor) -> Tensor:
         """Send the gradient of the input; what stands for it until `finish`."""
@@ -64,8 +72,7 @@ class Input:
             self._sum = self.ranks.start_sum(gradient, label)
             return gradient
         self._sum = self.ranks.start_scatter_sum(gradient, self.rows[0], label)
-        assert self.own is not None
-        return _absent(gradient, self.own.shape)
+        return _absent(gradient, self._shape)
 
     def finish(self, gradient: Tensor) -> Tensor:
         """The sum that `start_sum` sent."""
@@ -105,7 +112,7 @@ class Parameters:
     def __init__(self, module: nn.Module, transposed: bool, sums: Any = None) -> None:
         self.module, self.transposed, self.sums = module, transposed, sums
 
-    def view(self, input: Input) -> tuple[Tensor, Tensor | None, Left]:
+    def view(self, input: Input) -> Viewed:
         """Views of the parameters, whose gradients are made late ([Note: order of the backward])."""
         weight, bias = self.module.weight, self.module.bias
         left: Left = []
@@ -138,6 +145,7 @@ class Parameters:
 def column_product(input: Input, module: nn.Module) -> Tensor:
     """[..., I] -> this rank's [..., O/t]."""
     (weight, bias, left), parameters = input.layers[module]
+    assert input.value is not None
     own = input.value if input.own is None else input.own
     product: Tensor = _Product.apply(input.value, weight, bias, own.detach(), parameters.transposed, input, left)
     return product

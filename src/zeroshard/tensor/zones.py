@@ -1,6 +1,14 @@
 """Zones of a forward under tensor parallelism: how the activations that modules see lie among the ranks."""
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zeroshard.errors import BatchError
+
+if TYPE_CHECKING:
+    from zeroshard.tensor.collectives import TensorRanks
 
 
 class Zone(StrEnum):
@@ -39,6 +47,23 @@ class Zones:
         """A rank has some of so many positions from here on."""
         self.now = self.around = Zone.SEQUENCE
         self.positions = positions
+
+    def total(self, x: Tensor, ranks: "TensorRanks") -> int:
+        """The rows of all ranks of own rows x [..., T/t, D], or of x [B·T/t, D] where rows and positions are one.
+
+        Raises:
+            BatchError: x has the positions of no even part.
+        """
+        own, (start, stop) = x.shape[-2], ranks.rows(self.positions)
+        if x.dim() > 2 and own == stop - start:
+            return self.positions
+        if self.positions % ranks.size:
+            raise BatchError(
+                f"Sequences of {self.positions} positions do not divide among tensor_parallel={ranks.size} ranks, and "
+                f"a layer reads rows of shape {tuple(x.shape)}. Make the length of sequences a multiple of "
+                f"{ranks.size}, or set TensorParallel({ranks.size}, sequence=False)."
+            )
+        return own * ranks.size
 
     def reset(self) -> None:
         """A forward begins, or the blocks are over."""

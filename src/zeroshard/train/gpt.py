@@ -92,19 +92,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.head_width = config.heads, config.width // config.heads
         self.dropout = config.dropout
         self.query_key_value = Linear(config.width, 3 * config.width)
         self.output = Linear(config.width, config.width, std=INITIAL_STD / math.sqrt(2 * config.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, W] -> [B, T, W]."""
-        batch, time, width = x.shape
-        heads = self.query_key_value(x).view(batch, time, 3, self.heads, width // self.heads)
+        batch, time, _ = x.shape
+        heads = self.query_key_value(x).view(batch, time, 3, self.heads, self.head_width)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, D]
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, dropout_p=dropout, is_causal=True)
-        output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, width))
+        output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, -1))
         return output
 
 
