@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Partial, Piece, Split
 from zeroshard.parts.technique import NewAxis
+from zeroshard.tensor.check_gradients import GradientCheck
 from zeroshard.tensor.collectives import TensorRanks
 from zeroshard.tensor.find_layers import find
 from zeroshard.tensor.found import Found, FoundLayer, Segment, Style
@@ -75,6 +76,9 @@ class TensorTechnique:
                     entrance = forwards.entrances[attention.name]
                     open_attention(modules[attention.name], attention.name, entrance, self.zones)
         model.register_forward_pre_hook(Hook(lambda *_: self.zones.reset()), prepend=True)
+        named = {name: places[p] for name, p in model.named_parameters(remove_duplicate=False) if p in places}
+        for name in (name for stack in found.blocks for name in stack):
+            GradientCheck(modules[name], name, named, self.zones)
         return places
 
 
