@@ -6,14 +6,8 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.policy import Cut
 from zeroshard.plan import Plan
-from zeroshard.tensor.technique import TensorTechnique
 
-
-def _tensor(plan: Plan) -> Technique | None:
-    return TensorTechnique(plan.tensor) if plan.tensor.splits else None
-
-
-TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_tensor]  # makes those that a plan asks for
+TECHNIQUES: list[Callable[[Plan], Technique | None]] = []  # makes those that a plan asks for
 
 
 def techniques_of(plan: Plan) -> list[Technique]:
