@@ -29,6 +29,7 @@ from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_memory import Signal
+from zeroshard.platform.shared_operands import Operands, SharedOperands
 from zeroshard.platform.transport import Arrival, Scratch, Shared
 from zeroshard.traffic import BACKWARDS as BACKWARDS
 from zeroshard.traffic import Count as Count
@@ -133,11 +134,28 @@ class Exchange(Pending):
             self._read = None
 
 
+class SideBySide(Pending):
+    """Tensors of all ranks in shared memory, on their way to each; to be read after `wait`, and then `done`."""
+
+    def __init__(self, comm: "Comm", work: Operands, place: Position, purpose: Purpose) -> None:
+        super().__init__(comm, work, place, purpose)
+        self._operands = work
+
+    def of(self, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of a rank, which has that shape."""
+        return self._operands.of(rank, shape)
+
+    def done(self) -> None:
+        """This rank has read them all; in the order in which they were started."""
+        self._operands.done()
+
+
 class Comm:
     """The collectives of one rank.
 
     Attributes:
         shared: the memory that the ranks share; None where they send.
+        operands: memory in which ranks see each other's activations; None where they send them.
         counts: by purpose, since the last `reset`.
         digests: by group, a checksum of the labels of all its collectives so far, equal on ranks that started the same.
         session: a number on which the ranks agreed, which keeps messages of different engines apart.
@@ -149,6 +167,7 @@ class Comm:
         self.digests = {"gather": 0, "reduce": 0}
         self.session = 0
         self.shared: Shared | None = None
+        self.operands: SharedOperands | None = None
         self._network = mesh.platform.network(mesh.rank, mesh.ranks, mesh.device)
         self._groups = {"gather": mesh.gathers, "reduce": mesh.reductions, "control": mesh.control}
         self._started: dict[str, int] = defaultdict(int)
@@ -174,6 +193,30 @@ class Comm:
             return found
         self.shared = Shared(found)
         return None
+
+    def share_operands(self) -> str | None:
+        """Let `side_by_side` go through memory that all ranks map; a collective call, which answers as `share`."""
+        found = self.mesh.platform.share(self.mesh.rank, self.mesh.ranks, self.agree_on, 0)
+        if isinstance(found, str):
+            return found
+        self.operands = SharedOperands(found)
+        return None
+
+    def side_by_side(self, x: torch.Tensor, elements: int, purpose: Purpose, label: str) -> SideBySide:
+        """Start to show every rank's `x` to all, which share memory for it.
+
+        Args:
+            elements: of the operation, as `counts` have them.
+        """
+        assert self.operands is not None
+        place, count = self._enter("reduce", purpose, label)
+        with self._naming(place):
+            used = self.operands.used
+            if used is not None:
+                Pending(self, used, place, purpose).wait()
+            work = self.operands.put(x)
+        self._count(count, elements, elements * x.itemsize, sent=False)
+        return SideBySide(self, work, place, purpose)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A zeroed 1-D buffer of this rank, which the others can read if they share memory."""

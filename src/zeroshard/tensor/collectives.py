@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Exchange, Pending
+from zeroshard.comm.collectives import Comm, Exchange, Pending, SideBySide
 from zeroshard.parts.place import Axis
 from zeroshard.traffic import Purpose
 
@@ -40,17 +40,13 @@ class TensorRanks:
         chunk = -(-total // self.size)
         return min(rank * chunk, total), min((rank + 1) * chunk, total)
 
-    def start_sum(self, x: Tensor, label: str, purpose: Purpose = Purpose.SUM_ACTIVATIONS) -> Pending | None:
-        """Start to overwrite `x`, which is contiguous, with its sum over the ranks; None where nothing is sent."""
-        return None if x.is_meta or not x.numel() else self._comm.all_reduce(x, purpose, label)
+    def start_sum(self, x: Tensor, label: str, purpose: Purpose = Purpose.SUM_ACTIVATIONS) -> "Summing":
+        """Start to overwrite `x`, which is contiguous, with its sum over the ranks."""
+        return Summing(self, x, label, purpose)
 
     def sum(self, x: Tensor, label: str, purpose: Purpose = Purpose.SUM_ACTIVATIONS) -> Tensor:
         """The sum of `x` over the ranks, in the place of `x` if it is contiguous."""
-        x = x.contiguous()
-        pending = self.start_sum(x, label, purpose)
-        if pending is not None:
-            pending.wait()
-        return x
+        return self.start_sum(x.contiguous(), label, purpose).result()
 
     def maximum(self, x: Tensor, label: str, purpose: Purpose = Purpose.SUM_LOSSES) -> Tensor:
         """The largest of each element of `x` over the ranks, in the place of `x` if it is contiguous."""
@@ -65,17 +61,7 @@ class TensorRanks:
 
     def start_gather(self, x: Tensor, dim: int, total: int, label: str) -> "Gathering":
         """Start a `gather`."""
-        dim %= x.dim()
-        before, after = x.shape[:dim], x.shape[dim + 1 :]
-        chunk = -(-total // self.size)
-        if x.is_meta:
-            return Gathering(None, x.new_empty((self.size, *before, chunk, *after)), dim, total)
-        if x.shape[dim] < chunk:
-            x = torch.cat((x, x.new_zeros(*before, chunk - x.shape[dim], *after)), dim)
-        own = x.contiguous()
-        full = own.new_empty(self.size * own.numel())
-        pending = self._comm.gather(full, own.view(-1), Purpose.GATHER_ACTIVATIONS, label)
-        return Gathering(pending, full.view(self.size, *before, chunk, *after), dim, total)
+        return Gathering(self, x, dim % x.dim(), total, label)
 
     def scatter_sum(self, x: Tensor, dim: int, label: str) -> Tensor:
         """The sum of `x` over the ranks, of which this rank keeps `rows` along `dim`."""
@@ -83,62 +69,132 @@ class TensorRanks:
 
     def start_scatter_sum(self, x: Tensor, dim: int, label: str) -> "ScatteringSum":
         """Start a `scatter_sum`."""
-        dim %= x.dim()
-        total = x.shape[dim]
-        start, stop = self.rows(total)
-        before, after, chunk = x.shape[:dim], x.shape[dim + 1 :], -(-total // self.size)
-        shape = (*before, chunk, *after)
-        if x.is_meta:
-            return ScatteringSum(None, x.new_empty(shape), dim, stop - start)
-        if chunk * self.size != total:
-            x = torch.cat((x, x.new_zeros(*before, chunk * self.size - total, *after)), dim)
-        full = x.reshape(*before, self.size, chunk, *after).movedim(dim, 0).contiguous()
-        exchange = self._comm.exchange(full.view(-1), full.new_empty, label, purpose=Purpose.SUM_ACTIVATIONS)
-        return ScatteringSum(exchange, full[0], dim, stop - start)
+        return ScatteringSum(self, x, dim % x.dim(), label)
+
+    @property
+    def comm(self) -> Comm:
+        """Through which all goes."""
+        return self._comm
+
+
+class Summing:
+    """A sum under way: ranks that share memory add in rank order, others as their backend does."""
+
+    def __init__(self, ranks: TensorRanks, x: Tensor, label: str, purpose: Purpose) -> None:
+        self._x, self._size = x, ranks.size
+        self._pending: Pending | None = None
+        if x.is_meta or not x.numel():
+            return
+        comm = ranks.comm
+        if comm.operands is not None:
+            self._pending = comm.side_by_side(x, 2 * x.numel(), purpose, label)
+        else:
+            self._pending = comm.all_reduce(x, purpose, label)
+
+    def result(self) -> Tensor:
+        """x, overwritten."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+        if isinstance(pending, SideBySide):
+            _add([pending.of(rank, self._x.shape) for rank in range(self._size)], self._x)
+            pending.done()
+        return self._x
 
 
 class Gathering:
     """A gather under way."""
 
-    def __init__(self, pending: Pending | None, parts: Tensor, dim: int, total: int) -> None:
-        """`parts`: [t, ..., c, ...], which the ranks' own fill."""
-        self._pending, self._parts, self._dim, self._total = pending, parts, dim, total
+    def __init__(self, ranks: TensorRanks, x: Tensor, dim: int, total: int, label: str) -> None:
+        self._ranks, self._dim, self._total, self._x = ranks, dim, total, x
+        self._shape = (*x.shape[:dim], total, *x.shape[dim + 1 :])
+        self._whole: Tensor | None = x.new_empty(self._shape) if x.is_meta else None
+        self._pending: Pending | None = None
+        comm = ranks.comm
+        if x.is_meta:
+            return
+        if comm.operands is not None:
+            elements = torch.Size(self._shape).numel()
+            self._pending = comm.side_by_side(x, elements, Purpose.GATHER_ACTIVATIONS, label)
+            return
+        chunk = -(-total // ranks.size)
+        if x.shape[dim] < chunk:
+            x = torch.cat((x, x.new_zeros(*x.shape[:dim], chunk - x.shape[dim], *x.shape[dim + 1 :])), dim)
+        own = x.contiguous()
+        self._parts = own.new_empty((ranks.size, *own.shape))
+        self._pending = comm.gather(self._parts.view(-1), own.view(-1), Purpose.GATHER_ACTIVATIONS, label)
 
     def result(self) -> Tensor:
         """The whole [..., T, ...]."""
-        if self._pending is not None:
+        if self._whole is None:
+            assert self._pending is not None
             self._pending.wait()
-            self._pending = None
-            size, *shape = self._parts.shape
-            shape[self._dim] *= size
-            self._parts = self._parts.movedim(0, self._dim).reshape(shape).narrow(self._dim, 0, self._total)
-            return self._parts
-        if self._parts.is_meta:
-            _, *shape = self._parts.shape
-            shape[self._dim] = self._total
-            return self._parts.new_empty(shape)
-        return self._parts
+            if isinstance(self._pending, SideBySide):
+                self._whole = self._copied(self._pending)
+            else:
+                size, *shape = self._parts.shape
+                shape[self._dim] *= size
+                self._whole = self._parts.movedim(0, self._dim).reshape(shape).narrow(self._dim, 0, self._total)
+                del self._parts
+        return self._whole
+
+    def _copied(self, pending: SideBySide) -> Tensor:
+        whole, ranks = self._x.new_empty(self._shape), self._ranks
+        for rank in range(ranks.size):
+            start, stop = ranks.rows(self._total, rank)
+            place = whole.narrow(self._dim, start, stop - start)
+            place.copy_(pending.of(rank, place.shape))
+        pending.done()
+        return whole
 
 
 class ScatteringSum:
-    """A sum under way, of which this rank gets its own rows."""
+    """A sum under way, of which this rank gets its own rows, added in the order of the ranks."""
 
-    def __init__(self, exchange: Exchange | None, like: Tensor, dim: int, length: int) -> None:
-        """`like`: [..., c, ...], as the rows of one rank."""
-        self._exchange, self._like, self._dim, self._length = exchange, like, dim, length
+    def __init__(self, ranks: TensorRanks, x: Tensor, dim: int, label: str) -> None:
+        self._ranks, self._dim, self._x = ranks, dim, x
+        self._pending: SideBySide | Exchange | None = None
+        total, comm, purpose = x.shape[dim], ranks.comm, Purpose.SUM_ACTIVATIONS
+        start, stop = ranks.rows(total)
+        self._start, self._length = start, stop - start
+        if x.is_meta:
+            return
+        if comm.operands is not None:
+            self._pending = comm.side_by_side(x, x.numel(), purpose, label)
+            return
+        before, after, chunk = x.shape[:dim], x.shape[dim + 1 :], -(-total // ranks.size)
+        if chunk * ranks.size != total:
+            x = torch.cat((x, x.new_zeros(*before, chunk * ranks.size - total, *after)), dim)
+        self._full = x.reshape(*before, ranks.size, chunk, *after).movedim(dim, 0).contiguous()
+        self._pending = comm.exchange(self._full.view(-1), x.new_empty, label, purpose=purpose)
 
     def result(self) -> Tensor:
-        """The own rows of the sum, added in the order of the ranks."""
-        own = self._like
-        if self._exchange is not None:
-            self._exchange.wait()
-            first, second, *others = self._exchange.copies
-            own = torch.add(first, second)
-            for copy in others:
-                own.add_(copy)
-            self._exchange.done()
-            own = own.view(self._like.shape)
-        return own.narrow(self._dim, 0, self._length)
+        """The own rows of the sum."""
+        pending, self._pending = self._pending, None
+        own = self._x.narrow(self._dim, self._start, self._length)
+        if pending is None:
+            return own
+        pending.wait()
+        if isinstance(pending, SideBySide):
+            shape, place = tuple(self._x.shape), (self._dim, self._start, self._length)
+            own = _add([pending.of(rank, shape).narrow(*place) for rank in range(self._ranks.size)])
+        else:
+            own = _add(pending.copies).view(self._full.shape[1:]).narrow(self._dim, 0, self._length)
+            del self._full
+        pending.done()
+        return own
+
+
+def _add(operands: list[Tensor], into: Tensor | None = None) -> Tensor:
+    """The sum in the order given; `into` may be one of the operands."""
+    first, second, *others = operands
+    if into is not None and any(other is into for other in others):
+        into.copy_(_add(operands))
+        return into
+    total: Tensor = torch.add(first, second) if into is None else torch.add(first, second, out=into)
+    for other in others:
+        total.add_(other)
+    return total
 
 
 class CopyIn(torch.autograd.Function):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.comm.collectives import Pending
-from zeroshard.tensor.collectives import Gathering, ScatteringSum, TensorRanks
+from zeroshard.tensor.collectives import Gathering, ScatteringSum, Summing, TensorRanks
 
 Left = list[tuple[Tensor | None, Tensor]]  # inputs and output gradients of products; None for an input gathered again
 Viewed = tuple[Tensor, Tensor | None, Left]
@@ -49,7 +48,7 @@ class Input:
         self.ranks, self.label, self.rows = ranks, label, rows
         self.own = None if rows is None else x.detach()
         self._shape = x.shape
-        self._sum: Pending | ScatteringSum | None = None
+        self._sum: Summing | ScatteringSum | None = None
         self._gathering: Gathering | None = None
         self._readers = 0
         x = Waiting.apply(x, self)
@@ -68,8 +67,7 @@ class Input:
         """Send the gradient of the input; what stands for it until `finish`."""
         label = f"gradient of {self.label}"
         if self.rows is None:
-            gradient = gradient.contiguous()
-            self._sum = self.ranks.start_sum(gradient, label)
+            self._sum = self.ranks.start_sum(gradient.contiguous(), label)
             return gradient
         self._sum = self.ranks.start_scatter_sum(gradient, self.rows[0], label)
         return _absent(gradient, self._shape)
@@ -77,11 +75,7 @@ class Input:
     def finish(self, gradient: Tensor) -> Tensor:
         """The sum that `start_sum` sent."""
         pending, self._sum = self._sum, None
-        if isinstance(pending, ScatteringSum):
-            return pending.result()
-        if pending is not None:
-            pending.wait()
-        return gradient
+        return gradient if pending is None else pending.result()
 
     def gather_again(self, own: Tensor) -> None:
         """Start to bring the rows of all ranks for one more product."""
