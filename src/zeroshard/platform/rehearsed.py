@@ -253,7 +253,7 @@ class OwnMemory(SharedMemory):
     def post(self, signal: Signal) -> None:
         """Do nothing, as there is no other rank."""
 
-    def work(self, signal: Signal) -> dist.Work:  # type: ignore[override]
+    def work(self, signal: Signal, number: int | None = None) -> dist.Work:  # type: ignore[override]
         """Work that takes the time of a signal to the other ranks."""
         return self._rehearsal.begin("signal", 0)
 

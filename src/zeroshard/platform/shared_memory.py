@@ -104,9 +104,9 @@ class SharedMemory:
         for other in self.others:
             self._libc.sem_post(self._semaphore(self.rank, other, signal))
 
-    def work(self, signal: Signal) -> "Signals":
-        """Work that ends when every other rank has posted as often as this one has so far."""
-        return Signals(self, signal, self._posted[signal])
+    def work(self, signal: Signal, number: int | None = None) -> "Signals":
+        """Work that ends when every other rank has posted `number` times, by default as often as this one so far."""
+        return Signals(self, signal, self._posted[signal] if number is None else number)
 
     def reach(self, source: int, signal: Signal, number: int, deadline: float) -> bool:
         """Wait until `source` has posted `number` times; False when it has not by `deadline` (of `time.time()`).

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroshard.platform.shared_memory import SharedMemory, Signal, Signals
+from zeroshard.platform.shared_memory import SharedMemory, Signal
 
 TURNS = 4  # buffers of a rank
 
@@ -23,10 +23,10 @@ class SharedOperands:
         self._count = 0
 
     @property
-    def used(self) -> Signals | None:
+    def used(self) -> dist.Work | None:
         """Work that ends when the next buffer may be written; None if it may be now."""
         number = self._count - TURNS + 1
-        return Signals(self._memory, Signal.READ, number) if number > 0 else None
+        return self._memory.work(Signal.READ, number) if number > 0 else None
 
     def put(self, x: torch.Tensor) -> "Operands":
         """Show `x` to the other ranks; `used` has ended."""

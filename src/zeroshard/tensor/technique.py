@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Partial, Piece, Split
 from zeroshard.parts.technique import NewAxis
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.tensor.check_gradients import GradientCheck
 from zeroshard.tensor.collectives import TensorRanks
 from zeroshard.tensor.find_layers import find
@@ -32,13 +34,16 @@ AXIS = "tensor"
 class TensorTechnique:
     """Splits the layers of one model; a `parts.technique.Technique`.
 
+    Args:
+        transport: of the plan.
+
     Attributes:
         zones: of the model's forwards.
         found: what was found in the model, once it is cut.
     """
 
-    def __init__(self, policy: TensorParallel) -> None:
-        self._policy = policy
+    def __init__(self, policy: TensorParallel, transport: str = "network") -> None:
+        self._policy, self._transport = policy, transport
         self.zones = Zones()
         self.found: Found | None = None
 
@@ -63,6 +68,7 @@ class TensorTechnique:
             PlanError, ModelError: a layer cannot be split as the plan says.
         """
         ranks = TensorRanks(axes[AXIS])
+        self._share_memory(ranks.comm)
         self.found = found = find(model, ranks.size, self._policy)
         places = _Cutting(model, found, ranks, self._policy.sequence).places
         modules = dict(model.named_modules())
@@ -80,6 +86,17 @@ class TensorTechnique:
         for name in (name for stack in found.blocks for name in stack):
             GradientCheck(modules[name], name, named, self.zones)
         return places
+
+
+    def _share_memory(self, comm: Comm) -> None:
+        """Where the plan lets them and the machine can, let the ranks see each other's activations."""
+        if self._transport == "network":
+            return
+        reason: str | None = "the ranks do not compute on CPUs"
+        if not is_accelerator(comm.mesh.device):
+            reason = comm.share_operands()
+        if reason is not None and self._transport == "shared":
+            raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 
 
 class _Cutting:
