@@ -7,31 +7,55 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import PlanError
+from zeroshard.losses.tensor_like import TensorLike
 
 Number = int | float
+Make = Callable[[Tensor], Any]  # logits [..., V], or what stands for them, of hidden states [..., D]
 
 
 class LayerCall:
     """One call of an output layer.
+
+    Args:
+        make: makes logits that are read after all; where there is none, reading them is an error.
 
     Attributes:
         hidden: what entered it, [..., D]; None when the model's forward is over.
         shape: of its logits, [..., V].
     """
 
-    __slots__ = ("device", "hidden", "shape")
+    __slots__ = ("_made", "_make", "device", "hidden", "shape")
 
-    def __init__(self, hidden: Tensor, vocabulary: int) -> None:
+    def __init__(self, hidden: Tensor, vocabulary: int, make: Make | None = None) -> None:
         self.hidden: Tensor | None = hidden
         self.shape = torch.Size((*hidden.shape[:-1], vocabulary))
         self.device = hidden.device
+        self._make, self._made = make, None
+
+    @property
+    def makes(self) -> bool:
+        """Whether logits that are read are made."""
+        return self._make is not None
+
+    def logits(self, done: str) -> Any:
+        """The logits, for something of this name that is done to them.
+
+        Raises:
+            PlanError: they are not made, or the model's forward is over.
+        """
+        if self._made is None:
+            if self._make is None or self.hidden is None:
+                refuse(done)
+            self._made = self._make(self.hidden)
+        return self._made
 
 
-class AbsentLogits:
+class AbsentLogits(TensorLike):
     """Stands for logits on their way from the output layer to the loss, which makes them by chunks.
 
     It takes note of what models do to logits on the way: a factor, a divisor, a soft cap, and dtypes and devices, which
-    the loss chooses itself. Whatever else is done to it is an error.
+    the loss chooses itself. Whatever else is done to it is done to the logits, if the layer makes them after all, and
+    else an error.
 
     Attributes:
         call: of the output layer.
@@ -56,22 +80,33 @@ class AbsentLogits:
         """The scale and the soft cap of an `OutputLayer` with these logits."""
         return (self._scale, None) if self._inner is None else (self._scale * self._inner, self._scale)
 
-    def __mul__(self, factor: Any) -> "AbsentLogits":
+    def made(self, done: str = "logits") -> Any:
+        """The logits, for something of this name that is done to them.
+
+        Raises:
+            PlanError: they are not made.
+        """
+        z = self.call.logits(done)
+        if self._inner is not None:
+            z = (z * self._inner).tanh()
+        return z if self._scale == 1 else z * self._scale
+
+    def __mul__(self, factor: Any) -> Any:
         if not isinstance(factor, Number) or isinstance(factor, bool):
-            refuse("*")
+            return self.made("*") * factor
         return AbsentLogits(self.call, self._scale * factor, self._inner)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> "AbsentLogits":
+    def __truediv__(self, divisor: Any) -> Any:
         if not isinstance(divisor, Number) or not divisor:
-            refuse("/")
+            return self.made("/") / divisor
         return self * (1 / divisor)
 
-    def tanh(self) -> "AbsentLogits":
+    def tanh(self) -> Any:
         """The first half of a soft cap."""
         if self._inner is not None:
-            refuse("tanh")
+            return self.made("tanh").tanh()
         return AbsentLogits(self.call, 1.0, self._scale)
 
     def float(self) -> "AbsentLogits":
@@ -86,35 +121,14 @@ class AbsentLogits:
         """Itself."""
         return self
 
+    def _tensor(self, done: str) -> Any:
+        return self.made(done)
+
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.tanh and isinstance(args[0], AbsentLogits):
             return args[0].tanh()
-        return refuse(getattr(function, "__name__", str(function)))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        refuse(name)
-
-    def __getitem__(self, index: Any) -> Never:
-        refuse("[...]")
-
-    def __setitem__(self, index: Any, value: Any) -> Never:
-        refuse("[...] =")
-
-    def __len__(self) -> Never:
-        refuse("len")
-
-    def __add__(self, other: Any) -> Never:
-        refuse("+")
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Never:
-        refuse("-")
-
-    __rsub__ = __sub__
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def refuse(done: str) -> Never:
@@ -124,7 +138,7 @@ def refuse(done: str) -> Never:
         PlanError: always.
     """
     raise PlanError(
-        f"The logits were read ({done}), and under Plan(loss_chunk=...) the output layer makes none when there are "
-        f"labels. To read logits, leave the labels out of the batch; if the model itself reads them, leave loss_chunk "
-        f"out."
+        f"The logits were read ({done}), and under Plan(loss_chunk=...) or tensor_parallel the output layer makes none "
+        f"when there are labels. To read logits, leave the labels out of the batch; if the model itself reads them, "
+        f"leave loss_chunk out."
     )

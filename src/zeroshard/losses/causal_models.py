@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from zeroshard.errors import PlanError
 from zeroshard.losses.absent_logits import AbsentLogits, LayerCall
 from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
+from zeroshard.losses.vocabulary import WHOLE, Vocabulary
 from zeroshard.units.hooks import Hook
 
 LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils: cross entropy of the next token
@@ -32,17 +33,15 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
     Raises:
         PlanError: there is no such model, or its output layer or loss is of another kind.
     """
-    found = [m for m in model.modules() if _output_layer(m) is not None and callable(getattr(m, "loss_function", None))]
-    if not found:
+    causal = _causal_model(model)
+    if causal is None:
         raise PlanError(
             f"loss_chunk={chunk} is for causal language models of transformers and for modules with an attribute "
             f"loss_chunk, and {type(model).__name__} is neither. Leave it out, and call "
             f"zeroshard.losses.linear_cross_entropy in the model's forward."
         )
-    causal: Any = found[0]
-    layer: Any = _output_layer(causal)
-    loss, name = causal.loss_function, type(causal).__name__
-    if not isinstance(layer, nn.Linear) or getattr(layer.forward, "__func__", None) is not nn.Linear.forward:
+    layer, loss, name = _output_layer(causal), causal.loss_function, type(causal).__name__
+    if not _is_plain(layer):
         raise PlanError(
             f"loss_chunk={chunk} needs an output layer that is a plain nn.Linear, and that of {name} is a "
             f"{type(layer).__name__}. Leave it out."
@@ -52,9 +51,44 @@ def make_loss_by_chunks(model: nn.Module, chunk: int) -> None:
             f"loss_chunk={chunk} stands in for the loss function {LOSS} of transformers, and {name} has "
             f"{getattr(loss, '__name__', loss)!r}. Leave it out."
         )
-    labelled = _Labelled(causal)
-    vars(layer)["forward"] = _LayerForward(layer, labelled, chunk)
-    causal.loss_function = _ChunkedLoss(layer, loss, name)
+    _install(causal, layer, chunk)
+
+
+def split_causal_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make: Callable[..., Any]) -> bool:
+    """Let ranks that split the vocabulary of an output layer make its loss by chunks.
+
+    Logits that the model reads nevertheless are made by `make`, which has the arguments of the layer's forward.
+
+    Returns:
+        whether it is the output layer of a causal model, whose loss can be made so.
+    """
+    forward: Any = layer.forward
+    if not isinstance(forward, _LayerForward):
+        causal = _causal_model(model)
+        if causal is None or _output_layer(causal) is not layer or not _is_plain(layer):
+            return False
+        if getattr(causal.loss_function, "__name__", "") != LOSS:
+            return False
+        forward = _install(causal, layer, None)
+    forward.vocabulary, forward.make = vocabulary, make
+    return True
+
+
+def _causal_model(model: nn.Module) -> Any:
+    """The first model with an output layer and a loss function; None where there is none."""
+    found = (m for m in model.modules() if _output_layer(m) is not None)
+    return next((m for m in found if callable(getattr(m, "loss_function", None))), None)
+
+
+def _is_plain(layer: Any) -> bool:
+    return isinstance(layer, nn.Linear) and getattr(layer.forward, "__func__", None) is nn.Linear.forward
+
+
+def _install(causal: Any, layer: nn.Linear, chunk: int | None) -> "_LayerForward":
+    forward = _LayerForward(layer, _Labelled(causal), chunk)
+    vars(layer)["forward"] = forward
+    causal.loss_function = _ChunkedLoss(layer, causal.loss_function, type(causal).__name__)
+    return forward
 
 
 def _output_layer(module: nn.Module) -> Any:
@@ -93,32 +127,47 @@ class _Labelled:
 
 
 class _LayerForward:
-    """The forward of an output layer; a copy of the layer has its own class's.
+    """The forward of an output layer; a copy of the layer has its own class's, or `make`.
 
     Attributes:
-        loss_chunk: rows of which logits exist together.
+        loss_chunk: rows of which logits exist together; None for the default of `linear_cross_entropy`.
+        vocabulary: the classes of the rows of the weight.
+        make: the forward that makes logits, also those of a model with labels; by default the layer's own, and those
+            of a model with labels are not made.
     """
 
-    def __init__(self, layer: nn.Linear, labelled: _Labelled, chunk: int) -> None:
+    def __init__(self, layer: nn.Linear, labelled: _Labelled, chunk: int | None) -> None:
         self._layer, self._labelled, self.loss_chunk = weakref.ref(layer), labelled, chunk
+        self.vocabulary: Vocabulary = WHOLE
+        self.make: Callable[..., Any] | None = None
 
     def __call__(
-        self, input: Tensor, labels: Tensor | None = None, logits: AbsentLogits | None = None, **options: Any
+        self,
+        input: Tensor,
+        labels: Tensor | None = None,
+        logits: AbsentLogits | None = None,
+        read: bool = False,
+        **options: Any,
     ) -> Any:
-        """The logits of hidden states [..., D], or what stands for them; with `logits` and `labels`, their loss."""
+        """The logits of hidden states [..., D], or what stands for them; with `logits` and `labels`, their loss.
+
+        Args:
+            read: whether logits are wanted though the model has labels.
+        """
         layer = self._layer()
         assert layer is not None
-        if labels is None and not self._labelled:
-            return F.linear(input, layer.weight, layer.bias)
+        if labels is None and (read or not self._labelled):
+            return F.linear(input, layer.weight, layer.bias) if self.make is None else self.make(input)
         if logits is None or labels is None:
-            self._labelled.calls.append(LayerCall(input, layer.out_features))
+            make = None if self.make is None else lambda hidden: layer(hidden, read=True)
+            self._labelled.calls.append(LayerCall(input, layer.out_features, make))
             return AbsentLogits(self._labelled.calls[-1])
         scale, softcap = logits.cap
-        output = OutputLayer(layer.weight, layer.bias, scale, softcap)
+        output = OutputLayer(layer.weight, layer.bias, scale, softcap, self.vocabulary)
         return linear_cross_entropy(input, output, labels, chunk=self.loss_chunk, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plain_forward, (self._layer(),)
+        return (_plain_forward, (self._layer(),)) if self.make is None else (_same, (self.make,))
 
 
 class _ChunkedLoss:
@@ -144,6 +193,11 @@ class _ChunkedLoss:
             shift_labels: the label of each position; by default `labels` of the position after it.
         """
         layer = self._layer()
+        if isinstance(logits, AbsentLogits) and logits.call.makes:
+            given = labels if shift_labels is None else shift_labels
+            positions = logits.shape[:-1].numel()
+            if vocab_size not in (None, logits.shape[-1]) or given is None or given.numel() != positions:
+                logits = logits.made()
         if not isinstance(logits, AbsentLogits):
             loss: Tensor = self._plain(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs

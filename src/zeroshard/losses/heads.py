@@ -1,10 +1,15 @@
-"""The rows of a chunk that a plan gives, brought to the output layer of a model."""
+"""What a plan says about the loss, brought to the output layer of a model: rows of a chunk, and a split vocabulary."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-from zeroshard.losses.causal_models import make_loss_by_chunks
+from zeroshard.losses.causal_models import make_loss_by_chunks, split_causal_loss
+from zeroshard.losses.vocabulary import Vocabulary
 
 CHUNK = "loss_chunk"  # the attribute of a module that makes the loss, with the rows of a chunk; None for the default
+VOCABULARY = "vocabulary"  # another, with the classes of the rows of its weight
 
 
 def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
@@ -23,3 +28,16 @@ def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
         setattr(module, CHUNK, chunk)
     if not told:
         make_loss_by_chunks(model, chunk)
+
+
+def split_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make: Callable[..., Any]) -> None:
+    """Let the loss of an output layer be made by ranks that have the weights of some classes each.
+
+    A module with an attribute `vocabulary` is told of it, and must give it to the `OutputLayer` of its loss. Any other
+    gets the forward `make`, which stands for logits; the loss of a causal language model of transformers is made
+    without them.
+    """
+    if hasattr(layer, VOCABULARY):
+        setattr(layer, VOCABULARY, vocabulary)
+    if not split_causal_loss(model, layer, vocabulary, make):
+        vars(layer)["forward"] = make

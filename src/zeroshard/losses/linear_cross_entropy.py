@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zeroshard.errors import BatchError, ModelError, PlanError
 from zeroshard.losses.row_gradients import CrossEntropy
+from zeroshard.losses.vocabulary import WHOLE, Vocabulary
 
 ROWS, NBYTES = 1024, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
 BLOCK_NBYTES = 2**24  # of a 16-bit product that is added to the gradient of the weight in fp32
@@ -33,12 +34,14 @@ class OutputLayer:
         bias: b [V].
         scale: of the logits, as in Granite and Cohere.
         softcap: c, above 0, as in Gemma 2 (2408.00118, section 2).
+        vocabulary: the classes of the rows of W, where ranks have some of them each.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    vocabulary: Vocabulary = WHOLE
 
 
 def default_chunk(vocabulary: int) -> int:
@@ -67,6 +70,10 @@ def linear_cross_entropy(
     Gradients are made with the loss ([Note: gradients made in the forward]), so one backward may follow each call, and
     each loss that waits for its backward keeps a gradient of the weight, in fp32. Without gradients nothing is kept.
 
+    Where ranks split the vocabulary, each has the same hidden states and the weights of some classes, and gets the same
+    loss, the gradient of its weights, and the whole gradient of the hidden states. A chunk takes two messages of its
+    rows, and one of their hidden states' gradient under the products of the next.
+
     Args:
         hidden: [..., D].
         weight: [V, D]; or an `OutputLayer`, for a bias, a scale or a soft cap.
@@ -75,7 +82,7 @@ def linear_cross_entropy(
         label_smoothing: the share of the target that all classes have alike, 0 to 1.
         z_loss: the coefficient of (log Σ exp logits)², added for each row that counts (2204.02311, section 5).
         reduction: "mean" over the rows that count (NaN if there are none, as in torch), or "sum" (then 0).
-        chunk: rows of which logits exist together; by default `default_chunk(V)`.
+        chunk: rows of which logits exist together; by default `default_chunk` of the columns.
 
     Returns:
         The loss, a scalar.
@@ -92,7 +99,8 @@ def linear_cross_entropy(
     _check_options(layer, label_smoothing, z_loss, reduction, chunk)
     _check_tensors(hidden, layer, labels)
     terms = CrossEntropy(ignore_index, label_smoothing, z_loss, layer.scale, layer.softcap)
-    job = _Job(terms, chunk or default_chunk(layer.weight.shape[0]), reduction == "mean", torch.is_grad_enabled())
+    chunk = chunk or default_chunk(layer.vocabulary.widest(layer.weight.shape[0]))
+    job = _Job(terms, chunk, reduction == "mean", torch.is_grad_enabled(), layer.vocabulary)
     rows = hidden.reshape(-1, hidden.shape[-1])
     with nullcontext() if low is None else torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -109,12 +117,14 @@ class _Job:
         chunk: rows.
         mean: the sum is divided by the number of rows that count.
         trains: whether gradients are on.
+        vocabulary: the classes of the rows of the weight.
     """
 
     terms: CrossEntropy
     chunk: int
     mean: bool
     trains: bool
+    vocabulary: Vocabulary
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """The rows of each chunk, in their order."""
@@ -128,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, job: _Job) -> Tensor:
         """[N, D], [V, D], [V], [N] -> a scalar."""
         wanted = [job.trains and needed for needed in ctx.needs_input_grad[:3]]
-        gradients = _Gradients(rows, weight, bias, wanted)
+        gradients = _Gradients(rows, weight, bias, wanted, job.vocabulary)
         wide = torch.promote_types(rows.dtype, torch.float32)
         made = rows.new_empty(min(job.chunk, len(rows)), len(weight))
         sums, counts = [torch.zeros((), dtype=wide, device=rows.device)], [labels.new_zeros(())]
@@ -139,13 +149,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 torch.addmm(bias, rows[part], weight.t(), out=z)
             precise = z.to(wide)
-            total, counting = job.terms.sum_(precise, labels[part], gradients.any)
+            total, counting = job.terms.sum_(precise, labels[part], gradients.any, job.vocabulary)
             if precise is not z:
                 z.copy_(precise)
                 del precise  # before that of the next chunk is made
             gradients.add(part, z, counting.to(z.dtype).unsqueeze(1))
             sums.append(total)
             counts.append(counting.sum())
+        gradients.finish()
         loss, count = torch.stack(sums).sum(), torch.stack(counts).sum()
         factor = count.clamp(min=1).to(wide).reciprocal() if job.mean else None
         ctx.save_for_backward(gradients.rows, gradients.weight, gradients.bias, factor)
@@ -184,8 +195,11 @@ class _Gradients:
         bias: [V], at least fp32.
     """
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
-        self._given = rows, weight
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], vocabulary: Vocabulary
+    ) -> None:
+        self._given, self._vocabulary = (rows, weight), vocabulary
+        self._sums: list[Any] = []  # of the rows' gradients over the ranks, under way
         wide = torch.promote_types(rows.dtype, torch.float32)
         self.rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if wanted[0] else None
         self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
@@ -202,10 +216,18 @@ class _Gradients:
         if self.rows is not None:
             torch.mm(z, weight, out=self.rows[part])
             self.rows[part].mul_(counting)
+            self._sums.append(self._vocabulary.start_sum(self.rows[part]))
         if self.weight is not None:
             _add_product(self.weight, z.t(), rows[part] * counting)
         if self.bias is not None:
             self.bias += z.mul_(counting).sum(0, dtype=self.bias.dtype)
+
+    def finish(self) -> None:
+        """Wait for sums over the ranks."""
+        for one in self._sums:
+            if one is not None:
+                one.wait()
+        self._sums.clear()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroshard.losses.vocabulary import WHOLE, Vocabulary
+
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
@@ -27,41 +29,60 @@ class CrossEntropy:
     scale: float = 1.0
     softcap: float | None = None
 
-    def sum_(self, z: Tensor, labels: Tensor, gradients: bool) -> tuple[Tensor, Tensor]:
-        """The sum over the rows that count, and which do, [n]; `z` becomes the gradient of each row by its logits.
+    def sum_(
+        self, z: Tensor, labels: Tensor, gradients: bool, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[Tensor, Tensor]:
+        """The sum over the rows that count, and which do, [n]; else as `rows_`."""
+        losses, counts = self.rows_(z, labels, gradients, vocabulary)
+        return losses.sum(), counts
 
-        Rows that do not count have one too: the sum of gradients leaves them out, at the cost of a hidden state
+    def rows_(
+        self, z: Tensor, labels: Tensor, gradients: bool, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each row, 0 where it does not count, and which count, both [n]; `z` becomes the rows' gradients.
+
+        Rows that do not count have a gradient too: the sum of gradients leaves them out, at the cost of a hidden state
         each instead of a row of logits.
 
         Args:
             z: what the output layer gives, [n, V], in fp32 or fp64; overwritten.
             labels: [n].
             gradients: whether the gradient is wanted; if not, `z` is left undefined.
+            vocabulary: the classes of the columns.
         """
         counts = labels != self.ignore_index
-        at = labels.masked_fill(~counts, 0).unsqueeze(1)
+        at, elsewhere = vocabulary.find(labels.masked_fill(~counts, 0).unsqueeze(1))
         slope = self._cap_(z)
+        columns, classes = z.shape[1], vocabulary.classes(z.shape[1])
+        if not columns:
+            z = _no_column(z)
         largest, place = z.max(1, keepdim=True)
-        losses = z.gather(1, at).sub_(largest).mul_(self.label_smoothing - 1)
+        top = vocabulary.maximum(largest)
+        losses = z.gather(1, at).sub_(top).mul_(self.label_smoothing - 1)
+        if elsewhere is not None:
+            losses.masked_fill_(elsewhere, 0)
         if self.label_smoothing:
-            losses -= z.mean(1, keepdim=True).sub_(largest).mul_(self.label_smoothing)
+            losses -= z.mean(1, keepdim=True).sub_(top).mul_(self.label_smoothing * (columns / classes))
+        if elsewhere is not None:  # another rank may have a class that is possible where all columns are -inf
+            z.scatter_(1, place, largest.clamp_(min=torch.finfo(z.dtype).min))
         torch.softmax(z, 1, out=z)
-        log_partition = z.gather(1, place).log_().neg_()  # of logits less the largest
-        losses += log_partition
-        lse = log_partition.add_(largest)
+        losses, lse, share = vocabulary.join(losses, z.gather(1, place).log_().neg_(), largest, top)
         if self.z_loss:
             losses += lse.square().mul_(self.z_loss)
         if gradients:
+            if share is not None:
+                z.mul_(share)
             if self.z_loss:
                 z.mul_(lse.mul_(2 * self.z_loss).add_(1))
             if self.label_smoothing:
-                z.sub_(self.label_smoothing / z.shape[1])
-            z.scatter_add_(1, at, torch.full_like(losses, self.label_smoothing - 1))
+                z.sub_(self.label_smoothing / classes)
+            less = torch.full_like(losses, self.label_smoothing - 1)
+            z.scatter_add_(1, at, less if elsewhere is None else less.masked_fill_(elsewhere, 0))
             if slope is not None:
                 z.mul_(slope)
             if self.scale != 1:
                 z.mul_(self.scale)
-        return losses.squeeze(1).masked_fill_(~counts, 0).sum(), counts
+        return losses.squeeze(1).masked_fill_(~counts, 0), counts
 
     def _cap_(self, z: Tensor) -> Tensor | None:
         """Scale and cap `z` in place; the derivative of the cap, [n, V], if there is one."""
@@ -73,3 +94,8 @@ class CrossEntropy:
         slope = z.square().neg_().add_(1)
         z.mul_(self.softcap)
         return slope
+
+
+def _no_column(z: Tensor) -> Tensor:
+    """A column [n, 1] of no weight for a rank that has no class."""
+    return z.new_full((len(z), 1), torch.finfo(z.dtype).min)
