@@ -5,6 +5,5 @@ Read `linear_cross_entropy`, then `row_gradients` for the arithmetic of a chunk.
 """
 
 from zeroshard.losses.linear_cross_entropy import OutputLayer, default_chunk, linear_cross_entropy
-from zeroshard.losses.vocabulary import WHOLE, Vocabulary
 
-__all__ = ["WHOLE", "OutputLayer", "Vocabulary", "default_chunk", "linear_cross_entropy"]
+__all__ = ["OutputLayer", "default_chunk", "linear_cross_entropy"]

@@ -9,7 +9,6 @@ from zeroshard.losses.causal_models import make_loss_by_chunks, split_causal_los
 from zeroshard.losses.vocabulary import Vocabulary
 
 CHUNK = "loss_chunk"  # the attribute of a module that makes the loss, with the rows of a chunk; None for the default
-VOCABULARY = "vocabulary"  # another, with the classes of the rows of its weight
 
 
 def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
@@ -33,11 +32,8 @@ def set_loss_chunk(model: nn.Module, chunk: int | None) -> None:
 def split_loss(model: nn.Module, layer: nn.Linear, vocabulary: Vocabulary, make: Callable[..., Any]) -> None:
     """Let the loss of an output layer be made by ranks that have the weights of some classes each.
 
-    A module with an attribute `vocabulary` is told of it, and must give it to the `OutputLayer` of its loss. Any other
-    gets the forward `make`, which stands for logits; the loss of a causal language model of transformers is made
-    without them.
+    The loss of a causal language model of transformers is then made by chunks, without logits. The layer of any other
+    model gets the forward `make`, which stands for logits.
     """
-    if hasattr(layer, VOCABULARY):
-        setattr(layer, VOCABULARY, vocabulary)
     if not split_causal_loss(model, layer, vocabulary, make):
         vars(layer)["forward"] = make

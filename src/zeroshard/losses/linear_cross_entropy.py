@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from zeroshard.errors import BatchError, ModelError, PlanError
 from zeroshard.losses.row_gradients import CrossEntropy
@@ -91,6 +92,10 @@ def linear_cross_entropy(
         ModelError: shapes or dtypes that do not fit. PlanError: an option out of its range. BatchError: a second
             backward, or one that is to be differentiated.
     """
+    if has_torch_function((hidden,)):
+        given: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        given |= {"reduction": reduction, "chunk": chunk}
+        return handle_torch_function(linear_cross_entropy, (hidden,), hidden, weight, labels, **given)
     layer = weight if isinstance(weight, OutputLayer) else OutputLayer(weight)
     low = _autocast_dtype(hidden.device)
     if low is not None:

@@ -29,9 +29,7 @@ class CrossEntropy:
     scale: float = 1.0
     softcap: float | None = None
 
-    def sum_(
-        self, z: Tensor, labels: Tensor, gradients: bool, vocabulary: Vocabulary = WHOLE
-    ) -> tuple[Tensor, Tensor]:
+    def sum_(self, z: Tensor, labels: Tensor, gradients: bool, vocabulary: Vocabulary = WHOLE) -> tuple[Tensor, Tensor]:
         """The sum over the rows that count, and which do, [n]; else as `rows_`."""
         losses, counts = self.rows_(z, labels, gradients, vocabulary)
         return losses.sum(), counts

@@ -48,7 +48,9 @@ class TensorParallel:
 def _pairs(layers: Any) -> tuple[str, ...]:
     """Paths and styles as "path=style"; styles may be objects of torch.distributed.tensor.parallel."""
     if isinstance(layers, Mapping):
-        layers = [f"{path}={style if isinstance(style, str) else type(style).__name__}" for path, style in layers.items()]
+        layers = [
+            f"{path}={style if isinstance(style, str) else type(style).__name__}" for path, style in layers.items()
+        ]
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         layers = [layers]
     pairs = tuple(layers)

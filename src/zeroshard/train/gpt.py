@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.errors import DataError, ModelError
-from zeroshard.losses import WHOLE, OutputLayer, Vocabulary, linear_cross_entropy
+from zeroshard.losses import linear_cross_entropy
 
 INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0
@@ -146,18 +146,15 @@ class Head(Linear):
 
     Attributes:
         loss_chunk: rows of which logits exist together; None for the default of `linear_cross_entropy`.
-        vocabulary: the tokens of the rows of its weight.
     """
 
     loss_chunk: int | None = None
-    vocabulary: Vocabulary = WHOLE
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of `x` [B, T, W]; given `targets` [B, T], their mean cross entropy in nats instead."""
         if targets is None:
             return super().forward(x)
-        layer = OutputLayer(self.weight, vocabulary=self.vocabulary)
-        return linear_cross_entropy(x, layer, targets, chunk=self.loss_chunk)
+        return linear_cross_entropy(x, self.weight, targets, chunk=self.loss_chunk)
 
 
 class GPT(nn.Module):
