@@ -16,6 +16,8 @@ class Purpose(StrEnum):
     SEND_ACTIVATIONS = "send activations"
     SEND_TO_EVALUATE = "send to evaluate"
     SEND_GRADIENTS = "send their gradients"
+    GATHER_ACTIVATIONS = "gather activations"
+    GATHER_THEIR_GRADIENTS = "gather their gradients"
     LEND_WEIGHTS = "lend weights"
     REPAY_GRADIENTS = "repay their gradients"
     SUM_ACTIVATIONS = "sum activations"

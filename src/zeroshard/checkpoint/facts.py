@@ -107,8 +107,10 @@ def check_facts(path: Path, facts: dict[str, Any]) -> None:
 
 
 def _fits_ranks(cut: list[Any], ranks: int) -> bool:
-    stages, _, replicas = cut
-    return cut == [1, 1, None] if stages == 1 else replicas is not None and sum(replicas) == ranks
+    stages, chunks, replicas, *together = cut
+    if stages == 1:
+        return (chunks, replicas) == (1, None) and not ranks % math.prod(together)
+    return replicas is not None and sum(replicas) * math.prod(together) == ranks
 
 
 def _count(value: Any, least: int = 0) -> bool:
@@ -129,9 +131,9 @@ def _number(value: Any) -> bool:
 
 def _cut(value: Any) -> bool:
     match value:
-        case [stages, chunks, replicas]:
+        case [stages, chunks, replicas, *together]:
             each = replicas is None or (_counts(replicas, 1) and len(replicas) == stages)
-            return _count(stages, 1) and _count(chunks, 1) and each
+            return _count(stages, 1) and _count(chunks, 1) and each and len(together) < 2 and _counts(together, 2)
     return False
 
 
@@ -184,7 +186,7 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_count": (lambda v: v is None or (_number(v) and v > 0), "null, or a number above 0"),
     "last_update": (_last_update, "by stage a gradient norm and whether the update was skipped, or null"),
     "never_written": (lambda v: v is None or _names(v), "null, or a list of names"),
-    "cut": (_cut, "stages, chunks, and null or the replicas of each stage"),
+    "cut": (_cut, "stages, chunks, null or the replicas of each stage, and perhaps the ranks of a replica"),
     "gradient_layouts": (_layouts, "by label two of true or false"),
     "optimizer": (_optimizer, "a class, a list of groups and a table of scalars"),
     "buffers": (_buffers, "a table of shapes and a list of names"),

@@ -14,7 +14,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import part_of
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Place
-from zeroshard.parts.technique import NewAxis, Technique
+from zeroshard.parts.technique import NewAxis, Technique, ranks_together
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 
@@ -55,15 +55,12 @@ class Axes:
     @property
     def data_ranks(self) -> int:
         """Batches of a step."""
-        return self._stage.data_ranks // _product(self._new(self._stage.mesh.ranks))
+        return self._stage.data_ranks
 
     @property
     def data_rank(self) -> int:
         """This rank's batch."""
-        if not self.new:
-            return self._stage.data_rank
-        mesh = self._stage.mesh
-        return next(number for number, group in enumerate(self._on_same_data(mesh.ranks)) if mesh.rank in group)
+        return self._stage.data_rank
 
     def place(self, split: str | None) -> Place:
         """The place of parameters that are split over an axis, or of dense ones."""
@@ -100,7 +97,7 @@ class Axes:
         slices = self._axis(f"slices{label}", lambda n: self._slices(n, split))
         copies = self._axis(f"replicas{label}", lambda n: self._copies(n, split))
         twins = self._axis(f"twins{label}", lambda n: self._twins(n, split))
-        data_ranks = ranks // _product(self._new(ranks))
+        data_ranks = ranks // ranks_together(self._techniques, ranks)
         return Place(
             slices,
             owners,
@@ -168,7 +165,7 @@ class Axes:
         return axis
 
     def _check(self, members: Sequence[int]) -> None:
-        size, data_ranks = self._shard_group, len(members) // _product(self._new(len(members)))
+        size, data_ranks = self._shard_group, len(members) // ranks_together(self._techniques, len(members))
         if size and data_ranks % size:
             raise PlanError(
                 f"{data_ranks} ranks{self._stage.called} do not divide into groups of shard_group={size}; start a "
@@ -182,14 +179,6 @@ def _joined(checksums: list[int]) -> int:
 
 def _coordinate(axis: NewAxis, rank: int) -> int:
     return next(list(group).index(rank) for group in axis.groups if rank in group)
-
-
-def _product(axes: Mapping[str, NewAxis]) -> int:
-    """Ranks that work on the same data."""
-    product = 1
-    for axis in axes.values():
-        product *= 1 if axis.data else len(axis.groups[0])
-    return product
 
 
 def _by(keys: Sequence[tuple[int, ...]]) -> Partition:

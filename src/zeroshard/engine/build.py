@@ -163,17 +163,9 @@ class Builder:
         )  # fmt: skip
 
     def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer) -> None:
-        """Let a technique put parts in the place of parameters, and the optimizer have those.
-
-        The parameters are rank 0's before; those on the meta device get their values later, by their names.
-        """
-        for name, parameter in self._model.named_parameters():
-            if not parameter.is_meta:
-                self._axes.world.broadcast(parameter.data, f"initial {name}")
-        before = dict(self._model.named_parameters())
-        self._splits |= technique.cut(self._model, self._axes.new)
-        after = dict(self._model.named_parameters())
-        new = {parameter: after[name] for name, parameter in before.items() if after[name] is not parameter}
+        """Let a technique put parts in the place of parameters, and the optimizer have those."""
+        splits, new = self._stage.cut(technique, self._axes.new)
+        self._splits |= splits
         for group in optimizer.param_groups:
             group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
 

@@ -106,8 +106,9 @@ class Engine(Readings):
             optimizer = optimizer(list(model.parameters()))  # of all stages; a list may be walked more than once
         check_alike(Comm(self.mesh), model, optimizer, self.plan)
         set_loss_chunk(model, self.plan.loss_chunk)
-        self._stage = make_stage(model, cut_of(self.plan), self.mesh, example, self._run)
         techniques = techniques_of(self.plan)
+        cut = cut_of(self.plan, techniques, self.mesh.ranks)
+        self._stage = make_stage(model, cut, self.mesh, example, self._run)
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)
         self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
         tied = tied_names(model)
@@ -440,7 +441,7 @@ class Engine(Readings):
         plan, stage, parts = self.plan, self._stage, self._assembly.parts
         if isinstance(stage, Stage):
             update = (self._backward, self._update, self._decision)
-            return PipelineOrder(stage, parts, *update, cut_of(plan), self.model, self._run)
+            return PipelineOrder(stage, parts, *update, plan.recomputes, self.model, self._run)
         alone = PipelineSchedule("naive", Layout((1,)), plan.microbatches, reduce_each=plan.reduces_each_microbatch)
         calls = (self._run, self._add, self._take_step)
         return OneStage(self.model, self.mesh, self._assembly, alone, self._backward, *calls)

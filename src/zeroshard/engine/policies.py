@@ -1,9 +1,9 @@
 """The policy of each technique, made from a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from zeroshard.errors import PlanError
-from zeroshard.parts.technique import Technique
+from zeroshard.parts.technique import Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
 from zeroshard.plan import Plan
 
@@ -11,19 +11,13 @@ TECHNIQUES: list[Callable[[Plan], Technique | None]] = []  # makes those that a 
 
 
 def techniques_of(plan: Plan) -> list[Technique]:
-    """The techniques that split parameters under a plan.
-
-    Raises:
-        PlanError: it does not combine with stages.
-    """
-    found = [technique for make in TECHNIQUES if (technique := make(plan)) is not None]
-    if found and plan.pipelined:
-        raise PlanError(
-            f"Parameters are split inside of layers and pipeline_parallel={plan.pipeline.stages}; set it to 1."
-        )
-    return found
+    """The techniques that split parameters under a plan."""
+    return [technique for make in TECHNIQUES if (technique := make(plan)) is not None]
 
 
-def cut_of(plan: Plan) -> Cut:
-    """How a plan cuts a model into stages."""
-    return Cut(plan.pipeline, plan.pipeline_schedule, plan.units, plan.recomputes)
+def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
+    """How a plan cuts a model into stages over so many ranks."""
+    replicas = plan.pipeline.replicas or (1,) * plan.pipeline.stages
+    together = ranks_together(techniques, ranks * replicas[0] // sum(replicas))
+    schedule = partial(plan.pipeline_schedule, together=together)
+    return Cut(plan.pipeline, schedule, plan.units, together)

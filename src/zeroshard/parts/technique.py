@@ -1,11 +1,13 @@
 """The axes that a technique which splits parameters gives the engine before flats are made."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
+from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Split
 
 
@@ -23,7 +25,10 @@ class NewAxis:
 
 
 class Technique(Protocol):
-    """Splits parameters over axes of its own. A plan that asks for none has none."""
+    """Splits parameters over axes of its own. A plan that asks for none has none.
+
+    Modules stay, with their classes and the names of their parameters; in a pipeline they are those of all stages.
+    """
 
     def axes(self, ranks: int) -> Mapping[str, NewAxis]:
         """The axes that it needs on a stage of so many ranks, by name."""
@@ -34,3 +39,46 @@ class Technique(Protocol):
         Returns:
             each new parameter, with its place in the tensor that it is of.
         """
+
+    def replicated_over(self, layer: str) -> str | None:
+        """The axis whose ranks hold the same activation where it enters a layer of a pipeline; None if they do not.
+
+        Each of them then sends a part of it between stages, and of its gradient (2104.04473, section 4.1).
+
+        Args:
+            layer: the path of a block, or "suffix".
+        """
+
+
+class Products(Protocol):
+    """Products that are left for later: those that make the gradients of weights, for schedules like zb-h1."""
+
+    def add(self, weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
+        """Leave gradientᵀ·x, with x [..., I] and gradient [..., O], for the gradient of weight [O, I]."""
+
+
+def products_of(layer: nn.Module) -> Callable[[], Products | None]:
+    """Where the forward under way of a linear layer leaves products for later; None if they are made at once.
+
+    Asked of a layer before its forward is replaced: a forward of a technique's own then serves such schedules, too.
+    """
+    found: Callable[[], Products | None] = getattr(layer.forward, "products", lambda: None)
+    return found
+
+
+def ranks_together(techniques: Sequence[Technique], ranks: int) -> int:
+    """How many ranks of a stage of so many work on the same data: neighbours.
+
+    Raises:
+        PlanError: they are no neighbours.
+    """
+    axes = {name: axis for technique in techniques for name, axis in technique.axes(ranks).items() if not axis.data}
+    together = math.prod(len(axis.groups[0]) for axis in axes.values())
+    for name, axis in axes.items():
+        far = [group for group in axis.groups if len({rank // together for rank in group}) > 1]
+        if far:
+            raise PlanError(
+                f"Ranks {', '.join(map(str, far[0]))} of a stage are to work on the same data over the axis {name!r}; "
+                f"ranks that do are neighbours, {together} at a time. Number its groups so."
+            )
+    return together

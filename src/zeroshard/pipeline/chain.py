@@ -16,8 +16,8 @@ This is checked on the autograd graph of one forward: walking back from what lea
 meet no other parameters than the layer's own. A value that bypasses it unseen by autograd is NaN from a placeholder.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class Chain:
         device: where the example is, if the model is on meta and it is not ([Note: probing without weights]).
 
     Attributes:
+        model: as given.
         layers: prefix, blocks, suffix.
         frames: the modules around blocks, whose forwards run on every stage.
         written: the buffers (module, name) that the forward of the example wrote, and in which layers.
@@ -77,7 +78,7 @@ class Chain:
     ) -> None:
         self._paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
         _refuse_mixture(model)
-        self._model = model
+        self.model = model
         found = _blocks(model, blocks)
         self._window: tuple[int, int] | None = None
         self._hidden: Tensor | None = None
@@ -158,7 +159,7 @@ class Chain:
 
     def run_standing_in(self, first: int, last: int, forward: Callable[[], Any]) -> Any:
         """As `run`, for the shapes of what comes out: it leaves buffers and random numbers as they are."""
-        with torch.no_grad(), unchanged(self._model):
+        with torch.no_grad(), unchanged(self.model):
             return self.run(first, last, forward)
 
     def number(self, name: str) -> int:
@@ -217,6 +218,25 @@ class Chain:
             for name, value in module._parameters.items():
                 if value is parameter:
                     yield module, name
+
+    @contextmanager
+    def without_gates(self) -> Iterator[None]:
+        """Modules have their own forwards inside; those that they have at the end pass the gates from then on."""
+        for gate in self._gates:
+            gate.lift()
+        try:
+            yield
+        finally:
+            for gate in self._gates:
+                gate.close()
+
+    def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Let parameters of other shapes, which stand in the modules already, be those of the layers."""
+        for layer in self.layers:
+            layer.parameters = {name: new.get(parameter, parameter) for name, parameter in layer.parameters.items()}
+        for gate in self._gates:
+            if not set(new.values()).isdisjoint(gate.module.parameters()):
+                self.placeholders.drop(gate.module)
 
     def path(self, module: nn.Module) -> str:
         """The module's name in the model."""

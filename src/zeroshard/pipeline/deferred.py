@@ -91,10 +91,14 @@ class _Linear:
         product: Tensor = _Product.apply(x, bias, anchor, *deferred)  # type: ignore[no-untyped-call]
         return product
 
+    def products(self) -> WeightGradients | None:
+        """Where products are left, for a forward that takes the place of this one (`parts.technique.products_of`)."""
+        return self._deferral.store if torch.is_grad_enabled() else None
+
 
 DEFERS: dict[type[nn.Module], Callable[[Deferral, Any], Callable[..., Any]]] = {
     nn.Linear: lambda deferral, module: _Linear(deferral, module, module.forward)
-}  # a technique with layers of its own enters how their forwards leave products to `deferral.store`
+}  # how their forwards leave products to `deferral.store`
 ESCAPED = 0.1  # of the elements that are deferred, so many elsewhere are worth a warning
 
 

@@ -168,7 +168,7 @@ class Executor:
             local = self._out.pop((Kind.FORWARD, chunk - 1, j), None)
             if local is None:
                 flight.buffers.append(self.messages.take(f"input of F{chunk}.{j}"))
-                local = flight.buffers[0].view(self._shape(self._stage.firsts[chunk], j)[0])
+                local = _viewed(flight.buffers[0], self._shape(self._stage.firsts[chunk], j))
             flight.hidden = local.detach().requires_grad_(local.is_floating_point() and torch.is_grad_enabled())
         self.tied.begin((chunk, j))
         self._chunks.use(action)
@@ -251,7 +251,7 @@ class Executor:
         if local is not None:
             return local
         flight.buffers.append(self.messages.take(f"gradient for B{chunk}.{j}"))
-        return flight.buffers[-1].view(self._shape(self._stage.firsts[chunk + 1], j)[0])
+        return _viewed(flight.buffers[-1], self._shape(self._stage.firsts[chunk + 1], j))
 
     def _weight_gradients(self, action: Action) -> None:
         start = self.interpreter.now()
@@ -286,23 +286,24 @@ class Executor:
 
     def _receive_forward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
-        shape = self._shape(self._stage.firsts[chunk], j)
-        self.messages.post(f"input of F{chunk}.{j}", shape, peer, self._sending)
+        layer = self._stage.firsts[chunk]
+        self.messages.post(f"input of F{chunk}.{j}", self._shape(layer, j), peer, self._sending, layer)
 
     def _receive_backward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
-        shape = self._shape(self._stage.firsts[chunk + 1], j)
-        self.messages.post(f"gradient for B{chunk}.{j}", shape, peer, Purpose.SEND_GRADIENTS)
+        layer = self._stage.firsts[chunk + 1]
+        self.messages.post(f"gradient for B{chunk}.{j}", self._shape(layer, j), peer, Purpose.SEND_GRADIENTS, layer)
 
     def _send_forward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
-        output = self._out.pop((Kind.FORWARD, chunk, j))
-        self.messages.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending)
+        output, layer = self._out.pop((Kind.FORWARD, chunk, j)), self._stage.firsts[chunk + 1]
+        self.messages.send(f"input of F{chunk + 1}.{j}", output, _peer(action), self._sending, layer=layer)
 
     def _send_backward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
-        gradient = self._out.pop((Kind.BACKWARD, chunk, j))
-        self.messages.send(f"gradient for B{chunk - 1}.{j}", gradient, _peer(action), Purpose.SEND_GRADIENTS)
+        gradient, layer = self._out.pop((Kind.BACKWARD, chunk, j)), self._stage.firsts[chunk]
+        name, purpose = f"gradient for B{chunk - 1}.{j}", Purpose.SEND_GRADIENTS
+        self.messages.send(name, gradient, _peer(action), purpose, layer=layer)
 
     def _update(self, action: Action) -> None:
         self._chunks.decide()
@@ -320,6 +321,12 @@ def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:
         for a, b in pairs
         if a.kind is Kind.FORWARD and b.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and a[1:3] == b[1:3]
     }
+
+
+def _viewed(buffer: Tensor, shape: Shape) -> Tensor:
+    """The tensor of a shape in a buffer, which may end in padding."""
+    size, _ = shape
+    return buffer[: torch.Size(size).numel()].view(size)
 
 
 def _number(action: Action) -> int:

@@ -37,6 +37,15 @@ class Gate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._enter(self, args, kwargs)
 
+    def lift(self) -> None:
+        """Put the module's own forward back, until `close`."""
+        self.module.forward = self.original
+
+    def close(self) -> None:
+        """Take the place of the forward that the module has now."""
+        self.original = self.module.forward
+        self.module.forward = self
+
 
 def place_of_activation(tree: Any) -> int:
     """Which leaf is the activation: the first that is made with parameters, else the first that could be one."""

@@ -6,6 +6,7 @@ ranks with different batches get an error, and no shape is sent.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.comm.collectives import Comm, Pending, Purpose
 from zeroshard.errors import BatchError
 from zeroshard.memory.ledger import Arena
+from zeroshard.pipeline.scattered import GATHERS
 from zeroshard.pipeline.stage import Stage
+from zeroshard.schedule import Action, Kind
 from zeroshard.schedule.lower import LOANS_UNDER_WAY
 
 UNDER_WAY = 4  # messages on their way before the oldest is waited for; lists are verified to bear even none
 LOANS = (Purpose.LEND_WEIGHTS, Purpose.REPAY_GRADIENTS)
+SENDS = {Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.SEND_BACKWARD: Purpose.SEND_GRADIENTS}
+RECEIVES = {Kind.RECEIVE_FORWARD: Purpose.SEND_ACTIVATIONS, Kind.RECEIVE_BACKWARD: Purpose.SEND_GRADIENTS}
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -30,6 +35,7 @@ class Messages:
         self._stage, self._comm, self._arena = stage, stage.world, arena
         self._shapes: dict[Any, dict[int, Shape]] = {}
         self._posted: dict[str, tuple[Pending, Tensor]] = {}
+        self._gathers: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {}  # of messages whose parts come scattered
         self._sent: dict[tuple[Purpose, int], list[tuple[Pending, Tensor, bool]]] = defaultdict(list)
 
     @property
@@ -65,33 +71,72 @@ class Messages:
                 f"shapes of the microbatch alone."
             )
 
-    def post(self, name: str, shape: Shape, peer: int, purpose: Purpose) -> None:
-        """Post a buffer for the message `name`."""
+    def post(self, name: str, shape: Shape, peer: int, purpose: Purpose, layer: int | None = None) -> None:
+        """Post a buffer for the message `name`.
+
+        Args:
+            layer: of an activation, or of its gradient: the layer that it enters.
+        """
         size, dtype = shape
-        buffer = self._arena.take(torch.Size(size).numel(), dtype, "messages")
-        self.post_into(name, buffer, size, peer, purpose)
+        numel, scattered = torch.Size(size).numel(), self._stage.scattered.get(layer)
+        if scattered is None:
+            self.post_into(name, self._arena.take(numel, dtype, "messages"), size, peer, purpose)
+            return
+        room = self._arena.take(scattered.room(numel), dtype, "messages")
+        own, label = scattered.own(room), name.partition(".")[0]
+        self.post_into(name, own, own.shape, peer, purpose)
+        self._gathers[name] = room, partial(scattered.gather, whole=numel, sent=purpose, label=label)
 
     def post_into(self, name: str, buffer: Tensor, size: Sequence[int], peer: int, purpose: Purpose) -> None:
         """Let the message `name` arrive in `buffer`."""
         self._posted[name] = (self._comm.receive(buffer, peer, purpose, _label(name, size)), buffer)
 
     def take(self, name: str) -> Tensor:
-        """Wait for the message `name`; hand its buffer to `release` when it is no longer needed."""
+        """Wait for the message `name`; hand its buffer to `release` when it is no longer needed.
+
+        A collective call of the ranks that hold it alike, where they gather it; the buffer may then end in padding.
+        """
         pending, buffer = self._posted.pop(name)
         pending.wait()
+        if name in self._gathers:
+            buffer, gather = self._gathers.pop(name)
+            gather(buffer)
         return buffer
 
     def release(self, buffer: Tensor) -> None:
         """The buffer of a message is free again."""
         self._arena.give(buffer)
 
-    def send(self, name: str, tensor: Tensor, peer: int, purpose: Purpose, scratch: bool = False) -> None:
-        """Start to send; `scratch` says that the tensor is the arena's, and free once it is sent."""
-        tensor = tensor.contiguous()
+    def send(
+        self,
+        name: str,
+        tensor: Tensor,
+        peer: int,
+        purpose: Purpose,
+        scratch: bool = False,
+        layer: int | None = None,
+    ) -> None:
+        """Start to send.
+
+        Args:
+            scratch: the tensor is the arena's, and free once it is sent.
+            layer: as of `post`.
+        """
+        scattered = self._stage.scattered.get(layer)
+        tensor = tensor.contiguous() if scattered is None else scattered.part(tensor)
         sent = self._sent[purpose, peer]
         sent.append((self._comm.send(tensor, peer, purpose, _label(name, tensor.shape)), tensor, scratch))
         while len(sent) > (LOANS_UNDER_WAY if purpose in LOANS else UNDER_WAY):
             self._drop(sent.pop(0))
+
+    def planned(self, action: Action, layer: int, numel: int) -> tuple[Purpose, int] | None:
+        """The purpose and elements of an activation's message, or of the gather after it; None if there is none."""
+        scattered = self._stage.scattered.get(layer)
+        purpose = SENDS.get(action.kind)
+        if purpose is not None:
+            return purpose, numel if scattered is None else scattered.numel(numel)
+        after = RECEIVES.get(action.kind)
+        return None if after is None or scattered is None else (GATHERS[after], numel)
 
     def finish(self) -> None:
         """Wait until all sends have ended."""

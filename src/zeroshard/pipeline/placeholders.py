@@ -29,6 +29,10 @@ class Placeholders:
         """Find all shapes anew: the dtypes of parameters have changed."""
         self._known.clear()
 
+    def drop(self, module: nn.Module) -> None:
+        """What a module returned when it was recorded is no longer what it returns."""
+        self._recorded = {key: shapes for key, shapes in self._recorded.items() if key[0] != id(module)}
+
     def of(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, writable: bool = False) -> Any:
         """A placeholder for the output of `forward(*args, **kwargs)`.
 

@@ -82,23 +82,25 @@ class Pipeline:
         """Whether backwards compute their chunk's forward again, under "auto", "chunk" or "off"."""
         return self.cuts and recompute != "off" and (recompute == "chunk" or self.schedule == "gpipe")
 
-    def layout(self, ranks: int) -> Layout:
-        """The stages over `ranks` ranks.
+    def layout(self, ranks: int, together: int = 1) -> Layout:
+        """The stages over `ranks` ranks, `together` of which make a replica.
 
         Raises:
             PlanError: the ranks do not divide among the stages.
         """
-        replicas = self.replicas
+        replicas, several = self.replicas, f" of {together} ranks per replica" if together > 1 else ""
         if replicas is None:
-            if ranks % self.stages:
+            least = self.stages * together
+            if ranks % least:
                 raise PlanError(
-                    f"{ranks} ranks do not divide among pipeline_parallel={self.stages}; start a multiple of "
-                    f"{self.stages} ranks, or say with replicas=(...) how many each stage gets."
+                    f"{ranks} ranks do not divide among pipeline_parallel={self.stages}{several}; start a multiple of "
+                    f"{least} ranks, or say with replicas=(...) how many each stage gets."
                 )
-            replicas = (ranks // self.stages,) * self.stages
-        if sum(replicas) != ranks:
-            raise PlanError(f"replicas={replicas} needs {sum(replicas)} ranks and there are {ranks}; start as many.")
-        return Layout(replicas, self.virtual_stages)
+            replicas = (ranks // least,) * self.stages
+        needed = sum(replicas) * together
+        if needed != ranks:
+            raise PlanError(f"replicas={replicas}{several} needs {needed} ranks and there are {ranks}; start as many.")
+        return Layout(replicas, self.virtual_stages, together)
 
     def refusals(
         self, zero: int, microbatches: int, transport: str, scales_loss: bool, reduce_every: str, recompute: str
@@ -166,13 +168,13 @@ class Cut:
         pipeline: the stages.
         schedule: the lists over so many ranks, with these loans.
         units: names of the modules that are units.
-        recomputes: each backward computes the forward of its chunk again.
+        together: ranks that work on the same data, and so are one replica of a stage.
     """
 
     pipeline: Pipeline
     schedule: Callable[[int, tuple[Loan, ...]], PipelineSchedule]
     units: tuple[str, ...] | None = None
-    recomputes: bool = False
+    together: int = 1
 
     @property
     def defers(self) -> bool:

@@ -6,7 +6,7 @@ There is always one: `pipeline.whole.WholeModel` is that of a model which is not
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -21,14 +21,18 @@ from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parts.losses import means_alone
+from zeroshard.parts.place import Axis
 from zeroshard.parts.planned import Planned
 from zeroshard.parts.steps import Run
+from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.balance import balance
 from zeroshard.pipeline.borrowed import Borrowed
 from zeroshard.pipeline.chain import Chain, Layer
 from zeroshard.pipeline.deferred import Deferral
 from zeroshard.pipeline.measure import measure
 from zeroshard.pipeline.policy import Cut, Pipeline
+from zeroshard.pipeline.replaced import Replaced, replaced
+from zeroshard.pipeline.scattered import Scattered
 from zeroshard.pipeline.whole import DtypeOf, WholeModel
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
@@ -43,7 +47,7 @@ class Stage:
 
     Attributes:
         world: all ranks of the pipeline; messages between stages go through it.
-        mesh: the replicas of this stage.
+        mesh: the ranks of all replicas of this stage.
         pipeline: the schedule, loans included.
         chain: the model as layers.
         firsts: the first layer of every chunk, and one past the last layer.
@@ -52,6 +56,8 @@ class Stage:
         loans: the names of the weights in each loan.
         deferral: for schedules that split the backward.
         borrowed: the weights of each loan that this stage borrows.
+        whole_shapes: of parameters of which techniques have put parts in their place, by name.
+        scattered: by layer that they enter, activations of which each rank sends a part between stages.
     """
 
     world: Comm
@@ -64,6 +70,8 @@ class Stage:
     loans: dict[Loan, list[str]] = field(default_factory=dict)
     deferral: Deferral | None = None
     borrowed: dict[Loan, Borrowed] = field(default_factory=dict)
+    whole_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    scattered: dict[int | None, Scattered] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -89,7 +97,12 @@ class Stage:
     @property
     def ranks_per_data_rank(self) -> int:
         """Replicas of this stage among which the microbatches of a batch go round."""
-        return self.mesh.ranks if self.pipeline.layout.uneven else 1
+        return self.pipeline.layout.replicas[self.number] if self.pipeline.layout.uneven else 1
+
+    @property
+    def place(self) -> int:
+        """The place of this rank among those of its replica, which work on the same data."""
+        return self.pipeline.layout.place_of(self.rank)
 
     @property
     def is_last(self) -> bool:
@@ -137,9 +150,10 @@ class Stage:
 
     @property
     def facts(self) -> list[Any]:
-        """Stages, chunks and replicas, as a checkpoint tells them."""
+        """Stages, chunks and replicas, and ranks of a replica if there are several, as a checkpoint tells them."""
         layout = self.pipeline.layout
-        return [layout.stages, layout.chunks, list(layout.replicas)]
+        together = layout.ranks_per_replica
+        return [layout.stages, layout.chunks, list(layout.replicas), *([together] if together > 1 else [])]
 
     @property
     def parts(self) -> list[list[int]]:
@@ -148,8 +162,26 @@ class Stage:
         return [list(layout.members(number)) for number in range(layout.stages)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters of all stages."""
-        return {name: tuple(p.shape) for layer in self.chain.layers for name, p in layer.parameters.items()}
+        """The shapes of the parameters of all stages; of those that are cut, of the whole."""
+        here = {name: tuple(p.shape) for layer in self.chain.layers for name, p in layer.parameters.items()}
+        return here | self.whole_shapes
+
+    def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
+        """Let a technique put parts in the place of parameters of all stages, which have their names."""
+        with self.chain.without_gates():
+            splits, new = replaced(self.chain.model, technique, axes)
+        for layer in self.chain.layers:
+            for name, parameter in layer.parameters.items():
+                if parameter in new:
+                    self.whole_shapes.setdefault(name, tuple(parameter.shape))
+        self.chain.replace(new)
+        for unit in self.units:
+            unit.parameters.update({name: new[p] for name, p in unit.parameters.items() if p in new})
+        for first in self.firsts[1:-1]:
+            axis = technique.replicated_over(self.chain.layers[first].name)
+            if axis is not None and axes[axis].size > 1:
+                self.scattered[first] = Scattered(axes[axis].comm)
+        return splits, new
 
     def is_elsewhere(self, module: nn.Module) -> bool:
         """Whether a module runs on other stages alone."""
@@ -222,9 +254,7 @@ class Stage:
 
     def copy_of(self, stage: int) -> int:
         """The rank whose copy of a stage's buffers is this rank's: its own, or that of its data rank."""
-        if stage == self.number:
-            return self.rank
-        return self.pipeline.layout.members(stage)[self.data_rank]
+        return self.rank if stage == self.number else self.pipeline.layout.rank_of(stage, self.data_rank, self.place)
 
     def chunk_of_layer(self, layer: int) -> int:
         """The chunk that a layer is in."""
@@ -266,7 +296,7 @@ def make_stage(model: nn.Module, cut: Cut, mesh: Mesh, example: Any, run: Run) -
     if stage.loans:
         _refuse_loans(stage)
         stage.pipeline = cut.schedule(mesh.ranks, tuple(stage.loans))
-    verify(stage.pipeline.stretch(VERIFIED_STEPS))
+    verify(stage.pipeline.narrow.stretch(VERIFIED_STEPS))
     return stage
 
 

@@ -19,17 +19,12 @@ from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import Backwards, Decides, Run, Updates
 from zeroshard.pipeline.executor import Executor, Microbatch
 from zeroshard.pipeline.messages import Shape
-from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.weight_stashing import StashedVersions
 from zeroshard.schedule import Kind
 
-PURPOSES = {
-    Kind.SEND_FORWARD: Purpose.SEND_ACTIVATIONS,
-    Kind.SEND_BACKWARD: Purpose.SEND_GRADIENTS,
-    Kind.LEND: Purpose.LEND_WEIGHTS,
-    Kind.REPAY: Purpose.REPAY_GRADIENTS,
-}
+LOANS = {Kind.LEND: Purpose.LEND_WEIGHTS, Kind.REPAY: Purpose.REPAY_GRADIENTS}
+LEAVING = (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD)  # messages of the activation that leaves a chunk
 WORD = struct.Struct("<dd?")  # a rank's squared norm, its share of the loss, and whether its losses are finite
 
 
@@ -49,7 +44,7 @@ class PipelineOrder:
         backward: Backwards,
         update: Updates,
         decision: Decides,
-        cut: Cut,
+        recomputes: bool,
         model: nn.Module,
         run: Run,
     ) -> None:
@@ -61,7 +56,7 @@ class PipelineOrder:
             run = means_alone(run, pipeline.name)
         scale: Callable[[], float] = lambda: decision.scale  # noqa: E731
         decide = self._decide_alone if pipeline.streams else self._decide_together
-        self.executor = Executor(stage, parts, backward, update, run, scale, decide, cut.recomputes)
+        self.executor = Executor(stage, parts, backward, update, run, scale, decide, recomputes)
         self.interpreter = self.executor.interpreter
         self.fed = 0
         self.actions = pipeline.step(stage.rank)
@@ -85,7 +80,7 @@ class PipelineOrder:
             {
                 j: Microbatch(part, 1.0 if each else weight, rows_of_part)
                 for j, ((part, weight), rows_of_part) in numbered.items()
-                if pipeline.layout.rank_of(own, j) == rank
+                if pipeline.layout.rank_of(own, j, stage.place) == rank
             }
         )
         self._loss = None
@@ -127,7 +122,7 @@ class PipelineOrder:
         batch = (args, kwargs)
         actions = stage.pipeline.evaluation(stage.rank, stage.data_rank)
         result = self.executor.evaluate(actions, batch, call) if actions else None
-        last = stage.pipeline.layout.rank_of(stage.pipeline.layout.all_chunks - 1, stage.data_rank)
+        last = stage.pipeline.layout.rank_of(stage.pipeline.layout.all_chunks - 1, stage.data_rank, stage.place)
         if stage.rank != last:
             past = len(stage.chain.layers)
             # No layer runs on this rank; the placeholder for the output has the right shapes.
@@ -138,8 +133,8 @@ class PipelineOrder:
         stage, messages = self.stage, self.executor.messages
         leaves, spec = tree_flatten(result)
         layout = stage.pipeline.layout
-        replica = [layout.rank_of(stage, self.stage.data_rank) for stage in range(layout.stages)]
-        ranks = range(layout.ranks) if layout.uneven else replica
+        replica = [layout.rank_of(number, stage.data_rank, stage.place) for number in range(layout.stages)]
+        ranks = range(stage.place, layout.ranks, layout.ranks_per_replica) if layout.uneven else replica
         for n, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
@@ -169,14 +164,16 @@ class PipelineOrder:
         stage, tied = self.stage, self.executor.tied
         planned: dict[Purpose, int] = {}
         for action in stage.pipeline.step(stage.rank, stage.pipeline.layout.stages if stage.pipeline.streams else 0):
-            purpose = PURPOSES.get(action.kind)
-            if purpose is None:
-                continue
-            if action.kind in (Kind.LEND, Kind.REPAY):
-                elements = tied.elements(action)
+            if action.kind in LOANS:
+                message = LOANS[action.kind], tied.elements(action)
             else:
-                layer = stage.firsts[action.chunk + (action.kind is Kind.SEND_FORWARD)]
-                elements = torch.Size(self._shapes[layer][0]).numel() if self._shapes else 0
+                layer = stage.firsts[action.chunk + (action.kind in LEAVING)]
+                numel = torch.Size(self._shapes[layer][0]).numel() if layer in self._shapes else 0
+                found = self.executor.messages.planned(action, layer, numel)
+                if found is None:
+                    continue
+                message = found
+            purpose, elements = message
             planned[purpose] = planned.get(purpose, 0) + elements
         return planned
 
@@ -195,9 +192,11 @@ class PipelineOrder:
         # Where stages have unlike numbers of replicas, a replica's mean is over its own part of the microbatches.
         gain = stage.ranks_per_data_rank
         settled = self._update.settle(self._updates)
-        loss = float(self._losses()) if stage.is_last else 0.0
+        loss, report = float(self._losses()) if stage.is_last else 0.0, self._step_losses.report
+        if stage.place:  # the first rank that works on a batch tells its losses
+            loss, report = 0.0, LossReport()
         comm = self.executor.messages.comm
-        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound) + REPORT.pack(*self._step_losses.report)
+        word = WORD.pack((settled.norm * gain) ** 2, loss, settled.sound) + REPORT.pack(*report)
         frames = comm.agree(word, f"agreement of all stages, {self._updates}")
         answers = [WORD.unpack_from(frame) for frame in frames]
         losses = [LossReport(*REPORT.unpack_from(frame, WORD.size)) for frame in frames]

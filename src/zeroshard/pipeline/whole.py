@@ -1,7 +1,7 @@
 """The model in one stage: the stage of a model that is not cut."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,9 +9,12 @@ from torch import nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.place import Axis
 from zeroshard.parts.planned import Planned
+from zeroshard.parts.technique import Technique
 from zeroshard.pipeline.chain import Layer
 from zeroshard.pipeline.policy import Cut
+from zeroshard.pipeline.replaced import Replaced, replaced
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
 
@@ -23,7 +26,6 @@ class WholeModel:
 
     number, is_last, versions, borrowed_versions, ranks_per_data_rank = 0, True, 1, 1, 1
     called = ""
-    facts: ClassVar[list[Any]] = [1, 1, None]
     layers: tuple[Layer, ...] = ()
     split: tuple[str, ...] = ()
     pipeline: PipelineSchedule | None = None
@@ -39,13 +41,18 @@ class WholeModel:
 
     @property
     def data_ranks(self) -> int:
-        """One per rank."""
-        return self.mesh.ranks
+        """One per rank, or for several that work together."""
+        return self.mesh.ranks // self._cut.together
 
     @property
     def data_rank(self) -> int:
-        """This rank's own."""
-        return self.mesh.rank
+        """This rank's own, or theirs."""
+        return self.mesh.rank // self._cut.together
+
+    @property
+    def facts(self) -> list[Any]:
+        """One stage and chunk, and how many ranks work together if several do, as a checkpoint tells them."""
+        return [1, 1, None, *([self._cut.together] if self._cut.together > 1 else [])]
 
     @property
     def parts(self) -> list[list[int]]:
@@ -55,6 +62,16 @@ class WholeModel:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter is in a unit."""
         return {}
+
+    def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
+        """Let a technique put parts in the place of parameters, which are rank 0's before.
+
+        Those on the meta device get their values later, by their names.
+        """
+        for name, parameter in self._model.named_parameters():
+            if not parameter.is_meta:
+                self.world.broadcast(parameter.data, f"initial {name}")
+        return replaced(self._model, technique, axes)
 
     def stage_of_buffer(self, module: nn.Module, name: str) -> int:
         """There is one stage."""

@@ -1,7 +1,7 @@
 """Layout: chunks and microbatches of each rank."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -14,18 +14,20 @@ class Layout:
 
     Chunks are dealt round robin (PTD-P, 2104.04473, section 2.2): chunk c is on stage c mod stages. Microbatches too
     (PipeDream, SOSP 2019, section 3.2): microbatch j goes to replica j mod replicas of every stage, for its forward and
-    its backward. With equally many replicas everywhere, replica q of all stages is a pipeline of its own. Ranks count
-    stage by stage.
+    its backward. With equally many replicas everywhere, replica q of all stages is a pipeline of its own. A replica may
+    be several ranks, which work together on each of its microbatches (tensor parallelism): they have the same actions,
+    and messages go between ranks in equal places. Ranks count stage by stage, and replica by replica inside (PTD-P).
     """
 
     replicas: tuple[int, ...]
     chunks: int = 1
+    ranks_per_replica: int = 1
 
     def __post_init__(self) -> None:
-        if not self.replicas or min(self.replicas) < 1 or self.chunks < 1:
+        if not self.replicas or min(*self.replicas, self.chunks, self.ranks_per_replica) < 1:
             raise PlanError(
                 f"A pipeline of {len(self.replicas)} stages with {self.replicas} replicas and {self.chunks} chunks "
-                f"each cannot be; each number must be 1 or more."
+                f"each, on {self.ranks_per_replica} ranks per replica, cannot be; each number must be 1 or more."
             )
 
     @classmethod
@@ -65,12 +67,17 @@ class Layout:
     @cached_property
     def first_ranks(self) -> tuple[int, ...]:
         """The first rank of each stage."""
-        return (0, *accumulate(self.replicas))[:-1]
+        return (0, *accumulate(replicas * self.ranks_per_replica for replicas in self.replicas))[:-1]
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return sum(self.replicas)
+        return sum(self.replicas) * self.ranks_per_replica
+
+    @property
+    def narrow(self) -> "Layout":
+        """The same with one rank per replica."""
+        return replace(self, ranks_per_replica=1)
 
     @property
     def uneven(self) -> bool:
@@ -82,22 +89,26 @@ class Layout:
         return max(s for s, first in enumerate(self.first_ranks) if first <= rank)
 
     def replica_of(self, rank: int) -> int:
-        """Which replica of its stage a rank is."""
-        return rank - self.first_ranks[self.stage_of(rank)]
+        """Which replica of its stage a rank is, or belongs to."""
+        return (rank - self.first_ranks[self.stage_of(rank)]) // self.ranks_per_replica
+
+    def place_of(self, rank: int) -> int:
+        """The place of a rank among those of its replica."""
+        return rank % self.ranks_per_replica
 
     def members(self, stage: int) -> range:
-        """The ranks that are replicas of a stage."""
+        """The ranks of all replicas of a stage."""
         first = self.first_ranks[stage]
-        return range(first, first + self.replicas[stage])
+        return range(first, first + self.replicas[stage] * self.ranks_per_replica)
 
     def chunks_of(self, stage: int) -> range:
         """The chunks of a stage, from first to last."""
         return range(stage, self.all_chunks, self.stages)
 
-    def rank_of(self, chunk: int, microbatch: int) -> int:
-        """The rank on which a microbatch meets a chunk."""
+    def rank_of(self, chunk: int, microbatch: int, place: int = 0) -> int:
+        """The rank on which a microbatch meets a chunk: that in a place among those of the replica."""
         stage = chunk % self.stages
-        return self.first_ranks[stage] + microbatch % self.replicas[stage]
+        return self.first_ranks[stage] + microbatch % self.replicas[stage] * self.ranks_per_replica + place
 
     def microbatches_of(self, rank: int, first: int, last: int) -> Iterator[int]:
         """The microbatches of [first, last) that come to a rank."""

@@ -157,11 +157,12 @@ def _ahead(schedule: Schedule, needs: Mapping[int, Schedule], lookahead: int) ->
 
 def _receives(action: Action, layout: Layout, rank: int) -> Schedule:
     kind, chunk, j, version, _ = action
+    place = layout.place_of(rank)
     assert j is not None
     if kind is Kind.FORWARD and chunk > 0:
-        peer, kind = layout.rank_of(chunk - 1, j), Kind.RECEIVE_FORWARD
+        peer, kind = layout.rank_of(chunk - 1, j, place), Kind.RECEIVE_FORWARD
     elif kind in BACKWARDS and chunk < layout.all_chunks - 1:
-        peer, kind = layout.rank_of(chunk + 1, j), Kind.RECEIVE_BACKWARD
+        peer, kind = layout.rank_of(chunk + 1, j, place), Kind.RECEIVE_BACKWARD
     else:
         return []
     return [Action(kind, chunk, j, version, peer)] if peer != rank else []
@@ -169,11 +170,12 @@ def _receives(action: Action, layout: Layout, rank: int) -> Schedule:
 
 def _sends(action: Action, layout: Layout, rank: int) -> Schedule:
     kind, chunk, j, version, _ = action
+    place = layout.place_of(rank)
     assert j is not None
     if kind is Kind.FORWARD and chunk < layout.all_chunks - 1:
-        peer, kind = layout.rank_of(chunk + 1, j), Kind.SEND_FORWARD
+        peer, kind = layout.rank_of(chunk + 1, j, place), Kind.SEND_FORWARD
     elif kind in BACKWARDS and chunk > 0:
-        peer, kind = layout.rank_of(chunk - 1, j), Kind.SEND_BACKWARD
+        peer, kind = layout.rank_of(chunk - 1, j, place), Kind.SEND_BACKWARD
     else:
         return []
     return [Action(kind, chunk, j, version, peer)] if peer != rank else []

@@ -1,6 +1,6 @@
 """The lists of all ranks under one schedule, as pure functions of its description."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 
@@ -95,6 +95,11 @@ class PipelineSchedule:
             return [list(chain.from_iterable(part)) for part in parts]
         return [self.step(rank) for rank in ranks]
 
+    @property
+    def narrow(self) -> "PipelineSchedule":
+        """The lists of one rank of each replica; those of the others are the same but for the ranks that they name."""
+        return replace(self, layout=self.layout.narrow)
+
     def unlike(self, steps: int) -> int:
         """How many of so many steps have lists of their own: all steps of a stream, one of a schedule that flushes."""
         return steps if self.streams else 1
@@ -119,19 +124,20 @@ class PipelineSchedule:
         layout = self.layout
         actions = [Action(Kind.FORWARD, c, microbatch) for c in layout.chunks_of(layout.stage_of(rank))]
         actions = lower.with_gathers(actions) if self.gathers else actions
+        place = layout.place_of(rank)
         local_actions = [
-            a for a in actions if a.kind is not Kind.FORWARD or layout.rank_of(a.chunk, microbatch) == rank
+            a for a in actions if a.kind is not Kind.FORWARD or layout.rank_of(a.chunk, microbatch, place) == rank
         ]
         return lower.with_messages(local_actions, layout, rank)
 
     def peers(self, loan: Loan, rank: int) -> list[int]:
         """The ranks to which `rank` lends, or from which it borrows, the weights of a loan.
 
-        Replica n of the borrower borrows from replica n modulo the owner's replicas.
+        Replica n of the borrower borrows from replica n modulo the owner's replicas, rank by rank.
         """
-        stages = self.layout.stages
-        owners, borrowers = self.layout.members(loan.owner % stages), self.layout.members(loan.borrower % stages)
-        pairs = [(owners[n % len(owners)], borrower) for n, borrower in enumerate(borrowers)]
+        layout, place = self.layout, self.layout.place_of(rank)
+        borrowers = layout.members(loan.borrower % layout.stages)[place :: layout.ranks_per_replica]
+        pairs = [(layout.rank_of(loan.owner, n, place), borrower) for n, borrower in enumerate(borrowers)]
         return [b for o, b in pairs if o == rank] + [o for o, b in pairs if b == rank]
 
     def version_of(self, stage: int, microbatch: int) -> int:

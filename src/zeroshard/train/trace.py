@@ -34,8 +34,8 @@ def write_timeline(folder: Path, engine: Engine, spans: list[Span], steps: int, 
         return
     begin = min(start for rank in everyone for _, start, _ in rank)
     measured = [[(Action.parse(text), start - begin, end - begin) for text, start, end in rank] for rank in everyone]
-    lists = pipeline.stretch(steps)
-    simulation = simulate(lists, pipeline.layout, costs_of(measured, pipeline))
+    narrow = pipeline.narrow
+    simulation = simulate(narrow.stretch(steps), narrow.layout, costs_of(measured, narrow))
     took = max(end for rank in measured for _, _, end in rank)
     name = f"{pipeline.name}, {pipeline.layout.stages} stages, {pipeline.microbatches} microbatches"
     notes = [f"{took * 1e3:.1f} ms", f"bubble {_bubble(measured, took):.3f}"]
