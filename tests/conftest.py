@@ -15,7 +15,7 @@ from pool import Pool, free_port
 
 torch.set_num_threads(1)
 _POOL = Pool()
-_WIDE = Pool(6, (6,), apart=False)
+_WIDE = Pool(8, (6, 8), apart=False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,7 +33,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def wide_pool() -> Iterator[Pool]:
-    """Six workers, for the few tests that need more than four ranks."""
+    """Eight workers, for the few tests that need more than four ranks."""
     yield _WIDE
     _WIDE.stop()
 

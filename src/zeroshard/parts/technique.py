@@ -1,11 +1,11 @@
 """The axes that a technique which splits parameters gives the engine before flats are made."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Split
@@ -48,22 +48,6 @@ class Technique(Protocol):
         Args:
             layer: the path of a block, or "suffix".
         """
-
-
-class Products(Protocol):
-    """Products that are left for later: those that make the gradients of weights, for schedules like zb-h1."""
-
-    def add(self, weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
-        """Leave gradientᵀ·x, with x [..., I] and gradient [..., O], for the gradient of weight [O, I]."""
-
-
-def products_of(layer: nn.Module) -> Callable[[], Products | None]:
-    """Where the forward under way of a linear layer leaves products for later; None if they are made at once.
-
-    Asked of a layer before its forward is replaced: a forward of a technique's own then serves such schedules, too.
-    """
-    found: Callable[[], Products | None] = getattr(layer.forward, "products", lambda: None)
-    return found
 
 
 def ranks_together(techniques: Sequence[Technique], ranks: int) -> int:

@@ -91,10 +91,6 @@ class _Linear:
         product: Tensor = _Product.apply(x, bias, anchor, *deferred)  # type: ignore[no-untyped-call]
         return product
 
-    def products(self) -> WeightGradients | None:
-        """Where products are left, for a forward that takes the place of this one (`parts.technique.products_of`)."""
-        return self._deferral.store if torch.is_grad_enabled() else None
-
 
 DEFERS: dict[type[nn.Module], Callable[[Deferral, Any], Callable[..., Any]]] = {
     nn.Linear: lambda deferral, module: _Linear(deferral, module, module.forward)

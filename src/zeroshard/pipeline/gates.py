@@ -28,22 +28,24 @@ class Gate:
 
     def __init__(self, enter: Enter, path: str, module: nn.Module) -> None:
         self._enter, self.path, self.module = enter, path, module
-        self.original: Callable[..., Any] = module.forward
         self.learned = next(module.parameters(), None) is not None
         self.overwritten = False
         self.takes = self.returns = 0
-        module.forward = self
+        self.close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._enter(self, args, kwargs)
 
     def lift(self) -> None:
-        """Put the module's own forward back, until `close`."""
-        self.module.forward = self.original
+        """Put back the forward that the module had, until `close`."""
+        del self.module.forward
+        if self._replaced:
+            self.module.forward = self.original
 
     def close(self) -> None:
         """Take the place of the forward that the module has now."""
-        self.original = self.module.forward
+        self._replaced = "forward" in vars(self.module)  # by one that is not of its class
+        self.original: Callable[..., Any] = self.module.forward
         self.module.forward = self
 
 

@@ -1,6 +1,7 @@
 """Placeholders for the outputs of modules whose parameters are on other ranks: shape and dtype, no values."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zeroshard.errors import ModelError
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # of a module, that are called with what enters and what leaves it
 
 
 class Placeholders:
@@ -55,9 +58,10 @@ class Placeholders:
                 return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        gate = module.forward
+        gate, hooks = module.forward, [(name, vars(module)[name]) for name in HOOKS]
         try:
             module.forward = forward
+            vars(module).update((name, OrderedDict()) for name in HOOKS)  # they run around the gate
             with torch.no_grad():
                 meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs))
                 output = functional_call(module, tree_map(to_meta, state), meta_args, meta_kwargs)
@@ -77,6 +81,7 @@ class Placeholders:
             ) from error
         finally:
             module.forward = gate
+            vars(module).update(hooks)
 
 
 _Flat = tuple[list[Any], Any]  # leaves and TreeSpec

@@ -12,8 +12,8 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.traffic import Purpose
 
 GATHERS = {  # the gather that follows the arrival of a part
-    Purpose.SEND_ACTIVATIONS: Purpose.GATHER_ACTIVATIONS,
-    Purpose.SEND_GRADIENTS: Purpose.GATHER_THEIR_GRADIENTS,
+    Purpose.SEND_ACTIVATIONS: Purpose.GATHER_MESSAGES,
+    Purpose.SEND_GRADIENTS: Purpose.GATHER_MESSAGES,
     Purpose.SEND_TO_EVALUATE: Purpose.GATHER_TO_EVALUATE,
 }
 

@@ -61,6 +61,10 @@ class TensorTechnique:
             )
         return {AXIS: NewAxis([list(range(first, first + size)) for first in range(0, ranks, size)], data=False)}
 
+    def replicated_over(self, layer: str) -> str | None:
+        """Its own axis, unless sequence parallelism gives each rank own positions of what enters a layer."""
+        return None if self._policy.sequence else AXIS
+
     def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Mapping[nn.Parameter, Split | Partial]:
         """Put this rank's parts in the place of parameters, and split forwards in the place of forwards.
 
