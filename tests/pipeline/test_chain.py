@@ -91,6 +91,50 @@ def test_gradients_of_both_uses_of_a_tied_weight() -> None:
     assert of_head.abs().max() > 0 and gradients(model)["embed.weight"].abs().max() > 0
 
 
+class Half(nn.Module):
+    """What a technique makes of a linear layer: another matrix, and a forward that widens again."""
+
+    @staticmethod
+    def of(layer: nn.Linear) -> nn.Parameter:
+        layer._parameters["weight"] = part = nn.Parameter(layer.weight.detach()[: layer.out_features // 2].clone())
+        plain = layer.forward
+        layer.forward = lambda x: plain(x).repeat(1, 1, 2)  # type: ignore[method-assign, assignment]
+        return part
+
+
+def test_parameters_and_forwards_that_are_replaced_after_the_cut() -> None:
+    """Forwards come under the gates, which look for the shapes anew; layers have the new parameters, of old names."""
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+    x = torch.randn(2, 3, 6)
+    chain = Chain(model, lambda: model(x).sum())
+    plain = [layer.forward for layer in model]
+    with chain.without_gates():
+        assert all("forward" not in vars(layer) for layer in model)
+        before = [layer.weight for layer in model]
+        new = {old: Half.of(layer) for old, layer in zip(before[1:], list(model)[1:], strict=True)}  # type: ignore[arg-type]
+    chain.replace(new)
+    assert [layer.forward for layer in model] == plain  # the gates
+    found = [parameter for layer in chain.layers for parameter in layer.parameters.values()]
+    assert [id(p) for p in found] == [id(layer.weight) for layer in model] and found[0] is before[0]
+    expected = model(x)
+    hidden = chain.run(0, 3, lambda: model(x))
+    assert torch.equal(chain.run(3, 6, lambda: model(x), hidden), expected)
+    assert chain.boundary(3, lambda: model(x)).shape == (2, 3, 6)
+
+
+def test_hooks_of_a_block_that_is_passed_over_run_once() -> None:
+    """They stand around the gate, so what enters the next block is as wide as in the whole model."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    x = torch.randn(2, 8, 6)
+    chain = Chain(model, lambda: model(x).sum())
+    model[1].register_forward_pre_hook(lambda module, args: args[0][:, ::2])
+    model[2].register_forward_hook(lambda module, args, output: output[:, ::2])
+    for layer, rows in ((1, 8), (2, 4), (3, 4), (4, 2)):
+        assert chain.boundary(layer, lambda: model(x)).shape == (2, rows, 6)
+    hidden = chain.run(0, 3, lambda: model(x))
+    assert torch.equal(chain.run(3, 6, lambda: model(x), hidden), model(x))
+
+
 def language(rows: int, length: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randint(19, (rows, length)), torch.randint(19, (rows, length))
 

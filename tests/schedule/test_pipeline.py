@@ -166,6 +166,22 @@ def test_loans_within_a_rank_need_no_messages() -> None:
     assert shared.stretch() == pipeline.stretch()
 
 
+@pytest.mark.parametrize("name, v", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("pipedream", 1), ("2bw", 1)])
+def test_ranks_of_one_replica_do_the_same_with_their_like(name: str, v: int) -> None:
+    """Of 3 ranks that work together, each has the list of one rank alone, to ranks in its place."""
+    loans = (Loan(0, 1),) if v == 1 else ()
+    wide = PipelineSchedule(name, Layout((2, 2), v, 3), 4, loans=loans)
+    narrow = wide.narrow
+    for rank, actions in enumerate(wide.stretch(2)):
+
+        def moved(schedule: Schedule, rank: int = rank) -> Schedule:
+            return [a if a.peer is None else a._replace(peer=3 * a.peer + rank % 3) for a in schedule]
+
+        assert actions == moved(narrow.stretch(2)[rank // 3])
+        for microbatch in (0, 1):
+            assert wide.evaluation(rank, microbatch) == moved(narrow.evaluation(rank // 3, microbatch))
+
+
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])
 def test_evaluation_takes_a_microbatch_forward_through_all_chunks(name: str) -> None:
     layout = Layout.equal(3, 2 if name == "gpipe" else 1, 2)
