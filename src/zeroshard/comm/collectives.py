@@ -146,7 +146,7 @@ class SideBySide(Pending):
         return self._operands.of(rank, shape)
 
     def done(self) -> None:
-        """This rank has read them all; in the order in which they were started."""
+        """This rank has read them all; in the same order on all ranks."""
         self._operands.done()
 
 

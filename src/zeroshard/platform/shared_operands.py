@@ -1,9 +1,11 @@
 """Tensors of all ranks side by side in shared memory: the operands of sums and gathers of activations.
 
-Each rank copies its tensor into a buffer that the others can read, and signals. Buffers take turns, so that an operation
-may begin while another is under way; one is written again only when all ranks have read it.
+Each rank copies its tensor into a buffer that the others can read, and signals. Operations may be under way at once and
+end in any order, which is the same on all ranks: the n-th signal of a rank that it has read tells of the operation that
+was the n-th to end. A buffer is written again when all ranks have read it.
 """
 
+from collections import deque
 from datetime import timedelta
 
 import torch
@@ -11,7 +13,8 @@ import torch.distributed as dist
 
 from zeroshard.platform.shared_memory import SharedMemory, Signal
 
-TURNS = 4  # buffers of a rank
+LEAST = 2**12  # bytes of a buffer
+RESTING = 2  # buffers that the others may be reading still, before the oldest is waited for
 
 
 class SharedOperands:
@@ -19,36 +22,49 @@ class SharedOperands:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * TURNS
-        self._count = 0
+        self._ended = 0
+        self._free: deque[tuple[int, str, torch.Tensor]] = deque()  # with the number of the operation's end
+        self._made = 0
 
     @property
     def used(self) -> dist.Work | None:
         """Work that ends when the next buffer may be written; None if it may be now."""
-        number = self._count - TURNS + 1
-        return self._memory.work(Signal.READ, number) if number > 0 else None
+        return self._memory.work(Signal.READ, self._free[0][0]) if len(self._free) > RESTING else None
 
     def put(self, x: torch.Tensor) -> "Operands":
         """Show `x` to the other ranks; `used` has ended."""
-        turn, memory = self._count % TURNS, self._memory
-        if self._buffers[turn].numel() < x.nbytes:
-            self._buffers[turn] = memory.mine(max(x.nbytes, 2 * self._buffers[turn].numel()), torch.uint8)
-        buffer = self._buffers[turn]
+        if len(self._free) > RESTING:
+            _, label, buffer = self._free.popleft()
+        else:
+            label, buffer = f"operand {self._made}", torch.empty(0, dtype=torch.uint8)
+            self._made += 1
+        if buffer.numel() < x.nbytes:
+            buffer = self._memory.mine(max(x.nbytes, 2 * buffer.numel(), LEAST), torch.uint8)
         if x.nbytes:
             buffer[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-            memory.publish(f"operand {turn}", buffer)
-        memory.post(Signal.REDUCE)
-        self._count += 1
-        return Operands(memory, f"operand {turn}", x)
+            self._memory.publish(label, buffer)
+        self._memory.post(Signal.REDUCE)
+        return Operands(self, label, buffer, x)
+
+    def end(self, label: str, buffer: torch.Tensor) -> None:
+        """This rank has read the operands of an operation."""
+        self._ended += 1
+        self._memory.post(Signal.READ)
+        self._free.append((self._ended, label, buffer))
+
+    @property
+    def memory(self) -> SharedMemory:
+        """In which the buffers are."""
+        return self._memory
 
 
 class Operands(dist.Work):
     """The tensors of all ranks, once the work is done; to be read before `done`."""
 
-    def __init__(self, memory: SharedMemory, label: str, own: torch.Tensor) -> None:
+    def __init__(self, operands: SharedOperands, label: str, buffer: torch.Tensor, own: torch.Tensor) -> None:
         super().__init__()
-        self._memory, self._label, self._own = memory, label, own
-        self._arrived = memory.work(Signal.REDUCE)
+        self._operands, self._label, self._buffer, self._own = operands, label, buffer, own
+        self._arrived = operands.memory.work(Signal.REDUCE)
 
     def is_completed(self) -> bool:
         """Whether all are there."""
@@ -60,11 +76,13 @@ class Operands(dist.Work):
 
     def of(self, rank: int, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """The tensor of a rank, which has that shape."""
-        size = torch.Size(shape)
-        if rank == self._memory.rank or not size.numel():
-            return self._own if rank == self._memory.rank else self._own.new_empty(size)
-        return self._memory.theirs(rank, self._label, 0, size.numel(), self._own.dtype).view(size)
+        size, memory = torch.Size(shape), self._operands.memory
+        if rank == memory.rank:
+            return self._own
+        if not size.numel():
+            return self._own.new_empty(size)
+        return memory.theirs(rank, self._label, 0, size.numel(), self._own.dtype).view(size)
 
     def done(self) -> None:
         """This rank has read them all."""
-        self._memory.post(Signal.READ)
+        self._operands.end(self._label, self._buffer)

@@ -19,8 +19,9 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.tensor.check_gradients import GradientCheck
 from zeroshard.tensor.collectives import TensorRanks
 from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import Found, FoundLayer, Segment, Style
+from zeroshard.tensor.found import FoundLayer, FoundLayers, Segment, Style, pieces_of
 from zeroshard.tensor.layers import ColumnForward, Entrance, RowForward
+from zeroshard.tensor.linear import linear_features
 from zeroshard.tensor.overlap import Parameters
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.tensor.sequence import SequenceBlocks, open_attention
@@ -45,7 +46,7 @@ class TensorTechnique:
     def __init__(self, policy: TensorParallel, transport: str = "network") -> None:
         self._policy, self._transport = policy, transport
         self.zones = Zones()
-        self.found: Found | None = None
+        self.found: FoundLayers | None = None
 
     def axes(self, ranks: int) -> Mapping[str, NewAxis]:
         """Neighbouring ranks.
@@ -81,16 +82,13 @@ class TensorTechnique:
         if self._policy.sequence:
             for stack in found.blocks:
                 SequenceBlocks([(name, modules[name]) for name in stack], ranks, self.zones)
-            for attention in found.attentions:
-                if attention.name in forwards.entrances:
-                    entrance = forwards.entrances[attention.name]
-                    open_attention(modules[attention.name], attention.name, entrance, self.zones)
+            for holder in forwards.opened:
+                open_attention(modules[holder], holder, forwards.entrances[holder], self.zones)
         model.register_forward_pre_hook(Hook(lambda *_: self.zones.reset()), prepend=True)
         named = {name: places[p] for name, p in model.named_parameters(remove_duplicate=False) if p in places}
         for name in (name for stack in found.blocks for name in stack):
             GradientCheck(modules[name], name, named, self.zones)
         return places
-
 
     def _share_memory(self, comm: Comm) -> None:
         """Where the plan lets them and the machine can, let the ranks see each other's activations."""
@@ -110,25 +108,22 @@ class _Cutting:
         places: of each new or partial parameter.
     """
 
-    def __init__(self, model: nn.Module, found: Found, ranks: TensorRanks, sequence: bool) -> None:
+    def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, sequence: bool) -> None:
         self._ranks, self._new = ranks, dict[nn.Parameter, nn.Parameter]()
         self.places: dict[nn.Parameter, Split | Partial] = {}
         modules = dict(model.named_modules())
-        inside = [f"{name}." for stack in found.blocks for name in stack]
+        whole_sequences = [f"{name}." for name, _ in found.whole_sequences]
+        inside = [f"{name}." for stack in found.blocks for name in stack] if sequence else []
         for layer in found.layers:
-            module = modules[layer.name]
-            within = any(f"{layer.name}.".startswith(block) for block in inside)
-            if layer.style is Style.WHOLE:
-                if layer.partial or (sequence and within):
-                    self.places |= {p: Partial(AXIS) for p in module.parameters(recurse=False)}
-                continue
+            module, path = modules[layer.name], f"{layer.name}."
+            own_positions = path.startswith(tuple(inside)) and not path.startswith(tuple(whole_sequences))
             for name, parameter in list(module.named_parameters(recurse=False)):
                 dimension = dimension_of(layer, module, name)
                 if dimension is not None:
                     module._parameters[name] = self._part(parameter, layer, dimension)
-                elif sequence and within:
+                elif layer.partial or own_positions:
                     self.places[parameter] = Partial(AXIS)
-            _set_sizes(module, layer, ranks)
+            self._tell_sizes(module, layer)
         for attention in found.attentions:
             for name, value in attention.sizes.items():
                 setattr(modules[attention.name], name, value)
@@ -136,46 +131,55 @@ class _Cutting:
     def _part(self, whole: nn.Parameter, layer: FoundLayer, dimension: int) -> nn.Parameter:
         if whole in self._new:
             return self._new[whole]
-        pieces = tuple(pieces_of(layer.segments, self._ranks.size, self._ranks.rank))
+        pieces = tuple(own_pieces(layer, self._ranks))
         values = torch.cat([whole.detach().narrow(dimension, p.start, p.stop - p.start) for p in pieces], dimension)
         part = self._new[whole] = nn.Parameter(values.contiguous(), requires_grad=whole.requires_grad)
         self.places[part] = Split(AXIS, tuple(whole.shape), dimension, pieces)
         return part
 
+    def _tell_sizes(self, module: Any, layer: FoundLayer) -> None:
+        """Let a linear layer or an embedding of heads tell the sizes of its part."""
+        own = sum(piece.stop - piece.start for piece in own_pieces(layer, self._ranks))
+        for name in SIZES.get(layer.style, ()):
+            if hasattr(module, name):
+                setattr(module, name, own)
 
-def pieces_of(segments: tuple[Segment, ...], ranks: int, rank: int) -> Iterator[Piece]:
-    """What a rank holds of the features of a layer: of each segment the part that is its own."""
-    first = 0
-    for segment in segments:
-        part = rank * segment.parts // ranks
-        chunk = -(-segment.size // segment.parts)
-        start, stop = min(part * chunk, segment.size), min((part + 1) * chunk, segment.size)
-        yield Piece(first + start, first + stop, counted=-(-part * ranks // segment.parts) == rank)
-        first += segment.size
+
+SIZES = {  # attributes that tell the features of a part
+    Style.COLUMN: ("out_features", "nf"),
+    Style.ROW: ("in_features", "nx"),
+    Style.HEADS: ("embedding_dim",),
+}
+
+
+def own_pieces(layer: FoundLayer, ranks: TensorRanks) -> Iterator[Piece]:
+    """What this rank holds of the features, or of the vocabulary, of a layer."""
+    if layer.style in (Style.EMBEDDING, Style.OUTPUT):
+        yield Piece(*ranks.rows(layer.segments[0].size))
+    else:
+        yield from pieces_of(layer.segments, ranks.size, ranks.rank)
 
 
 def dimension_of(layer: FoundLayer, module: nn.Module, name: str) -> int | None:
-    """The dimension along which a parameter of a split layer is cut; None for the bias of a row-parallel layer."""
-    if name == "bias":
-        return None if layer.style is Style.ROW else 0
-    return int((layer.style is Style.ROW) != is_transposed(module)) if layer.style in (Style.COLUMN, Style.ROW) else 0
+    """The dimension along which a parameter of a layer is cut; None for one that is whole."""
+    match layer.style:
+        case Style.WHOLE:
+            return None
+        case Style.ROW:
+            return None if name == "bias" else 1 - output_dimension(module)
+        case Style.COLUMN:
+            return 0 if name == "bias" else output_dimension(module)
+        case Style.HEADS:
+            return 1
+        case _:
+            return 0
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer's weight is [I, O], as that of transformers' Conv1D."""
-    return type(module).__name__ == "Conv1D"
-
-
-def _set_sizes(module: Any, layer: FoundLayer, ranks: TensorRanks) -> None:
-    """Let a module tell the sizes of its part."""
-    own = sum(piece.stop - piece.start for piece in pieces_of(layer.segments, ranks.size, ranks.rank))
-    names = {
-        Style.COLUMN: ("out_features", "nf"),
-        Style.ROW: ("in_features", "nx"),
-    }.get(layer.style, ())
-    for name in names:
-        if hasattr(module, name):
-            setattr(module, name, own)
+def output_dimension(module: nn.Module) -> int:
+    """The dimension of a linear layer's weight along which its output features lie."""
+    features = linear_features(module)
+    assert features is not None
+    return features.dimension
 
 
 class _Forwards:
@@ -183,59 +187,63 @@ class _Forwards:
 
     Attributes:
         entrances: of column-parallel layers, by the module that holds them.
+        opened: of these modules, those that mix positions.
     """
 
-    def __init__(self, model: nn.Module, found: Found, ranks: TensorRanks, zones: Zones) -> None:
+    def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, zones: Zones) -> None:
         self._model, self._found, self._ranks, self._zones = model, found, ranks, zones
         self._modules = dict(model.named_modules())
         self.entrances: dict[str, Entrance] = {}
-        self._parameters: dict[str, Parameters] = {}
+        self.opened: list[str] = []
 
     def install(self) -> None:
         """Give each split layer its forward."""
-        opened = {attention.name for attention in self._found.attentions}
         groups: dict[str, list[FoundLayer]] = defaultdict(list)
         for layer in self._found.layers:
             if layer.style is Style.COLUMN:
-                groups[layer.name.rpartition(".")[0]].append(layer)
+                groups[_holder(layer.name)].append(layer)
+        for attention in self._found.attentions:
+            around = [holder for holder in groups if f"{attention.name}.".startswith(f"{holder}.")]
+            self.opened += [max(around, key=len)] if around else []
         for holder, layers in groups.items():
-            for layer in layers:
-                module = self._modules[layer.name]
-                self._parameters[layer.name] = Parameters(module, is_transposed(module), self._sums(layer))
-            overlaps = all(_replaced(self._modules[layer.name]) is None for layer in layers)
-            parameters = [self._parameters[layer.name] for layer in layers]
-            self.entrances[holder] = Entrance(
-                self._ranks, self._zones, f"input of {layers[0].name}", parameters, holder in opened, overlaps
-            )
-        before: dict[str, Entrance] = {}
+            self._enter(holder, layers, holder in self.opened)
         for layer in self._found.layers:
             module: Any = self._modules[layer.name]
-            if layer.style is Style.COLUMN:
-                holder = layer.name.rpartition(".")[0]
-                before[holder] = entrance = self.entrances[holder]
-                plain = _replaced(module)
-                module.forward = ColumnForward(module, entrance, self._zones, self._parameters[layer.name], plain)
-            elif layer.style is Style.ROW:
-                entrances, before = list(before.values()), {}
-                transposed, plain = is_transposed(module), _replaced(module)
+            if layer.style is Style.ROW:
+                entrances = list(dict.fromkeys(self.entrances[_holder(name)] for name in layer.columns))
+                transposed, plain = bool(output_dimension(module)), _replaced(module)
                 module.forward = RowForward(
                     module, self._ranks, self._zones, layer.name, entrances, transposed, plain
                 )
             elif layer.style is Style.EMBEDDING:
-                split_embedding(module, self._ranks, *self._rows(layer), layer.name)
+                split_embedding(module, self._ranks, layer.name)
             elif layer.style is Style.OUTPUT:
-                split_output(self._model, module, self._ranks, *self._rows(layer), layer.name)
+                split_output(self._model, module, self._ranks, layer.name)
 
-    def _rows(self, layer: FoundLayer) -> tuple[int, int, int]:
-        """Of a vocabulary: this rank's [start, stop), and the size of all."""
-        (piece,) = pieces_of(layer.segments, self._ranks.size, self._ranks.rank)
-        return piece.start, piece.stop, layer.segments[0].size
+    def _enter(self, holder: str, layers: list[FoundLayer], opened: bool) -> None:
+        """The forwards of the column-parallel layers of one module."""
+        modules: list[Any] = [self._modules[layer.name] for layer in layers]
+        parameters = [
+            Parameters(module, bool(output_dimension(module)), self._sums(layer))
+            for module, layer in zip(modules, layers, strict=True)
+        ]
+        overlaps = all(_replaced(module) is None for module in modules)
+        label = f"input of {layers[0].name}"
+        entrance = Entrance(self._ranks, self._zones, label, parameters, opened, overlaps)
+        self.entrances[holder] = entrance
+        for module, each in zip(modules, parameters, strict=True):
+            module.forward = ColumnForward(module, entrance, self._zones, each, _replaced(module))
 
     def _sums(self, layer: FoundLayer) -> Any:
         """Adds up gradients of features that several ranks hold; None where none are."""
-        if all(segment.parts >= self._ranks.size for segment in layer.segments):
+        if all(segment.copies(self._ranks.size) == 1 for segment in layer.segments):
             return None
         return partial(sum_copies, layer.segments, self._ranks, layer.name)
+
+
+def _holder(name: str) -> str:
+    """The path of the module that holds another."""
+    return name.rpartition(".")[0]
 
 
 def sum_copies(segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gradient: Tensor, dimension: int) -> Tensor:
@@ -247,7 +255,7 @@ def sum_copies(segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gr
     at = [0]
     for piece in own:
         at.append(at[-1] + piece.stop - piece.start)
-    copied = [n for n, segment in enumerate(segments) if segment.parts < ranks.size]
+    copied = [n for n, segment in enumerate(segments) if segment.copies(ranks.size) > 1]
     parts = [gradient.narrow(dimension, at[n], at[n + 1] - at[n]) for n in copied]
     firsts = [sum(segment.size for segment in segments[:n]) for n in range(len(segments))]
     shape = list(gradient.shape)
