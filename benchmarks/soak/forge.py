@@ -30,7 +30,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import MANIFEST, Box, Piece, Reader, WriteOrder, write
+from zeroshard.checkpoint import MANIFEST, Box, Reader, TensorPiece, WriteOrder, write
+from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.checkpoint.compare import Comparison, compare
 from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.checkpoint.stream import BLOCK
@@ -112,17 +113,17 @@ def in_two(path: Path, to: Path) -> None:
         pieces = []
         for name, entry in reader.tensors.items():
             if name.startswith(("buffer:", "rng:")):
-                pieces.append(Piece.whole(name, reader.whole(name).view(entry.shape)))
+                pieces.append(TensorPiece.whole(name, reader.whole(name).view(entry.shape)))
                 continue
             if not entry.shape:
-                pieces += [Piece.whole(name, reader.whole(name).view(()))] if rank == 0 else []
+                pieces += [TensorPiece.whole(name, reader.whole(name).view(()))] if rank == 0 else []
                 continue
             *rows, columns = entry.shape
             low, high = (columns * part // RANKS for part in (rank, rank + 1))
             box = Box((*(0 for _ in rows), low), (*rows, high - low))
-            values = torch.empty(box.numel, dtype=entry.dtype)
-            reader.read(name, values, 0, box)
-            pieces += Piece.cut(name, entry.shape, 0, values, box)
+            values = torch.empty(box.shape, dtype=entry.dtype)
+            reader.fill(name, [BoxValues(box, values)])
+            pieces.append(TensorPiece(name, entry.shape, box, values))
         write(WriteOrder(to, "two", pieces, facts, lambda everyone: everyone[0]), zs.Mesh(rank, RANKS), desk)
 
 

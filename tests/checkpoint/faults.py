@@ -14,7 +14,20 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from zeroshard.checkpoint import CheckpointDisk, Notes, Piece, Reader, WriteOrder, clear, committed, name_of, write
+from zeroshard.checkpoint import (
+    Box,
+    CheckpointDisk,
+    Notes,
+    Reader,
+    TensorPiece,
+    WeightFiles,
+    WriteOrder,
+    clear,
+    committed,
+    name_of,
+    write,
+)
+from zeroshard.checkpoint.boxes import cut, one_by_one
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 
@@ -71,6 +84,23 @@ def content(path: Path) -> Tensors:
     return whole
 
 
+def pieces_of(
+    name: str, shape: tuple[int, ...], first: int, values: torch.Tensor, box: Box | None = None
+) -> list[TensorPiece]:
+    """A range of the elements of a box, or of the whole tensor; of an empty tensor, one empty piece."""
+    whole = Box.whole(shape)
+    held = cut(box or whole, first, first + values.numel()) if whole.numel else [whole]
+    return [TensorPiece(name, shape, *each) for each in one_by_one(held, values)]
+
+
+def read_box(
+    source: Reader | WeightFiles, name: str, into: torch.Tensor, first: int = 0, box: Box | None = None
+) -> None:
+    """Fill `into` with elements of a box, or of the whole tensor, from `first` on."""
+    box = box or Box.whole(source.shape(name) or ())
+    source.fill(name, one_by_one(cut(box, first, first + into.numel()), into))
+
+
 def order(folder: Path, step: int, disk: CheckpointDisk | None = None, rank: int = 0, ranks: int = 1) -> WriteOrder:
     """One rank's part of a step's checkpoint, as step-... in a folder, of which `KEEP` stay."""
     pieces = []
@@ -78,8 +108,8 @@ def order(folder: Path, step: int, disk: CheckpointDisk | None = None, rank: int
         flat = values_of(name, step).reshape(-1)
         cuts = [flat.numel() * part // ranks for part in (rank, rank + 1)]
         if cuts[0] < cuts[1] or (rank == 0 and not flat.numel()):
-            pieces += Piece.cut(name, shape, cuts[0], flat[cuts[0] : cuts[1]])
-    pieces += [Piece.whole(name, values_of(name, step)) for name in COPIES]
+            pieces += pieces_of(name, shape, cuts[0], flat[cuts[0] : cuts[1]])
+    pieces += [TensorPiece.whole(name, values_of(name, step)) for name in COPIES]
     facts = {"step": step, "optimizer": {}, "extra": {"seen": step}}
     token = f"{step}-{id(disk)}"
     return WriteOrder(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.checkpoint.boxes import Box, copy_common, cut, extent, intersection, tiles
+from zeroshard.checkpoint.boxes import Box, copy_common, cut, extent, intersection, one_by_one, tiles
 
 EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -89,7 +89,7 @@ def test_what_two_flat_tensors_have_in_common_is_copied(data: st.DataObject) -> 
         ranges.append((cut(box, low, high), elements(box, shape)[low:high]))
     (wanted, into_places), (held, places) = ranges
     into = torch.full((len(into_places),), -1)
-    copied = copy_common(into, wanted, torch.tensor(places, dtype=torch.int64), held)
+    copied = copy_common(one_by_one(wanted, into), torch.tensor(places, dtype=torch.int64), held)
     common = [position for position in places if position in into_places]
     assert into.tolist() == [position if position in common else -1 for position in into_places]
     assert copied == len(common)

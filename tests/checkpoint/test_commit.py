@@ -27,6 +27,7 @@ from checkpoint.faults import (
     killed,
     operations,
     order,
+    pieces_of,
     save,
 )
 from pool import Pool
@@ -34,9 +35,9 @@ from pool import Pool
 from zeroshard.checkpoint import (
     Meeting,
     Notes,
-    Piece,
     Reader,
     Saving,
+    TensorPiece,
     WriteOrder,
     clear,
     committed,
@@ -268,9 +269,9 @@ def test_pieces_that_are_not_the_whole_are_no_checkpoint(tmp_path: Path) -> None
         work = replace(order(tmp_path, 1), keep=None)
         if change == "gap":
             del work.pieces[0]
-            work.pieces += Piece.cut("weight:a", (3, 7), 1, torch.zeros(20))
+            work.pieces += pieces_of("weight:a", (3, 7), 1, torch.zeros(20))
         else:
-            work.pieces.append(Piece.whole("weight:a", torch.zeros(21)))
+            work.pieces.append(TensorPiece.whole("weight:a", torch.zeros(21)))
         with pytest.raises(CheckpointError, match=words):
             write(work, Mesh(), Notes(Mesh(), "alone"))
     assert list(tmp_path.iterdir()) == []

@@ -13,12 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
-from checkpoint.faults import Desk, raw, seal
+from checkpoint.faults import Desk, pieces_of, raw, read_box, seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from zeroshard.checkpoint import MANIFEST, Box, Piece, Reader, WriteOrder, manifest, reader, stream, write
+from zeroshard.checkpoint import MANIFEST, Box, Reader, WriteOrder, manifest, reader, stream, write
+from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 
@@ -89,7 +90,7 @@ def write_format_3(folder: Path, values: torch.Tensor, parts: list[Part]) -> Pat
     desk, shape = Desk(), tuple(values.shape)
     for rank in (*range(1, len(parts)), 0):
         box, low, _ = parts[rank]
-        pieces = list(Piece.cut(NAME, shape, low, held(parts[rank], values), box))
+        pieces = list(pieces_of(NAME, shape, low, held(parts[rank], values), box))
         if rank or values.numel():
             assert sum(piece.values.numel() for piece in pieces) == held(parts[rank], values).numel()
         order = WriteOrder(folder, "t", pieces, FACTS, lambda everyone: everyone[0])
@@ -120,7 +121,7 @@ def check(folder: Path, values: torch.Tensor, parts: list[Part]) -> None:
     for part in parts:
         box, low, high = part
         into = torch.full((high - low,), -1, dtype=torch.float64)
-        checkpoint.read(NAME, into, low, box)
+        read_box(checkpoint, NAME, into, low, box)
         assert into.tolist() == held(part, values).tolist()
 
 
@@ -164,13 +165,15 @@ def test_any_range_of_any_box_is_read(tmp_path_factory: pytest.TempPathFactory, 
 def test_what_is_not_in_the_box_or_the_tensor_is_refused(tmp_path: Path) -> None:
     checkpoint = Reader(write_format_3(tmp_path / "c", values_of((6, 8)), cuts((6, 8))["ranges"]))
     half = Box((0, 4), (6, 4))
-    checkpoint.read(NAME, torch.empty(24), 0, half)
-    with pytest.raises(CheckpointError, match=r"holds 23 of the 24 elements of 'weight:w\[0:6,4:8\]' from 1;"):
-        checkpoint.read(NAME, torch.empty(24), 1, half)
-    outside = Box((0, 4), (6, 5)), Box((-1, 0), (6, 8)), Box((0,), (6,))
-    for start, box in ((-1, half), (25, half), *((0, box) for box in outside)):
+    read_box(checkpoint, NAME, torch.empty(24), 0, half)
+    with pytest.raises(CheckpointError, match=r"holds 47 of the 48 elements of 'weight:w\[0:6,0:8\]' from 1;"):
+        checkpoint.read(NAME, torch.empty(48), 1)
+    for start in (-1, 49):
         with pytest.raises(CheckpointError, match="holds 0 of the 3 elements"):
-            checkpoint.read(NAME, torch.empty(3), start, box)
+            checkpoint.read(NAME, torch.empty(3), start)
+    for box in (Box((0, 4), (6, 5)), Box((-1, 0), (6, 8)), Box((0,), (6,))):
+        with pytest.raises(CheckpointError, match=r"holds 24 of the \d+ elements of 'weight:w\[0:6,4:8\]; \[.*\]'"):
+            checkpoint.fill(NAME, [BoxValues(each, torch.empty(each.shape)) for each in (half, box)])
 
 
 @pytest.mark.parametrize("written", [write_format_2, write_format_3])
@@ -187,17 +190,17 @@ def test_blocks_without_a_part_in_the_box_are_not_read(tmp_path: Path, written: 
 
         with mock.patch.object(Reader, "_block", watched):
             into = torch.empty(8)
-            checkpoint.read(NAME, into, 8, Box((0, 0), (6, 4)))
+            read_box(checkpoint, NAME, into, 8, Box((0, 0), (6, 4)))
             checkpoint.read(NAME, into[:0], 0)
     assert seen == [4, 6] and into.tolist() == [16, 17, 18, 19, 24, 25, 26, 27]
 
 
-def test_pieces_are_views_in_the_order_of_their_range() -> None:
+def test_boxes_are_views_in_the_order_of_their_range() -> None:
     values = torch.arange(11.0)
-    pieces = list(Piece.cut(NAME, (4, 10), 3, values, Box((0, 5), (4, 5))))
+    pieces = list(pieces_of(NAME, (4, 10), 3, values, Box((0, 5), (4, 5))))
     assert [str(piece.box) for piece in pieces] == ["0:1,8:10", "1:2,5:10", "2:3,5:9"]
-    assert [piece.values.tolist() for piece in pieces] == [[0, 1], [2, 3, 4, 5, 6], [7, 8, 9, 10]]
+    assert [piece.values.tolist() for piece in pieces] == [[[0, 1]], [[2, 3, 4, 5, 6]], [[7, 8, 9, 10]]]
     assert all(piece.values.untyped_storage().data_ptr() == values.data_ptr() for piece in pieces)
     assert all(piece.shape == (4, 10) for piece in pieces)
-    assert list(Piece.cut(NAME, (4, 10), 0, values[:0], Box((0, 5), (0, 5)))) == []
-    assert [str(piece.box) for piece in Piece.cut(NAME, (0, 2), 0, values[:0])] == ["0:0,0:2"]
+    assert list(pieces_of(NAME, (4, 10), 0, values[:0], Box((0, 5), (0, 5)))) == []
+    assert [str(piece.box) for piece in pieces_of(NAME, (0, 2), 0, values[:0])] == ["0:0,0:2"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.faults import COPIES, SHAPES, content, expected, save, save_as, values_of
+from checkpoint.faults import COPIES, SHAPES, content, expected, pieces_of, save, save_as, values_of
 from safetensors import safe_open
 
 from zeroshard.checkpoint import (
@@ -13,10 +13,10 @@ from zeroshard.checkpoint import (
     MANIFEST,
     CheckpointDisk,
     Notes,
-    Piece,
     Reader,
     Slot,
     Snapshot,
+    TensorPiece,
     WriteOrder,
     write,
     write_tensors,
@@ -63,7 +63,7 @@ def test_any_range_of_any_rank_count(tmp_path: Path) -> None:
 def test_tensors_of_several_blocks(tmp_path: Path) -> None:
     """One byte more than two blocks: three digests, and only the blocks that are asked for are read."""
     values = torch.arange(2 * BLOCK + 1).to(torch.uint8)
-    piece = Piece.whole("weight:w", values)
+    piece = TensorPiece.whole("weight:w", values)
     facts = {"step": 1, "optimizer": {}, "extra": {}}
     write(WriteOrder(tmp_path / "c", "t", [piece], facts, lambda all_facts: all_facts[0]), Mesh(), Notes(Mesh(), "t"))
     entry = json.loads((tmp_path / "c" / MANIFEST).read_bytes())["tensors"]["weight:w"]
@@ -121,10 +121,12 @@ def test_a_snapshot_is_a_copy_in_buffers_that_stay() -> None:
     ledger = Ledger()
     snapshot, values = Snapshot(ledger), torch.arange(6.0).view(2, 3)
     account = ledger.account(Category.BUFFERS, "host")
-    first = snapshot.take([Piece.whole("weight:w", values), *Piece.cut("weight:v", (6,), 0, values.view(-1)[::2])])
+    first = snapshot.take(
+        [TensorPiece.whole("weight:w", values), *pieces_of("weight:v", (6,), 0, values.view(-1)[::2])]
+    )
     values.zero_()
     assert [piece.values.tolist() for piece in first] == [[0, 1, 2, 3, 4, 5], [0, 2, 4]]
     assert account.current == 36
-    again = snapshot.take([Piece.whole("weight:w", values)])
+    again = snapshot.take([TensorPiece.whole("weight:w", values)])
     assert again[0].values is first[0].values and again[0].values.tolist() == [0] * 6
     assert account.current == 24 and account.peak == 36

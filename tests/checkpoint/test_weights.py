@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.faults import read_box
 from safetensors.torch import save_file
 
-from zeroshard.checkpoint import Box, Notes, Piece, WeightFiles, WriteOrder, write
+from zeroshard.checkpoint import Box, Notes, TensorPiece, WeightFiles, WriteOrder, write
 from zeroshard.checkpoint import weights as module
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
@@ -59,14 +60,14 @@ def test_all_forms_are_read(form: str, tmp_path: Path) -> None:
         for start in range(flat.numel() + 1):
             for stop in range(start, flat.numel() + 1, 1 + 4 * (form != "file")):
                 into = torch.full((stop - start,), -1.0)
-                files.read(f"weight:{name}", into, start)
+                read_box(files, f"weight:{name}", into, start)
                 assert torch.equal(into, flat[start:stop].float())
         assert torch.equal(files.whole(f"buffer:{name}"), flat)
         assert files.whole(f"buffer:{name}").dtype == values.dtype
-    with pytest.raises(CheckpointError, match=r"60 elements of 'body.up\[0:5,0:4,0:3\]' and 61"):
-        files.read("weight:body.up", torch.empty(2), 59)
+    with pytest.raises(CheckpointError, match=r"holds 'body.up\[0:5,0:4,0:3\]', and \[0:6,0:4,0:3\] was asked for"):
+        read_box(files, "weight:body.up", torch.empty(72), box=Box.whole((6, 4, 3)))
     with pytest.raises(CheckpointError, match="holds no tensor 'weight:tail'"):
-        files.read("weight:tail", torch.empty(1), 0)
+        read_box(files, "weight:tail", torch.empty(1))
 
 
 def test_rows_outside_of_the_range_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,18 +81,19 @@ def test_rows_outside_of_the_range_are_not_read(tmp_path: Path, monkeypatch: pyt
             part = handle.get_slice(name)
 
             class Slice:
-                def __getitem__(self, rows: slice) -> torch.Tensor:
-                    asked.append((rows.start, rows.stop))
-                    return part[rows]
+                def __getitem__(self, places: tuple[slice, ...]) -> torch.Tensor:
+                    asked.append(",".join(f"{place.start}:{place.stop}" for place in places))
+                    return part[places]
 
             return Slice()
 
     files._files._files["body.up"] = file, Counting()
     into = torch.empty(20)
-    files.read("weight:body.up", into, 13)  # ends in the middle of the third row
+    read_box(files, "weight:body.up", into, 13)  # ends in the middle of the third row
     assert torch.equal(into, torch.arange(13.0, 33.0))
-    files.read("weight:body.up", torch.empty(30), 13)
-    assert asked == [(1, 3), (1, 3), (3, 4)]
+    read_box(files, "weight:body.up", torch.empty(30), 13)
+    first = ["1:2,0:1,1:3", "1:2,1:4,0:3"]
+    assert asked == [*first, "2:3,0:3,0:3", *first, "2:3,0:4,0:3", "3:4,0:2,0:3", "3:4,2:3,0:1"]
 
 
 @pytest.mark.parametrize("form", ["file", "checkpoint"])
@@ -102,7 +104,9 @@ def test_a_box_of_a_tensor(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
     path = single(tmp_path / "w")
     if form == "checkpoint":
         facts = {"step": 1, "optimizer": {}, "extra": {}}
-        order = WriteOrder(tmp_path / "c", "t", [Piece.whole("weight:body.up", values)], facts, lambda every: every[0])
+        order = WriteOrder(
+            tmp_path / "c", "t", [TensorPiece.whole("weight:body.up", values)], facts, lambda every: every[0]
+        )
         write(order, Mesh(), Notes(Mesh(), "t"))
         path = tmp_path / "c"
     files, columns = WeightFiles(path, {}), Box((1, 1, 0), (4, 2, 3))
@@ -110,10 +114,10 @@ def test_a_box_of_a_tensor(form: str, tmp_path: Path, monkeypatch: pytest.Monkey
     for start in range(25):
         for stop in range(start, 25):
             into = torch.empty(stop - start)
-            files.read("weight:body.up", into, start, columns)
+            read_box(files, "weight:body.up", into, start, columns)
             assert torch.equal(into, wanted[start:stop])
-    with pytest.raises(CheckpointError, match=r"elements of '(weight:)?body.up\[1:5,1:3,0:3\]'"):
-        files.read("weight:body.up", torch.empty(24), 1, columns)
+    with pytest.raises(CheckpointError, match=r"\[1:6,1:3,0:3\]"):
+        read_box(files, "weight:body.up", torch.empty(30), 0, Box((1, 1, 0), (5, 2, 3)))
 
 
 def test_tied_names(tmp_path: Path) -> None:
@@ -124,13 +128,13 @@ def test_tied_names(tmp_path: Path) -> None:
         files.fit(["embed.weight"], {})
         assert files.names("weight") == ["embed.weight"]
         into = torch.empty(3)
-        files.read("weight:embed.weight", into, 2)
+        read_box(files, "weight:embed.weight", into, 2)
         assert into.tolist() == [2, 3, 4]
     save_file({"embed.weight": table, "head.weight": table + (table == 4)}, tmp_path / "2" / "model.safetensors")
     files = WeightFiles(tmp_path / "2", tied)
-    files.read("weight:embed.weight", torch.empty(3), 1)
+    read_box(files, "weight:embed.weight", torch.empty(3), 1)
     with pytest.raises(CheckpointError, match=r"other values under 'head.weight' than under 'embed.weight'"):
-        files.read("weight:embed.weight", torch.empty(3), 2)
+        read_box(files, "weight:embed.weight", torch.empty(3), 2)
     save_file({"embed.weight": table, "head.weight": table[:2].clone()}, tmp_path / "2" / "model.safetensors")
     with pytest.raises(CheckpointError, match="in two shapes"):
         WeightFiles(tmp_path / "2", tied)
@@ -156,7 +160,7 @@ def test_a_prefix_more_or_less(here: dict[str, Any], there: dict[str, Any], tmp_
     assert set(files.names("weight")) == set(here)
     for name, values in here.items():
         into = torch.empty(2)
-        files.read(f"weight:{name}", into, 0)
+        read_box(files, f"weight:{name}", into)
         assert torch.equal(into, values)
 
 
@@ -256,4 +260,4 @@ def test_what_is_no_weights_is_refused(tmp_path: Path) -> None:
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     files = WeightFiles(single(tmp_path / "w", {"a": torch.ones(3, dtype=torch.int8)}), {})
     with pytest.raises(CheckpointError, match=r"'a' as torch.int8 and the model has torch.float32"):
-        files.read("weight:a", torch.empty(3), 0)
+        read_box(files, "weight:a", torch.empty(3))

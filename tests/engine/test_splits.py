@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.engine import policies
-from zeroshard.parts.place import Axis, Split
+from zeroshard.parts.place import Axis, Piece, Split
 from zeroshard.parts.technique import NewAxis
 from zeroshard.traffic import Purpose
 
@@ -119,7 +119,7 @@ class Technique:
         axis, whole = axes[self.name], model.middle.matrices
         kind = OwnMiddle if self.data else SplitMiddle
         model.middle = kind(whole.detach()[axis.rank : axis.rank + 1], axis)
-        return {model.middle.matrices: Split(self.name, tuple(whole.shape), (axis.rank, 0, 0))}
+        return {model.middle.matrices: Split(self.name, tuple(whole.shape), 0, (Piece(axis.rank, axis.rank + 1),))}
 
 
 def rows(step: int, data_rank: int) -> Tensor:

@@ -11,7 +11,7 @@ from zeroshard.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import Slot, write_tensors
 from zeroshard.checkpoint.weights import WeightFiles
-from zeroshard.checkpoint.writer import Meeting, Notes, Piece, Saving, Snapshot
+from zeroshard.checkpoint.writer import Meeting, Notes, Saving, Snapshot, TensorPiece
 
 __all__ = [
     "DTYPES",
@@ -21,11 +21,11 @@ __all__ = [
     "CheckpointDisk",
     "Meeting",
     "Notes",
-    "Piece",
     "Reader",
     "Saving",
     "Slot",
     "Snapshot",
+    "TensorPiece",
     "WeightFiles",
     "WriteOrder",
     "clear",

@@ -11,6 +11,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -67,6 +68,17 @@ class Box:
         return ",".join(f"{start}:{start + length}" for start, length in zip(self.start, self.shape, strict=False))
 
 
+class BoxValues(NamedTuple):
+    """The values of a box of a tensor.
+
+    Attributes:
+        values: in the shape of the box; a view, of any strides.
+    """
+
+    box: Box
+    values: torch.Tensor
+
+
 def cut(box: Box, low: int, high: int) -> list[Box]:
     """The fewest boxes that hold the elements [low, high) of `box`, in row-major order.
 
@@ -117,23 +129,26 @@ def extent(boxes: Sequence[Box], wanted: Sequence[Box]) -> range:
     return range(low, high) if low < high else range(0)
 
 
-def copy_common(into: torch.Tensor, wanted: Sequence[Box], values: torch.Tensor, held: Sequence[Box]) -> int:
-    """Copy the elements that two flat tensors have in common.
+def one_by_one(boxes: Sequence[Box], values: torch.Tensor) -> list[BoxValues]:
+    """The values of boxes that lie one after the other in a flat tensor, as views of it."""
+    return [BoxValues(box, values[at : at + box.numel].view(box.shape)) for at, box in _offsets(boxes)]
+
+
+def copy_common(targets: Sequence[BoxValues], values: torch.Tensor, held: Sequence[Box]) -> int:
+    """Copy into the targets the elements that they have in common with a flat tensor.
 
     Args:
-        into: the target, in which the boxes `wanted` lie one after the other.
-        values: the source, in which the boxes `held` do.
+        values: the source, in which the boxes `held` lie one after the other.
 
     Returns:
         The number of elements copied.
     """
     copied = 0
-    for target_at, target in _offsets(wanted):
-        for source_at, source in _offsets(held):
-            common = intersection(target, source)
+    for target in targets:
+        for source in one_by_one(held, values):
+            common = intersection(target.box, source.box)
             if common is not None:
-                found = values[source_at : source_at + source.numel].view(source.shape)[common.slices(source)]
-                into[target_at : target_at + target.numel].view(target.shape)[common.slices(target)].copy_(found)
+                target.values[common.slices(target.box)].copy_(source.values[common.slices(source.box)])
                 copied += common.numel
     return copied
 

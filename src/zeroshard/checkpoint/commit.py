@@ -23,7 +23,7 @@ from zeroshard.checkpoint.disk import CheckpointDisk
 from zeroshard.checkpoint.folder import retain
 from zeroshard.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, file_of, read_manifest
 from zeroshard.checkpoint.stream import Slot, in_order, write_tensors
-from zeroshard.checkpoint.writer import Coordination, Piece
+from zeroshard.checkpoint.writer import Coordination, TensorPiece
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 
@@ -42,7 +42,7 @@ class WriteOrder:
 
     path: Path
     token: str
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     facts: dict[str, Any]
     merge: Callable[[list[dict[str, Any]]], dict[str, Any]]
     keep: int | None = None

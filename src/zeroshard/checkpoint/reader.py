@@ -1,14 +1,14 @@
 """Reading a checkpoint: any range of any box of a tensor, each byte checked against its digest before it is used."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zeroshard.checkpoint.boxes import Box, copy_common, cut, extent
+from zeroshard.checkpoint.boxes import Box, BoxValues, copy_common, cut, extent, one_by_one
 from zeroshard.checkpoint.manifest import MANIFEST, Chunk, TensorEntry, file_of, read_manifest
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 from zeroshard.errors import CheckpointError, DamagedError
@@ -45,31 +45,27 @@ class Reader:
         """The shape of a tensor, or None if it is not there."""
         return self.tensors[name].shape if name in self.tensors else None
 
-    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None = None) -> None:
-        """Fill `into` (1-D) with elements of tensor `name`, one block at a time.
+    def read(self, name: str, into: torch.Tensor, start: int) -> None:
+        """Fill `into` (1-D) with elements of tensor `name`, from `start` on in row-major order.
 
-        Args:
-            start: the first element, in the row-major order of `box`.
-            box: the part of the tensor to read, such as a tensor-parallel shard; all of it by default.
+        Raises:
+            CheckpointError, DamagedError: as `fill`.
+        """
+        whole = Box.whole(self._entry(name).shape)
+        wanted = cut(whole, start, min(start + into.numel(), whole.numel)) if start >= 0 else []
+        self._fill(name, one_by_one(wanted, into), into.numel(), f"[{whole}]' from {start}")
+
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of tensor `name`, one block at a time.
 
         Raises:
             CheckpointError: elements are missing, or a file cannot be read. DamagedError: a block does not match its
                 digest.
         """
-        entry, filled = self._entry(name), 0
-        whole = Box.whole(entry.shape)
-        box = whole if box is None else box
-        if start >= 0 and box.inside(whole):
-            wanted = cut(box, start, min(start + into.numel(), box.numel))
-            near = extent([whole], wanted)
-            for chunk, place in zip(entry.chunks, self._places(name), strict=True):
-                if place.start < near.stop and near.start < place.stop:
-                    filled += self._copy(name, chunk, into, wanted)
-        if filled != into.numel():
-            raise CheckpointError(
-                f"{self.path} holds {filled} of the {into.numel()} elements of '{name}[{box}]' from {start}; it is not "
-                f"whole."
-            )
+        whole = Box.whole(self._entry(name).shape)
+        inside = [target for target in targets if target.box.inside(whole)]
+        boxes = "; ".join(f"[{target.box}]" for target in targets)
+        self._fill(name, inside, sum(target.values.numel() for target in targets), f"{boxes}'")
 
     def whole(self, name: str, rank: int = 0) -> torch.Tensor:
         """The copy of a tensor that `rank` wrote, or the first if it wrote none; flat and in its own dtype."""
@@ -109,6 +105,17 @@ class Reader:
                 except CheckpointError as error:
                     yield str(error)
 
+    def _fill(self, name: str, targets: Sequence[BoxValues], numel: int, what: str) -> None:
+        entry, filled = self.tensors[name], 0
+        near = extent([Box.whole(entry.shape)], [target.box for target in targets])
+        for chunk, place in zip(entry.chunks, self._places(name), strict=True):
+            if place.start < near.stop and near.start < place.stop:
+                filled += self._copy(name, chunk, targets)
+        if filled != numel:
+            raise CheckpointError(
+                f"{self.path} holds {filled} of the {numel} elements of '{name}{what}; it is not whole."
+            )
+
     def _entry(self, name: str) -> TensorEntry:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor '{name}'.")
@@ -122,15 +129,15 @@ class Reader:
             self._positions[name] = [extent(whole, chunk.boxes(0, chunk.numel)) for chunk in entry.chunks]
         return self._positions[name]
 
-    def _copy(self, name: str, chunk: Chunk, into: torch.Tensor, wanted: list[Box]) -> int:
-        """Fill `into`, in which the boxes `wanted` lie in order, with their elements in a chunk; returns the number."""
-        step, filled = BLOCK // self.tensors[name].dtype.itemsize, 0
+    def _copy(self, name: str, chunk: Chunk, targets: Sequence[BoxValues]) -> int:
+        """Fill boxes with their elements in a chunk; returns the number."""
+        step, filled, wanted = BLOCK // self.tensors[name].dtype.itemsize, 0, [target.box for target in targets]
         near = extent(chunk.boxes(0, chunk.numel), wanted)
         numbers = range(near.start // step, -(-near.stop // step))
         for number in numbers:
             held = chunk.boxes(number * step, min((number + 1) * step, chunk.numel))
             if len(numbers) == 1 or extent(held, wanted):  # in wide rows, some blocks hold no element of a box
-                filled += copy_common(into, wanted, self._block(name, chunk, number), held)
+                filled += copy_common(targets, self._block(name, chunk, number), held)
         return filled
 
     def _block(self, name: str, chunk: Chunk, number: int) -> torch.Tensor:

@@ -13,14 +13,14 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 
-from zeroshard.checkpoint.boxes import Box, copy_common, cut, extent
+from zeroshard.checkpoint.boxes import Box, BoxValues
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
@@ -105,22 +105,19 @@ class WeightFiles:
         places = self._places.get(name.partition(":")[2])
         return self._files.shapes[places[0]] if places else None
 
-    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None = None) -> None:
-        """Fill `into` (1-D) with elements of a tensor; reads only their rows.
-
-        Args:
-            start: the first element, in the row-major order of `box`.
-            box: the part of the tensor to read, such as a tensor-parallel shard; all of it by default.
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of a tensor; reads only these.
 
         Raises:
             CheckpointError: elements are missing, a file cannot be read, or two names of one parameter differ.
         """
         first, *others = self._of(name)
-        self._files.read(first, into, start, box)
+        self._files.fill(first, targets)
         for other in others:
-            again = torch.empty_like(into, device="cpu")
-            self._files.read(other, again, start, box)
-            if bytes_of(into.cpu()) != bytes_of(again):
+            again = [BoxValues(box, torch.empty_like(values, device="cpu")) for box, values in targets]
+            self._files.fill(other, again)
+            pairs = zip(targets, again, strict=True)
+            if any(bytes_of(target.values.cpu()) != bytes_of(found.values) for target, found in pairs):
                 raise CheckpointError(
                     f"{self.path} holds other values under '{other}' than under '{first}', and in this model they are "
                     f"one parameter. Build the model that was trained there."
@@ -174,7 +171,7 @@ class _Files(Protocol):
 
     shapes: dict[str, Shape]
 
-    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None) -> None: ...
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None: ...
 
     def whole(self, name: str) -> torch.Tensor: ...
 
@@ -188,9 +185,9 @@ class _Checkpoint:
         self._full = {name: f"{kind}:{name}" for name, kind in kinds.items()}
         self.shapes = {name: self._reader.tensors[full].shape for name, full in self._full.items()}
 
-    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None) -> None:
-        """Fill `into` with the elements of a box from `start` on."""
-        self._reader.read(self._full[name], into, start, box)
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of a tensor."""
+        self._reader.fill(self._full[name], targets)
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, flat."""
@@ -227,32 +224,27 @@ class _Shards:
                 with _readable(file):
                     self.shapes[name] = tuple(handle.get_slice(name).get_shape())
 
-    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None) -> None:
-        """Fill `into` with the elements of a box from `start` on, some rows of the tensor at a time.
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of a tensor, some rows at a time.
 
         Raises:
             CheckpointError: elements are missing, or the file cannot be read; or it holds integers for a weight.
         """
         shape, (file, handle) = self.shapes[name], self._files[name]
-        whole, stop = Box.whole(shape), start + into.numel()
-        box = whole if box is None else box
-        if not (0 <= start <= stop <= box.numel and box.inside(whole)):
-            raise CheckpointError(f"{file} holds {box.numel} elements of '{name}[{box}]' and {stop} were asked for.")
-        if start == stop:
-            return
-        wanted, width = cut(box, start, stop), math.prod(shape[1:])
-        near = extent([whole], wanted)
-        rows, last = max(1, BLOCK // (WIDEST * width)), -(-near.stop // width)
-        for row in range(near.start // width, last, rows):
-            with _readable(file):
-                part = handle.get_slice(name)[row : min(row + rows, last)] if shape else handle.get_tensor(name)
-            if part.is_floating_point() != into.is_floating_point():
-                raise CheckpointError(
-                    f"{file} holds '{name}' as {part.dtype} and the model has {into.dtype}. Give weights that are not "
-                    f"quantized."
-                )
-            first = row * width
-            copy_common(into, wanted, part.reshape(-1), cut(whole, first, first + part.numel()))
+        whole = Box.whole(shape)
+        for box, values in targets:
+            if not box.inside(whole):
+                raise CheckpointError(f"{file} holds '{name}[{whole}]', and [{box}] was asked for.")
+            rows = max(1, BLOCK // (WIDEST * math.prod(box.shape[1:]))) if shape else 1
+            for first in range(0, box.shape[0] if shape else 1, rows):
+                with _readable(file):
+                    part = _rows(handle, name, box, first, rows)
+                if part.is_floating_point() != values.is_floating_point():
+                    raise CheckpointError(
+                        f"{file} holds '{name}' as {part.dtype} and the model has {values.dtype}. Give weights that "
+                        f"are not quantized."
+                    )
+                (values[first : first + rows] if shape else values).copy_(part)
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, flat."""
@@ -260,6 +252,17 @@ class _Shards:
         with _readable(file):
             values: torch.Tensor = handle.get_tensor(name).reshape(-1)
         return values
+
+
+def _rows(handle: Any, name: str, box: Box, first: int, count: int) -> torch.Tensor:
+    """Rows `first` to `first + count` of a box of a tensor in an open file."""
+    if not box.shape:
+        whole: torch.Tensor = handle.get_tensor(name)
+        return whole
+    low, high = box.start[0] + first, box.start[0] + min(first + count, box.shape[0])
+    others = (slice(start, start + size) for start, size in zip(box.start[1:], box.shape[1:], strict=True))
+    rows: torch.Tensor = handle.get_slice(name)[(slice(low, high), *others)]
+    return rows
 
 
 def files_of(path: Path) -> dict[Path, list[str] | None]:

@@ -7,7 +7,7 @@ write while training goes on use the key-value store, since they must not start 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zeroshard.checkpoint.boxes import Box, cut
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.rendezvous import give_up
@@ -27,8 +27,8 @@ POLLS = 0.005, 0.1  # seconds between polls of the store, at first and at most
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The values of one box of the tensor `name` of shape `shape`, in the row-major order of the box."""
+class TensorPiece:
+    """The values of one box of the tensor `name` of shape `shape`, in the shape of the box; a view, of any strides."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,27 +36,9 @@ class Piece:
     values: torch.Tensor
 
     @classmethod
-    def whole(cls, name: str, values: torch.Tensor) -> "Piece":
+    def whole(cls, name: str, values: torch.Tensor) -> "TensorPiece":
         """All of a tensor."""
         return cls(name, tuple(values.shape), Box.whole(tuple(values.shape)), values)
-
-    @classmethod
-    def cut(
-        cls, name: str, shape: tuple[int, ...], start: int, values: torch.Tensor, box: Box | None = None
-    ) -> "Iterator[Piece]":
-        """The pieces of a range of a rank's flattened tensor; of an empty tensor, one empty piece.
-
-        Args:
-            shape: of the tensor in the checkpoint.
-            start: the first element of the range in the flattened tensor of this rank.
-            values: of the range (1-D); the pieces are views of them.
-            box: the part of the tensor that this rank has; all of it by default.
-        """
-        whole, at = Box.whole(shape), 0
-        parts = cut(box or whole, start, start + values.numel()) if whole.numel else [whole]
-        for part in parts:
-            yield cls(name, shape, part, values[at : at + part.numel])
-            at += part.numel
 
 
 class Snapshot:
@@ -66,7 +48,7 @@ class Snapshot:
         self._ledger = ledger
         self._buffers: dict[tuple[str, Box], torch.Tensor] = {}
 
-    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def take(self, pieces: Iterable[TensorPiece]) -> list[TensorPiece]:
         """The pieces with copies of their values, which later steps do not change."""
         before, self._buffers = self._buffers, {}
         copies, devices = [], set[torch.device]()
@@ -76,7 +58,7 @@ class Snapshot:
             if buffer is None or (buffer.dtype, buffer.numel()) != (values.dtype, values.numel()):
                 self._enter(buffer, values)
                 buffer = accelerator.page_locked(values.numel(), values.dtype, values.device)
-            buffer.copy_(values.reshape(-1), non_blocking=True)
+            buffer.view(values.shape).copy_(values, non_blocking=True)
             devices.add(values.device)
             self._buffers[piece.name, piece.box] = buffer
             copies.append(replace(piece, values=buffer))

@@ -293,6 +293,11 @@ def part_of(mesh: Mesh, parts: Sequence[Sequence[int]], name: str) -> Mesh:
     )
 
 
+def beside(mesh: Mesh, name: str) -> Mesh:
+    """The same ranks and process groups, for collectives whose numbers and waits are told apart by a name."""
+    return mesh if mesh.store is None else replace(mesh, store=PrefixStore(f"{name}/", mesh.store))
+
+
 def wait_for_ranks(mesh: Mesh, what: str) -> None:
     """Wait until all ranks of a mesh are about to make `what`.
 

@@ -1,6 +1,6 @@
 """A plan, a model and an optimizer become parts: the one place where fields of the plan choose techniques."""
 
-import warnings
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from zeroshard.activations import ActivationStore, Keep
-from zeroshard.checks.fitting import Fitting
-from zeroshard.checks.refused import check_machine
+from zeroshard.checks.optimizer_groups import groups_of, refuse_used
 from zeroshard.comm.collectives import Comm
-from zeroshard.engine.axes import Axes
-from zeroshard.errors import BudgetExceeded, OptimizerError, PlanError
+from zeroshard.engine.room_checks import RoomChecks
+from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_tiers import HostTiers, units_on_host
@@ -22,10 +21,11 @@ from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
 from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
+from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
-from zeroshard.parts.place import Axis, Place, Split
+from zeroshard.parts.place import DENSE, Axis, Partial, Place, PlaceKind, Split
 from zeroshard.parts.random_numbers import RandomNumbers, TorchStreams
 from zeroshard.parts.saver import Saver
 from zeroshard.parts.technique import Technique
@@ -42,7 +42,6 @@ from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
-from zeroshard.zero.byte_formulas import BytesPerParameter
 from zeroshard.zero.gradient_buffer import GradientBuffer
 from zeroshard.zero.reduce import AllReduce, Direct, OwnSlice, Scatter
 from zeroshard.zero.sums import BufferSum, DeviceSum
@@ -94,8 +93,8 @@ class Builder:
         self._model, self._plan, self._comm, self._ledger, self._unclipped = model, plan, comm, ledger, unclipped
         self._residency = Residency.of_stage(plan.zero)
         self._precision = Precision.named(plan.precision)
-        self._arena = Arena(ledger, comm.buffer)
-        self._splits: dict[nn.Parameter, Split] = {}
+        self._cuts: dict[nn.Parameter, Split | Partial] = {}
+        self._arenas = {comm: Arena(ledger, comm.buffer)}
         self._lower: HostTiers | None = None
         self._late = LateUpdates()
         self._whole: Callable[[Flat, Comm, Ledger, bool], Whole] = Whole
@@ -115,20 +114,22 @@ class Builder:
             PlanError, ModelError, OptimizerError: plan, model or optimizer do not fit together.
         """
         layout = check_elementwise(torch_optimizer)
-        _refuse_used(torch_optimizer)
-        for technique in techniques:
-            self._cut(technique, torch_optimizer)
-        groups = _group_of(torch_optimizer, self._model)
-        kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
-        units, skip = self._stage.units, self._stage.skipped_modules
+        refuse_used(torch_optimizer)
+        skip = self._stage.skipped_modules
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
+        for technique in techniques:
+            self._cut(technique, torch_optimizer, materialiser)
+        groups = groups_of(torch_optimizer, self._model)
+        kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
+        units = self._stage.units
         self._spans = SpanOptimizer(torch_optimizer, self._ledger, layout)
         going = self._offload(units, torch_optimizer)
-        self._check_budget(units, kept, groups, layout)
-        self._check_machine(units, groups, going, layout)
+        checks = RoomChecks(self._plan, self._comm.mesh, self._ledger, self._stage, layout)
+        checks.budget(units, groups, lambda p: self._precision.dtype_of(p, p in kept).itemsize)
+        checks.machine(units, groups, going, self._lower)
         self._share_memory(units)
         if self._lower is not None:
-            gathers = self._slices_parameters
+            gathers = any(self._gathers(axis.comm) for axis in self._slicing)
             self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
         for unit in units:
@@ -136,13 +137,11 @@ class Builder:
             for owner in unit.owners:
                 materialiser.materialise(owner)
             parts.append([])
-            for (dtype, trainable, axis), members in kinds.items():
+            for (dtype, trainable, kind), members in kinds.items():
                 real = {name: materialiser.real(parameter) for name, parameter in members.items()}
-                place = self._axes.place(axis)
-                flat = Flat(unit, real, dtype, trainable, place.slices.size, axis)
-                keyed = any(parameter.is_meta for parameter in members.values())
-                numbers = [groups.get(parameter, -1) for parameter in members.values()]
-                parts[-1].append(self._part(flat, place, keyed, numbers, unit.number in going))
+                place = self._axes.place(kind)
+                flat = Flat(unit, real, dtype, trainable, place.slices.size, str(kind))
+                parts[-1].append(self._part(flat, place, members, groups, unit.number in going))
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
         dtype_of = lambda p: self._precision.dtype_of(p, p in kept)  # noqa: E731
@@ -162,10 +161,13 @@ class Builder:
             self._spans, self._precision, gatherer, self._late, self._saver(),
         )  # fmt: skip
 
-    def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer) -> None:
+    def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer, materialiser: Materialiser) -> None:
         """Let a technique put parts in the place of parameters, and the optimizer have those."""
-        splits, new = self._stage.cut(technique, self._axes.new)
-        self._splits |= splits
+        materialiser.uncut.keep(self._model)
+        cuts, new = self._stage.cut(technique, self._axes.new)
+        parts = {part: cut.part_of for part, cut in cuts.items() if isinstance(cut, Split)}
+        materialiser.uncut.cut(self._model, parts)
+        self._cuts |= cuts
         for group in optimizer.param_groups:
             group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
 
@@ -174,7 +176,7 @@ class Builder:
         policy = self._plan.offloading
         if not self._plan.offloading.kinds:
             return set()
-        ranks = self._comm.mesh.ranks
+        ranks = max(axis.size for axis in self._slicing)
         if policy.optimizer and not self._residency.slice_states and ranks > 1:
             raise PlanError(
                 f"offload='optimizer' and zero=0 do not combine on {ranks} ranks: each would update all the states on "
@@ -202,108 +204,81 @@ class Builder:
         rows = Rows(axes.world, axes.data_rank, axes.data_ranks, plan.microbatches, self._steps)
         return ExactNumbers(self._model, plan.seed, rows)
 
-    def _check_budget(
-        self, units: list[Unit], kept: set[nn.Parameter], groups: dict[nn.Parameter, int], layout: StateLayout
-    ) -> None:
-        """Refuse a budget that the weights alone exceed; and tell the ledger the way out of what it refuses later.
-
-        Raises:
-            BudgetExceeded: with the least that they need.
-        """
-        budget, ranks = self._plan.device_budget, self._comm.mesh.ranks
-        if budget is None:
-            return
-        sizes = [
-            sum(p.numel() * self._precision.dtype_of(p, p in kept).itemsize for p in unit.parameters.values())
-            for unit in units
-        ]
-        if self._stage.pipeline is None:
-            numel = sum(p.numel() for unit in units for p in unit.parameters.values())
-            trained = sum(p.numel() for unit in units for p in unit.parameters.values() if p in groups)
-            width = sum(sizes) // max(1, numel)
-            each = BytesPerParameter(width, width, 4 if width < 4 else 0, layout.bytes_per_element)
-            slices = self._comm.mesh.ranks
-            fitting = Fitting(self._plan, slices, trained, numel - trained, tuple(sizes), each)
-            self._ledger.way_out = fitting.way_out
-        gathered, at_once = self._stage.gathered_at_once(sizes)
-        needed, what = sum(sizes), "the weights"
-        if self._residency.slice_parameters and (ranks > 1 or self._plan.offloading.parameters):
-            slices = 0 if self._plan.offloading.parameters else sum(sizes) // ranks
-            needed, what = slices + gathered, at_once
-        if needed > budget:
-            way_out = "Set it to more than that, with gradients and activations on top, or use more stages."
-            if self._ledger.way_out is not None:
-                way_out = self._ledger.way_out(needed, budget)
-            raise BudgetExceeded(f"device_memory is {budget:,} bytes, and {what} take {needed:,}.", way_out)
-
-    def _check_machine(
-        self, units: list[Unit], groups: dict[nn.Parameter, int], going: set[int], layout: StateLayout
-    ) -> None:
-        """Refuse states that the machine cannot hold; some kernels would end the process in the first step.
-
-        Raises:
-            BudgetExceeded: with the limit that is met.
-        """
-        stay = [unit for unit in units if unit.number not in going]
-        numel = sum(p.numel() for unit in stay for p in unit.parameters.values() if p in groups)
-        slices = self._comm.mesh.ranks if self._plan.zero else 1
-        check_machine(self._comm.mesh, numel * layout.bytes_per_element // slices, "The optimizer's states")
-        if self._lower is not None:
-            adds = self._plan.microbatches > 1
-            self._lower.check_room(units, going, self._precision.compute, layout.bytes_per_element, adds)
+    @property
+    def _slicing(self) -> list[Axis]:
+        """The axes among whose ranks flats are sliced, but for those that are split."""
+        kinds = dict.fromkeys([DENSE, *map(PlaceKind.of, self._cuts.values())])
+        return [self._axes.place(kind).slices for kind in kinds if kind.partial or kind is DENSE]
 
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""
         plan, mesh = self._plan, self._comm.mesh
-        alone = all(len(members) == 1 for members in self._axes.dense.slices.groups)
-        if plan.transport == "network" or plan.streams or alone or plan.offloading.parameters:
+        several = [axis for axis in self._slicing if max(map(len, axis.groups)) > 1]
+        if plan.transport == "network" or plan.streams or not several or plan.offloading.parameters:
             return
-        sizes = [sum(p.numel() for p in unit.parameters.values()) for unit in units]
-        by_unit = plan.zero >= 2 and plan.reduces_each_microbatch  # else the gradients of all units are there at once
-        whole, gradients = sum(sizes), 4 * max(sizes, default=0) if by_unit else sum(sizes)
-        nbytes = 4 * ((whole if plan.zero else 0) + mesh.ranks * gradients)
         reason: str | None = "the ranks do not compute on CPUs"
         if not is_accelerator(mesh.device):
-            reason = self._comm.share(nbytes) if mesh.ranks > 1 else None
-            reasons = self._axes.world.agree_on(reason, "shared memory")  # groups that differed would wait for ever
-            reason = next((found for found in reasons if found), None)
-            if reason is not None:
-                self._comm.shared = None  # memory that only some ranks share would be waited for in vain
+            found = [axis.comm.share(self._shared_bytes(units, axis)) for axis in several if axis.size > 1]
+            mine = next(filter(None, found), None)
+            reasons = self._axes.world.agree_on(mine, "shared memory")  # groups that differed would wait for ever
+            reason = next(filter(None, reasons), None)
+            for axis in several if reason is not None else ():
+                axis.comm.shared = None  # memory that only some ranks share would be waited for in vain
         if reason is not None and plan.transport == "shared":
             raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 
+    def _place_of(self, parameter: nn.Parameter) -> Place:
+        return self._axes.place(PlaceKind.of(self._cuts.get(parameter)))
+
+    def _shared_bytes(self, units: list[Unit], axis: Axis) -> int:
+        """Bytes that the ranks of an axis share."""
+        plan = self._plan
+        sizes = [
+            sum(p.numel() for p in unit.parameters.values() if self._place_of(p).slices.comm is axis.comm)
+            for unit in units
+        ]
+        by_unit = plan.zero >= 2 and plan.reduces_each_microbatch  # else the gradients of all units are there at once
+        whole, gradients = sum(sizes), 4 * max(sizes, default=0) if by_unit else sum(sizes)
+        return 4 * ((whole if plan.zero else 0) + axis.size * gradients)
+
     def _kinds(
         self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
-    ) -> dict[tuple[torch.dtype, bool, str | None], dict[str, nn.Parameter]]:
-        """A unit's parameters by (dtype, trainable, axis over which they are split).
+    ) -> dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]]:
+        """A unit's parameters by (dtype, trainable, kind of their place).
 
-        Small ones come last, those of one optimizer group side by side.
+        Small ones come last, those of one optimizer group side by side: on all ranks alike, whose parts may be uneven.
         """
-        kinds: dict[tuple[torch.dtype, bool, str | None], dict[str, nn.Parameter]] = {}
-        by_group = sorted(unit.parameters.items(), key=lambda item: (is_small(item[1]), groups.get(item[1], -1)))
-        for name, parameter in by_group:
+
+        def order(item: tuple[str, nn.Parameter]) -> tuple[bool, int]:
+            cut, numel = self._cuts.get(item[1]), item[1].numel()
+            if isinstance(cut, Split):
+                numel = math.prod(cut.shape) // self._axes.new[cut.axis].size
+            return is_small(numel), groups.get(item[1], -1)
+
+        kinds: dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]] = {}
+        for name, parameter in sorted(unit.parameters.items(), key=order):
             key = (
                 self._precision.dtype_of(parameter, parameter in kept),
                 parameter in groups and parameter.requires_grad,
-                self._splits[parameter].axis if parameter in self._splits else None,
+                PlaceKind.of(self._cuts.get(parameter)),
             )
             kinds.setdefault(key, {})[name] = parameter
         return kinds
 
-    def _part(self, flat: Flat, place: Place, keyed: bool, groups: list[int], on_host: bool) -> Part:
+    def _part(
+        self, flat: Flat, place: Place, members: dict[str, nn.Parameter], groups: dict[nn.Parameter, int], on_host: bool
+    ) -> Part:
         """Give a flat its buffers and values.
 
         Args:
-            keyed: values are keyed by name; else they are rank 0's.
-            groups: the optimizer group of each parameter.
+            members: its parameters as they were before they were real, by name.
+            groups: the optimizer group of each of these.
             on_host: whether it is updated on the host, if it is trained.
         """
+        keyed = any(parameter.is_meta for parameter in members.values())  # by name; else values are rank 0's
+        numbers = [groups.get(parameter, -1) for parameter in members.values()]
+        splits = {name: cut for name, p in members.items() if isinstance(cut := self._cuts.get(p), Split)}
         weights, index = self._weights(flat, place), flat.index
-        splits = {
-            entry.name: self._splits[parameter]
-            for entry, parameter in zip(index.entries, flat.parameters, strict=True)
-            if parameter in self._splits
-        }
         start, stop = index.interval(weights.rank) if self._residency.slice_states else (0, index.padded_numel)
         values = self._load(weights, place, keyed, exact=flat.trainable and (flat.dtype.itemsize < 4 or on_host))
         if not flat.trainable:
@@ -312,10 +287,10 @@ class Builder:
         accumulation = self._accumulation()
         if on_host:
             total = self._host_sum(flat, place, accumulation)
-            updater = self._host_updater(weights, values[start:stop], start, groups, total)
+            updater = self._host_updater(weights, values[start:stop], start, numbers, total)
             gradients = self._gradients(flat, place, accumulation, total)
         else:
-            updater = self._updater(weights, values[start:stop], start, groups)
+            updater = self._updater(weights, values[start:stop], start, numbers)
             gradients = self._gradients(flat, place, accumulation, None)
         return Part(flat, place, splits, weights, gradients, updater, OneVersion(weights), flat.edits)
 
@@ -325,7 +300,7 @@ class Builder:
         if residency.slice_states and comm.shared is not None:
             return Mapped(flat, comm, ledger, publishes=True)
         keeper: Keeper | None = self._lower if self._lower is not None and self._lower.policy.parameters else None
-        if self._slices_parameters and (comm.mesh.ranks > 1 or keeper is not None):
+        if self._gathers(comm):
             return Sliced(flat, comm, ledger, keeper or OnDevice(comm.mesh.device, ledger))
         return self._whole(flat, comm, ledger, residency.publish_after_update)
 
@@ -355,11 +330,10 @@ class Builder:
         masters.copy_(values)
         return MasterUpdater(weights, masters, start, self._spans, groups, self._arena)
 
-    @property
-    def _slices_parameters(self) -> bool:
-        """Whether units are gathered for use; those that ranks share are there for all."""
-        several = self._comm.mesh.ranks > 1 or self._plan.offloading.parameters
-        return self._residency.slice_parameters and several and self._comm.shared is None
+    def _gathers(self, comm: Comm) -> bool:
+        """Whether units sliced among these ranks are gathered for use; those that ranks share are there for all."""
+        several = comm.mesh.ranks > 1 or self._plan.offloading.parameters
+        return self._residency.slice_parameters and several and comm.shared is None
 
     def _host_updater(
         self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum
@@ -394,7 +368,8 @@ class Builder:
         Args:
             total: where they add up, if not on the device.
         """
-        comm, ledger, arena, residency = place.slices.comm, self._ledger, self._arena, self._residency
+        comm, ledger, residency = place.slices.comm, self._ledger, self._residency
+        arena = self._arena_of(comm)
         on_host = total is not None
         alone = comm.mesh.ranks == 1 and place.divisor == 1 and not on_host
         sums = torch.promote_types(flat.dtype, torch.float32)
@@ -417,6 +392,15 @@ class Builder:
             reduction = Direct(buffer, total, place.divisor)
         interval = flat.index.interval(comm.mesh.rank)
         return BufferedGradients(flat, buffer, total, reduction, interval, ledger, opens, batches=not on_host)
+
+    @property
+    def _arena(self) -> Arena:
+        return self._arenas[self._comm]
+
+    def _arena_of(self, comm: Comm) -> Arena:
+        """Scratch that the ranks can read, if they share memory."""
+        kept = self._comm if comm.shared is None else comm
+        return self._arenas.setdefault(kept, Arena(self._ledger, kept.buffer))
 
     def _fill(self, values: torch.Tensor, flat: Flat, keyed: bool, axis: Axis | None) -> None:
         """Set `values` [padded] to the initial ones, as precise as the user's model holds them: rank 0's of an axis."""
@@ -456,37 +440,3 @@ def _precise(flat: Flat, least: torch.dtype | None = None) -> torch.dtype:
     for parameter in flat.parameters:
         dtype = torch.promote_types(dtype, parameter.dtype)
     return dtype
-
-
-def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
-        if "momentum_buffer" in state or not bool(torch.as_tensor(state.get("step", 0)) == 0):
-            raise OptimizerError(
-                f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give "
-                f"the engine a new "
-                "optimizer, and load a zeroshard checkpoint to go on from an earlier run."
-            )
-
-
-def _group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
-    """The optimizer group of every parameter; trainable ones that are in none are frozen, with a warning."""
-    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    foreign = [p for p in groups if p not in names]
-    if foreign:
-        raise OptimizerError(
-            f"The optimizer holds {len(foreign)} parameters that are not in the model (the first has shape "
-            f"{tuple(foreign[0].shape)}). "
-            "Make it from this model's parameters()."
-        )
-    left_out = [p for p in names if p.requires_grad and p not in groups]
-    if left_out:
-        warnings.warn(
-            f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is "
-            f"{names[left_out[0]]!r}); "
-            "they are frozen. Put them into the optimizer to train them.",
-            stacklevel=5,
-        )
-        for parameter in left_out:
-            parameter.requires_grad_(False)
-    return groups

@@ -23,7 +23,6 @@ from zeroshard.checks.refused import raises_budget_exceeded
 from zeroshard.checks.replicas import check_replicas
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, keep_freed_memory, shared_mesh
-from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.decision import Decision
@@ -38,6 +37,7 @@ from zeroshard.losses.heads import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
 from zeroshard.parameters.given import LoadedKeys
+from zeroshard.parts.axes import Axes
 from zeroshard.parts.batch import loss_of
 from zeroshard.parts.losses import Loss, StepLosses
 from zeroshard.parts.steps import StepOrder, StepResult, Verdict

@@ -8,12 +8,12 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
-from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
 from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradient_shares import GradientShare, shares_of
 from zeroshard.parts.late_updates import SpeculationCounts
 from zeroshard.parts.planned import Work

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,26 @@ from zeroshard.checkpoint import (
     Box,
     Meeting,
     Notes,
-    Piece,
     Reader,
     Saving,
     Snapshot,
+    TensorPiece,
     WeightFiles,
     WriteOrder,
     rng,
     write,
 )
 from zeroshard.checkpoint.facts import check_facts, plain, unfit
-from zeroshard.engine.axes import Axes
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved
 from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
+from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
-from zeroshard.units.index import Entry
 
 
 class State:
@@ -248,27 +248,28 @@ class State:
         """Bytes of this rank's part of a checkpoint."""
         return sum(piece.values.nbytes for piece in self._pieces())
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[TensorPiece]:
         """This rank's slice of every tensor, whatever the stage."""
         for part in (part for part in self._parts.all if part.place.counted):
             with part.updater.at_hand():
                 yield from self._pieces_of(part, part.weights.rank)
         yield from self.buffers.pieces()
         for name, state in rng.streams(self._world.mesh.device):
-            yield Piece.whole(f"rng:{name}", state)
+            yield TensorPiece.whole(f"rng:{name}", state)
 
-    def _pieces_of(self, part: Part, rank: int) -> Iterator[Piece]:
+    def _pieces_of(self, part: Part, rank: int) -> Iterator[TensorPiece]:
         index, updater = part.flat.index, part.updater
         for number, low, high in index.overlaps(*index.interval(rank)):
-            entry = index.entries[number]
-            (shape, box), first = whole_of(part, entry), low - entry.offset
-            weights = updater.values[low - updater.start : high - updater.start]
-            yield from Piece.cut(f"weight:{entry.name}", shape, first, updater.exact(weights), box)
-            for key, value in self._elements(part, low, high):
-                yield from Piece.cut(f"{key}:{entry.name}", shape, first, value, box)
-        if rank == 0:
-            for entry in (entry for entry in index.entries if entry.numel == 0):
-                yield from Piece.cut(f"weight:{entry.name}", tuple(entry.shape), 0, updater.values[:0])
+            name, shape = index.entries[number].name, part.whole_shape(number)
+            weights = updater.exact(updater.values[low - updater.start : high - updater.start])
+            for kind, values in chain([("weight", weights)], self._elements(part, low, high)):
+                for (box, inside), counted in part.boxes(number, low, values):
+                    if counted:
+                        yield TensorPiece(f"{kind}:{name}", shape, box, inside)
+        for number, entry in enumerate(index.entries):
+            shape = part.whole_shape(number)
+            if rank == 0 and math.prod(shape) == 0:
+                yield TensorPiece(f"weight:{entry.name}", shape, Box.whole(shape), updater.values[:0])
 
     def _elements(self, part: Part, low: int, high: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Optimizer states of the elements [low, high) of one parameter, which may lie in several spans."""
@@ -293,8 +294,8 @@ class State:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters of the model, those of other stages included."""
-        mine = {entry.name: whole_of(part, entry)[0] for part in self._parts.all for entry in part.flat.index.entries}
-        return mine | self._stage.shapes()
+        every = ((part, n, entry) for part in self._parts.all for n, entry in enumerate(part.flat.index.entries))
+        return self._stage.shapes() | {entry.name: part.whole_shape(number) for part, number, entry in every}
 
     def _buffer_shapes(self) -> Iterator[tuple[str, tuple[int, ...] | None]]:
         """The shapes of all buffers of the model; None for those that no state dict holds."""
@@ -323,9 +324,8 @@ class State:
     def _load_weights(self, part: Part, reader: Reader | WeightFiles | GivenWeights) -> None:
         values, start = part.updater.values, part.updater.start
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
-            entry = part.flat.index.entries[number]
-            here, (_, box) = values[low - start : high - start], whole_of(part, entry)
-            reader.read(f"weight:{entry.name}", here, low - entry.offset, box)
+            targets = [each for each, _ in part.boxes(number, low, values[low - start : high - start])]
+            reader.fill(f"weight:{part.flat.index.entries[number].name}", targets)
 
     def _load_optimizer(self, part: Part, reader: Reader, saved: Saved) -> None:
         entries, updater = part.flat.index.entries, part.updater
@@ -340,18 +340,9 @@ class State:
             for key in saved.kinds(entry.name):
                 loaded[key] = values = torch.zeros_like(span.tensor)
                 for number, low, high in part.flat.index.overlaps(span.start, span.stop):
-                    each = entries[number]
-                    here, (_, box) = values[low - span.start : high - span.start], whole_of(part, each)
-                    reader.read(f"{key}:{each.name}", here, low - each.offset, box)
+                    inside = values[low - span.start : high - span.start]
+                    reader.fill(f"{key}:{entries[number].name}", [each for each, _ in part.boxes(number, low, inside)])
             updater.load_state(span, loaded)
-
-
-def whole_of(part: Part, entry: Entry) -> tuple[tuple[int, ...], Box | None]:
-    """The shape of the tensor that a parameter is of, and which box of it; None for all of it."""
-    split = part.splits.get(entry.name)
-    if split is None:
-        return tuple(entry.shape), None
-    return split.shape, Box(split.start, tuple(entry.shape))
 
 
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:

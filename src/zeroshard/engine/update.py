@@ -14,14 +14,14 @@ import torch
 
 from zeroshard.checks.alike import Settings, check_settings
 from zeroshard.comm.collectives import Comm
-from zeroshard.engine.axes import Axes
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.agreement import Answer, check_together
+from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.part import Part, Parts
+from zeroshard.parts.part import Counted, Part, Parts
 from zeroshard.parts.steps import Settled
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
@@ -85,8 +85,7 @@ class Update:
         settled = self.settle(step)
         if kind == 2:
             return settled.norm
-        sums = [gradients.settle().settle() for part, gradients in self._trained if part.place.counted]
-        parts = [float(torch.linalg.vector_norm(each, kind, dtype=torch.float64)) for each in sums]
+        parts = [float(torch.linalg.vector_norm(v.settle(), kind, dtype=torch.float64)) for v in self._counted()]
         own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
         everyone = self._comm.agree(struct.pack("<d", own), f"norm of step {step}")
         norms = torch.tensor([struct.unpack("<d", answer)[0] for answer in everyone], dtype=torch.float64)
@@ -231,9 +230,13 @@ class Update:
             gradients.change(over, filled=True)
         return bool(copied)
 
+    def _counted(self) -> list[Counted]:
+        """The gradients that this rank counts."""
+        return [each for part, gradients in self._trained for each in part.counted(gradients.settle())]
+
     def _squares(self) -> float:
         """This rank's share of the squared norm."""
-        sums = [gradients.settle() for part, gradients in self._trained if part.place.counted]
+        sums = self._counted()
         found = [*(each.norm() for each in sums), *self._backward.losses.unread()]
         if len({(norm.device, norm.dtype) for norm in found}) > 1:
             found = [norm.to(found[0].device, torch.float64) for norm in found]

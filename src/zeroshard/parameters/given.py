@@ -6,13 +6,13 @@ models. Checksums of the parameters are compared first. Buffers belong to each r
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import Box
+from zeroshard.checkpoint.boxes import Box, BoxValues
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import CheckpointError
 from zeroshard.units.digest import digest_of
@@ -86,17 +86,12 @@ class GivenWeights:
         for name in known:
             self._compare(name, self._first.get(name, name))
 
-    def read(self, name: str, into: torch.Tensor, start: int, box: Box | None = None) -> None:
-        """Fill `into` (1-D) with elements of a tensor.
-
-        Args:
-            start: the first element, in the row-major order of `box`.
-            box: the part of the tensor to read, such as a tensor-parallel shard; all of it by default.
-        """
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of a tensor, unless it is missing."""
         values = self._values(name)
         if values is not None:
-            inside = values if box is None else values[box.slices(Box.whole(tuple(values.shape)))]
-            into.copy_(inside.reshape(-1)[start : start + into.numel()])
+            for box, into in targets:
+                into.copy_(values[box.slices(Box.whole(tuple(values.shape)))])
 
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor, or None if it is not there."""

@@ -6,15 +6,16 @@ from typing import Protocol
 
 import torch
 
+from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.memory.ledger import Arena, Category
-from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.place import Place, Split
+from zeroshard.parts.gradients import Gradients, GradientSum
+from zeroshard.parts.place import Place, Split, boxes_of
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
 from zeroshard.parts.random_numbers import RandomNumbers
 from zeroshard.parts.updater import Updater
 from zeroshard.parts.weights import Weights
 from zeroshard.traffic import Purpose
-from zeroshard.units import Flat, Unit
+from zeroshard.units import Flat, Unit, norm_of
 
 
 class Versions(Protocol):
@@ -80,6 +81,31 @@ class OneVersion:
         """There is nothing to count."""
 
 
+class Counted(Protocol):
+    """Elements of gradients that this rank counts in the norm."""
+
+    def norm(self) -> torch.Tensor:
+        """Their 2-norm, a scalar; in fp32 at least."""
+
+    def settle(self) -> torch.Tensor:
+        """Their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountedBox:
+    """The counted elements of a part of which other ranks hold and count the rest: one box of them."""
+
+    values: torch.Tensor
+
+    def norm(self) -> torch.Tensor:
+        """Their 2-norm, a scalar; in fp32 at least."""
+        return norm_of(self.values)
+
+    def settle(self) -> torch.Tensor:
+        """Their values, in the shape of the box."""
+        return self.values
+
+
 @dataclass(slots=True)
 class Part:
     """One flat buffer with all that techniques hang on it.
@@ -105,6 +131,36 @@ class Part:
         self.weights.end_edit()
         self.edits = self.flat.edits
         self.updater.take_over()
+
+    def whole_shape(self, number: int) -> tuple[int, ...]:
+        """The shape of the tensor that a parameter is, or is a part of."""
+        entry = self.flat.index.entries[number]
+        split = self.splits.get(entry.name)
+        return tuple(entry.shape) if split is None else split.shape
+
+    def boxes(self, number: int, low: int, values: torch.Tensor) -> Iterator[tuple[BoxValues, bool]]:
+        """Elements of one parameter as boxes of the whole tensor, as `boxes_of` gives them.
+
+        Args:
+            low: the first of them in the flat.
+            values: of them (1-D).
+        """
+        entry = self.flat.index.entries[number]
+        return boxes_of(entry.shape, self.splits.get(entry.name), low - entry.offset, values)
+
+    def counted(self, total: GradientSum) -> list[Counted]:
+        """The elements of this rank's slice of the gradients that it counts, in runs."""
+        whole = all(split.counted for split in self.splits.values())
+        if whole or not self.place.counted:
+            return [total] if self.place.counted else []
+        values, index = total.settle(), self.flat.index
+        start = index.interval(self.weights.rank)[0]
+        return [
+            CountedBox(each.values)
+            for number, low, high in index.overlaps(start, start + values.numel())
+            for each, counted in self.boxes(number, low, values[low - start : high - start])
+            if counted
+        ]
 
     @property
     def lost(self) -> str | None:

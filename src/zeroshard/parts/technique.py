@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.place import Axis, Split
+from zeroshard.parts.place import Axis, Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,16 @@ class Technique(Protocol):
     def axes(self, ranks: int) -> Mapping[str, NewAxis]:
         """The axes that it needs on a stage of so many ranks, by name."""
 
-    def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Mapping[nn.Parameter, Split]:
-        """Put this rank's parts in the place of parameters of the model, which are the same on all ranks.
+    def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Cuts:
+        """Put this rank's parts in the place of parameters of the model, and let its modules compute with them.
+
+        Parameters are the same on all ranks before, or on the meta device; then so are their parts, in the shape
+        `Split.part_shape`. Modules are initialised later, as they were before this call: their attributes may change
+        here, and so may their classes' objects, but not the names of parameters.
 
         Returns:
-            each new parameter, with its place in the tensor that it is of.
+            each new parameter, with its place in the tensor that it is of; and parameters that stay whole, each rank of
+            an axis having a part of their gradients.
         """
 
     def replicated_over(self, layer: str) -> str | None:

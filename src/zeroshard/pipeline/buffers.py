@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint import Piece, Reader
+from zeroshard.checkpoint import Reader, TensorPiece
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import CheckpointError
 from zeroshard.pipeline.stage import Stage
@@ -41,12 +41,12 @@ class Buffers:
         """The stage to which each belongs; 0 without a pipeline."""
         return {name: self._stage.stage_of_buffer(module, last) for name, module, last, _ in self._all()}
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """This rank's copies, for a checkpoint ([Note: whose buffer])."""
         stages = self.stages()
         for name, buffer in self.present():
             if stages[name] == self._stage.number:
-                yield Piece.whole(f"buffer:{name}", buffer.contiguous())
+                yield TensorPiece.whole(f"buffer:{name}", buffer.contiguous())
 
     def facts(self) -> dict[str, Any]:
         """The facts of a checkpoint on buffers whose shapes changed since the engine was made."""

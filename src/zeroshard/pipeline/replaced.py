@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from zeroshard.parts.place import Axis, Split
+from zeroshard.parts.place import Axis, Cuts
 from zeroshard.parts.technique import Technique
 
-Replaced = tuple[Mapping[nn.Parameter, Split], dict[nn.Parameter, nn.Parameter]]
+Replaced = tuple[Cuts, dict[nn.Parameter, nn.Parameter]]
 
 
 def replaced(model: nn.Module, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
@@ -17,7 +17,7 @@ def replaced(model: nn.Module, technique: Technique, axes: Mapping[str, Axis]) -
         what it says of parameters; and of each that is gone the one that took its place, by name.
     """
     before = dict(model.named_parameters())
-    splits = technique.cut(model, axes)
+    cuts = technique.cut(model, axes)
     after = dict(model.named_parameters())
     assert before.keys() == after.keys(), before.keys() ^ after.keys()
-    return splits, {parameter: after[name] for name, parameter in before.items() if after[name] is not parameter}
+    return cuts, {parameter: after[name] for name, parameter in before.items() if after[name] is not parameter}

@@ -169,7 +169,7 @@ class Stage:
     def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
         """Let a technique put parts in the place of parameters of all stages, which have their names."""
         with self.chain.without_gates():
-            splits, new = replaced(self.chain.model, technique, axes)
+            cuts, new = replaced(self.chain.model, technique, axes)
         for layer in self.chain.layers:
             for name, parameter in layer.parameters.items():
                 if parameter in new:
@@ -181,7 +181,7 @@ class Stage:
             axis = technique.replicated_over(self.chain.layers[first].name)
             if axis is not None and axes[axis].size > 1:
                 self.scattered[first] = Scattered(axes[axis].comm)
-        return splits, new
+        return cuts, new
 
     def is_elsewhere(self, module: nn.Module) -> bool:
         """Whether a module runs on other stages alone."""

@@ -17,6 +17,7 @@ from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.replaced import Replaced, replaced
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.units import Unit, find_units
+from zeroshard.units.uncut import take_from_rank_0
 
 DtypeOf = Callable[[nn.Parameter], torch.dtype]
 
@@ -68,9 +69,7 @@ class WholeModel:
 
         Those on the meta device get their values later, by their names.
         """
-        for name, parameter in self._model.named_parameters():
-            if not parameter.is_meta:
-                self.world.broadcast(parameter.data, f"initial {name}")
+        take_from_rank_0(self._model, self.world)
         return replaced(self._model, technique, axes)
 
     def stage_of_buffer(self, module: nn.Module, name: str) -> int:

@@ -13,9 +13,9 @@ from zeroshard.units.watched_parameters import WatchedParameter, set_values, val
 SMALL = 2**14  # elements, up to which Python takes longer per tensor than a copy
 
 
-def is_small(parameter: torch.Tensor) -> bool:
+def is_small(numel: int) -> bool:
     """Whether a parameter has so few elements that many such are best handled at once."""
-    return parameter.numel() <= SMALL
+    return numel <= SMALL
 
 
 class Flat:
@@ -23,6 +23,10 @@ class Flat:
 
     The technique that decides on residency (ZeRO, offload) owns the buffer; a flat lets the parameters view it.
     `detach` leaves each parameter with its shape and NaN for values, and refuses writes.
+
+    Args:
+        ranks: that slice it.
+        kind: of its place, for its label; empty for dense parameters.
 
     Attributes:
         unit: of the parameters.
@@ -43,14 +47,14 @@ class Flat:
         dtype: torch.dtype,
         trainable: bool,
         ranks: int,
-        split: str | None = None,
+        kind: str = "",
     ) -> None:
-        self.unit, self._split = unit, split
+        self.unit, self._kind = unit, kind
         self.index = Index.of([(name, parameter.shape) for name, parameter in parameters.items()], ranks)
         self.dtype = dtype
         self.trainable = trainable
         self.parameters = list(parameters.values())
-        big = [number for number, parameter in enumerate(self.parameters) if not is_small(parameter)]
+        big = [number for number, parameter in enumerate(self.parameters) if not is_small(parameter.numel())]
         self.first_small = max([0, *big]) + 1
         self.views: list[torch.Tensor] = []
         self.kinds: tuple[type[nn.Parameter], type[nn.Parameter]] | None = None
@@ -65,7 +69,7 @@ class Flat:
     @property
     def label(self) -> str:
         """The name in messages and tables, with dtype and kind, since a unit may have several flats."""
-        kinds = [str(self.dtype).removeprefix("torch."), "" if self.trainable else "frozen", self._split or ""]
+        kinds = [str(self.dtype).removeprefix("torch."), "" if self.trainable else "frozen", self._kind]
         return f"{self.unit.label}[{', '.join(filter(None, kinds))}]"
 
     def view(self, buffer: torch.Tensor, number: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ModelError
+from zeroshard.units.uncut import Uncut
 
 Initialiser = Callable[[nn.Module], object]
 
@@ -24,11 +25,15 @@ class Materialiser:
         initialise: called with each module that owns parameters or buffers, as in `nn.Module.apply`; by default the
             module's own `reset_parameters()`.
         skip: modules that stay on the meta device, because their tensors are elsewhere.
+
+    Attributes:
+        uncut: the modules as they were before parameters were cut.
     """
 
     def __init__(
         self, model: nn.Module, seed: int, initialise: Initialiser | None = None, skip: Iterable[nn.Module] = ()
     ) -> None:
+        self.uncut = Uncut()
         self._paths = {module: path for path, module in model.named_modules()}
         self._seed = seed
         self._initialise = initialise
@@ -49,19 +54,25 @@ class Materialiser:
         Raises:
             ModelError: the module cannot initialise itself, or leaves a buffer without values.
         """
+        self._materialise(self.uncut.before(module))
+        self.uncut.leave(self._real)
+
+    def _materialise(self, module: nn.Module) -> None:
         if module in self._done:
             return
         self._done.add(module)
+        self.uncut.enter(module)
         for child in module.children():  # as nn.Module.apply does: a module may give values to its children's tensors
-            self.materialise(child)
+            self._materialise(self.uncut.before(child))
         direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for parameter in direct.values():
-            if self._first_owner[parameter] is not module:
-                self.materialise(self._first_owner[parameter])
-        fresh = {name: p for name, p in direct.items() if p.is_meta and p not in self._real}
+            if self._first_owner.get(parameter, module) is not module:
+                self._materialise(self._first_owner[parameter])
+        cut = self.uncut.released
+        fresh = {name: p for name, p in direct.items() if p.is_meta and p not in self._real and p not in cut}
         buffers = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
         for name, parameter in direct.items():
-            if parameter.is_meta:
+            if parameter.is_meta and (fresh or buffers or parameter not in cut):
                 self._replace(module, name, parameter)
         for name, buffer in buffers.items():
             module._buffers[name] = _unset_like(buffer)
@@ -73,6 +84,9 @@ class Materialiser:
             self._check(module, [*fresh, *buffers])
 
     def _replace(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if parameter in self.uncut.released:  # only its shape is needed, and only now
+            module._parameters[name] = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
+            return
         if parameter not in self._real:
             self._real[parameter] = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
         module._parameters[name] = self._real[parameter]

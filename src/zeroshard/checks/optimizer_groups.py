@@ -1,0 +1,51 @@
+"""The groups of the user's optimizer: which parameters it holds, and that it is new."""
+
+import warnings
+
+import torch
+from torch import nn
+
+from zeroshard.errors import OptimizerError
+
+
+def refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has taken steps.
+
+    Raises:
+        OptimizerError: with the way out.
+    """
+    for state in optimizer.state.values():
+        if "momentum_buffer" in state or not bool(torch.as_tensor(state.get("step", 0)) == 0):
+            raise OptimizerError(
+                f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give "
+                f"the engine a new "
+                "optimizer, and load a zeroshard checkpoint to go on from an earlier run."
+            )
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    """The optimizer group of every parameter; trainable ones that are in none are frozen, with a warning.
+
+    Raises:
+        OptimizerError: it holds parameters that are not in the model.
+    """
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    foreign = [p for p in groups if p not in names]
+    if foreign:
+        raise OptimizerError(
+            f"The optimizer holds {len(foreign)} parameters that are not in the model (the first has shape "
+            f"{tuple(foreign[0].shape)}). "
+            "Make it from this model's parameters()."
+        )
+    left_out = [p for p in names if p.requires_grad and p not in groups]
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} parameters require gradients but are in no optimizer group (the first is "
+            f"{names[left_out[0]]!r}); "
+            "they are frozen. Put them into the optimizer to train them.",
+            stacklevel=5,
+        )
+        for parameter in left_out:
+            parameter.requires_grad_(False)
+    return groups
