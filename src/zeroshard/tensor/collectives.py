@@ -112,6 +112,10 @@ class Summing:
             self._both = None
         return self._x
 
+    def wait(self) -> None:
+        """Let x be overwritten."""
+        self.result()
+
 
 class Gathering:
     """A gather under way."""

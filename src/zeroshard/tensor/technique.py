@@ -109,9 +109,13 @@ class _Cutting:
     """
 
     def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, sequence: bool) -> None:
-        self._ranks, self._new = ranks, dict[nn.Parameter, nn.Parameter]()
+        self._ranks = ranks
         self.places: dict[nn.Parameter, Split | Partial] = {}
         modules = dict(model.named_modules())
+        sites: dict[Any, list[tuple[nn.Module, str]]] = defaultdict(list)  # where each parameter stands, tied ones twice
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                sites[parameter].append((module, name))
         whole_sequences = [f"{name}." for name, _ in found.whole_sequences]
         inside = [f"{name}." for stack in found.blocks for name in stack] if sequence else []
         for layer in found.layers:
@@ -119,8 +123,10 @@ class _Cutting:
             own_positions = path.startswith(tuple(inside)) and not path.startswith(tuple(whole_sequences))
             for name, parameter in list(module.named_parameters(recurse=False)):
                 dimension = dimension_of(layer, module, name)
-                if dimension is not None:
-                    module._parameters[name] = self._part(parameter, layer, dimension)
+                if dimension is not None and parameter not in self.places:
+                    part = self._part(parameter, layer, dimension)
+                    for holder, attribute in sites[parameter]:
+                        holder._parameters[attribute] = part
                 elif layer.partial or own_positions:
                     self.places[parameter] = Partial(AXIS)
             self._tell_sizes(module, layer)
@@ -129,11 +135,9 @@ class _Cutting:
                 setattr(modules[attention.name], name, value)
 
     def _part(self, whole: nn.Parameter, layer: FoundLayer, dimension: int) -> nn.Parameter:
-        if whole in self._new:
-            return self._new[whole]
         pieces = tuple(own_pieces(layer, self._ranks))
         values = torch.cat([whole.detach().narrow(dimension, p.start, p.stop - p.start) for p in pieces], dimension)
-        part = self._new[whole] = nn.Parameter(values.contiguous(), requires_grad=whole.requires_grad)
+        part = nn.Parameter(values.contiguous(), requires_grad=whole.requires_grad)
         self.places[part] = Split(AXIS, tuple(whole.shape), dimension, pieces)
         return part
 
@@ -236,7 +240,7 @@ class _Forwards:
 
     def _sums(self, layer: FoundLayer) -> Any:
         """Adds up gradients of features that several ranks hold; None where none are."""
-        if all(segment.copies(self._ranks.size) == 1 for segment in layer.segments):
+        if all(_copies(segment, self._ranks.size) == 1 for segment in layer.segments):
             return None
         return partial(sum_copies, layer.segments, self._ranks, layer.name)
 
@@ -255,7 +259,7 @@ def sum_copies(segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gr
     at = [0]
     for piece in own:
         at.append(at[-1] + piece.stop - piece.start)
-    copied = [n for n, segment in enumerate(segments) if segment.copies(ranks.size) > 1]
+    copied = [n for n, segment in enumerate(segments) if _copies(segment, ranks.size) > 1]
     parts = [gradient.narrow(dimension, at[n], at[n + 1] - at[n]) for n in copied]
     firsts = [sum(segment.size for segment in segments[:n]) for n in range(len(segments))]
     shape = list(gradient.shape)
@@ -270,6 +274,12 @@ def sum_copies(segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gr
     for part, place in zip(parts, places, strict=True):
         part.copy_(place)
     return gradient
+
+
+def _copies(segment: Segment, ranks: int) -> int:
+    """On how many ranks each part of a segment is."""
+    first, stop = segment.ranks or (0, ranks)
+    return (stop - first) // segment.parts
 
 
 def _replaced(module: nn.Module) -> Any:
