@@ -6,8 +6,14 @@ from functools import partial
 from zeroshard.parts.technique import Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
 from zeroshard.plan import Plan
+from zeroshard.tensor.technique import TensorTechnique
 
-TECHNIQUES: list[Callable[[Plan], Technique | None]] = []  # makes those that a plan asks for
+
+def _tensor(plan: Plan) -> Technique | None:
+    return TensorTechnique(plan.tensor, plan.transport) if plan.tensor.splits else None
+
+
+TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_tensor]  # makes those that a plan asks for
 
 
 def techniques_of(plan: Plan) -> list[Technique]:

@@ -48,9 +48,7 @@ class TensorParallel:
 def _pairs(layers: Any) -> tuple[str, ...]:
     """Paths and styles as "path=style"; styles may be objects of torch.distributed.tensor.parallel."""
     if isinstance(layers, Mapping):
-        layers = [
-            f"{path}={style if isinstance(style, str) else type(style).__name__}" for path, style in layers.items()
-        ]
+        layers = [f"{path}={style if isinstance(style, str) else _name(style)}" for path, style in layers.items()]
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         layers = [layers]
     pairs = tuple(layers)
@@ -62,6 +60,18 @@ def _pairs(layers: Any) -> tuple[str, ...]:
                 f"['blocks.*.mlp.up=column']."
             )
     return pairs
+
+
+def _name(style: Any) -> str:
+    """The name of a style of torch.distributed.tensor.parallel, by what it does with features."""
+    name = type(style).__name__
+    outputs = [type(layout).__name__ for layout in getattr(style, "output_layouts", ())]
+    inputs = [type(layout).__name__ for layout in getattr(style, "input_layouts", ())]
+    if name == "ColwiseParallel" and outputs == ["Replicate"]:
+        return "colwise_gather_output"
+    if name == "RowwiseParallel" and inputs == ["Replicate"]:
+        return "rowwise_split_input"
+    return name
 
 
 def _pair(text: str) -> tuple[str, str]:

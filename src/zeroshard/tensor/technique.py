@@ -19,7 +19,7 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.tensor.check_gradients import GradientCheck
 from zeroshard.tensor.collectives import TensorRanks
 from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import FoundLayer, FoundLayers, Segment, Style, pieces_of
+from zeroshard.tensor.found import FoundLayer, FoundLayers, Segment, Style, check_splits, pieces_of
 from zeroshard.tensor.layers import ColumnForward, Entrance, RowForward
 from zeroshard.tensor.linear import linear_features
 from zeroshard.tensor.overlap import Parameters
@@ -75,6 +75,7 @@ class TensorTechnique:
         ranks = TensorRanks(axes[AXIS])
         self._share_memory(ranks.comm)
         self.found = found = find(model, ranks.size, self._policy)
+        check_splits(found, type(model).__name__, ranks.size)
         places = _Cutting(model, found, ranks, self._policy.sequence).places
         modules = dict(model.named_modules())
         forwards = _Forwards(model, found, ranks, self.zones)
@@ -138,7 +139,8 @@ class _Cutting:
         pieces = tuple(own_pieces(layer, self._ranks))
         values = torch.cat([whole.detach().narrow(dimension, p.start, p.stop - p.start) for p in pieces], dimension)
         part = nn.Parameter(values.contiguous(), requires_grad=whole.requires_grad)
-        self.places[part] = Split(AXIS, tuple(whole.shape), dimension, pieces)
+        held = tuple(piece for piece in pieces if piece.stop > piece.start)
+        self.places[part] = Split(AXIS, tuple(whole.shape), dimension, held)
         return part
 
     def _tell_sizes(self, module: Any, layer: FoundLayer) -> None:

@@ -1,0 +1,46 @@
+"""A layout: one way to split layers that belong together, column-parallel ones and the row-parallel one behind them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroshard.tensor.found import Segment
+
+
+class CannotSplit(Exception):
+    """Layers that stay whole, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to split some layers that belong together.
+
+    Attributes:
+        segments: of each layer by its path, the row-parallel one included.
+        heads: embeddings with a column per head, by path.
+        partial: other modules that seem to work on each head alone, by path.
+        unknown: other modules with parameters, of which that is not so.
+        sizes: attributes to set, by the path of their module.
+        reasons: what each layer holds, by path.
+        head_size: features of a head; 0 without heads.
+        certain: whether the order of features is known, and not only supposed.
+    """
+
+    segments: Mapping[str, tuple[Segment, ...]]
+    heads: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    head_size: int = 0
+    certain: bool = True
+
+
+def last_part(path: str) -> str:
+    """The name of a module in the one that holds it."""
+    return path.rpartition(".")[2]
+
+
+def every(path: str) -> str:
+    """The pattern of the same module in all blocks: numbers of blocks as `*`."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
