@@ -222,7 +222,7 @@ class _Gradients:
             torch.mm(z, weight, out=self.rows[part])
             self.rows[part].mul_(counting)
             self._sums.append(self._vocabulary.start_sum(self.rows[part]))
-        if self.weight is not None:
+        if self.weight is not None and len(self.weight):
             _add_product(self.weight, z.t(), rows[part] * counting)
         if self.bias is not None:
             self.bias += z.mul_(counting).sum(0, dtype=self.bias.dtype)

@@ -67,7 +67,7 @@ class CrossEntropy:
         losses, lse, share = vocabulary.join(losses, z.gather(1, place).log_().neg_(), largest, top)
         if self.z_loss:
             losses += lse.square().mul_(self.z_loss)
-        if gradients:
+        if gradients and columns:
             if share is not None:
                 z.mul_(share)
             if self.z_loss:

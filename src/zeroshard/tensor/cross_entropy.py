@@ -21,7 +21,7 @@ from zeroshard.traffic import Purpose
 
 
 class SplitVocabulary(Vocabulary):
-    """The classes [start, stop) of this rank.
+    """The classes [start, stop) of this rank, which are `ranks.rows` of the whole.
 
     A deep copy works with the same ranks; what is loaded from a file has none, and says so where it needs them.
 
@@ -30,9 +30,9 @@ class SplitVocabulary(Vocabulary):
         name: of the layer, for messages.
     """
 
-    def __init__(self, ranks: TensorRanks, total: int, name: str) -> None:
-        self.start, self.stop = ranks.rows(total)
-        self.total, self.name = total, name
+    def __init__(self, ranks: TensorRanks, start: int, stop: int, total: int, name: str) -> None:
+        assert (start, stop) == ranks.rows(total), (start, stop, total)
+        self.start, self.stop, self.total, self.name = start, stop, total, name
         self._ranks: TensorRanks | None = ranks
         self._warned = False
 

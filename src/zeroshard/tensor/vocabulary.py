@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from zeroshard.errors import ModelError
-from zeroshard.losses.heads import split_loss
+from zeroshard.losses.heads import CHUNK, split_loss
 from zeroshard.losses.linear_cross_entropy import OutputLayer, linear_cross_entropy
-from zeroshard.tensor.collectives import SumOut, TensorRanks
+from zeroshard.tensor.collectives import CopyIn, SumOut, TensorRanks
 from zeroshard.tensor.cross_entropy import SplitVocabulary
 from zeroshard.tensor.logits import ShardedLogits
 from zeroshard.tensor.overlap import Input, Parameters, column_product
@@ -103,24 +103,42 @@ class SplitEmbedding(_SplitForward):
             rows = rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
         else:
             rows = weight.sum() + weight.new_zeros(*input.shape, weight.shape[1])
-        total: Tensor = SumOut.apply(rows, self.vocabulary.ranks, self.vocabulary.name)  # type: ignore[no-untyped-call]
-        return total
+        summed: Tensor = SumOut.apply(rows, self.vocabulary.ranks, self.vocabulary.name)  # type: ignore[no-untyped-call]
+        return summed
 
     def _embedding(self, module: Any, input: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Any:
         return self.plain(module, input) if weight is module.weight else NotImplemented
 
 
 class SplitOutput(_SplitForward):
-    """The forward of an output layer; a deep copy of the module has its own."""
+    """The forward of an output layer; a deep copy of the module has its own.
 
-    def __init__(self, module: nn.Linear, vocabulary: SplitVocabulary) -> None:
+    Args:
+        product: the forward that another technique has put in the place of the module's own; None otherwise.
+    """
+
+    def __init__(self, module: nn.Linear, vocabulary: SplitVocabulary, product: Any = None) -> None:
         super().__init__(module, vocabulary, {F.linear: self._linear, linear_cross_entropy: self._loss})
+        self._product = product
 
     def plain(self, module: Any, input: Tensor) -> Any:
         """Hidden states [..., D], equal on all ranks -> logits [..., V]."""
-        shared = Input(input, self.vocabulary.ranks, self.vocabulary.name, [Parameters(module, transposed=False)])
-        logits = ShardedLogits(column_product(shared, module), self.vocabulary.itself)
+        logits = ShardedLogits(self._local(module, input), self.vocabulary.itself)
         return logits if torch.is_grad_enabled() or module.training else logits.whole()
+
+    def _local(self, module: Any, input: Tensor) -> Tensor:
+        """[..., D] -> [..., V/t]."""
+        ranks, name = self.vocabulary.ranks, self.vocabulary.name
+        local: Tensor
+        if self._product is not None:
+            local = self._product(CopyIn.apply(input, ranks, name))  # type: ignore[no-untyped-call]
+        elif input.is_meta or not torch.is_grad_enabled():
+            local = F.linear(input, module.weight, module.bias)
+        else:
+            shared = Input(input, ranks, name, [Parameters(module, transposed=False)])
+            local = column_product(shared, module)
+            shared.close()
+        return local
 
     def _linear(self, module: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return self.plain(module, input) if weight is module.weight and bias is module.bias else NotImplemented
@@ -132,8 +150,8 @@ class SplitOutput(_SplitForward):
         return linear_cross_entropy(hidden, replace(layer, vocabulary=self.vocabulary), labels, **options)
 
 
-def split_embedding(module: nn.Embedding, ranks: TensorRanks, name: str) -> None:
-    """Let an embedding look up rows of all ranks, after its weight was replaced by this rank's `ranks.rows`.
+def split_embedding(module: nn.Embedding, ranks: TensorRanks, start: int, stop: int, total: int, name: str) -> None:
+    """Let an embedding look up rows of all ranks, after its weight was replaced by rows [start, stop) of `total`.
 
     Args:
         name: of the module, for messages.
@@ -147,15 +165,18 @@ def split_embedding(module: nn.Embedding, ranks: TensorRanks, name: str) -> None
                 f"{name} is an embedding with {option}={getattr(module, option)!r}, which does not work on a part of "
                 f"its rows. Leave the option out, or leave the layer whole: tensor_parallel.layers '{name}=whole'."
             )
-    vars(module)["forward"] = SplitEmbedding(module, SplitVocabulary(ranks, module.num_embeddings, name))
+    vars(module)["forward"] = SplitEmbedding(module, SplitVocabulary(ranks, start, stop, total, name))
 
 
-def split_output(model: nn.Module, module: nn.Linear, ranks: TensorRanks, name: str) -> None:
-    """Let an output layer make logits or the loss with all ranks, after its weight was replaced by `ranks.rows`.
+def split_output(
+    model: nn.Module, module: nn.Linear, ranks: TensorRanks, start: int, stop: int, total: int, name: str
+) -> None:
+    """Let an output layer make logits or the loss with all ranks, after rows [start, stop) of `total` replaced its own.
 
     Args:
         model: the whole one, whose loss may be known.
         name: of the module, for messages.
     """
-    vocabulary = SplitVocabulary(ranks, module.out_features, name)
-    split_loss(model, module, vocabulary, SplitOutput(module, vocabulary))
+    vocabulary = SplitVocabulary(ranks, start, stop, total, name)
+    product = None if hasattr(module.forward, CHUNK) else vars(module).get("forward")
+    split_loss(model, module, vocabulary, SplitOutput(module, vocabulary, product))
