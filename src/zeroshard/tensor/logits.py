@@ -86,7 +86,7 @@ class ShardedLogits(TensorLike):
                 )
             gathering = (vocabulary.ranks, self._dimension, vocabulary.total, f"logits of {vocabulary.name}")
             whole: Tensor = JoinRows.apply(self.local, *gathering)  # type: ignore[no-untyped-call]
-            self._whole = whole.log_softmax(self._dimension) if self._normalised else whole
+            self._whole = (whole.log_softmax(self._dimension) if self._normalised else whole).contiguous()
         return self._whole
 
     def __repr__(self) -> str:
