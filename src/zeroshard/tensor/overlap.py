@@ -12,6 +12,7 @@ former, each `_Parameters` makes the latter, and `Waiting` takes what has arrive
 rows; the first product of the backward starts to gather them again, and `_Parameters` reads them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,27 +112,28 @@ class Parameters:
         weight, bias = self.module.weight, self.module.bias
         left: Left = []
         assert isinstance(weight, Tensor)
-        if not weight.requires_grad:
-            return weight, bias if bias is None else bias.detach(), left
+        if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
+            return weight, bias, left
         weight, bias = _Parameters.apply(weight, bias, self, input, left)
         return weight, bias, left
 
-    def gradients(self, left: Left, input: Input, biased: bool) -> tuple[Tensor, Tensor | None]:
-        """Those of weight and bias."""
+    def gradients(self, left: Left, input: Input, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Those of weight and bias, as far as they are wanted."""
         of_weight: Tensor | None = None
         of_bias: Tensor | None = None
         for x, gradient in left:
             rows = _rows(input.gathered_again() if x is None else x)
             of_rows = _rows(gradient)
-            product = rows.mT @ of_rows if self.transposed else of_rows.mT @ rows
-            of_weight = product if of_weight is None else of_weight.add_(product)
-            if biased:
+            if wanted[0]:
+                rows = rows.to(of_rows.dtype)  # under autocast, that of products
+                product = rows.mT @ of_rows if self.transposed else of_rows.mT @ rows
+                of_weight = product if of_weight is None else of_weight.add_(product)
+            if wanted[1]:
                 total = of_rows.sum(0)
                 of_bias = total if of_bias is None else of_bias.add_(total)
         left.clear()
-        assert of_weight is not None
         if self.sums is not None:
-            of_weight = self.sums(of_weight, 1 if self.transposed else 0)
+            of_weight = None if of_weight is None else self.sums(of_weight, 1 if self.transposed else 0)
             of_bias = None if of_bias is None else self.sums(of_bias, 0)
         return of_weight, of_bias
 
@@ -176,13 +178,12 @@ class _Parameters(torch.autograd.Function):
     def forward(
         ctx: Any, weight: Tensor, bias: Tensor | None, parameters: Parameters, input: Input, left: Left
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.parameters, ctx.input, ctx.left, ctx.biased = parameters, input, left, bias is not None
+        ctx.parameters, ctx.input, ctx.left = parameters, input, left
         return weight.view_as(weight), None if bias is None else bias.view_as(bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        biased = ctx.biased and ctx.needs_input_grad[1]
-        return (*ctx.parameters.gradients(ctx.left, ctx.input, biased), None, None, None)
+        return (*ctx.parameters.gradients(ctx.left, ctx.input, ctx.needs_input_grad[:2]), None, None, None)
 
 
 class _Product(torch.autograd.Function):
@@ -217,6 +218,7 @@ class _Product(torch.autograd.Function):
             of_bias = _absent(gradient, ctx.bias_shape)
         of_x = None
         if ctx.needs_input_grad[0]:
+            weight = weight.to(gradient.dtype)  # under autocast, that of products
             of_x = gradient @ (weight.mT if ctx.transposed else weight)
         return of_x, of_weight, of_bias, None, None, None, None
 
@@ -228,4 +230,4 @@ def _absent(like: Tensor, shape: torch.Size) -> Tensor:
 
 def _rows(x: Tensor) -> Tensor:
     """[..., N] -> [rows, N]."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
