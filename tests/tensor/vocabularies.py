@@ -20,8 +20,7 @@ class Ranks(TensorRanks):
     """All ranks of a mesh, and what they send."""
 
     def __init__(self, mesh: zs.Mesh) -> None:
-        self.comm = Comm(mesh)
-        super().__init__(Axis("tensor", (tuple(range(mesh.ranks)),), self.comm))
+        super().__init__(Axis("tensor", (tuple(range(mesh.ranks)),), Comm(mesh)))
 
     def sent(self) -> dict[str, tuple[int, int]]:
         """(messages, their elements) by purpose, since the last call."""
@@ -41,27 +40,19 @@ class Ranks(TensorRanks):
 
 def split(model: nn.Module, ranks: TensorRanks, embeddings: list[str], outputs: list[str]) -> None:
     """Split the vocabulary of a model's layers, as the technique does."""
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for name in [*embeddings, *outputs]:
-        module: Any = model.get_submodule(name)
-        start, stop = ranks.rows(total := module.weight.shape[0] if not new else totals_of(module))
-        for key, whole in list(module._parameters.items()):
-            if whole is not None and whole not in new.values():
-                if whole not in new:
-                    new[whole] = nn.Parameter(whole.detach()[start:stop].clone(), whole.requires_grad)
-                for holder in model.modules():
-                    for other, parameter in list(holder._parameters.items()):
-                        if parameter is whole:
-                            holder._parameters[other] = new[whole]
+    chosen: dict[str, Any] = {name: model.get_submodule(name) for name in [*embeddings, *outputs]}
+    whole = {parameter for module in chosen.values() for parameter in module.parameters(recurse=False)}
+    parts = {one: nn.Parameter(one.detach()[slice(*ranks.rows(len(one)))].clone(), one.requires_grad) for one in whole}
+    totals = {name: len(module.weight) for name, module in chosen.items()}
+    for holder in model.modules():
+        for key, parameter in holder._parameters.items():
+            holder._parameters[key] = parts.get(parameter, parameter) if parameter is not None else None
+    for name, module in chosen.items():
+        place = (*ranks.rows(totals[name]), totals[name], name)
         if name in embeddings:
-            split_embedding(module, ranks, start, stop, total, name)
+            split_embedding(module, ranks, *place)
         else:
-            split_output(model, module, ranks, start, stop, total, name)
-
-
-def totals_of(module: Any) -> int:
-    """The vocabulary of a module whose weight may be a part by now."""
-    return int(module.num_embeddings if isinstance(module, nn.Embedding) else module.out_features)
+            split_output(model, module, ranks, *place)
 
 
 class Widths(TorchDispatchMode):

@@ -204,7 +204,7 @@ class _Gradients:
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], vocabulary: Vocabulary
     ) -> None:
         self._given, self._vocabulary = (rows, weight), vocabulary
-        self._sums: list[Any] = []  # of the rows' gradients over the ranks, under way
+        self._sum: Any = None  # of a chunk's rows over the ranks, under way
         wide = torch.promote_types(rows.dtype, torch.float32)
         self.rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if wanted[0] else None
         self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
@@ -221,18 +221,18 @@ class _Gradients:
         if self.rows is not None:
             torch.mm(z, weight, out=self.rows[part])
             self.rows[part].mul_(counting)
-            self._sums.append(self._vocabulary.start_sum(self.rows[part]))
+            self.finish()
+            self._sum = self._vocabulary.start_sum(self.rows[part])
         if self.weight is not None and len(self.weight):
             _add_product(self.weight, z.t(), rows[part] * counting)
         if self.bias is not None:
             self.bias += z.mul_(counting).sum(0, dtype=self.bias.dtype)
 
     def finish(self) -> None:
-        """Wait for sums over the ranks."""
-        for one in self._sums:
-            if one is not None:
-                one.wait()
-        self._sums.clear()
+        """Wait for the sum over the ranks that is under way."""
+        if self._sum is not None:
+            self._sum.result()
+            self._sum = None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

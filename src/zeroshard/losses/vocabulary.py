@@ -46,7 +46,7 @@ class Vocabulary:
         """Start to add up, in place, the ranks' gradients of something that all ranks have alike.
 
         Returns:
-            what waits for it with `wait()`; None where there is nothing to add.
+            what waits for it with `result()`; None where there is nothing to add.
         """
 
 
