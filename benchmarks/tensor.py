@@ -204,7 +204,7 @@ def take_turns(ranks: int, shape: Sequence[int], rounds: int, kinds: Sequence[st
         if sums[kind] and kind != "alone":
             flat = torch._utils._flatten_dense_tensors([p.grad for p in sums[kind]])
             dist.all_reduce(flat)
-            for p, g in zip(sums[kind], torch._utils._unflatten_dense_tensors(flat, [p.grad for p in sums[kind]])):
+            for p, g in zip(sums[kind], torch._utils._unflatten_dense_tensors(flat, sums[kind]), strict=True):
                 p.grad.copy_(g)
         for optimizer in optimizers[kind]:
             optimizer.step()
@@ -256,7 +256,7 @@ def table(rows: Mapping[str, Any]) -> str:
             floor, error = row["alone"]["cpu_ms"], found["loss_error"]
             lines.append(
                 f"| {name} | {kind} | {found['cpu_ms']:.1f} | {found['cpu_ms'] / peer:.2f} | "
-                f"{found['cpu_ms'] / floor:.2f} | {found['wall_ms']:.1f} | {'-' if kind == 'alone' else f'{error:.0e}'} |"
+                f"{found['cpu_ms'] / floor:.2f} | {found['wall_ms']:.1f} | {error:.0e} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -277,7 +277,9 @@ def main() -> int:
     if options.json is not None:
         path = Path(options.json or RESULTS / f"tensor-{datetime.now(UTC):%Y-%m-%d}.json")
         path.write_text(json.dumps(kept, indent=1) + "\n")
-        head = f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}, {kept['date']}; {options.ranks} ranks.\n\n"
+        head = (
+            f"{kept['cpu']}, {kept['cores']} cores, load {kept['load']:.1f}, {kept['date']}; {options.ranks} ranks.\n\n"
+        )
         path.with_suffix(".md").write_text(head + table(kept["rows"]))
     ratios = {name: row["ours"]["cpu_ms"] / row["dtensor"]["cpu_ms"] for name, row in kept["rows"].items()}
     return int(any(ratio > BARS[name] for name, ratio in ratios.items()))

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from zeroshard import Mesh, init_mesh
-from zeroshard.comm.collectives import Comm, Position
+from zeroshard.comm.collectives import Comm
 from zeroshard.comm.heartbeat import Heartbeat, read_heartbeat
 from zeroshard.comm.mesh import attempt, keep_freed_memory, part_of
+from zeroshard.comm.pending import Position
 from zeroshard.errors import CommError, PlanError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

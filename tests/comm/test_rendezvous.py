@@ -16,8 +16,9 @@ from pool import Pool, copies
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm.collectives import Comm, Position
+from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import announce_failure
+from zeroshard.comm.pending import Position
 from zeroshard.comm.rendezvous import connect, naming, wait_for_all
 from zeroshard.errors import CommError, PlanError
 

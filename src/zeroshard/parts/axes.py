@@ -7,7 +7,7 @@ stage; they work on the same data if they differ in axes alone that are no data 
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Protocol

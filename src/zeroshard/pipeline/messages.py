@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.comm.collectives import Comm, Pending, Purpose
+from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.comm.pending import Pending
 from zeroshard.errors import BatchError
 from zeroshard.memory.ledger import Arena
 from zeroshard.pipeline.scattered import GATHERS

@@ -1,8 +1,8 @@
 """A check of each block's first backward graph: which gradients are parts of sums, and which are whole.
 
-A parameter that is not split gets a part of its gradient on each rank where it works on own features or own positions,
-and the whole one elsewhere. This is read off the autograd graph, from the nodes that sum and cut, and compared with what
-the cut of the model assumed; a model that mixes both in one tensor is refused.
+A parameter that is not split gets a part of its gradient on each rank where it works on own features or positions, and
+the whole one elsewhere. This is read off the autograd graph, from the nodes that sum and cut, and compared with what the
+cut of the model assumed; a model that mixes both in one tensor is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,9 +38,7 @@ class GradientCheck:
         places: of parameters that are split or partial, by name.
     """
 
-    def __init__(
-        self, block: nn.Module, name: str, places: Mapping[str, Split | Partial], zones: Zones
-    ) -> None:
+    def __init__(self, block: nn.Module, name: str, places: Mapping[str, Split | Partial], zones: Zones) -> None:
         self._name, self._places, self._zones = name, places, zones
         self._hook = block.register_forward_hook(Hook(self._check), with_kwargs=True)
 
@@ -62,8 +60,8 @@ class GradientCheck:
                 raise ModelError(
                     f"{name!r} works on {works} in {self._name!r}, so that its gradient would be "
                     f"{'a part' if zone is not Zone.WHOLE else 'summed several times'}. Split the layers around it with "
-                    f"TensorParallel(..., layers={{...}}) so that it stands outside of them, or leave its module whole "
-                    f"with those that it works on."
+                    f"TensorParallel(..., layers={{...}}) so that it stands outside of them, or leave its "
+                    f"module whole with those that it works on."
                 )
         self._hook.remove()
 
@@ -101,5 +99,5 @@ def _mixed(name: str, node: Any, one: Zone, other: Zone) -> str:
     what = f"a parameter of shape {tuple(node.variable.shape)}" if hasattr(node, "variable") else node.name()
     return (
         f"In {name!r} the result of {what} is used as {one} and as {other} under tensor parallelism, so that its "
-        f"gradient would be wrong. Leave the layers that use it whole, with TensorParallel(..., layers={{...: 'whole'}})."
+        f"gradient would be wrong. Leave the layers that use it whole: TensorParallel(..., layers={{...: 'whole'}})."
     )

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Comm, Exchange, Pending, SideBySide
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.pending import Exchange, Pending, SideBySide
 from zeroshard.parts.place import Axis
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.traffic import Purpose

@@ -6,14 +6,14 @@ keeps its class and its names; its parameters are parts already.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.tensor.collectives import SEQUENCE, CopyIn, JoinRows, SumOut, Summed, TensorRanks
+from zeroshard.tensor.collectives import SEQUENCE, CopyIn, JoinRows, Summed, SumOut, TensorRanks
 from zeroshard.tensor.collectives import Gathered as GatheredRows
 from zeroshard.tensor.overlap import Input, Parameters, column_product
 from zeroshard.tensor.zones import Zone, Zones
@@ -44,7 +44,7 @@ class Entrance:
     def open(self, x: Tensor) -> Tensor:
         """The rows of all ranks of own rows x [..., T/t, D], for a module that reads the number of positions."""
         dim, total = SEQUENCE, self._zones.positions
-        whole: Tensor = JoinRows.apply(x, self._ranks, dim, total, self._label)
+        whole: Tensor = JoinRows.apply(x, self._ranks, dim, total, self._label)  # type: ignore[no-untyped-call]
         self._known.append((weakref.ref(whole), self._brought(x, (dim, total), whole.detach())))
         return whole
 
@@ -65,9 +65,9 @@ class Entrance:
         if self._overlaps:
             return Input(x, self._ranks, self._label, self._layers, rows, whole)
         if rows is None:
-            copied: Tensor = CopyIn.apply(x, self._ranks, self._label)
+            copied: Tensor = CopyIn.apply(x, self._ranks, self._label)  # type: ignore[no-untyped-call]
             return copied
-        gathered: Tensor = GatheredRows.apply(x, self._ranks, *rows, self._label)
+        gathered: Tensor = GatheredRows.apply(x, self._ranks, *rows, self._label)  # type: ignore[no-untyped-call]
         return gathered
 
     def close(self) -> None:
@@ -130,14 +130,16 @@ class RowForward:
         for entrance in self._entrances:
             entrance.close()
         if self._plain is not None:
-            y = self._plain(x, biased=False)
+            y: Tensor = self._plain(x, biased=False)
         else:
             y = F.linear(x, module.weight.mT if self._transposed else module.weight)
         self._zones.leave()
         if self._zones.around is Zone.SEQUENCE:
-            y = Summed.apply(y, self._ranks, SEQUENCE, self._label)
+            y = Summed.apply(y, self._ranks, SEQUENCE, self._label)  # type: ignore[no-untyped-call]
         elif torch.is_grad_enabled() and y.requires_grad:
-            y = SumOut.apply(y, self._ranks, self._label)
+            y = SumOut.apply(y, self._ranks, self._label)  # type: ignore[no-untyped-call]
         else:
             y = self._ranks.sum(y, self._label)
-        return y if module.bias is None else y + module.bias
+        if module.bias is not None:
+            y = y + module.bias
+        return y

@@ -1,8 +1,9 @@
 """Sequence parallelism: between the split layers of blocks, each rank has its own positions of every sequence.
 
-2205.05198, section 4.2.2. The first block of a stack cuts what enters it, the last joins what leaves it; column-parallel
-layers gather, row-parallel ones keep own rows of their sum. A module that reads the number of positions (attention) is
-opened: it gets the rows of all ranks, so that positions, masks and shapes inside are those of whole sequences.
+2205.05198, section 4.2.2. The first block of a stack cuts what enters it, the last joins what leaves it; column-
+parallel layers gather, row-parallel ones keep own rows of their sum. A module that reads the number of positions
+(attention) is opened: it gets the rows of all ranks, so that positions, masks and shapes inside are those of whole
+sequences.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class SequenceBlocks:
             return None
         x = activation_in(args, kwargs, self._names[module])
         self._zones.enter_sequence(x.shape[SEQUENCE])
-        return with_activation(args, kwargs, CutRows.apply(x, self._ranks, SEQUENCE, self._names[module]))
+        return with_activation(args, kwargs, CutRows.apply(x, self._ranks, SEQUENCE, self._names[module]))  # type: ignore[no-untyped-call]
 
     def _again(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A block that is recomputed alone goes on with the positions of its forward.
@@ -47,15 +48,16 @@ class SequenceBlocks:
         """
         if self._zones.around is Zone.SEQUENCE and torch._C._current_graph_task_id() == -1:
             return
-        own, (start, stop) = activation_in(args, kwargs, self._names[module]).shape[SEQUENCE], self._ranks.rows(
-            self._zones.positions
+        own, (start, stop) = (
+            activation_in(args, kwargs, self._names[module]).shape[SEQUENCE],
+            self._ranks.rows(self._zones.positions),
         )
         positions = self._zones.positions if own == stop - start else own * self._ranks.size
         if self._zones.positions % self._ranks.size and positions != self._zones.positions:
             raise BatchError(
                 f"{self._names[module]!r} is recomputed for a sequence of another length than the last, "
-                f"{self._zones.positions} positions, which tensor_parallel={self._ranks.size} ranks do not divide. Make "
-                f"the lengths multiples of {self._ranks.size}, or set sequence=False in TensorParallel."
+                f"{self._zones.positions} positions, which tensor_parallel={self._ranks.size} ranks do not divide. "
+                f"Make the lengths multiples of {self._ranks.size}, or set sequence=False in TensorParallel."
             )
         self._zones.enter_sequence(positions)
 
@@ -64,9 +66,9 @@ class SequenceBlocks:
         label = f"output of {self._names[module]}"
         self._zones.reset()
         if isinstance(output, Tensor):
-            return JoinRows.apply(output, self._ranks, SEQUENCE, positions, label)
+            return JoinRows.apply(output, self._ranks, SEQUENCE, positions, label)  # type: ignore[no-untyped-call]
         if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-            return (JoinRows.apply(output[0], self._ranks, SEQUENCE, positions, label), *output[1:])
+            return (JoinRows.apply(output[0], self._ranks, SEQUENCE, positions, label), *output[1:])  # type: ignore[no-untyped-call]
         raise ModelError(
             f"{self._names[module]!r} returns a {type(output).__name__}, and sequence parallelism needs a tensor, or a "
             f"tuple that begins with one. Set TensorParallel(..., sequence=False)."
@@ -98,8 +100,8 @@ def activation_in(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> T
     if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1:
         return x
     raise ModelError(
-        f"{name!r} is called with no activation [..., T, D] as its first argument, which sequence parallelism needs. Set "
-        f"TensorParallel(..., sequence=False)."
+        f"{name!r} is called with no activation [..., T, D] as its first argument, which sequence parallelism needs. "
+        f"Set TensorParallel(..., sequence=False)."
     )
 
 

@@ -113,7 +113,9 @@ class _Cutting:
         self._ranks = ranks
         self.places: dict[nn.Parameter, Split | Partial] = {}
         modules = dict(model.named_modules())
-        sites: dict[Any, list[tuple[nn.Module, str]]] = defaultdict(list)  # where each parameter stands, tied ones twice
+        sites: dict[Any, list[tuple[nn.Module, str]]] = defaultdict(
+            list
+        )  # where each parameter stands, tied ones twice
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 sites[parameter].append((module, name))
@@ -218,13 +220,16 @@ class _Forwards:
             if layer.style is Style.ROW:
                 entrances = list(dict.fromkeys(self.entrances[_holder(name)] for name in layer.columns))
                 transposed, plain = bool(output_dimension(module)), _replaced(module)
-                module.forward = RowForward(
-                    module, self._ranks, self._zones, layer.name, entrances, transposed, plain
-                )
+                module.forward = RowForward(module, self._ranks, self._zones, layer.name, entrances, transposed, plain)
             elif layer.style is Style.EMBEDDING:
-                split_embedding(module, self._ranks, layer.name)
+                split_embedding(module, self._ranks, *self._vocabulary(layer), layer.name)
             elif layer.style is Style.OUTPUT:
-                split_output(self._model, module, self._ranks, layer.name)
+                split_output(self._model, module, self._ranks, *self._vocabulary(layer), layer.name)
+
+    def _vocabulary(self, layer: FoundLayer) -> tuple[int, int, int]:
+        """This rank's rows [start, stop) of a vocabulary, and the size of all."""
+        total = layer.segments[0].size
+        return (*self._ranks.rows(total), total)
 
     def _enter(self, holder: str, layers: list[FoundLayer], opened: bool) -> None:
         """The forwards of the column-parallel layers of one module."""
@@ -252,7 +257,9 @@ def _holder(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def sum_copies(segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gradient: Tensor, dimension: int) -> Tensor:
+def sum_copies(
+    segments: tuple[Segment, ...], ranks: TensorRanks, label: str, gradient: Tensor, dimension: int
+) -> Tensor:
     """The gradient [own features along `dimension`] with those of features that several ranks hold added up.
 
     One message has all copied segments whole, each rank's own part in its place and zeros elsewhere.

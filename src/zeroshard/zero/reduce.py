@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from zeroshard.comm.collectives import Comm, Exchange, Pending, Purpose
+from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.comm.pending import Exchange, Pending
 from zeroshard.memory.ledger import Arena
 from zeroshard.parts.gradients import GradientSum
 from zeroshard.parts.planned import Wire, Work

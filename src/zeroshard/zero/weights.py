@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.comm.collectives import Comm, Pending, Purpose
+from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.comm.pending import Pending
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task
 from zeroshard.parts.planned import Planned, Wire, Work, on_device

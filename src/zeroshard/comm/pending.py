@@ -1,0 +1,137 @@
+"""Collectives under way, which end with a wait that is watched."""
+
+import time
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.process_groups import ABANDONED
+from zeroshard.errors import CommError
+from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.shared_memory import Signal
+from zeroshard.platform.shared_operands import Operands
+from zeroshard.platform.transport import Arrival, Shared
+from zeroshard.traffic import Count, Purpose
+
+class Position(NamedTuple):
+    """The place of one collective: its group, its number there (from 1), and its name.
+
+    The group of a message is its channel, "source>destination"; its number counts the messages there.
+    """
+
+    group: str
+    number: int
+    label: str
+
+
+class WaitingComm(Protocol):
+    """The collectives of a rank, as one that is under way sees them."""
+
+    mesh: Mesh
+    counts: dict[Purpose, Count]
+    shared: Shared | None
+
+    def wait(self, work: dist.Work, place: Position) -> None:
+        """Wait for `work`, looking for the reason when it takes long."""
+
+
+class Pending:
+    """A collective under way; `wait` returns when its result may be used."""
+
+    def __init__(self, comm: WaitingComm, work: dist.Work | None, place: Position, purpose: Purpose) -> None:
+        self._comm = comm
+        self._work = work
+        self._place = place
+        self._purpose = purpose
+
+    def __del__(self) -> None:
+        """gloo waits for an operation under way when it is freed, so one that will never end is kept."""
+        if self._work is not None and not self._work.is_completed():
+            lease = self._comm.mesh.lease
+            ABANDONED.append((lease.name if lease else "", self._work))
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait at most so long; False if the result is not there yet."""
+        if self._work is not None and not self._work.is_completed() and not is_accelerator(self._comm.mesh.device):
+            try:
+                self._work.wait(timedelta(seconds=seconds))
+            except (RuntimeError, TimeoutError):
+                return self._work.is_completed()  # a timeout, or an error that `wait` will report
+        return True
+
+    def wait(self) -> None:
+        """Wait for the result (on CUDA: let the current stream wait).
+
+        Raises:
+            CommError: ranks wait for different operations, a rank is silent, or a connection broke.
+        """
+        if self._work is None:
+            return
+        start, heartbeat = time.perf_counter(), self._comm.mesh.heartbeat
+        if heartbeat is not None:
+            heartbeat.enter(self._place)
+        try:
+            self._comm.wait(self._work, self._place)
+        except CommError:
+            if self._comm.mesh.lease is not None:
+                self._comm.mesh.lease.broken = True
+            raise
+        if heartbeat is not None:
+            heartbeat.leave()
+        self._comm.counts[self._purpose].seconds += time.perf_counter() - start  # of the step that waits
+        self._work = None
+
+
+class Exchange(Pending):
+    """An exchange under way, which brings every rank's copy of this rank's slice.
+
+    Attributes:
+        scratch: the buffer of the copies, to be handed back to its arena after `done`; None if they are read in place.
+    """
+
+    def __init__(self, comm: WaitingComm, work: dist.Work, place: Position, purpose: Purpose, arrival: Arrival) -> None:
+        super().__init__(comm, work, place, purpose)
+        self._arrival = arrival
+        self.scratch = arrival.scratch
+        self._read: Pending | None = None
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """After `wait`: [S] each, in rank order."""
+        return self._arrival.copies
+
+    def done(self) -> None:
+        """Release the copies; exchanges must be released in the order in which they were started."""
+        shared = self._comm.shared
+        if shared is not None:
+            shared.memory.post(Signal.READ)
+            self._read = Pending(self._comm, shared.memory.work(Signal.READ), self._place, self._purpose)
+
+    def wait_until_read(self) -> None:
+        """Wait until all ranks have read this rank's own buffer, which may be written again after it.
+
+        Raises:
+            CommError: as `wait`.
+        """
+        if self._read is not None:
+            self._read.wait()
+            self._read = None
+
+
+class SideBySide(Pending):
+    """Tensors of all ranks in shared memory, on their way to each; to be read after `wait`, and then `done`."""
+
+    def __init__(self, comm: WaitingComm, work: Operands, place: Position, purpose: Purpose) -> None:
+        super().__init__(comm, work, place, purpose)
+        self._operands = work
+
+    def of(self, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor of a rank, which has that shape."""
+        return self._operands.of(rank, shape)
+
+    def done(self) -> None:
+        """This rank has read them all; in the same order on all ranks."""
+        self._operands.done()
