@@ -12,7 +12,7 @@ from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
 
 # Facts about how a checkpoint was written, not about the state in it.
-LAYOUT = ("zeroshard", "torch", "plan", "ranks", "cut", "gradient_layouts", "last_update")
+LAYOUT = ("zeroshard", "torch", "plan", "ranks", "cut", "axes", "gradient_layouts", "last_update")
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,10 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "last_update": (_last_update, "by stage a gradient norm and whether the update was skipped, or null"),
     "never_written": (lambda v: v is None or _names(v), "null, or a list of names"),
     "cut": (_cut, "stages, chunks, null or the replicas of each stage, and perhaps the ranks of a replica"),
+    "axes": (
+        lambda v: isinstance(v, dict) and _counts(list(v.values()), 1),
+        "by axis over which parameters are split, its ranks",
+    ),
     "gradient_layouts": (_layouts, "by label two of true or false"),
     "optimizer": (_optimizer, "a class, a list of groups and a table of scalars"),
     "buffers": (_buffers, "a table of shapes and a list of names"),
@@ -194,4 +198,4 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "config": (lambda v: v is None or isinstance(v, dict), "null or a table"),
 }
 CHECKED_BEFORE = ("step", "ranks", "extra")
-OPTIONAL = ("zeroshard", "torch", "plan", "loss_count", "last_update", "buffers", "tied", "config")
+OPTIONAL = ("zeroshard", "torch", "plan", "loss_count", "last_update", "axes", "buffers", "tied", "config")

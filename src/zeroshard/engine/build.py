@@ -129,7 +129,7 @@ class Builder:
         checks.machine(units, groups, going, self._lower)
         self._share_memory(units)
         if self._lower is not None:
-            gathers = any(self._gathers(axis.comm) for axis in self._slicing)
+            gathers = all(self._gathers(axis.comm) for axis in self._slicing)
             self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
         for unit in units:

@@ -270,9 +270,11 @@ class Engine(Readings):
         self._order.flush()
 
     def gathered(self, writer: int | None = None) -> AbstractContextManager[None]:
-        """Whole parameters on every rank inside, also under stage 3; a collective call.
+        """Gathered parameters on every rank inside, also under stage 3; a collective call.
 
-        What is written to parameters inside stays, slices and fp32 masters included.
+        What is written to parameters inside stays, slices and fp32 masters included. A parameter that is split inside
+        of its layer (tensor parallelism) is this rank's part there, as it is in the forward; `state_dict()` has the
+        whole.
 
         Args:
             writer: the rank that writes, whose values all others take; by default every rank writes alike.
@@ -298,17 +300,16 @@ class Engine(Readings):
     def state_dict(self) -> dict[str, Any]:
         """The model's own complete state dict on every rank, copied to the CPU; a collective call."""
         self.flush()
+        wholes = self._state.wholes
         if isinstance(self._stage, Stage):
             with self._editing.whole():
-                return whole_state_dict(self.model, self._stage, self._state.buffers)
+                local = wholes.put_together(self.model.state_dict())
+                return whole_state_dict(local, self._stage, self._state.buffers)
         if self.plan.offloading.parameters and not self._forward.writes.allowed:
             self._takes_apart = True
-            return state_dict_by_unit(self.model, self._assembly.parts, self._gatherer)
+            return state_dict_by_unit(self.model, self._assembly.parts, self._gatherer, wholes)
         with self._editing.whole():
-            return {
-                k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v
-                for k, v in self.model.state_dict().items()
-            }
+            return {key: wholes.copy(key, value) for key, value in self.model.state_dict().items()}
 
     @raises_budget_exceeded
     def save(

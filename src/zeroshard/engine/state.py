@@ -30,6 +30,7 @@ from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved
 from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
+from zeroshard.parameters.whole_tensors import WholeTensors
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Part
 from zeroshard.pipeline.buffers import Buffers, merged_facts
@@ -38,7 +39,12 @@ from zeroshard.pipeline.whole import WholeModel
 
 
 class State:
-    """Saves and restores weights, optimizer states, buffers and random numbers of one rank."""
+    """Saves and restores weights, optimizer states, buffers and random numbers of one rank.
+
+    Attributes:
+        buffers: of the model.
+        wholes: puts parameters together that are split over axes.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,8 @@ class State:
         self._world = axes.world
         self.buffers = Buffers(model, axes.world.mesh, stage)
         self._snapshot = Snapshot(ledger)
+        self._axes = {name: axis.size for name, axis in axes.new.items()}
+        self.wholes = WholeTensors(assembly.parts, axes.new, tied)
 
     def save(self, path: Path, facts: dict[str, Any], keep: int | None, wait: bool) -> Saving:
         """Write everything that the next step depends on; a collective call, which returns when all is copied.
@@ -205,6 +213,7 @@ class State:
             "gradient_layouts": layouts,
             "last_update": {str(self._stage.number): facts["last_update"]},
             "cut": self._stage.facts,
+            **({"axes": self._axes} if self._axes else {}),
             "buffers": self.buffers.facts(),
             "tied": self._tied,
             "config": _config(self._model),
@@ -217,7 +226,8 @@ class State:
         self._check_shapes(reader)
         saved = self._checked(reader)
         mesh = self._world.mesh
-        same_layout = (reader.facts["ranks"], reader.facts["cut"]) == (mesh.ranks, self._stage.facts)
+        layout = (reader.facts["ranks"], reader.facts["cut"], reader.facts.get("axes", {}))
+        same_layout = layout == (mesh.ranks, self._stage.facts, self._axes)
         if same_layout:
             missing = sorted({"torch", "python", "numpy"} - set(reader.names("rng")))
             if missing:

@@ -122,8 +122,7 @@ class HostUpdates(LateUpdates):
     Args:
         unclipped: the factor on the gradients of the step under way, unless they are clipped.
         units: how many there are; the last is the root.
-        gathers: whether units are gathered for use, which waits for their updates; else the new weights of a slice are
-            published to the ranks that keep them whole.
+        gathers: whether all units are gathered for use, which waits for their updates.
 
     Attributes:
         link: to the host.
@@ -141,7 +140,7 @@ class HostUpdates(LateUpdates):
         self._policy, self._optimizer, self.in_place = lower.policy, optimizer, lower.policy.parameters
         self.link, self.host, self.arena = lower.link, lower.host, arena
         self._root = units - 1
-        self._gathers, self._publishes = gathers, lower.ranks > 1 and not gathers
+        self._gathers = gathers
         self._todo: list[tuple[int, Callable[[float, bool], HostUpdate]]] = []
         self._rising: list[tuple[HostUpdate, Task]] = []
         self._used: list[tuple[Task, torch.Tensor]] = []
@@ -248,11 +247,9 @@ class HostUpdates(LateUpdates):
                 self._used.append((task, update.staging))
             if update.weights.update is task:
                 update.weights.update = None
-            if self._publishes:
-                update.weights.publish()
-        if self._publishes:
-            for update, _ in items:
-                update.weights.published()
+            update.weights.publish()
+        for update, _ in items:
+            update.weights.published()
 
     def _tidy(self) -> None:
         """Take back the staging memory of weights that were copied up; on a GPU this waits for the copies."""

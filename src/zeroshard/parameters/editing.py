@@ -9,6 +9,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
+from zeroshard.parameters.whole_tensors import WholeTensors
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import Part, Parts
@@ -37,7 +38,9 @@ class Editing:
 
     @contextmanager
     def gathered(self, writer: int | None) -> Iterator[None]:
-        """Whole parameters inside; writes are kept at the end; a collective call.
+        """Gathered parameters inside; writes are kept at the end; a collective call.
+
+        Of a parameter that is split over an axis, each rank has and writes its part.
 
         Args:
             writer: the rank whose values all ranks take; by default all must write the same.
@@ -114,7 +117,7 @@ class Editing:
         return None
 
 
-def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: UnitGatherer) -> dict[str, Any]:
+def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: UnitGatherer, wholes: WholeTensors) -> dict[str, Any]:
     """The complete state dict of a model that the device cannot hold, on every rank; a collective call."""
     found: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     keys: dict[int, list[str]] = {}
@@ -126,5 +129,5 @@ def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: UnitGatherer) -
         with gatherer.visit(number):
             for parameter in (parameter for part in of_unit for parameter in part.flat.parameters):
                 for key in keys.get(id(parameter), ()):
-                    found[key] = parameter.detach().cpu().clone()
+                    found[key] = wholes.copy(key, parameter)
     return found

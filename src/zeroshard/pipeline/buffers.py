@@ -125,9 +125,13 @@ def merged_facts(everyone: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def whole_state_dict(model: nn.Module, stage: Stage, buffers: Buffers) -> dict[str, Any]:
-    """The complete state dict of a model that is cut into stages, on every rank; a collective call."""
-    local, stages = model.state_dict(), buffers.stages()
+def whole_state_dict(local: dict[str, Any], stage: Stage, buffers: Buffers) -> dict[str, Any]:
+    """The complete state dict of a model that is cut into stages, on every rank; a collective call.
+
+    Args:
+        local: with the values of this rank's stage.
+    """
+    stages = buffers.stages()
     present = {
         key: [list(value.shape), str(value.dtype), stages.get(key)]
         for key, value in local.items()
