@@ -27,3 +27,14 @@ def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
     together = ranks_together(techniques, ranks * replicas[0] // sum(replicas))
     schedule = partial(plan.pipeline_schedule, together=together)
     return Cut(plan.pipeline, schedule, plan.units, together)
+
+
+def data_ranks_of(plan: Plan, ranks: int) -> int:
+    """How many batches make up a step on so many ranks: one of each group of ranks that work on the same data.
+
+    Raises:
+        PlanError: the ranks do not divide among stages, or among the groups of a technique.
+    """
+    cut = cut_of(plan, techniques_of(plan), ranks)
+    layout = cut.pipeline.layout(ranks, cut.together)
+    return 1 if layout.uneven else layout.replicas[0]

@@ -116,7 +116,7 @@ class Split:
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's part of the whole tensor."""
         runs = [whole.narrow(self.dimension, piece.start, piece.length) for piece in self.pieces]
-        return torch.cat(runs, self.dimension)
+        return torch.cat(runs or [whole.narrow(self.dimension, 0, 0)], self.dimension)
 
     def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Copy this rank's part to its places in the whole tensor."""

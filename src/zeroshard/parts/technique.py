@@ -31,7 +31,11 @@ class Technique(Protocol):
     """
 
     def axes(self, ranks: int) -> Mapping[str, NewAxis]:
-        """The axes that it needs on a stage of so many ranks, by name."""
+        """The axes that it needs on a stage of so many ranks, by name.
+
+        Raises:
+            PlanError: the ranks do not divide.
+        """
 
     def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Cuts:
         """Put this rank's parts in the place of parameters of the model, and let its modules compute with them.

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from zeroshard.comm.mesh import Mesh
+from zeroshard.engine.policies import data_ranks_of
 from zeroshard.errors import ConfigError
 from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, Plan
@@ -80,15 +81,6 @@ def plan_ahead(config: TrainConfig, mesh: Mesh, profile: Path | None = None) -> 
 def _tell(lines: Sequence[str]) -> None:
     for line in lines:
         print(f"zeroshard: {line}", flush=True)
-
-
-def data_ranks_of(plan: Plan, ranks: int) -> int:
-    """Number of batches in a step: one per rank, or per replica of the first stage.
-
-    Raises:
-        PlanError: the ranks do not divide among the stages.
-    """
-    return plan.pipeline_schedule(ranks).layout.replicas[0] if plan.pipelined else ranks
 
 
 def _rows(config: TrainConfig, mesh: Mesh) -> int:

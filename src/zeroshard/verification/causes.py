@@ -136,25 +136,23 @@ def of_slices(
     shares: Sequence[tuple[int, SeenShare]], wanted: Tensor, job: VerificationJob, collective: str | None
 ) -> Cause | None:
     """Whether some ranks' slices alone are wrong, and whether they hold the values of another slice."""
-    flat = wanted.reshape(-1)
     wrong = []
     for rank, share in shares:
-        values = torch.from_numpy(share.values)
-        if relative(values, flat[share.first : share.first + values.numel()]) > job.tolerance * 8:
+        if relative(torch.from_numpy(share.values), share.same_of(wanted)) > job.tolerance * 8:
             wrong.append((rank, share))
     if not wrong or len(wrong) == len(shares) > 1:
-        exchanged = _exchanged(shares, flat, job)
+        exchanged = _exchanged(shares, wanted, job)
         return Cause(exchanged, collective) if exchanged else None
     ranks = sorted({rank for rank, _ in wrong})
     text = f"the slice of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} alone is wrong"
-    return Cause(_exchanged(shares, flat, job) or text, collective)
+    return Cause(_exchanged(shares, wanted, job) or text, collective)
 
 
-def _exchanged(shares: Sequence[tuple[int, SeenShare]], flat: Tensor, job: VerificationJob) -> str | None:
+def _exchanged(shares: Sequence[tuple[int, SeenShare]], wanted: Tensor, job: VerificationJob) -> str | None:
     for (rank, share), (other, theirs) in itertools.permutations(shares, 2):
         values = torch.from_numpy(share.values)
-        there = flat[theirs.first : theirs.first + values.numel()]
-        alike = share.first != theirs.first and there.numel() == values.numel()
+        there = theirs.same_of(wanted)[: values.numel()]
+        alike = share.boxes != theirs.boxes and there.numel() == values.numel()
         if alike and relative(values, there) <= job.tolerance * 8:
             return f"the slices of ranks {rank} and {other} are exchanged"
     return None

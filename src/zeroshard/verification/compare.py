@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.boxes import Box, one_by_one
 from zeroshard.verification.job import FLOOR, VerificationJob
 from zeroshard.verification.observe import RankRecord, SeenShare
 from zeroshard.verification.plain import Plain, PlainStep
@@ -86,12 +87,13 @@ class Side:
 
     def gradients(self, step: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole gradients, from the shares that are counted; NaN where no rank has an element."""
-        found = {name: torch.full((p.numel(),), math.nan, dtype=p.dtype) for name, p in like.items()}
+        found = {name: torch.full(tuple(p.shape), math.nan, dtype=p.dtype) for name, p in like.items()}
         for _, share in self.shares(step):
             if share.counted and share.name in found:
-                values = torch.from_numpy(share.values)
-                found[share.name][share.first : share.first + values.numel()] = values
-        return {name: values.view(like[name].shape) for name, values in found.items()}
+                whole = found[share.name]
+                for box, values in one_by_one(share.boxes, torch.from_numpy(share.values)):
+                    whole[box.slices(Box.whole(tuple(whole.shape)))] = values.to(whole.dtype)
+        return found
 
     def weights(self, step: int) -> dict[str, Tensor]:
         """After a step; before the first with -1."""
@@ -156,11 +158,7 @@ def compare_gradients(table: ErrorTable, side: Side, wanted: PlainStep, step: in
         if share.name not in wanted.gradients:
             continue
         whole = torch.zeros(1) if gradient is None else gradient
-        theirs = (
-            torch.zeros(values.numel())
-            if gradient is None
-            else gradient.reshape(-1)[share.first : share.first + values.numel()]
-        )
+        theirs = torch.zeros(values.numel()) if gradient is None else share.same_of(gradient)
         size = max(typical * math.sqrt(values.numel()), _typical(whole, values.numel()))
         error = relative(values, theirs, size)
         covered[share.name] = covered.get(share.name, 0) + values.numel() * share.counted

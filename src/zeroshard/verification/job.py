@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zeroshard.engine.policies import data_ranks_of
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.plan import Plan
 
@@ -44,9 +45,8 @@ class VerificationJob:
 
     @property
     def data_ranks(self) -> int:
-        """Batches that make up a step: one per rank, or per replica of a pipeline."""
-        replicas = self.plan.pipeline.layout(self.ranks).replicas
-        return 1 if len(set(replicas)) > 1 else replicas[0]
+        """Batches that make up a step: one of each group of ranks that work on the same data."""
+        return data_ranks_of(self.plan, self.ranks)
 
     @property
     def parts(self) -> int:
@@ -137,10 +137,10 @@ def called_with(model: nn.Module, batch: Any) -> Any:
 
 def default_ranks(plan: Plan) -> int:
     """The fewest ranks under which each axis of a plan has two ranks or more."""
-    given, group = plan.pipeline.replicas, plan.shard_group
+    given, group, together = plan.pipeline.replicas, plan.shard_group, plan.tensor.ranks
     if given is not None:
-        return sum(given)
-    return plan.pipeline.stages * (2 if group is None else 2 * group)
+        return sum(given) * together
+    return plan.pipeline.stages * (2 if group is None else 2 * group) * together
 
 
 def name_parts(parts: Sequence[int], microbatches: int) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine
 from zeroshard.parts.batch import loss_in
@@ -22,13 +23,18 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class SeenShare:
-    """A rank's share of a parameter's gradient: the elements from `first` on, in its flat buffer."""
+    """A rank's share of a parameter's gradient: the elements of these boxes of it, in its flat buffer."""
 
     name: str
     flat: str
-    first: int
+    boxes: tuple[Box, ...]
     values: Array
     counted: bool
+
+    def same_of(self, whole: Tensor) -> Tensor:
+        """The same elements of a tensor in the shape of the parameter, in the same order [elements]."""
+        inside = Box.whole(tuple(whole.shape))
+        return torch.cat([whole[box.slices(inside)].reshape(-1) for box in self.boxes])
 
 
 @dataclass(slots=True)
@@ -109,7 +115,7 @@ def observe(mesh: Mesh, job: VerificationJob) -> RankRecord:
             result = engine.train_step(job.rank_batch(number, engine.data_rank))
         numbers.begin([], 0)
         state = engine.state_dict()
-        taken = [SeenShare(s.name, s.flat, s.first, _array(s.values), s.counted) for s in shares]
+        taken = [SeenShare(s.name, s.flat, s.boxes, _array(s.values), s.counted) for s in shares]
         record.steps.append(
             SeenStep(
                 None if result.loss is None else float(result.loss),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeroshard.doctor.hardware import Machines
+from zeroshard.engine.policies import data_ranks_of
 from zeroshard.memory.ledger import Category
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
@@ -50,7 +51,7 @@ class Estimator:
             rows: of one data rank in one step.
         """
         ranks, each = self.machines.count, rows / plan.microbatches
-        data_ranks = ranks // plan.pipeline.stages
+        data_ranks = data_ranks_of(plan, ranks)
         beside = {name: 0 for name in self.one.memory if name not in STATES}
         # The first of D stages keeps D microbatches of 1/D each.
         part = min(1.0, plan.microbatches / plan.pipeline.stages)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroshard.doctor.hardware import Machines
+from zeroshard.engine.policies import data_ranks_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.alone import on_machines
@@ -36,7 +37,7 @@ def put_together(
 ) -> Prediction:
     """The prediction from the numbers of rehearsed ranks: of one, or of one in each of some stages."""
     ranks, choices = machines.count, choices_of(plan)
-    data_ranks = plan.pipeline_schedule(ranks).layout.replicas[0]
+    data_ranks = data_ranks_of(plan, ranks)
     times = way_of(plan).times(needs, plan, machines)
     notes = list(times.notes)
     if not all(one.exact for one in needs):
