@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool, WorkerError
+from tensor.vocabularies import Ranks, Widths, close, seeded
 from torch import Tensor
 
 import zeroshard as zs
-from tensor.vocabularies import Ranks, Widths, close, seeded
 from zeroshard.errors import BatchError
 from zeroshard.losses import OutputLayer, linear_cross_entropy
 from zeroshard.losses.row_gradients import CrossEntropy

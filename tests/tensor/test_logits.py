@@ -8,16 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
+from tensor.vocabularies import Ranks, Widths, close, seeded
 from torch import Tensor
 
 import zeroshard as zs
-from tensor.vocabularies import Ranks, Widths, close, seeded
 from zeroshard.errors import PlanError
 from zeroshard.tensor.logits import ShardedLogits
 
 V, D = 37, 8
 BATCH, TIME = 3, 6
-MEANT = (2, 3, 4, 5)  # labels that the first rank has, and others
 
 
 def given(ranks: Ranks) -> tuple[Tensor, Tensor, ShardedLogits, Tensor, Tensor]:
@@ -33,6 +32,7 @@ def given(ranks: Ranks) -> tuple[Tensor, Tensor, ShardedLogits, Tensor, Tensor]:
 
 
 KEPT: list[Any] = []
+TEMPERATURES = torch.tensor([2.0, 3.0, 0.5]).view(BATCH, 1, 1)
 LOSSES: dict[str, Callable[[Any, Tensor], Any]] = {
     "view": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1)),
     "view by size": lambda z, y: F.cross_entropy(z.view(-1, z.size(-1)), y.view(-1)),
@@ -57,7 +57,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Any]] = {
     "none": lambda z, y: (F.cross_entropy(z.view(-1, V), y.view(-1), reduction="none") * torch.arange(18)).sum(),
     "factor": lambda z, y: F.cross_entropy((2 * z / 0.7).view(-1, V), y.view(-1)),
     "cap": lambda z, y: F.cross_entropy((torch.tanh(z / 3.0) * 3.0).view(-1, V), y.view(-1)),
-    "temperature": lambda z, y: F.cross_entropy((z / torch.tensor([[2.0], [3.0], [0.5]])[..., None]).view(-1, V), y.view(-1)),
+    "temperature": lambda z, y: F.cross_entropy((z / TEMPERATURES).view(-1, V), y.view(-1)),
     "bias": lambda z, y: F.cross_entropy((z + torch.linspace(-1, 1, V)).view(-1, V), y.view(-1)),
     "bias first": lambda z, y: F.cross_entropy((torch.linspace(-1, 1, V) + z).view(-1, V), y.view(-1)),
     "masked": lambda z, y: F.cross_entropy(z.masked_fill(torch.arange(V) == 40, -9.0).view(-1, V), y.view(-1)),

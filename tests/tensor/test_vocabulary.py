@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
+from tensor.vocabularies import Ranks, Widths, close, seeded, split
 from torch import Tensor, nn
 
 import zeroshard as zs
-from tensor.vocabularies import Ranks, Widths, close, seeded, split
 from zeroshard.errors import ModelError
 from zeroshard.losses import OutputLayer, linear_cross_entropy
 from zeroshard.losses.heads import set_loss_chunk

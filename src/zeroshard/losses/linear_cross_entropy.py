@@ -24,6 +24,7 @@ from zeroshard.losses.vocabulary import WHOLE, Vocabulary
 ROWS, NBYTES = 1024, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
 BLOCK_NBYTES = 2**24  # of a 16-bit product that is added to the gradient of the weight in fp32
 REDUCTIONS = ("mean", "sum")
+OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "reduction", "chunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,7 @@ def linear_cross_entropy(
             backward, or one that is to be differentiated.
     """
     if has_torch_function((hidden,)):
-        given: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-        given |= {"reduction": reduction, "chunk": chunk}
-        return handle_torch_function(linear_cross_entropy, (hidden,), hidden, weight, labels, **given)
+        return _handed_on(hidden, weight, labels, (ignore_index, label_smoothing, z_loss, reduction, chunk))
     layer = weight if isinstance(weight, OutputLayer) else OutputLayer(weight)
     low = _autocast_dtype(hidden.device)
     if low is not None:
@@ -112,6 +111,12 @@ def linear_cross_entropy(
             rows, layer.weight, layer.bias, labels.reshape(-1), job
         )
     return loss
+
+
+def _handed_on(hidden: Tensor, weight: Tensor | OutputLayer, labels: Tensor, options: tuple[Any, ...]) -> Tensor:
+    """The loss as what stands in for functions of torch makes it, such as a layer whose vocabulary is split."""
+    given: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
+    return handle_torch_function(linear_cross_entropy, (hidden,), hidden, weight, labels, **given)
 
 
 @dataclass(frozen=True, slots=True)
