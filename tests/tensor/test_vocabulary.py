@@ -70,8 +70,9 @@ def embeddings(mesh: zs.Mesh, rows: int) -> None:
         assert ranks.sent() == {}  # the backward needs no message
         assert parts.weight.grad is not None and whole.weight.grad is not None
         assert torch.equal(parts.weight.grad, ranks.part(whole.weight.grad))
-        with torch.no_grad():
-            assert torch.equal(parts(numbers[0], **more), whole(numbers[0], **more))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(parts(numbers[0], **more), whole(numbers[0], **more))
         ranks.sent()
         on_meta = copy.deepcopy(parts).to("meta")
         assert on_meta(numbers.to("meta"), **more).shape == (2, rows, WIDTH)
@@ -169,6 +170,8 @@ def models(mesh: zs.Mesh, rows: int) -> None:
             gathered = parts.eval()(numbers)
             assert type(gathered) is Tensor
             torch.testing.assert_close(gathered, whole(numbers))
+        with torch.inference_mode():
+            assert torch.equal(parts(numbers), gathered)
         ranks.sent()
 
 
