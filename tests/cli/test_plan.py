@@ -169,6 +169,19 @@ def test_explained_is_memory_timeline_wire_and_time(read: Callable[..., str]) ->
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
 
 
+def test_explained_is_how_layers_are_split(read: Callable[..., str]) -> None:
+    split = Found((replace(BEST[0], plan=Plan(tensor_parallel=2, precision="bf16")),), (), 1, 1.0)
+    text = " ".join(read("--explain", "1", found=split).split())
+    assert "Layers on 2 ranks of tensor parallelism" in text
+    assert "blocks.*.attention.query_key_value 5x Linear column 192 of 384 1 of 2 heads" in text
+    assert "blocks.0 to blocks.4 work on parts of sequences between their split layers." in text
+    content: dict[str, Any] = json.loads(read("--json", "--explain", "1", found=split))
+    rows = {row["name"]: row for row in content["layers"]}
+    assert (rows["head"]["style"], rows["norm"]["reason"]) == ("output", "a norm, which needs all features")
+    assert content["sequences"] == ["blocks.0 to blocks.4 work on parts of sequences between their split layers."]
+    assert "layers" not in json.loads(read("--json", "--explain", "1"))
+
+
 def test_a_plan_of_few_blocks_is_rehearsed_whole_to_be_explained(
     read: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,13 +21,15 @@ from zeroshard.errors import ConfigError, DataError
 from zeroshard.pipeline.cluster import parse_size
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.predict import predict
-from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.planner.predict.rehearse import TrainingTask, quiet
 from zeroshard.planner.predict.result import Found, Prediction
+from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.planner.search.search import search
 from zeroshard.planner.search.text import describe, left_out, short
 from zeroshard.report.plan_page import write_plan
 from zeroshard.report.plan_text import (
     causes_table,
+    layers_table,
     memory_picture,
     modes_lines,
     plans_table,
@@ -37,6 +39,8 @@ from zeroshard.report.plan_text import (
     timeline_picture,
     wire_table,
 )
+from zeroshard.tensor.explain import ExplainedLayer, explain, explain_sequences
+from zeroshard.tensor.find_layers import find
 from zeroshard.train.config import TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.gpt import SIZES
@@ -92,7 +96,8 @@ class PlanOptions:
     top: int = 5
     """Number of plans to show."""
     explain: int | None = None
-    """Explain the plan of this number: memory over the step, timeline, traffic, time."""
+    """Explain the plan of this number: memory over the step, timeline, traffic, time; with tensor parallelism, how
+    each layer is split and why others are whole."""
     pictures: Path = Path("runs/plans")
     """Folder of the pictures of the plan that is explained."""
     largest: bool = False
@@ -191,14 +196,18 @@ def run_plan(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         if options.explain is not None:
             found = _with_events(found, options.explain, task, machines)
     files = _write_plans(options, found, task)
+    layers = None
     if options.explain is not None:
+        layers = _explained_layers(found.best[options.explain - 1].plan, task)
         stem = options.pictures / f"{Path(task.name.replace(':', '.')).stem}-{options.explain}"
         explained = found.best[options.explain - 1]
         files += write_plan(explained, stem, title, (f"Rates: {machines.device.source}",))
     if options.json:
-        print(json.dumps(_as_json(found, machines, task, files), indent=1, allow_nan=False))
+        print(json.dumps(_as_json(found, machines, task, files) | _layers_json(layers), indent=1, allow_nan=False))
     else:
         _print(found, machines, title, options.explain, files)
+        if layers is not None:
+            _print_layers(*layers)
     if not found.best:
         sys.exit(1)
 
@@ -258,6 +267,31 @@ def _with_events(found: Found, number: int, task: TrainingTask, machines: Machin
     if not chosen.events:
         chosen = predict(task, chosen.plan, machines, chosen.batch, deep=True)
     return replace(found, best=(*found.best[: number - 1], chosen, *found.best[number:]))
+
+
+def _explained_layers(plan: Plan, task: TrainingTask) -> tuple[int, list[ExplainedLayer], list[str]] | None:
+    """How tensor parallelism splits the layers of the model, and where sequences are whole; None without it."""
+    ranks = plan.tensor.ranks
+    if ranks == 1:
+        return None
+    with fakes(), quiet():
+        model = task.build()
+        found = find(model, ranks, plan.tensor)
+    return ranks, explain(model, found, ranks), explain_sequences(found, plan.tensor.sequence)
+
+
+def _layers_json(layers: tuple[int, list[ExplainedLayer], list[str]] | None) -> dict[str, Any]:
+    if layers is None:
+        return {}
+    return {"layers": [row.as_dict() for row in layers[1]], "sequences": layers[2]}
+
+
+def _print_layers(ranks: int, rows: Sequence[ExplainedLayer], sequences: Sequence[str]) -> None:
+    console = _console()
+    console.print(layers_table(rows, ranks))
+    console.print()
+    for line in sequences:
+        console.print(line)
 
 
 def _numbered(number: int, found: Found, option: str) -> Prediction:

@@ -16,6 +16,7 @@ from zeroshard.planner.search.largest import Largest
 from zeroshard.planner.search.text import MODES, TIME_MODES, alike, categories, seconds, shares, short
 from zeroshard.report.timeline_figure import NAMES
 from zeroshard.schedule.actions import Kind
+from zeroshard.tensor.explain import ExplainedLayer
 
 HEADS = {
     "parameters": "params",
@@ -267,6 +268,22 @@ def causes_table(p: Prediction) -> Table:
 def wire_table(p: Prediction) -> Table:
     """Bytes that the rank sends and receives in one step, by purpose."""
     return _bars("On the wire in one step, on this rank", dict(p.wire_bytes), format_size)
+
+
+def layers_table(rows: Sequence[ExplainedLayer], ranks: int) -> Table:
+    """How tensor parallelism splits each module with parameters among so many ranks, and why others are whole."""
+    table = _table(f"Layers on {ranks} ranks of tensor parallelism")
+    table.leading = 1
+    table.add_column("module", ratio=3, overflow="fold")
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("class", ratio=1, overflow="fold")
+    table.add_column("split by", no_wrap=True)
+    table.add_column("each rank has", justify="right", no_wrap=True)
+    table.add_column("why", ratio=4)
+    for row in rows:
+        split, count = Text(row.style, "" if row.part else "dim"), f"{row.count}x" if row.count > 1 else ""
+        table.add_row(row.name, count, row.kind, split, row.part, row.reason)
+    return table
 
 
 def _bars(title: str, values: Mapping[str, float], format_value: Callable[[float], str]) -> Table:

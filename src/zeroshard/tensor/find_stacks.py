@@ -98,7 +98,7 @@ def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found)
                 problem = problem or f"its forward cannot be tried ({in_short(error)})"
                 continue
             changed, order, others = x.clone(), torch.tensor([2, 0, 3, 1]), [0, 2, 3]
-            changed[:, 1] += 1
+            changed[:, 1] = weights.drawn("change", (width,))
             if y.shape[:2] != x.shape[:2] or not alike(run(changed)[:, others], y[:, others], TOLERANCE):
                 return "it mixes positions outside of attention"
             return "" if alike(run(x[:, order]), y[:, order], TOLERANCE) else "it does not treat all positions alike"

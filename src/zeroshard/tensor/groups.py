@@ -163,11 +163,11 @@ def _beside(modules: Mapping[str, nn.Module], name: str, features: int) -> Itera
 
 
 def _feed_forward(modules: Mapping[str, nn.Module], name: str) -> list[tuple[list[str], str, bool]]:
-    """Layers that widen and one that comes back, by names, else by shapes where a module holds nothing else."""
+    """Layers that widen and one that comes back, by names, else by shapes where a module holds just these."""
     module = modules[name]
     linears = _linears(module)
     ups, downs = [n for n in linears if n in feed_forward.UP], [n for n in linears if n in feed_forward.DOWN]
-    if not (ups and len(downs) == 1) and len(linears) in (2, 3) and len(linears) == len(_with_parameters(module)):
+    if not (ups and len(downs) == 1) and len(linears) in (2, 3):
         made = list(linears.values())
         downs = [n for n in linears if made.count(linears[n]) == 1 or len(made) == 2][-1:]
         ups = [n for n in linears if n not in downs]
@@ -182,10 +182,6 @@ def _feed_forward(modules: Mapping[str, nn.Module], name: str) -> list[tuple[lis
     if last is None or any(linears[n] % last.inputs for n in ups):
         return []
     return [([f"{name}.{n}".strip(".") for n in ups], f"{name}.{downs[0]}".strip("."), False)]
-
-
-def _with_parameters(module: nn.Module) -> list[str]:
-    return [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
 
 
 def _in_sequence(module: nn.Module, name: str) -> Iterator[tuple[list[str], str, bool]]:

@@ -39,7 +39,7 @@ def why_no_linear(module: nn.Module) -> str:
     """Why a module cannot be split as a linear layer; "" if it can."""
     kind = type(module).__name__
     if not isinstance(module, nn.Linear) and class_path(module) != CONV1D:
-        return f"a {kind} is no linear layer"
+        return f"{kind} is no linear layer"
     if not (class_path(module) in PLAIN or getattr(type(module), "forward", None) is nn.Linear.forward):
         return f"{kind} has a forward of its own, so that what it does with its weight is not known"
     if parametrize.is_parametrized(module) or set(dict(module.named_parameters())) - {"weight", "bias"}:

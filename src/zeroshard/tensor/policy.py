@@ -65,13 +65,12 @@ def _pairs(layers: Any) -> tuple[str, ...]:
 def _name(style: Any) -> str:
     """The name of a style of torch.distributed.tensor.parallel, by what it does with features."""
     name = type(style).__name__
-    outputs = [type(layout).__name__ for layout in getattr(style, "output_layouts", ())]
-    inputs = [type(layout).__name__ for layout in getattr(style, "input_layouts", ())]
-    if name == "ColwiseParallel" and outputs == ["Replicate"]:
-        return "colwise_gather_output"
-    if name == "RowwiseParallel" and inputs == ["Replicate"]:
-        return "rowwise_split_input"
-    return name
+    side, gathered = {
+        "ColwiseParallel": ("output_layouts", "colwise_gather_output"),
+        "RowwiseParallel": ("input_layouts", "rowwise_split_input"),
+    }.get(name, ("", name))
+    layouts = [type(layout).__name__ for layout in getattr(style, side, None) or ()]
+    return gathered if layouts == ["Replicate"] else name
 
 
 def _pair(text: str) -> tuple[str, str]:

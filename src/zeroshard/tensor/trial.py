@@ -210,7 +210,7 @@ class _Row(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
         self.read = x
-        return self._weights.drawn("sum", (*x.shape[:-1], self.out_features))
+        return self._weights.drawn("sum", (*x.shape[:-1], self.out_features)).clone()  # may be changed in place
 
 
 def by_position(features: int, more: int = 0) -> nn.Module:
@@ -278,7 +278,7 @@ def call(module: nn.Module, x: Tensor, head_size: int, weights: Weights) -> Any:
             masks = dict.fromkeys(MASKS, torch.zeros(1, 1, x.shape[1], x.shape[1]))
             known = {**masks, **dict.fromkeys(LIKE_INPUT, x), "position_ids": torch.arange(x.shape[1])[None]}
             given[name] = known.get(name)
-    return module(x, **given)
+    return module(x.clone(), **given)
 
 
 def first_tensor(tree: Any) -> Tensor:
