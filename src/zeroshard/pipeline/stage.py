@@ -150,10 +150,9 @@ class Stage:
 
     @property
     def facts(self) -> list[Any]:
-        """Stages, chunks and replicas, and ranks of a replica if there are several, as a checkpoint tells them."""
+        """Stages, chunks, and the ranks of each stage, as a checkpoint tells them."""
         layout = self.pipeline.layout
-        together = layout.ranks_per_replica
-        return [layout.stages, layout.chunks, list(layout.replicas), *([together] if together > 1 else [])]
+        return [layout.stages, layout.chunks, list(map(len, self.parts))]
 
     @property
     def parts(self) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """The model in one stage: the stage of a model that is not cut."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ class WholeModel:
 
     number, is_last, versions, borrowed_versions, ranks_per_data_rank = 0, True, 1, 1, 1
     called = ""
+    facts: ClassVar[list[Any]] = [1, 1, None]
     layers: tuple[Layer, ...] = ()
     split: tuple[str, ...] = ()
     pipeline: PipelineSchedule | None = None
@@ -49,11 +50,6 @@ class WholeModel:
     def data_rank(self) -> int:
         """This rank's own, or theirs."""
         return self.mesh.rank // self._cut.together
-
-    @property
-    def facts(self) -> list[Any]:
-        """One stage and chunk, and how many ranks work together if several do, as a checkpoint tells them."""
-        return [1, 1, None, *([self._cut.together] if self._cut.together > 1 else [])]
 
     @property
     def parts(self) -> list[list[int]]:
