@@ -297,13 +297,18 @@ class Plan:
         """Reductions of the gradients per update."""
         return self.microbatches_per_update if self.reduces_each_microbatch else 1
 
-    def pipeline_schedule(self, ranks: int, loans: tuple[Loan, ...] = (), together: int = 1) -> PipelineSchedule:
-        """The lists of actions of `ranks` ranks, of which `together` at a time work on the same data.
+    def pipeline_schedule(
+        self, ranks: int, loans: tuple[Loan, ...] = (), together: int | None = None
+    ) -> PipelineSchedule:
+        """The lists of actions of `ranks` ranks.
+
+        Args:
+            together: how many work on the same data; by default those that split layers.
 
         Raises:
             PlanError: the ranks do not divide among the stages, or the schedule cannot run.
         """
-        pipeline, layout = self.pipeline, self.pipeline.layout(ranks, together)
+        pipeline, layout = self.pipeline, self.pipeline.layout(ranks, together or self.tensor.ranks)
         gathers = self.zero == 3 and (max(layout.replicas) > 1 or self.offloading.parameters)
         each, sync = self.reduces_each_microbatch, pipeline.vertical_sync
         return PipelineSchedule(pipeline.schedule, layout, self.microbatches, sync, each, loans, gathers)
