@@ -66,9 +66,7 @@ class Between:
 
     def summed_parts(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of the sum."""
-        return _Through.apply(
-            x, lambda x: self._part(self._sum(x), dim), lambda g: self._join(g, dim, x.shape[dim])
-        )
+        return _Through.apply(x, lambda x: self._part(self._sum(x), dim), lambda g: self._join(g, dim, x.shape[dim]))
 
     def _sum(self, x: Tensor) -> Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -103,14 +101,14 @@ class SplitBlocks:
 
     def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Mapping[nn.Parameter, Split | Partial]:
         between = Between(axes["tensor"])
-        self._splits.clear()
+        self._splits = {}
         self._embedding(model, between)
         blocks = dict(model.blocks.named_children())
         self._blocks = [f"blocks.{name}" for name in blocks]
         for block in blocks.values():
             self._block(block, between)
         if self.sequence:
-            first, last = list(blocks.values())[0], list(blocks.values())[-1]
+            first, *_, last = blocks.values()
             first.forward = _entering(first.forward, between)
             last.forward = _leaving(last.forward, between)
         return self._splits
