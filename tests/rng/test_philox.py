@@ -54,6 +54,8 @@ ELEMENTS = st.builds(
     inner=st.sampled_from([0, 1, 3, 4, 5, 255, 256, 257, 1030]),
     first=st.sampled_from([0, 1, 2, 3, 4, 2**20 + 1, 2**34 - 6]),
     row=st.sampled_from([0, 7, 2**32 - 2]),
+    runs=st.integers(0, 3),
+    stride=st.sampled_from([0, 1, 5, 256, 1031, 2**33]),
 )
 
 
@@ -62,7 +64,7 @@ ELEMENTS = st.builds(
 @given(elements=ELEMENTS, key=st.integers(0, 2**64 - 1), step=st.integers(0, 2**32 - 1))
 def test_the_kernel_draws_the_words_of_the_definition(elements: Elements, key: int, step: int) -> None:
     found = random_bits(key, step, elements, CPU)
-    assert found.shape == (elements.outer, elements.rows, elements.inner) and found.dtype == torch.int32
+    assert found.shape == (elements.outer, elements.rows, elements.runs, elements.inner) and found.dtype == torch.int32
     assert torch.equal(found, philox._in_torch(key, step, elements, CPU))
 
 
@@ -70,18 +72,22 @@ def test_the_kernel_draws_the_words_of_the_definition(elements: Elements, key: i
 @given(elements=ELEMENTS, key=st.integers(0, 2**64 - 1), step=st.integers(0, 2**32 - 1))
 def test_each_element_has_the_word_of_its_own_counter(elements: Elements, key: int, step: int) -> None:
     found = random_bits(key, step, elements, CPU)
-    for o, r, i in {(0, 0, 0), (elements.outer - 1, elements.rows - 1, elements.inner - 1)}:
+    last = (elements.outer - 1, elements.rows - 1, elements.runs - 1, elements.inner - 1)
+    for o, r, k, i in {(0, 0, 0, 0), last}:
         if found.numel():
-            e = elements.first + o * elements.inner + i
+            e = elements.first + (o * elements.runs + k) * (elements.stride or elements.inner) + i
             counter = (e // 4 % 2**32, e // 4 >> 32, (elements.row + r) % 2**32, step)
-            assert int(found[o, r, i]) % 2**32 == by_hand(counter, (key % 2**32, key >> 32))[e % 4]
+            assert int(found[o, r, k, i]) % 2**32 == by_hand(counter, (key % 2**32, key >> 32))[e % 4]
 
 
 def test_many_blocks_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    elements = Elements(outer=2, rows=3, inner=97, first=2)
-    wanted = philox._in_torch(5, 6, elements, CPU)
-    monkeypatch.setattr(philox, "AT_ONCE", 12)
-    assert torch.equal(philox._in_torch(5, 6, elements, CPU), wanted)
+    for stride in (0, 97, 99, 200):
+        elements = Elements(outer=2, rows=3, inner=97, first=2, runs=5, stride=stride)
+        wanted = philox._in_torch(5, 6, elements, CPU)
+        for at_once in (12, 100, 200):
+            with monkeypatch.context() as patch:
+                patch.setattr(philox, "AT_ONCE", at_once)
+                assert torch.equal(philox._in_torch(5, 6, elements, CPU), wanted)
 
 
 def test_words_look_random() -> None:

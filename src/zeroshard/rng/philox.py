@@ -29,11 +29,12 @@ AT_ONCE = 2**15  # blocks that `random_bits` computes at a time in torch's opera
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Elements of several rows, laid out as [outer, rows, inner]: outer x inner of each, one after the other.
+    """Elements of several rows, laid out as [outer, rows, runs, inner]: outer x runs runs of each row.
 
     Attributes:
-        first: number of the first element in its row.
+        first: number of the first run's first element in its row.
         row: number of the first row, below 2^32.
+        stride: elements from the start of a run to that of the next; 0 where they lie one after the other.
     """
 
     outer: int
@@ -41,6 +42,8 @@ class Elements:
     inner: int
     first: int = 0
     row: int = 0
+    runs: int = 1
+    stride: int = 0
 
 
 def blocks(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,11 +74,11 @@ def random_bits(key: int, step: int, elements: Elements, device: torch.device) -
         step: modulo 2^32.
 
     Returns:
-        int32 [outer, rows, inner], of which all 32 bits are random.
+        int32 [outer, rows, runs, inner], of which all 32 bits are random.
     """
     if is_accelerator(device):
         return _in_torch(key, step, elements, device)
-    out = torch.empty(elements.outer, elements.rows, elements.inner, dtype=torch.int32, device=device)
+    out = torch.empty((elements.outer, elements.rows, elements.runs, elements.inner), dtype=torch.int32, device=device)
     if out.untyped_storage().device.type == "meta":
         return out  # a rehearsal, whose tensors have no values
     kernel = _kernel()
@@ -86,18 +89,36 @@ def random_bits(key: int, step: int, elements: Elements, device: torch.device) -
 
 
 def _in_torch(key: int, step: int, elements: Elements, device: torch.device) -> Tensor:
-    count = elements.outer * elements.inner
-    start, stop = elements.first // PER_BLOCK, -(-(elements.first + count) // PER_BLOCK)
-    rows = torch.arange(elements.row, elements.row + elements.rows, device=device).unsqueeze(1) & MASK
-    at_once = max(1, AT_ONCE // max(1, elements.rows))
-    parts = []
-    for begin in range(start, stop, at_once):
-        number = torch.arange(begin, min(begin + at_once, stop), device=device)
-        found = blocks((number & MASK, number >> BITS, rows, rows.new_tensor(step & MASK)), key)
-        parts.append(torch.stack(found, dim=-1).to(torch.int32).flatten(1))
-    drawn = torch.cat(parts, dim=1) if parts else torch.empty(elements.rows, 0, dtype=torch.int32, device=device)
-    own = drawn[:, elements.first % PER_BLOCK :][:, :count]
-    return own.reshape(elements.rows, elements.outer, elements.inner).transpose(0, 1).contiguous()
+    outer, rows, runs, inner = elements.outer, elements.rows, elements.runs, elements.inner
+    count, length, stride = outer * runs, inner, elements.stride or inner
+    if stride == inner:
+        count, length = 1, count * inner
+    out = torch.empty(rows, count, length, dtype=torch.int32, device=device)
+    at_once = max(2, AT_ONCE // max(1, rows))
+    longest = (at_once - 1) * PER_BLOCK
+    for begin in range(0, length, longest):
+        width = min(longest, length - begin)
+        several = max(1, at_once // -(-width // PER_BLOCK))
+        for run in range(0, count, several):
+            part = out[:, run : run + several, begin : begin + width]
+            part.copy_(_runs_in_torch(key, step, elements, (elements.first + run * stride + begin, stride), part))
+    return out.view(rows, outer, runs, inner).transpose(0, 1).contiguous()
+
+
+def _runs_in_torch(key: int, step: int, elements: Elements, place: tuple[int, int], like: Tensor) -> Tensor:
+    """The words [rows, runs, width] of runs at `place`: the first element of the first run, and their distance."""
+    (_, runs, width), (first, stride), device = like.shape, place, like.device
+    even = runs == 1 or stride % PER_BLOCK == 0  # whether all runs start at the same word of a block
+    skipped = first % PER_BLOCK if even else PER_BLOCK - 1
+    rows = torch.arange(elements.row, elements.row + elements.rows, device=device).view(-1, 1, 1) & MASK
+    firsts = torch.arange(runs, device=device).mul_(stride).add_(first).view(-1, 1)
+    number = firsts // PER_BLOCK + torch.arange(-(-(skipped + width) // PER_BLOCK), device=device)
+    found = blocks((number & MASK, number >> BITS, rows, rows.new_tensor(step & MASK)), key)
+    words = torch.stack(found, dim=-1).to(torch.int32).flatten(2)
+    if even:
+        return words[..., skipped : skipped + width]
+    own = firsts % PER_BLOCK + torch.arange(width, device=device)
+    return words.gather(2, own.expand(len(words), -1, -1))
 
 
 @cache
@@ -105,14 +126,15 @@ def _kernel() -> Callable[..., None] | None:
     """The kernel, unless it cannot be built or its words are others."""
     try:
         function = build.library(SOURCE, FLAGS).zeroshard_philox
-        function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4, *[ctypes.c_uint32] * 2, ctypes.c_void_p]
+        function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 6, *[ctypes.c_uint32] * 2, ctypes.c_void_p]
         function.restype = None
         cpu = torch.device("cpu")
-        elements = Elements(outer=3, rows=2, inner=171, first=2**34 - 5, row=2**32 - 1)
-        out = torch.empty(3, 2, 171, dtype=torch.int32)
-        _call(function, out, 2**63 + 5, 7, elements)
-        if not torch.equal(out, _in_torch(2**63 + 5, 7, elements, cpu)):
-            raise OSError("On this machine the kernel's words are not those of Philox.")
+        for runs, stride in ((1, 0), (3, 310)):
+            elements = Elements(2, 2, 271, first=2**34 - 5, row=2**32 - 1, runs=runs, stride=stride)
+            out = torch.empty(2, 2, runs, 271, dtype=torch.int32)
+            _call(function, out, 2**63 + 5, 7, elements)
+            if not torch.equal(out, _in_torch(2**63 + 5, 7, elements, cpu)):
+                raise OSError("On this machine the kernel's words are not those of Philox.")
     except OSError as error:
         warnings.warn(f"Exact random numbers are drawn in torch's operations, which are slower: {error}", stacklevel=4)
         return None
@@ -121,5 +143,6 @@ def _kernel() -> Callable[..., None] | None:
 
 def _call(kernel: Callable[..., None], out: Tensor, key: int, step: int, elements: Elements) -> None:
     halves = (ctypes.c_uint32 * 2)(key & MASK, key >> BITS)
-    layout = (elements.outer, elements.rows, elements.inner, elements.first)
+    stride = elements.stride or elements.inner
+    layout = (elements.outer, elements.rows, elements.runs, elements.inner, elements.first, stride)
     kernel(out.data_ptr(), *layout, elements.row & MASK, step & MASK, halves)
