@@ -9,6 +9,9 @@ many microbatches are in flight. Every method of recomputation restores torch's 
 start of the region. So in a forward the generator is seeded, before the first draw and after each, with a number that
 says which draw comes next; the user's state is put back at the end. In a backward this number is read again.
 
+[Note: parts] Where layers are split among ranks, a draw is the part of one process's draw that this rank has. Which
+part is noted as the forward draws it, and used again in a recomputation, whose region may begin anywhere.
+
 [Note: names] A module that stands in the model at several paths, such as one dropout shared by all blocks, is named
 after the module that calls it too, so that a pipeline stage that runs some of the callers counts as one process does.
 Its calls are counted as it is entered, and not as it draws: a module that a stage passes over counts.
@@ -30,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.parts.zones import ActivationZones, Divided
 from zeroshard.rng.draws import DRAWS, draws
-from zeroshard.rng.layout import Stream
+from zeroshard.rng.layout import Stream, UnclearDrawError
 from zeroshard.rng.rows import Rows
 from zeroshard.units.hooks import Hook, listen
 from zeroshard.units.materialise import seed_of
@@ -47,13 +51,13 @@ class _Forward:
 
     Attributes:
         calls: of each module so far, by name.
-        drawn: of each draw, the path of its module and its key.
+        drawn: of each draw, the path of its module, its key, and how activations were divided ([Note: parts]).
     """
 
     number: int
     rows: MicrobatchRows
     calls: Counter[str] = field(default_factory=Counter)
-    drawn: list[tuple[str, int]] = field(default_factory=list)
+    drawn: list[tuple[str, int, Divided | None]] = field(default_factory=list)
 
     def seed(self, draw: int) -> int:
         """The seed of torch's generator while this draw is the next ([Note: recomputations])."""
@@ -75,13 +79,14 @@ class ExactNumbers:
 
     Args:
         rows: numbers the rows of the batches.
+        zones: where activations are divided among ranks; None if nowhere.
 
     Raises:
         ModelError: the model has compiled or scripted modules, whose draws cannot be replaced.
     """
 
-    def __init__(self, model: nn.Module, seed: int, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, model: nn.Module, seed: int, rows: Rows, zones: ActivationZones | None = None) -> None:
+        self._rows, self._zones = rows, zones
         self._paths = {module: path for path, module in model.named_modules()}
         places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
         self._shared = {module for module, count in places.items() if count > 1}
@@ -129,6 +134,8 @@ class ExactNumbers:
 
     def _begin(self, rows: MicrobatchRows) -> _Forward:
         """A microbatch's forward begins."""
+        if self._zones is not None:
+            self._zones.reset()
         self._count += 1
         forward = self._forwards[self._count] = _Forward(self._count, rows)
         if len(self._forwards) > REMEMBERED:
@@ -182,30 +189,33 @@ class ExactNumbers:
             return operation(*args, **kwargs)
         call = self._running[-1]
         recomputes = torch._C._current_graph_task_id() != -1
-        forward, key = self._drawn_before(call) if recomputes else self._drawn_now(call)
+        forward, key, divided = self._drawn_before(call) if recomputes else self._drawn_now(call)
         known = DRAWS.get(operation)
         rows = forward.rows
         parameters = tuple(tuple(p.shape) for p in call.module._parameters.values() if p is not None)
-        stream = Stream(key, rows.step, rows.count, rows.first, parameters, self._rows.drew)
+        stream = Stream(key, rows.step, rows.count, rows.first, parameters, self._rows.drew, divided)
         try:
             if known is None:
                 raise NotImplementedError(operation)
             return known(stream, *args, **kwargs)
         except NotImplementedError as error:
             raise PlanError(_refusal(operation, self._paths[call.module], call.module)) from error
+        except UnclearDrawError as error:
+            raise PlanError(_unclear(error, self._paths[call.module], call.module)) from error
 
-    def _drawn_now(self, call: _Call) -> tuple[_Forward, int]:
+    def _drawn_now(self, call: _Call) -> tuple[_Forward, int, Divided | None]:
         forward = self._forward
         assert forward is not None
         self._refuse_bare_checkpoints()
         key = self._key(call.name, call.number, call.draws)
         call.draws += 1
-        forward.drawn.append((self._paths[call.module], key))
+        divided = None if self._zones is None else self._zones.divided
+        forward.drawn.append((self._paths[call.module], key, divided))
         torch.default_generator.manual_seed(forward.seed(len(forward.drawn)))
-        return forward, key
+        return forward, key, divided
 
-    def _drawn_before(self, call: _Call) -> tuple[_Forward, int]:
-        """The forward and the key of a draw that is made again ([Note: recomputations])."""
+    def _drawn_before(self, call: _Call) -> tuple[_Forward, int, Divided | None]:
+        """The forward, the key and the part of a draw that is made again ([Note: recomputations], [Note: parts])."""
         path, seed = self._paths[call.module], torch.default_generator.initial_seed()
         forward = self._forwards.get((seed ^ MARK) // PLACES)
         draw = (seed ^ MARK) % PLACES
@@ -216,7 +226,7 @@ class ExactNumbers:
                 f"order; or use rng='fast'."
             )
         torch.default_generator.manual_seed(forward.seed(draw + 1))
-        return forward, forward.drawn[draw][1]
+        return forward, *forward.drawn[draw][1:]
 
     def _refuse_bare_checkpoints(self) -> None:
         """Refuse a draw whose recomputation would not go through a module of the model.
@@ -285,6 +295,14 @@ def _refusal(operation: Any, path: str, module: nn.Module) -> str:
     return (
         f"rng='exact': {type(module).__name__} at '{path or 'the model itself'}' draws by torch's {name}, whose random "
         f"numbers cannot be replaced; {way_out}."
+    )
+
+
+def _unclear(error: UnclearDrawError, path: str, module: nn.Module) -> str:
+    """Why a draw between split layers is refused, and the way out."""
+    return (
+        f"rng='exact': {type(module).__name__} at '{path or 'the model itself'}' draws {error}. Draw numbers for each "
+        f"element of the activation, leave the layers around it whole, or use rng='fast'."
     )
 
 
