@@ -1,19 +1,34 @@
 """`zeroshard reproduce`: the small claims hold, what is not reproduced is said to be, and nothing is made up."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
 
 import pytest
 
 from zeroshard.cli import reproduce as reproduce_command
 from zeroshard.cli.reproduce import run_reproduce
+from zeroshard.doctor.hardware import Link, Machines
 from zeroshard.planner.search.largest import parameters_of, states_along
 from zeroshard.reproduce import CLAIMS, Claim, Reading, Waiting, check
+from zeroshard.reproduce.block_times import (
+    PEAK,
+    WAVE_RATE,
+    GPTShape,
+    block_seconds,
+    dgx_a100,
+    logits_seconds,
+)
 from zeroshard.reproduce.offload import LARGE, memory, wire
 from zeroshard.reproduce.pipelines import PIPELINES, vgg16
+from zeroshard.reproduce.ptdp import PTDP, interleaving_gain, throughput
 from zeroshard.reproduce.zero import RANKS, SHAPES, TABLE_1, mixed, sized, table_1, volume
 from zeroshard.train.family import gpt_task
 from zeroshard.zero.byte_formulas import state_bytes
+
+SLOW = ("ptdp-table-1", "ptdp-interleaving")
+FREE = Link(1e12)
 
 
 def silent(text: str) -> None:
@@ -36,6 +51,33 @@ def test_what_is_said_of_pipelines_is_reproduced(claim: Claim) -> None:
     outcome = check(claim)
     assert outcome.readings and outcome.reproduced
     assert outcome.as_dict()["numbers"][0]["agrees"] is True
+
+
+@pytest.mark.parametrize("claim", [c for c in PTDP if c.name not in SLOW], ids=lambda claim: claim.name)
+def test_takeaways_of_ptdp_are_reproduced(claim: Claim) -> None:
+    outcome = check(claim)
+    assert outcome.readings and outcome.reproduced
+
+
+def test_rates_of_ptdp_are_near_the_published_ones() -> None:
+    """Of half the table, and chunks at one batch size; the claims as a whole take some seconds each."""
+    for reading in islice(throughput(silent), 5):
+        assert reading.agrees and abs(float(reading.ours) / float(reading.published) - 1) < 0.12, reading
+    assert interleaving_gain(12, scattered=True) > interleaving_gain(24, scattered=True) > 1
+
+
+def test_the_model_of_ptdp_counts_the_operations_of_equation_3() -> None:
+    """Forward, forward again, and backward of all products; all tiles are whole, and so are all waves."""
+    model = GPTShape(layers=2, width=108 * 128, heads=108)
+    machines = Machines(replace(dgx_a100(1).device, memory_bandwidth=1e30, launch_seconds=0.0), 1, 1, FREE, FREE)
+    block, logits = block_seconds(machines, model.block(108), 1), logits_seconds(machines, model, 108, 1)
+    seconds = 2 * (2 * block.forward + block.backward) + logits.forward + logits.backward
+    assert seconds * WAVE_RATE * PEAK == pytest.approx(model.flops(108))
+
+
+def test_the_number_of_a_model_is_near_or_not() -> None:
+    assert Reading("", "2", 1.76, within=0.15).agrees and not Reading("", "2", 1.69, within=0.15).agrees
+    assert Reading("", "1.11", 1.0791, within=0.05).agrees and not Reading("", "1.11", 1.0, within=0.05).agrees
 
 
 def test_states_of_a_trillion_parameters() -> None:
@@ -118,6 +160,7 @@ def test_a_claim_is_printed_with_its_source_and_how(capsys: pytest.CaptureFixtur
         "ours": 3 / 11,
         "difference": 0.0,
         "agrees": True,
+        "within": 0.0,
         "note": "",
     }
 

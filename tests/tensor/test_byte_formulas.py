@@ -1,4 +1,4 @@
-"""The formulas of a split block give the totals that the papers print (2205.05198, section 4; 2104.04473, section 3)."""
+"""The formulas of a split block give the totals that the papers print (2205.05198, section 4; 2104.04473)."""
 
 from fractions import Fraction
 

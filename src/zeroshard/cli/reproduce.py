@@ -138,8 +138,11 @@ def _readings_table(outcome: Outcome) -> Table:
 def _verdict(outcome: Outcome) -> list[str]:
     number, agreeing = len(outcome.readings), sum(reading.agrees for reading in outcome.readings)
     lines = [f"{agreeing} of {number} reproduced, in {outcome.seconds:.0f} s."]
-    printed = [r for r in outcome.readings if not r.exact and not isinstance(r.ours, str)]
-    return [f"{lines[0]} {CONVENTION}"] if printed else lines
+    numbers = [r for r in outcome.readings if not isinstance(r.ours, str)]
+    printed = [CONVENTION] if any(not r.exact and not r.within for r in numbers) else []
+    shares = sorted({r.within for r in numbers if r.within})
+    near = [f"The number of a model counts within {' or '.join(f'{share:.0%}' for share in shares)}."] if shares else []
+    return [" ".join([*lines, *printed, *near])]
 
 
 def _summary(done: Sequence[Outcome | Waiting]) -> str:

@@ -20,6 +20,7 @@ class Reading:
         ours: as computed.
         exact: whether ours must be equal, instead of equal in the printed digits.
         note: a remark on ours.
+        within: share of the published number by which ours may differ, where ours is a model of a measured one.
     """
 
     what: str
@@ -27,6 +28,7 @@ class Reading:
     ours: Fraction | float | str
     exact: bool = False
     note: str = ""
+    within: float = 0.0
 
     @property
     def difference(self) -> float | None:
@@ -37,9 +39,11 @@ class Reading:
 
     @property
     def agrees(self) -> bool:
-        """Whether ours equals the published one, exactly or rounded or cut to the printed digits."""
+        """Whether ours equals the published one, exactly or rounded or cut to the printed digits, or is near it."""
         if isinstance(self.ours, str):
             return self.ours == self.published
+        if self.within:
+            return abs(float(self.ours) / float(self.published) - 1) <= self.within
         if self.exact:
             return self.ours == Fraction(self.published)
         printed, ours = Decimal(self.published), Decimal(float(self.ours))
@@ -123,6 +127,7 @@ class Outcome:
                     "ours": r.ours if isinstance(r.ours, str) else float(r.ours),
                     "difference": r.difference,
                     "agrees": r.agrees,
+                    "within": r.within,
                     "note": r.note,
                 }
                 for r in self.readings
