@@ -294,6 +294,15 @@ class Machines:
         within = self.inside.seconds(operation, nbytes, ranks) if members > 1 and operation != "send" else 0.0
         return max(within, self.between.seconds(operation, nbytes * load, ranks))
 
+    def all_reduce_seconds(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of a sum that all ranks of a group get, by rings: one that scatters, and one that gathers.
+
+        Args:
+            nbytes: of the buffer.
+            ranks: N, the size of the group; stride: the distance of its ranks.
+        """
+        return 2 * self.wire_seconds("gather", nbytes, ranks, stride)
+
     @property
     def host_rate(self) -> float:
         """Bytes/s of host memory, read and written, for each device: on CPUs it is the device's own memory."""

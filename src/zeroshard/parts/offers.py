@@ -41,6 +41,21 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Divided:
+    """Ranks that work together on the same data.
+
+    Attributes:
+        settings: fields of the plan that say so.
+        together: how many ranks do.
+        site: of the groups, each of which counts as one rank.
+    """
+
+    settings: Mapping[str, Any]
+    together: int
+    site: Site
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """Plans that cannot be on this site: their settings, and why, with the way out."""
 

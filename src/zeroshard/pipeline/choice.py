@@ -37,6 +37,7 @@ class Stages(Choice):
         split: layers with which the chunks after the first begin; () where that is open.
         recompute: what a backward computes again: "auto", "chunk" or "off".
         recomputes: whether it is the chunk.
+        together: ranks of each replica, which work on the same data.
     """
 
     stages: int = 1
@@ -47,6 +48,7 @@ class Stages(Choice):
     split: tuple[str, ...] = ()
     recompute: str = "auto"
     recomputes: bool = False
+    together: int = 1
 
     def describe(self, ranks: int | None) -> Description:
         """The stages and their order, their microbatches and chunks, and the recomputation."""
@@ -57,8 +59,9 @@ class Stages(Choice):
 
     def _replicas(self, ranks: int | None) -> str:
         replicas = self.replicas
-        if replicas is None and ranks is not None and ranks % self.stages == 0:
-            replicas = (ranks // self.stages,) * self.stages
+        least = self.stages * self.together
+        if replicas is None and ranks is not None and ranks % least == 0:
+            replicas = (ranks // least,) * self.stages
         if replicas is None or set(replicas) == {1}:
             return ""
         return f" x {replicas[0]}" if len(set(replicas)) == 1 else f" x {'-'.join(map(str, replicas))}"

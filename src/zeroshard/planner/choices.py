@@ -7,6 +7,8 @@ from zeroshard.pipeline.choice import Stages
 from zeroshard.plan import Plan
 from zeroshard.precision.choice import Computing
 from zeroshard.rng.choice import Drawing
+from zeroshard.schedule import PipelineSchedule
+from zeroshard.tensor.choice import Splitting
 from zeroshard.zero.choice import Slicing
 
 
@@ -14,6 +16,7 @@ class Choices(NamedTuple):
     """A choice of each technique, in the order in which a plan is described."""
 
     stages: Stages
+    splitting: Splitting
     slicing: Slicing
     computing: Computing
     drawing: Drawing
@@ -32,10 +35,12 @@ def choices_of(plan: Plan) -> Choices:
             split=plan.pipeline.split,
             recompute=plan.recompute,
             recomputes=plan.recomputes,
+            together=plan.tensor.ranks,
         ),
+        Splitting(plan.tensor.ranks, plan.tensor.sequence, plan.tensor.layers is not None),
         Slicing(
             zero=plan.zero,
-            groups=plan.pipeline.stages,
+            groups=plan.pipeline.stages * plan.tensor.ranks,
             shard_group=plan.shard_group,
             reduce_dtype=plan.reduce_dtype,
             reduce_every=plan.reduce_every,
@@ -45,3 +50,12 @@ def choices_of(plan: Plan) -> Choices:
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),
     )
+
+
+def schedule_of(plan: Plan, ranks: int) -> PipelineSchedule:
+    """The lists of actions of `ranks` ranks, those that split layers as one replica.
+
+    Raises:
+        PlanError: the ranks do not divide, or the schedule cannot run.
+    """
+    return plan.pipeline_schedule(ranks, together=plan.tensor.ranks)

@@ -110,7 +110,7 @@ def logits_seconds(machines: Machines, model: GPTShape, rows: int, t: int) -> Pa
 
 def all_reduce_seconds(machines: Machines, nbytes: float, ranks: int, stride: int = 1) -> float:
     """A sum over `ranks` ranks by rings: it scatters, and gathers."""
-    return 2 * machines.wire_seconds("gather", nbytes, ranks, stride) if ranks > 1 else 0.0
+    return machines.all_reduce_seconds(nbytes, ranks, stride) if ranks > 1 else 0.0
 
 
 def message_seconds(machines: Machines, nbytes: float, stages: int, t: int, scattered: bool) -> float:

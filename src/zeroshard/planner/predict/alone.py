@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of
+from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.needs import Needs, Times, needs_of
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
@@ -67,6 +67,6 @@ def on_machines(plan: Plan, machines: Machines) -> Plan:
     """The plan with the transport that the engine would choose on these machines."""
     if plan.transport != "auto" or machines.count == 1:
         return plan
-    group = min(choices_of(plan).slicing.slices(machines.count), machines.count // plan.pipeline.stages)
+    group = min(choices_of(plan).slicing.slices(machines.count), schedule_of(plan, machines.count).layout.replicas[0])
     shares = machines.device.kind == "cpu" and (machines.nodes == 1 or machines.per_node % group == 0)
     return replace(plan, transport="shared" if shares else "network")

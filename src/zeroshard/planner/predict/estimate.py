@@ -1,8 +1,9 @@
 """First estimates of plans, before any of them is rehearsed; a search shows them first, and starts from them.
 
-Two rehearsals of one rank alone, with one row and with two, give the memory and time of a microbatch of any size. Model
-states come from the formulas, traffic from the ZeRO paper's volumes, waits for other stages from (D - 1) of m
-microbatches (GPipe, 1811.06965, section 2.3). Refusals and final figures never come from here.
+Two rehearsals of one rank alone, with one row and with two, give the memory and time of a microbatch of any size; two
+more for each number of ranks that split layers, alone too. Model states come from the formulas, traffic from the ZeRO
+paper's volumes, waits for other stages from (D - 1) of m microbatches (GPipe, 1811.06965, section 2.3). Refusals and
+final figures never come from here.
 """
 
 from collections.abc import Mapping
@@ -24,25 +25,33 @@ MODEL_STATES = "model states"  # all four, as one category
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates from predictions of one rank alone, for a microbatch of one row and of two."""
+    """Estimates from predictions of one replica of the model, for a microbatch of one row and of two.
+
+    Attributes:
+        together: ranks of the replica, which split layers; the estimated plans have as many.
+    """
 
     machines: Machines
     sizes: Sizes
     sequence: int
+    together: int
     one: Prediction
     two: Prediction
 
     @classmethod
-    def of(cls, task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes) -> "Estimator":
-        """Rehearse one rank alone.
+    def of(
+        cls, task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, together: int = 1
+    ) -> "Estimator":
+        """Rehearse one replica alone.
 
         Raises:
             ZeroshardError: the engine refuses the task.
         """
-        alone = replace(machines, count=1, per_node=1)
+        alone = replace(machines, count=together, per_node=together)
         plan = replace(base, zero=0, pipeline_parallel=1, microbatches=1)
+        plan = plan.with_settings({"tensor_parallel.ranks": together})
         one, two = (predict(task, plan, alone, rows) for rows in (1, 2))
-        return cls(machines, sizes, task.sequence, one, two)
+        return cls(machines, sizes, task.sequence, together, one, two)
 
     def prediction(self, plan: Plan, rows: int) -> Prediction:
         """The first estimate of a plan, without its offload and recomputation.
@@ -80,17 +89,17 @@ class Estimator:
 
     def _causes(self, plan: Plan, rows: float, data_ranks: int) -> Mapping[str, float]:
         """Seconds by cause; traffic overlaps with the computation, and only the rest of it counts."""
-        low, high = (one.causes["compute"] for one in (self.one, self.two))
+        low, high = (one.causes["compute"] + one.causes.get("wire", 0.0) for one in (self.one, self.two))
         stages, m = plan.pipeline.stages, plan.microbatches
         compute = m * max(0.0, low + (rows - 1) * (high - low)) / stages
         slicing = choices_of(plan).slicing
         update = self.one.causes.get("optimizer", 0.0) / stages / slicing.updated_by(data_ranks)
         width = states_of(self.sizes, plan, self.machines.count).parameter
-        nbytes = (self.sizes.trainable + self.sizes.frozen) * width / stages
+        nbytes = (self.sizes.trainable + self.sizes.frozen) * width / stages / self.together
         wire = 0.0
         if data_ranks > 1:
             reductions, gathers = slicing.passes(m)
-            wire += reductions * self.machines.wire_seconds("exchange", nbytes, data_ranks, stages)
-            wire += gathers * self.machines.wire_seconds("gather", nbytes, data_ranks, stages)
+            wire += reductions * self.machines.wire_seconds("exchange", nbytes, data_ranks, self.together)
+            wire += gathers * self.machines.wire_seconds("gather", nbytes, data_ranks, self.together)
         bubble = compute * (stages - 1) / m
         return {"compute": compute, "optimizer": update, "wire": max(0.0, wire - compute), "bubble": bubble}

@@ -23,7 +23,7 @@ from zeroshard.engine import Engine
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.memory.transfers import Task as Job
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of
+from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker
 from zeroshard.planner.predict.result import TEMPORARIES, Span
 from zeroshard.planner.predict.shallow import ModelFacts, facts_of_model
@@ -296,7 +296,7 @@ class _Run:
     @property
     def _pipeline(self) -> PipelineSchedule:
         """The actions of all ranks, alike for ranks of one stage."""
-        return self.engine.pipeline or self._plan.pipeline_schedule(self._mesh.ranks)
+        return self.engine.pipeline or schedule_of(self._plan, self._mesh.ranks)
 
     def _phase(self) -> str:
         return "backward" if in_backward() else "update" if self._updating else "forward"
@@ -351,8 +351,11 @@ class Rates:
             return 0.0
         if operation == "signal":
             return self._machines.inside.latency
+        ranks, stride = len(members), members[1] - members[0]
+        if operation == "all-reduce":
+            return self._machines.all_reduce_seconds(nbytes, ranks, stride)
         kind: Operation = "gather" if operation == "gather" else "exchange" if operation == "exchange" else "send"
-        return self._machines.wire_seconds(kind, nbytes, len(members), members[1] - members[0])
+        return self._machines.wire_seconds(kind, nbytes, ranks, stride)
 
 
 def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 from zeroshard.comm.collectives import Purpose
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import schedule_of
 from zeroshard.planner.predict.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, messages_of, rehearse
 from zeroshard.planner.predict.result import Span
@@ -43,7 +44,7 @@ class Staged:
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """The numbers of all stages, whole, from real steps."""
-        first = plan.pipeline_schedule(machines.count).layout.first_ranks
+        first = schedule_of(plan, machines.count).layout.first_ranks
         refuse_too_large(task, plan, machines, rows)
         return [needs_of(rehearse(task, plan, rank, machines.count, rows, machines, timed=True)) for rank in first]
 
@@ -81,7 +82,7 @@ class _Job:
             path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
             plan = plan.with_settings({"pipeline_parallel.split": tuple(f"{path}.{start}" for start in starts)})
             task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
-        rank = plan.pipeline_schedule(ranks).layout.first_ranks[self.stage]
+        rank = schedule_of(plan, ranks).layout.first_ranks[self.stage]
         rows = self.rows // self.plan.microbatches * microbatches
         return rehearse(task, plan, rank, ranks, rows, self.machines)
 

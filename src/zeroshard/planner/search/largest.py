@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
+from zeroshard.planner.choices import schedule_of
 from zeroshard.planner.predict.alone import on_machines
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse, states_of
@@ -149,7 +150,7 @@ def largest(
 
 def state_bytes_of(task: TrainingTask, plan: Plan, ranks: int, rows: int = 1) -> int:
     """Bytes of model states on the fullest rank after a step, from the ledger of the engine, rehearsed whole."""
-    firsts = plan.pipeline_schedule(ranks).layout.first_ranks
+    firsts = schedule_of(plan, ranks).layout.first_ranks
     return max(states_of(rehearse(task, plan, rank, ranks, rows).states) for rank in firsts)
 
 
