@@ -40,6 +40,7 @@ class Clock:
         cause: of the present operations.
         wire_free: time from which the wire is free.
         stands: whether the clock is stopped, for operations that would run beside the main thread.
+        waits: for transfers, as (end, seconds).
     """
 
     now: float = 0.0
@@ -47,6 +48,7 @@ class Clock:
     cause: str = "compute"
     wire_free: float = 0.0
     stands: bool = False
+    waits: list[tuple[float, float]] = field(default_factory=list)
 
     def spend(self, seconds: float, cause: str | None = None) -> None:
         """Advance the clock, unless it stands."""
@@ -72,7 +74,9 @@ class Clock:
     def wait_until(self, end: float) -> None:
         """Wait for a transfer that arrives at `end`."""
         if end > self.now:
-            self.spend(end - self.now, "wire")
+            seconds = end - self.now
+            self.spend(seconds, "wire")
+            self.waits.append((self.now, seconds))
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,12 @@ class RehearsedNetwork(Network):
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
         """As if every rank held the same."""
-        if not maximum:
+        rehearsal = self._rehearsal
+        if rehearsal.values and not maximum:
+            start = time.process_time()
             tensor.mul_(self._ranks)
-        return self._rehearsal.begin("all-reduce", tensor.nbytes)
+            rehearsal.clock.spent["aside"] += time.process_time() - start
+        return rehearsal.begin("all-reduce", tensor.nbytes)
 
     def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
         """As if every rank sent the same frame; ends at once, and is not counted."""

@@ -39,9 +39,7 @@ class Estimator:
     two: Prediction
 
     @classmethod
-    def of(
-        cls, task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, together: int = 1
-    ) -> "Estimator":
+    def of(cls, task: TrainingTask, base: Plan, machines: Machines, sizes: Sizes, together: int = 1) -> "Estimator":
         """Rehearse one replica alone.
 
         Raises:

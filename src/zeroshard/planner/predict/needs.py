@@ -24,6 +24,7 @@ class Needs:
         exact: whether `last` was of the plan itself, with all blocks and microbatches.
         costs: of a pipeline's stage, seconds by kind of action and chunk, such as "forward/3".
         actions: seconds of all rehearsed actions.
+        waits: seconds of rehearsed forwards and backwards that are waits for transfers.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Needs:
     exact: bool
     costs: Mapping[str, float] = field(default_factory=dict)
     actions: float = 0.0
+    waits: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def needs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> Ne
         exact,
         _part(numbers, "cost"),
         numbers["actions"],
+        numbers["waits"],
     )
 
 
@@ -94,7 +97,8 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
     numbers |= {f"host/{category}": nbytes for category, nbytes in one.host.items()}
     numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
     actions = sum(end - start for _, start, end in one.spans)
-    return numbers | {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes, "actions": actions}
+    kept = {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes}
+    return {**numbers, **kept, "actions": actions, "waits": one.waits}
 
 
 def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ have in the run, and the tracker sees torch's other allocations.
 import contextlib
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from zeroshard.planner.predict.torch_internals import Results, fakes, in_backwar
 from zeroshard.planner.predict.workspaces import beside_results
 from zeroshard.platform.rehearsed import Clock, Rehearsal
 from zeroshard.schedule import PipelineSchedule
+from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.few import ALIKE
 from zeroshard.traffic import DISK, UPDATE
 from zeroshard.units.tensors import tensors_in
@@ -109,6 +111,7 @@ class Rehearsed:
         each: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
         disk_nbytes: bytes that are kept on the disk.
+        waits: seconds for which forwards and backwards among the spans waited for transfers.
     """
 
     rank: int
@@ -126,6 +129,7 @@ class Rehearsed:
     each: "Each | None" = None
     host: Mapping[str, int] = field(default_factory=dict)
     disk_nbytes: int = 0
+    waits: float = 0.0
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -219,6 +223,7 @@ class _Run:
         self._updating = False
         events: list[Event] = []
         clock.spent.clear()
+        clock.waits.clear()
         self._marks.clear()
         start = clock.now
         note = tracker.listing(lambda: events.append(Event(clock.now - start, "", self._note())))
@@ -244,6 +249,7 @@ class _Run:
             self._each(),
             engine.ledger.snapshot("host"),
             engine.ledger.total("disk"),
+            _waits_inside(clock.waits, trace.actions),
         )
 
     def timed(self, tracked: Rehearsed) -> Rehearsed:
@@ -367,6 +373,16 @@ def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
+def _waits_inside(waits: Sequence[tuple[float, float]], spans: Sequence[Span]) -> float:
+    """Seconds of waits, as (end, seconds), that lie in forwards or backwards."""
+    passes = [(start, end) for action, start, end in spans if action.kind in COMPUTE]
+    ends, inside = [end for _, end in passes], 0.0
+    for end, seconds in waits:
+        at = bisect_left(ends, end)
+        inside += seconds if at < len(ends) and passes[at][0] < end else 0.0
+    return inside
+
+
 def _nbytes(batch: Any) -> int:
     """Bytes of the storages of a batch, each once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(batch)}
@@ -378,10 +394,10 @@ def highest_of(phases: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
     return max(phases.values(), key=lambda memory: sum(memory.values()))
 
 
-def messages_of(wire: Mapping[str, tuple[int, int, int]]) -> int:
-    """Bytes of activations and their gradients that a rank sends in a step."""
-    purposes = (Purpose.SEND_ACTIVATIONS, Purpose.SEND_GRADIENTS)
-    return sum(wire[str(purpose)][1] for purpose in purposes if str(purpose) in wire)
+def message_bytes(wire: Mapping[str, tuple[int, int, int]], purposes: Iterable[Purpose]) -> int:
+    """Bytes of the largest message among those for some purposes, all of which are equally large for one purpose."""
+    counts = [wire[str(purpose)] for purpose in purposes if str(purpose) in wire]
+    return max((nbytes // calls for _, nbytes, calls in counts if calls), default=0)
 
 
 def states_of(memory: Mapping[str, int]) -> int:

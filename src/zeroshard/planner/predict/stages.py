@@ -1,4 +1,9 @@
-"""Pipelines: the numbers of a stage, and the time of a step of all stages."""
+"""Pipelines: the numbers of a stage, and the time of a step of all stages.
+
+[Note: short pipelines] The first and the last stage of many are rehearsed as those of a pipeline of few stages: a stage
+does not see how many there are, except by the microbatches that it has in flight, which grow its memory evenly and
+follow from the schedule's actions.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,19 +15,23 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import schedule_of
 from zeroshard.planner.predict.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
-from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, messages_of, rehearse
+from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, rehearse
 from zeroshard.planner.predict.result import Span
 from zeroshard.planner.predict.shallow import Stack, deepen, shallow
 from zeroshard.planner.predict.values import refuse_too_large
 from zeroshard.schedule import Layout, PipelineSchedule
-from zeroshard.schedule.few import few_microbatches, in_flight
+from zeroshard.schedule.few import ALIKE, MOST_FILLED, few_microbatches, in_flight
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
 from zeroshard.schedule.spans import TIMES
 
 FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
 STEADY = 4  # steps of a stream in which its steady state shows; where each flushes, the first is enough
 MOST_SPANS = 20_000  # of a pipeline's timeline
-PER_MICROBATCH = (str(Purpose.SEND_ACTIVATIONS), str(Purpose.SEND_GRADIENTS))
+SHORT = 4  # stages of a pipeline in which the first and the last of many are rehearsed
+FILLED = ("gpipe", "naive")  # schedules that keep all microbatches in flight
+SENT, GATHERED = (Purpose.SEND_ACTIVATIONS, Purpose.SEND_GRADIENTS), (Purpose.GATHER_MESSAGES,)
+IN_LAYERS = (Purpose.SUM_ACTIVATIONS, Purpose.GATHER_ACTIVATIONS, Purpose.SUM_LOSSES)
+PER_MICROBATCH = [str(purpose) for purpose in (*SENT, *GATHERED, *IN_LAYERS)]
 
 
 class Staged:
@@ -31,8 +40,8 @@ class Staged:
     work = 4.0  # two stages, each with more microbatches
 
     def whole(self, plan: Plan, blocks: int) -> int:
-        """The number of stages."""
-        return plan.pipeline.stages
+        """A quarter of stages times blocks: for each stage all blocks are made."""
+        return plan.pipeline.stages * max(1, blocks // 4)
 
     def needs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
@@ -40,7 +49,8 @@ class Staged:
         """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
         depths = _depths(plan, stacks or ())
-        return [_of_stage(_Job(task, plan, machines, rows, stage, depths)) for stage in chosen]
+        stages = _rehearsed_stages(plan) if depths is not None else plan.pipeline.stages
+        return [_of_stage(_Job(task, plan, machines, rows, stage, depths, stages)) for stage in chosen]
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """The numbers of all stages, whole, from real steps."""
@@ -57,7 +67,12 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A stage to be rehearsed; `depths` are the path of the one stack, and the number of blocks in every chunk."""
+    """A stage to be rehearsed.
+
+    Attributes:
+        depths: the path of the one stack, and the number of blocks in every chunk.
+        stages: of the pipeline in which it is rehearsed ([Note: short pipelines]).
+    """
 
     task: TrainingTask
     plan: Plan
@@ -65,26 +80,47 @@ class _Job:
     rows: int
     stage: int
     depths: tuple[str, tuple[int, ...]] | None
+    stages: int
 
     @property
-    def replica_schedule(self) -> PipelineSchedule:
-        """One rank of each stage."""
-        plan, layout = self.plan, Layout.equal(self.plan.pipeline.stages, self.plan.pipeline.virtual_stages)
+    def is_short(self) -> bool:
+        """Whether the rehearsed pipeline has fewer stages than the plan."""
+        return self.stages < self.plan.pipeline.stages
+
+    @property
+    def place(self) -> int:
+        """The stage's number in the rehearsed pipeline, of which it is the first or the last if that is short."""
+        return self.stages - 1 if self.is_short and self.stage else self.stage
+
+    def schedule(self, stages: int) -> PipelineSchedule:
+        """One rank of each of so many stages."""
+        plan, layout = self.plan, Layout.equal(stages, self.plan.pipeline.virtual_stages)
         return PipelineSchedule(
             plan.pipeline.schedule, layout, plan.microbatches, reduce_each=plan.reduces_each_microbatch
         )
 
     def rehearse(self, microbatches: int, blocks: Sequence[int] = ()) -> Rehearsed:
         """Rehearse the stage with so many microbatches, and with so many blocks in each chunk."""
-        task, plan, ranks = self.task, replace(self.plan, microbatches=microbatches), self.machines.count
+        task, ranks = self.task, self.machines.count
+        settings: dict[str, Any] = {"microbatches": microbatches}
         if blocks:
             assert self.depths is not None
             path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
-            plan = plan.with_settings({"pipeline_parallel.split": tuple(f"{path}.{start}" for start in starts)})
+            settings["pipeline_parallel.split"] = tuple(f"{path}.{start}" for start in starts)
+            settings["pipeline_parallel.stages"] = self.stages
             task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
-        rank = schedule_of(plan, ranks).layout.first_ranks[self.stage]
+            ranks = ranks // self.plan.pipeline.stages * self.stages
+        plan = self.plan.with_settings(settings)
+        rank = schedule_of(plan, ranks).layout.first_ranks[self.place]
         rows = self.rows // self.plan.microbatches * microbatches
         return rehearse(task, plan, rank, ranks, rows, self.machines)
+
+
+def _rehearsed_stages(plan: Plan) -> int:
+    """Stages of the pipeline in which the first and the last stage of a plan are rehearsed."""
+    pipeline = plan.pipeline
+    fills = pipeline.streams or pipeline.schedule in FILLED or plan.microbatches < 2 * MOST_FILLED
+    return pipeline.stages if pipeline.stages <= MOST_FILLED or pipeline.replicas or fills else SHORT
 
 
 def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
@@ -103,12 +139,14 @@ def _probes(job: _Job) -> Iterator[tuple[Sequence[int], Stack]]:
     """Blocks of each chunk for each rehearsal, and the stack whose growth it shows: the stage's chunks of one depth."""
     assert job.depths is not None
     path, depths = job.depths
-    own = Layout.equal(job.plan.pipeline.stages, job.plan.pipeline.virtual_stages).chunks_of(job.stage)
-    deep = {depths[chunk] for chunk in own if depths[chunk] > FEW_OF_STAGE + 1}
-    few = [min(n, FEW_OF_STAGE) if n in deep or c not in own else n for c, n in enumerate(depths)]
-    yield few, Stack(path, 0)
+    stages, chunks = job.plan.pipeline.stages, job.plan.pipeline.virtual_stages
+    own = {number * job.stages + job.place: depths[number * stages + job.stage] for number in range(chunks)}
+    deep = {depth for depth in own.values() if depth > FEW_OF_STAGE + 1}
+    few = {c: min(depth, FEW_OF_STAGE) if depth in deep else depth for c, depth in own.items()}
+    every = range(job.stages * chunks)
+    yield [few.get(c, 1) for c in every], Stack(path, 0)
     for depth in sorted(deep):
-        yield [n + (c in own and depths[c] == depth) for c, n in enumerate(few)], Stack(path, depth)
+        yield [few.get(c, 1) + (own.get(c) == depth) for c in every], Stack(path, depth)
 
 
 def _of_stage(job: _Job) -> Needs:
@@ -119,7 +157,18 @@ def _of_stage(job: _Job) -> Needs:
     probes = list(_probes(job))
     seen = [_of_microbatches(job, blocks) for blocks, _ in probes]
     numbers = deepen([stack for _, stack in probes[1:]], [one for one, _, _ in seen], FEW_OF_STAGE, 1)
-    return needs_from(numbers, seen[-1][1], len(probes) == 1 and seen[-1][2])
+    found = needs_from(numbers, seen[-1][1], len(probes) == 1 and seen[-1][2])
+    return _placed(job, found) if job.is_short else found
+
+
+def _placed(job: _Job, found: Needs) -> Needs:
+    """The numbers with the rank and the chunks that the stage has in the whole pipeline."""
+    costs = {}
+    for key, seconds in found.costs.items():
+        kind, _, chunk = key.partition("/")
+        costs[f"{kind}/{int(chunk) // job.stages * job.plan.pipeline.stages + job.stage}"] = seconds
+    rank = schedule_of(job.plan, job.machines.count).layout.first_ranks[job.stage]
+    return replace(found, rank=rank, costs=costs, exact=False)
 
 
 def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, float], Rehearsed, bool]:
@@ -128,13 +177,14 @@ def _of_microbatches(job: _Job, blocks: Sequence[int]) -> tuple[Mapping[str, flo
     Of many microbatches only some are rehearsed, in two rehearsals: memory grows with the microbatches in flight at
     once, which follow from the schedule's actions.
     """
-    m, schedule = job.plan.microbatches, job.replica_schedule
-    few = few_microbatches(schedule)
+    m, schedule, whole = job.plan.microbatches, job.schedule(job.stages), job.schedule(job.plan.pipeline.stages)
+    few = (ALIKE, ALIKE + 1) if job.is_short and whole.layout.chunks == 1 else few_microbatches(schedule)
     if few is None:
         one = job.rehearse(m, blocks)
         return numbers_of(one, 0), one, True
     less, more = few
-    some, further, all_of_them = (in_flight(schedule, job.stage, k) for k in (less, more, m))
+    some, further = (in_flight(schedule, job.place, k) for k in (less, more))
+    all_of_them = in_flight(whole, job.stage, m)
     growth = (all_of_them - further) / (further - some) if further > some else 0
     b = job.rehearse(more, blocks)
     a = job.rehearse(less, blocks) if growth else b
@@ -148,34 +198,44 @@ def _times(
     needs: Sequence[Needs], plan: Plan, machines: Machines
 ) -> tuple[dict[str, float], tuple[tuple[Span, ...], ...]]:
     """Seconds of one step by cause, and the actions of each rank with their times."""
-    pipeline = replace(needs[0].last.pipeline, microbatches=plan.microbatches)
-    one_replica = replace(
-        pipeline, layout=type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages), loans=()
-    )
-    even = not pipeline.layout.uneven
-    lists_of = one_replica if even else pipeline  # data ranks of an even layout meet at reductions only
+    pipeline = schedule_of(plan, machines.count)
+    if pipeline.layout.uneven:
+        lists_of = replace(pipeline, loans=needs[0].last.pipeline.loans)
+    else:  # data ranks of an even layout meet at reductions only
+        layout = type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages)
+        lists_of = replace(pipeline, layout=layout)
     costs = _costs(needs, lists_of, machines)
     simulation = simulate(lists_of.stretch(STEADY), lists_of.layout, costs)
-    spent = [_spent(one, plan, costs, lists_of) for one in needs]
-    causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"])
-    wire = max(each["wire"] for each in spent)
+    spent = [_spent(one, pipeline.layout.stage_of(one.rank), plan, costs, lists_of) for one in needs]
+    causes = max(spent, key=lambda causes: causes["compute"] + causes["optimizer"] + causes["waits"])
+    wire, waits = max(each["wire"] for each in spent), causes["waits"]
     overhead = max(each.pop("overhead") for each in spent)
-    bubble = _step_seconds(simulation, plan) + overhead - causes["compute"] - causes["optimizer"]
-    causes |= {"wire": wire, "bubble": max(0.0, bubble)}
+    bubble = _step_seconds(simulation, plan) + overhead - causes["compute"] - causes["optimizer"] - causes.pop("waits")
+    causes |= {"wire": wire + waits, "bubble": max(0.0, bubble)}
     spans = tuple(tuple(rank) for rank in simulation.spans)
     return causes, spans if sum(map(len, spans)) <= MOST_SPANS else ()
 
 
-def _spent(one: Needs, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
-    """Seconds of a stage in one step, by cause; "overhead" is the time outside of its actions."""
-    stage = one.last.pipeline.layout.stage_of(one.rank)
-    spent = {cause: one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire")}
-    overhead = max(0.0, spent["compute"] + spent["optimizer"] - one.actions)
+def _spent(one: Needs, stage: int, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
+    """Seconds of a stage in one step, by cause.
+
+    "overhead" is the time outside of its actions; "waits" that of transfers inside of forwards and backwards, which are
+    in the costs of these; "wire" that of other transfers.
+    """
+    m, few = plan.microbatches, one.last.plan.microbatches
+    compute, optimizer, wire = (one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire"))
+    overhead = max(0.0, compute + optimizer + one.waits - one.actions)
     chunks = pipeline.layout.chunks_of(stage)
     passes = sum(costs.forward[c] + costs.whole_backward(c, pipeline.splits_backward) for c in chunks)
-    updates = sum(costs.update[c] for c in chunks) * (plan.microbatches // plan.microbatches_per_update)
-    compute = plan.microbatches * passes + updates - spent["optimizer"] + overhead
-    return {**spent, "compute": compute, "overhead": overhead}
+    updates = sum(costs.update[c] for c in chunks) * (m // plan.microbatches_per_update)
+    waits = one.waits / few * m
+    return {
+        "compute": m * passes + updates - waits - optimizer + overhead,
+        "optimizer": optimizer,
+        "wire": max(0.0, wire - one.waits),
+        "waits": waits,
+        "overhead": overhead,
+    }
 
 
 def _step_seconds(simulation: Simulation, plan: Plan) -> float:
@@ -190,9 +250,9 @@ def _costs(needs: Sequence[Needs], pipeline: PipelineSchedule, machines: Machine
     seen = {int(key.rpartition("/")[2]) for key in known}
     like = [max(c for c in seen if c <= chunk) for chunk in range(layout.all_chunks)]
     per_chunk: dict[str, Any] = {name: tuple(known.get(f"{name}/{c}", 0.0) for c in like) for name in TIMES.values()}
-    share = max(1, needs[0].last.plan.microbatches * layout.chunks)
-    sent = max(messages_of(one.last.wire) for one in needs) // share // 2 or 0
+    sent, gathered = (max(message_bytes(one.last.wire, kinds) for one in needs) for kinds in (SENT, GATHERED))
     seconds = machines.wire_seconds("send", sent, layout.stages, machines.count // layout.stages) if sent else 0.0
+    seconds += machines.wire_seconds("gather", gathered, needs[0].last.plan.tensor.ranks)
     rate = sent / seconds if seconds else float("inf")
     halves = {name: per_chunk.pop(name) for name in ("input_gradient", "weight_gradient")}
     if any(map(any, halves.values())):
