@@ -19,6 +19,7 @@ class SearchProgress:
 
     expected: Mapping[Plan, int]
     now: Callable[[], float] = time.perf_counter
+    _dropped: int = 0
     _left: dict[Plan, float] = field(init=False)
     _current: float = 0.0
     _looks: int = 0
@@ -33,6 +34,11 @@ class SearchProgress:
         """Begin the group of this plan; plans that the group before did not need are dropped."""
         self._current = self._left.pop(plan, 0.0)
 
+    def drop(self, plan: Plan) -> None:
+        """No plan of this group is looked at."""
+        if self._left.pop(plan, None) is not None:
+            self._dropped += self.expected[plan]
+
     def look(self, plan: Plan) -> str:
         """The prefix of the line about a plan: "12/31 plans, about 40 s left"; empty without expected numbers."""
         if not self.expected:
@@ -40,7 +46,8 @@ class SearchProgress:
         self._current = max(self._current, _work_of(plan))
         left = self._current + sum(self._left.values())
         ahead = 1 + sum(self.expected[plan] for plan in self._left)
-        text = f"{self._looks}/{max(sum(self.expected.values()), self._looks + ahead)} plans"
+        everything = sum(self.expected.values()) - self._dropped
+        text = f"{self._looks}/{max(everything, self._looks + ahead)} plans"
         if self._work:
             text += f", about {(self.now() - self._began) / self._work * left:.0f} s left"
         self._looks += 1

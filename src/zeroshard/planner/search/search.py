@@ -1,9 +1,15 @@
 """The search: all ways to split a job over the machines, pruned by exact states, the rest rehearsed.
 
-For each number of stages, ZeRO stage and schedule, the rows of a microbatch are found by bisection: memory rises with
-them. A plan whose states alone exceed a device is refused without a rehearsal. The search is deterministic.
+For each number of ranks in a layer and of stages, ZeRO stage and schedule, the rows of a microbatch are found by
+bisection: memory rises with them. A plan whose states alone exceed a device is refused without a rehearsal. The search
+is deterministic.
+
+[Note: plans that are left out] Kinds of plans that split layers are looked at where their first estimate is faster than
+the fastest plan found, or where no plan has been found to fit. Of many kinds, those with the fastest estimates come
+first, and those that are expected to be clearly slower than the fastest found are left out.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +19,7 @@ from zeroshard.doctor.cpu_load import busy_cpus
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import PlanError, ZeroshardError
 from zeroshard.offload import choice as offload
-from zeroshard.parts.offers import Offer, Refused, Site
+from zeroshard.parts.offers import Divided, Offer, Refused, Site
 from zeroshard.pipeline import choice as pipeline
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
@@ -28,23 +34,32 @@ from zeroshard.planner.predict.timed import predict_timed
 from zeroshard.planner.predict.ways import way_of
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.text import lacking, short
+from zeroshard.tensor import choice as tensor
 from zeroshard.zero import choice as zero
 
 OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, pipeline.offers)
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
 MOST_DEEP = 32  # blocks times microbatches, or stages, up to which the best plan is rehearsed whole
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
+FEW_SHAPES = 16  # kinds of plans without split layers up to which all are looked at
+BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A plan without its microbatches, the rows of one data rank, and its offer."""
+    """A plan without its microbatches.
+
+    Attributes:
+        rows: of one data rank.
+        together: ranks that split layers.
+    """
 
     plan: Plan
     rows: int
     offer: Offer
+    together: int = 1
 
 
 def search(
@@ -78,9 +93,7 @@ def search(
         found = run.estimates(shapes)
         if found:
             first(Found(tuple(found[:top]), (), len(found), time.perf_counter() - began))
-        for shape in shapes:
-            run.progress.begin(shape.plan)
-            run.try_shape(shape)
+        run.try_shapes(shapes)
         if last_resorts or not run.fitting:
             run.try_last_resorts()
     else:
@@ -111,44 +124,68 @@ class _Search:
     _layers: Layers | str | None = None
     _sizes: Sizes | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
+    _expected: dict[Plan, tuple[bool, float]] = field(default_factory=dict)
 
     @property
     def _site(self) -> Site:
         return Site(self.machines.count, self.machines.per_node, self.task.rows, self._blocks)
 
     def shapes(self) -> Iterator[Shape]:
-        """Every way to split the job over the ranks, those without stages first."""
-        for offer in (offer for offers in OFFERS for offer in offers(self._site)):
-            if isinstance(offer, Refused):
-                self._refuse(self.base.with_settings(offer.settings), 0, offer.why, offer.way_out)
-            else:
-                yield self._shape(offer)
+        """Every way to split the job over the ranks, those without split layers and without stages first."""
+        for divided in tensor.divisions(self._site):
+            for offer in (offer for offers in OFFERS for offer in offers(divided.site)):
+                if isinstance(offer, Offer):
+                    yield self._shape(offer, divided)
+                elif divided.together == 1:  # else refused for the same reason
+                    self._refuse(self.base.with_settings(offer.settings), 0, offer.why, offer.way_out)
 
-    def _shape(self, offer: Offer) -> Shape:
-        return Shape(self.base.with_settings(offer.settings), self.task.rows // offer.data_ranks, offer)
+    def _shape(self, offer: Offer, divided: Divided) -> Shape:
+        plan = self.base.with_settings({**offer.settings, **divided.settings})
+        return Shape(plan, self.task.rows // offer.data_ranks, offer, divided.together)
+
+    def try_shapes(self, shapes: Sequence[Shape]) -> None:
+        """Look at all shapes but those that are left out ([Note: plans that are left out])."""
+        ordered = [shape for shape in shapes if shape.together == 1]
+        many = len(ordered) > FEW_SHAPES
+        split = [shape for shape in shapes if shape.together > 1 and shape.plan in self._expected]
+
+        def key(shape: Shape) -> tuple[bool, float]:
+            fits, seconds = self._expected.get(shape.plan, (False, 0.0))
+            return not fits, seconds
+
+        for shape in sorted(ordered + split, key=key) if many else ordered + sorted(split, key=key):
+            _, seconds = self._expected.get(shape.plan, (False, 0.0))
+            if (many or shape.together > 1) and seconds >= self._fastest * (BEHIND if many else 1.0):
+                self.progress.drop(shape.plan)
+            else:
+                self.progress.begin(shape.plan)
+                self.try_shape(shape, many)
+
+    @property
+    def _fastest(self) -> float:
+        return min((prediction.seconds for prediction in self.fitting), default=math.inf)
 
     def try_last_resorts(self) -> None:
         """Try the last resorts in their order, until a plan fits."""
+        whole = Divided({}, 1, self._site)
         for offer in (offer for offers in LAST_RESORTS for offer in offers(self._site)):
             before = len(self.fitting)
-            self.try_shape(self._shape(offer))
+            self.try_shape(self._shape(offer, whole))
             if len(self.fitting) > before:
                 return
 
     def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
         """The first estimate of each shape that is expected to fit, the fastest first; the search starts from them."""
-        self.say("one rank alone, for first estimates")
-        try:
-            estimator = Estimator.of(self.task, self.base, self.machines, self._sizes_of())
-        except ZeroshardError:  # the search reports it, plan by plan
-            return []
         chosen: list[Prediction] = []
         expected: dict[Plan, int] = {}
-        for shape in shapes:
-            counts = shape.offer.counts
-            each = (estimator.prediction(self._with(shape.plan, count), shape.rows) for count in counts)
+        estimators = self._estimators(dict.fromkeys(shape.together for shape in shapes))
+        for shape in (shape for shape in shapes if shape.together in estimators):
+            estimator, counts = estimators[shape.together], shape.offer.counts
+            each = [estimator.prediction(self._with(shape.plan, count), shape.rows) for count in counts]
             near = shape.offer.order.near([one for one in each if one.fits])
             chosen += near[:1]
+            if each:
+                self._expected[shape.plan] = (bool(near), min(one.seconds for one in near or each))
             likely = self._likely[shape.plan] = [one.plan.microbatches for one in near]
             expected[shape.plan] = 1
             if likely:
@@ -156,8 +193,25 @@ class _Search:
         self.progress = SearchProgress(expected)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
-    def try_shape(self, shape: Shape) -> None:
-        """Find the microbatches of a shape, then faster settings; where none fit, try the leaner ones of its offer."""
+    def _estimators(self, sizes: Iterable[int]) -> dict[int, Estimator]:
+        """Estimates for each number of ranks that split layers, but for those that the engine refuses."""
+        found: dict[int, Estimator] = {}
+        for together in sizes:
+            self.say(f"{'one rank' if together == 1 else f'{together} ranks that split layers'}, for first estimates")
+            try:
+                found[together] = Estimator.of(self.task, self.base, self.machines, self._sizes_of(), together)
+            except ZeroshardError as error:
+                if together == 1:  # the search reports it, plan by plan
+                    return {}
+                self._refuse(self.base.with_settings({"tensor_parallel": together}), 0, str(error), "")
+        return found
+
+    def try_shape(self, shape: Shape, many: bool = False) -> None:
+        """Find the microbatches of a shape, then faster settings; where none fit, try the leaner ones of its offer.
+
+        Args:
+            many: whether faster settings are tried only where they could give the fastest plan.
+        """
         offer, plan = shape.offer, shape.plan
         if not offer.counts:
             self._refuse(plan, shape.rows, *offer.without_counts)
@@ -168,10 +222,12 @@ class _Search:
         )
         leaner = plan.with_settings(offer.leaner)
         if found is not None and not found.fits and leaner != plan:
-            self.try_shape(replace(shape, plan=leaner))
+            self.try_shape(replace(shape, plan=leaner), many)
         if not self._keep(found):
             return
         assert found is not None
+        if many and found.seconds - found.causes.get("bubble", 0.0) >= self._fastest:
+            return
         m = found.plan.microbatches
         for other in offer.faster(m, self._site):
             again = self._rehearse(plan.with_settings({**other, "microbatches": m}), shape.rows)
