@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interop.deepspeed_files import deepspeeds_names, save
+from interop.deepspeed_files import LossScaler, ZeroStageEnum, deepspeeds_names, save
 from interop.network import REAL, SOURCE, STEPS, TIED, Network, adamw
 from pool import Pool
 from safetensors.torch import load_file
@@ -114,6 +114,56 @@ def test_what_is_not_known_to_be_harmless_is_refused_by_name(where: str, tmp_pat
     assert not (tmp_path / "bang").exists()
     torch.load(file, weights_only=False)
     assert (tmp_path / "bang").exists()  # the file was a danger
+
+
+class Attribute:
+    """Pickled as `getattr(of, name)`, as Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __init__(self, of: object, name: object) -> None:
+        self.asked = (of, name)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, self.asked
+
+
+def save_attribute(file: Path, attribute: Attribute) -> None:
+    """Make a file's `zero_stage` an attribute that unpickling would read."""
+    state = load_inert(file)["optimizer_state_dict"]
+    kept = {FLATS: [flat.clone() for flat in state[FLATS]], "partition_count": [2]}
+    with deepspeeds_names():
+        torch.save({"optimizer_state_dict": {**kept, "zero_stage": attribute}}, file)
+    assert b"__builtin__\ngetattr\n" in file.read_bytes()  # protocol 2 calls it so
+
+
+@pytest.mark.parametrize(("stage", "name"), [(1, "optimizer_states"), (2, "gradients")])
+def test_members_of_an_enumeration_that_are_pickled_by_name(stage: int, name: str, tmp_path: Path) -> None:
+    save(tmp_path, stage, 2, GROUPS[:1])
+    for rank in range(2):
+        save_attribute(tmp_path / "global_step7" / SLICE.format(rank), Attribute(ZeroStageEnum, name))
+    weights = zs.DeepSpeedWeights(tmp_path)
+    assert weights.stage == stage
+    assert_equal(weights, GROUPS[0])
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        Attribute(ZeroStageEnum, "__subclasses__"),
+        Attribute(ZeroStageEnum, "from_bytes"),
+        Attribute(ZeroStageEnum, ["gradients"]),
+        Attribute(LossScaler, "__setstate__"),
+        Attribute("gradients", "join"),
+        Attribute(Attribute(ZeroStageEnum, "gradients"), "__class__"),
+        Attribute(getattr, "gradients"),
+    ],
+    ids=["method", "number", "list", "class", "text", "nested", "itself"],
+)
+def test_other_attributes_are_refused(attribute: Attribute, tmp_path: Path) -> None:
+    save(tmp_path, 2, 2, GROUPS[:1])
+    file = tmp_path / "global_step7" / SLICE.format(0)
+    save_attribute(file, attribute)
+    with pytest.raises(CheckpointError, match=r"names builtins\.getattr for more than a member of ZeroStageEnum"):
+        zs.DeepSpeedWeights(tmp_path)
 
 
 def test_classes_that_are_known_are_not_run_either(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ containers; other classes in a DeepSpeed checkpoint are replaced by objects that
 below, and refused otherwise.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,27 @@ class Inert:
 
 
 class Number(int):
-    """Stands in for a member of an enumeration of whole numbers, and keeps its value."""
+    """Stands in for a member of DeepSpeed's `ZeroStageEnum`, and keeps its value."""
+
+    NAMES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
-STAND_INS: dict[str, type] = {
+class _Unknown(Exception):
+    """A file names something that is not known to be harmless."""
+
+
+def member(kind: object, name: object) -> Number:
+    """Stands in for `getattr`, through which Python 3.11.0 to 3.11.3 pickle the members of an enumeration.
+
+    It reads no attribute: it knows the members of DeepSpeed's one enumeration by name.
+    """
+    if kind is not Number or name not in Number.NAMES:
+        raise _Unknown(f"builtins.getattr for more than a member of ZeroStageEnum ({name!r:.60})")
+    return Number(Number.NAMES.index(name))
+
+
+STAND_INS: dict[str, Callable[..., object]] = {
+    "builtins.getattr": member,
     "deepspeed.runtime.zero.config.ZeroStageEnum": Number,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Inert,
@@ -57,15 +75,15 @@ def load_inert(path: Path) -> dict[str, Any]:
     try:
         unknown = sorted(set(get_unsafe_globals_in_checkpoint(str(path))) - set(STAND_INS))
         if unknown:
-            raise CheckpointError(
-                f"{path} names {', '.join(unknown)}, and reading a pickle may run what it names, so it was not read. "
-                f"If you trust the file, let zero_to_fp32.py, which DeepSpeed saves beside the checkpoint, write plain "
-                f"weights, and load those."
-            )
+            raise _Unknown(", ".join(unknown))
         with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except CheckpointError:
-        raise
+    except _Unknown as error:
+        raise CheckpointError(
+            f"{path} names {error}, and reading a pickle may run what it names, so it was not read. If you trust the "
+            f"file, let zero_to_fp32.py, which DeepSpeed saves beside the checkpoint, write plain weights, and load "
+            f"those."
+        ) from None
     except Exception as error:  # damaged bytes make the reader fail in any way
         raise CheckpointError(
             f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again; a file "
