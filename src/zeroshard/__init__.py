@@ -22,6 +22,7 @@ from zeroshard.errors import (
     Stopped,
     ZeroshardError,
 )
+from zeroshard.platform.imports import uncollected
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ else:
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
+            with uncollected():
+                module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise

@@ -129,7 +129,7 @@ def _ended_by_interrupt() -> Iterator[None]:
 
 def _train_options(argv: list[str]) -> "tuple[TrainConfig, Callable[[TrainConfig, str], None]]":
     """The options, and the function that trains a rank with them; this loads torch."""
-    from zeroshard.supervisor.kept_imports import kept_imports
+    from zeroshard.platform.imports import kept_imports
 
     with kept_imports():
         from zeroshard.cli.rank import run_rank

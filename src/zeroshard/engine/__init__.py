@@ -5,6 +5,8 @@ Read `zeroshard.parts` (what hangs on a flat buffer), then `engine`, `build` (wh
 `zeroshard.pipeline.steps`.
 """
 
+import torch._dynamo  # noqa: F401  (torch imports it with the first optimizer, and then with collections)
+
 from zeroshard.engine.engine import Engine
 from zeroshard.parts.steps import StepResult
 from zeroshard.parts.tables import MemoryTable, TrafficTable

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 
-from zeroshard.supervisor.kept_imports import kept_imports
+from zeroshard.platform.imports import kept_imports
 
 VARIABLE = "ZEROSHARD_FORK_SERVER"  # the environment variable with the supervisor's process id
 LOADED = (

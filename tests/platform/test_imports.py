@@ -7,11 +7,11 @@ import weakref
 
 import pytest
 
-from zeroshard.supervisor.kept_imports import kept_imports
+from zeroshard.platform.imports import kept_imports
 
 PROGRAM = """
 import gc
-from zeroshard.supervisor.kept_imports import kept_imports
+from zeroshard.platform.imports import kept_imports
 
 begun = []
 gc.callbacks.append(lambda phase, _: begun.append(phase))
@@ -23,6 +23,24 @@ assert inside == 0 and gc.isenabled() and gc.get_freeze_count() > 1000
 """
 
 
+LAZY = """
+import gc, sys
+import zeroshard as zs
+
+class Observer:
+    found = []
+
+    def find_spec(self, name, path=None, target=None):
+        self.found.append(gc.isenabled())
+
+sys.meta_path.insert(0, Observer())
+zs.Engine
+assert "torch._dynamo" in sys.modules, "which the first optimizer would import"
+assert len(Observer.found) > 1000 and not any(Observer.found)
+assert gc.isenabled() and gc.get_freeze_count() == 0
+"""
+
+
 class Ring:
     """An object that only a collection frees."""
 
@@ -30,8 +48,9 @@ class Ring:
         self.itself = self
 
 
-def test_imports_run_without_collections() -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+@pytest.mark.parametrize("program", [PROGRAM, LAZY], ids=["kept", "lazy"])
+def test_imports_run_without_collections(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
