@@ -115,3 +115,16 @@ def test_a_mistyped_command(typed: str, meant: str | None, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert left.value.code == 2 and f"There is no command {typed!r}" in said
     assert (f"did you mean {meant}?" in said) == (meant is not None)
+
+
+def test_the_process_that_starts_ranks_loads_no_torch() -> None:
+    program = """
+import sys
+from zeroshard.cli import run
+from zeroshard.cli.main import main
+
+run.run_ranks = lambda ranks, argv: sys.exit("torch" in sys.modules or ranks != 2)
+main(["train", "--ranks", "2", "--zero", "3", "--steps", "3"])
+"""
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE)

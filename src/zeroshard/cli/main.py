@@ -5,7 +5,7 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -89,11 +89,11 @@ def _command(argv: list[str]) -> None:
 
 
 def _train(argv: list[str]) -> None:
-    with _ended_by_interrupt():
-        config, run_rank = _train_options(argv)
-    from zeroshard.cli.run import program, resuming, run_ranks
-
     threads, launched = os.environ.get("OMP_NUM_THREADS"), os.environ.get("WORLD_SIZE")
+    with _ended_by_interrupt():
+        config = _train_options(argv)
+        from zeroshard.cli.run import program, resuming, run_ranks
+
     if config.ranks is not None and launched is None:
         os.environ[AGAIN] = resuming([*program(), "train"], argv, threads)
         run_ranks(config.ranks, argv)
@@ -106,7 +106,7 @@ def _train(argv: list[str]) -> None:
     if again is None and os.environ.get("LOCAL_WORLD_SIZE") == launched:  # torchrun's ranks, all on this machine
         ranks = [] if config.ranks else ["--ranks", str(launched)]
         again = resuming([*program(), "train"], [*argv, *ranks], threads)
-    run_rank(config, again or "the same command on every node and --resume auto")
+    _train_rank(config, again or "the same command on every node and --resume auto")
 
 
 @contextlib.contextmanager
@@ -127,20 +127,25 @@ def _ended_by_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _train_options(argv: list[str]) -> "tuple[TrainConfig, Callable[[TrainConfig, str], None]]":
-    """The options, and the function that trains a rank with them; this loads torch."""
-    from zeroshard.platform.imports import kept_imports
-
-    with kept_imports():
-        from zeroshard.cli.rank import run_rank
-        from zeroshard.train.config import TrainConfig
-        from zeroshard.train.options import parse
+def _train_options(argv: list[str]) -> "TrainConfig":
+    """The options; torch is not loaded for them, because the process that starts the ranks does not use it."""
+    from zeroshard.train.config import TrainConfig
+    from zeroshard.train.options import parse
 
     with open(os.devnull, "w") as null, contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":  # every rank parses the same options; only rank 0 prints
             stack.enter_context(contextlib.redirect_stdout(null))
             stack.enter_context(contextlib.redirect_stderr(null))
-        return parse(TrainConfig, argv, "zeroshard train"), run_rank
+        return parse(TrainConfig, argv, "zeroshard train")
+
+
+def _train_rank(config: "TrainConfig", again: str) -> None:
+    """Train as one rank, and exit; this loads torch."""
+    from zeroshard.platform.imports import kept_imports
+
+    with _ended_by_interrupt(), kept_imports():
+        from zeroshard.cli.rank import run_rank
+    run_rank(config, again)
 
 
 def _doctor(argv: list[str]) -> None:
