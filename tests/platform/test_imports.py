@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from zeroshard.platform.imports import kept_imports
+from zeroshard.platform.imports import kept_imports, uncollected
 
 PROGRAM = """
 import gc
@@ -38,6 +38,7 @@ zs.Engine
 assert "torch._dynamo" in sys.modules, "which the first optimizer would import"
 assert len(Observer.found) > 1000 and not any(Observer.found)
 assert gc.isenabled() and gc.get_freeze_count() == 0
+assert len(gc.get_objects(generation=1)) < 10_000 < len(gc.get_objects(generation=2)), "no collection went through all"
 """
 
 
@@ -66,3 +67,18 @@ def test_later_objects_are_collected_and_the_switch_is_as_before(enabled: bool) 
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_garbage_of_imports_is_collected_later_and_what_a_user_froze_stays_so(frozen: bool) -> None:
+    try:
+        if frozen:
+            gc.freeze()
+        before = gc.get_freeze_count()
+        with uncollected():
+            seen = weakref.ref(Ring())
+        assert gc.isenabled() and gc.get_freeze_count() == before
+        gc.collect()
+        assert seen() is None
+    finally:
+        gc.unfreeze()

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Import inside without collections."""
+    """Import inside without collections; what exists at the end counts as old, as if it had survived some."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if enabled and gc.get_freeze_count() == 0:
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation, where only a full collection looks through it
         if enabled:
             gc.enable()
 
