@@ -16,6 +16,7 @@ from zeroshard.platform.shared_operands import Operands
 from zeroshard.platform.transport import Arrival, Shared
 from zeroshard.traffic import Count, Purpose
 
+
 class Position(NamedTuple):
     """The place of one collective: its group, its number there (from 1), and its name.
 

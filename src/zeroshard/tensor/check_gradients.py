@@ -1,8 +1,8 @@
 """A check of each block's first backward graph: which gradients are parts of sums, and which are whole.
 
 A parameter that is not split gets a part of its gradient on each rank where it works on own features or positions, and
-the whole one elsewhere. This is read off the autograd graph, from the nodes that sum and cut, and compared with what the
-cut of the model assumed; a model that mixes both in one tensor is refused.
+the whole one elsewhere. This is read off the autograd graph, from the nodes that sum and cut, and compared with what
+the cut of the model assumed; a model that mixes both in one tensor is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,8 +59,8 @@ class GradientCheck:
                 works = "own features or positions" if zone is not Zone.WHOLE else "what all ranks have alike"
                 raise ModelError(
                     f"{name!r} works on {works} in {self._name!r}, so that its gradient would be "
-                    f"{'a part' if zone is not Zone.WHOLE else 'summed several times'}. Split the layers around it with "
-                    f"TensorParallel(..., layers={{...}}) so that it stands outside of them, or leave its "
+                    f"{'a part' if zone is not Zone.WHOLE else 'summed several times'}. Split the layers around it "
+                    f"with TensorParallel(..., layers={{...}}) so that it stands outside of them, or leave its "
                     f"module whole with those that it works on."
                 )
         self._hook.remove()

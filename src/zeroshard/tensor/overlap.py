@@ -4,9 +4,9 @@ Megatron-LM (1909.08053, section 3) and its sequence parallelism (2205.05198, se
 share one sum of its gradients. Shapes: x [..., I], weight [O, I] or, where transposed, [I, O].
 
 [Note: order of the backward] Autograd runs, of all nodes that could run, the one that was made last. So an input goes
-through four kinds of nodes, made in this order: `Waiting`, a `_Parameters` for each layer, `_Start`, and the products. In
-the backward, products make the gradients of the input and leave those of the parameters; `_Start` sends the sum of the
-former, each `_Parameters` makes the latter, and `Waiting` takes what has arrived.
+through four kinds of nodes, made in this order: `Waiting`, a `_Parameters` for each layer, `_Start`, and the products.
+In the backward, products make the gradients of the input and leave those of the parameters; `_Start` sends the sum of
+the former, each `_Parameters` makes the latter, and `Waiting` takes what has arrived.
 
 [Note: inputs that are gathered again] Under sequence parallelism the products read the rows of all ranks, and save own
 rows; the first product of the backward starts to gather them again, and `_Parameters` reads them.
@@ -52,13 +52,13 @@ class Input:
         self._sum: Summing | ScatteringSum | None = None
         self._gathering: Gathering | None = None
         self._readers = 0
-        x = Waiting.apply(x, self)
+        x = Waiting.apply(x, self)  # type: ignore[no-untyped-call]
         self.layers: dict[nn.Module, tuple[Viewed, Parameters]] = {
             each.module: (each.view(self), each) for each in layers
         }
         if rows is not None and whole is None:
             whole = ranks.gather(x.detach(), *rows, label)
-        self.value: Tensor | None = _Start.apply(x, self, whole)
+        self.value: Tensor | None = _Start.apply(x, self, whole)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """No further product reads it: let go of the tensors, which the graph keeps as far as it needs them."""
@@ -114,7 +114,7 @@ class Parameters:
         assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
         if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
             return weight, bias, left
-        weight, bias = _Parameters.apply(weight, bias, self, input, left)
+        weight, bias = _Parameters.apply(weight, bias, self, input, left)  # type: ignore[no-untyped-call]
         return weight, bias, left
 
     def gradients(self, left: Left, input: Input, wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
@@ -143,7 +143,7 @@ def column_product(input: Input, module: nn.Module) -> Tensor:
     (weight, bias, left), parameters = input.layers[module]
     assert input.value is not None
     own = input.value if input.own is None else input.own
-    product: Tensor = _Product.apply(input.value, weight, bias, own.detach(), parameters.transposed, input, left)
+    product: Tensor = _Product.apply(input.value, weight, bias, own.detach(), parameters.transposed, input, left)  # type: ignore[no-untyped-call]
     return product
 
 

@@ -18,7 +18,6 @@ from zeroshard.engine.policies import data_ranks_of
 from zeroshard.errors import ConfigError
 from zeroshard.parts.settings import flat
 from zeroshard.plan import SEARCHED, Plan
-from zeroshard.planner.choices import schedule_of
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.search.auto import best_plans, on_rank_zero, refuse_chosen, why

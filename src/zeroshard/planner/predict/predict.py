@@ -6,7 +6,7 @@ from dataclasses import replace
 from zeroshard.doctor.hardware import Machines
 from zeroshard.engine.policies import data_ranks_of
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import choices_of, schedule_of
+from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.alone import on_machines
 from zeroshard.planner.predict.needs import Needs
 from zeroshard.planner.predict.rehearse import TrainingTask
