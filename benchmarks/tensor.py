@@ -9,6 +9,8 @@ time of all threads of a process, the mean over ranks of the median over steps; 
 - `ours`, `ours-sequence`: the package's layers, without and with sequence parallelism, as a plan makes them on one
   machine: through memory that the ranks share. With `-network` over gloo, as DTensor.
 - `dtensor`, `dtensor-sequence`: ColwiseParallel and RowwiseParallel; with SequenceParallel norms and layouts.
+- `megatron`, where it is installed (`pip install --no-deps megatron-core`): its ColumnParallelLinear, one for query, key
+  and value and one for gate and up, and RowParallelLinear. Its sequence parallelism needs a GPU.
 - `alone`: our layers with the collectives left out, so that sums are wrong: the floor of the products.
 - `single`: the whole model on each rank.
 
@@ -23,6 +25,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,7 @@ SHAPES = {  # vocabulary, width, KV heads, heads, rows, positions
     "256": (2048, 256, 4, 8, 4, 128),
 }
 KINDS = (
-    *("single", "alone", "ours", "ours-network", "dtensor"),
+    *("single", "alone", "ours", "ours-network", "dtensor", "megatron"),
     *("ours-sequence", "ours-sequence-network", "dtensor-sequence"),
 )
 BARS = {"64": 0.40, "128": 1.0, "256": 0.75}
@@ -58,6 +62,7 @@ def make_model(shape: Sequence[int]) -> Any:
             self.k_proj = nn.Linear(width, kv_heads * size, bias=False)
             self.v_proj = nn.Linear(width, kv_heads * size, bias=False)
             self.o_proj = nn.Linear(width, width, bias=False)
+            self.size, self.num_heads, self.num_key_value_heads = size, heads, kv_heads
 
         def forward(self, x: Any) -> Any:
             rows, positions = x.shape[:2]
@@ -156,6 +161,58 @@ def with_dtensor(model: Any, ranks: int, sequence: bool) -> None:
         parallelize_module(model.layers[-1], mesh, {"": join})
 
 
+def with_megatron(model: Any, ranks: int, rank: int) -> None:
+    """Split by Megatron-LM's layers, with the values of the model's own."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from torch import nn
+    from torch.nn import functional as F
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    config = ModelParallelConfig(tensor_model_parallel_size=ranks, use_cpu_initialization=True)
+    options = {"config": config, "init_method": nn.init.zeros_, "bias": False, "skip_bias_add": False}
+
+    def columns(*layers: Any) -> Any:
+        values = torch.cat([layer.weight.data.chunk(ranks)[rank] for layer in layers])
+        new = ColumnParallelLinear(layers[0].in_features, ranks * len(values), gather_output=False, **options)
+        new.weight.data.copy_(values)
+        return new
+
+    def row(layer: Any) -> Any:
+        new = RowParallelLinear(layer.in_features, layer.out_features, input_is_parallel=True, **options)
+        new.weight.data.copy_(layer.weight.data.chunk(ranks, 1)[rank])
+        return new
+
+    class Attention(nn.Module):
+        def __init__(self, old: Any) -> None:
+            super().__init__()
+            self.qkv, self.output = columns(old.q_proj, old.k_proj, old.v_proj), row(old.o_proj)
+            self.sizes = [layer.out_features // ranks for layer in (old.q_proj, old.k_proj, old.v_proj)]
+
+        def forward(self, x: Any, size: int) -> Any:
+            shape = (*x.shape[:2], -1, size)
+            q, k, v = (each.view(shape).transpose(1, 2) for each in self.qkv(x)[0].split(self.sizes, -1))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return self.output(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))[0]
+
+    class MLP(nn.Module):
+        def __init__(self, old: Any) -> None:
+            super().__init__()
+            self.up, self.down = columns(old.gate_proj, old.up_proj), row(old.down_proj)
+
+        def forward(self, x: Any) -> Any:
+            gate, up = self.up(x)[0].chunk(2, -1)
+            return self.down(F.silu(gate) * up)[0]
+
+    for block in model.layers:
+        size = block.attention.size
+        attention = Attention(block.attention)
+        block.attention, block.mlp = attention, MLP(block.mlp)
+        attention.forward = partial(attention.forward, size=size)
+
+
 def without_messages(ranks: Any) -> None:
     """Leave the collectives of `TensorRanks` out, for the floor."""
     ranks.start_sum = lambda self, x, label, purpose=None: Nothing(x)
@@ -193,6 +250,8 @@ def take_turns(ranks: int, shape: Sequence[int], rounds: int, kinds: Sequence[st
             sums[kind] = with_ours(models[kind], mesh, "sequence" in kind, not kind.endswith("network"))
         elif kind.startswith("dtensor"):
             with_dtensor(models[kind], ranks, kind.endswith("sequence"))
+        elif kind == "megatron":
+            with_megatron(models[kind], ranks, mesh.rank)
         groups: dict[bool, list[Any]] = {}  # torch's foreach takes either plain tensors or DTensors
         for parameter in models[kind].parameters():
             groups.setdefault(type(parameter.data) is torch.Tensor, []).append(parameter)
@@ -214,7 +273,7 @@ def take_turns(ranks: int, shape: Sequence[int], rounds: int, kinds: Sequence[st
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     losses: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(rounds + 1):
-        for kind in kinds if turn % 2 else reversed(kinds):
+        for kind in kinds if turn % 2 else kinds[::-1]:
             for name, method in kept.items():
                 setattr(TensorRanks, name, method)
             if kind == "alone":
@@ -235,7 +294,7 @@ def measure(ranks: int, rounds: int, shapes: Sequence[str]) -> dict[str, Any]:
         answers = launch(__file__, ["--worker", name, "--rounds", str(rounds), "--ranks", str(ranks)], ranks)
         reference = answers[0]["losses"]["single"]
         row: dict[str, Any] = {}
-        for kind in KINDS:
+        for kind in answers[0]["seconds"]:
             each = [answer["seconds"][kind] for answer in answers]
             cpu = statistics.mean(statistics.median(s[0] for s in rank) for rank in each)
             wall = max(statistics.median(s[1] for s in rank) for rank in each)
@@ -271,7 +330,8 @@ def main() -> int:
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="keep figures there, and a table beside")
     options = parser.parse_args()
     if options.worker:
-        answer(take_turns(options.ranks, SHAPES[options.worker], options.rounds, KINDS))
+        kinds = [kind for kind in KINDS if kind != "megatron" or find_spec("megatron")]
+        answer(take_turns(options.ranks, SHAPES[options.worker], options.rounds, kinds))
         return 0
     kept = {**circumstances(), "ranks": options.ranks, "rows": measure(options.ranks, options.rounds, options.shapes)}
     if options.json is not None:
