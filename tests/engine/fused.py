@@ -5,7 +5,8 @@ every rank (as keys and values of few heads are); its features are uneven over t
 partial gradients.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Fused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features, self.group = FEATURES, None
+        self.features, self.group, self.act = FEATURES, None, nn.Tanh()
         self.scale = nn.Parameter(torch.empty(WIDTH))
         self.weight = nn.Parameter(torch.empty(WIDTH, 2 * FEATURES + COMMON))
         self.bias = nn.Parameter(torch.empty(2 * FEATURES + COMMON))
@@ -82,7 +83,7 @@ class Fused(nn.Module):
             weight = torch.cat([weight[:, :cut], _Copy.apply(weight[:, cut:], self.group)], 1)
             bias = torch.cat([bias[:cut], _Copy.apply(bias[cut:], self.group)])
         gate, up, common = (x * self.scale @ weight + bias).split([self.features, self.features, COMMON], -1)
-        y = ((torch.tanh(gate) * up + common.sum(-1, keepdim=True)) * self.gain) @ self.out
+        y = ((self.act(gate) * up + common.sum(-1, keepdim=True)) * self.gain) @ self.out
         return y if self.group is None else _Sum.apply(y, self.group)
 
 
@@ -118,6 +119,9 @@ class Columns:
         groups = [list(range(first, first + self.size)) for first in range(0, ranks, self.size)]
         return {AXIS: NewAxis(groups, data=False)}
 
+    def replicated_over(self, layer: str) -> str | None:
+        return AXIS
+
     def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Cuts:
         axis, cuts = axes[AXIS], {}
         low, high = shares(FEATURES, axis.size, axis.rank)
@@ -137,19 +141,24 @@ class Columns:
         return cuts
 
 
-def engine_of(
-    mesh: zs.Mesh, plan: Mapping[str, Any], size: int | None, seed: int = 0, meta: bool = False, rate: float = 0.02
-) -> zs.Engine:
-    """An engine, cut over so many ranks; `None` for none."""
+@contextmanager
+def cut_over(size: int | None) -> Iterator[None]:
+    """Engines made inside are cut over so many ranks; `None` for none."""
     before = policies.TECHNIQUES[:]
     policies.TECHNIQUES[:] = [] if size is None else [lambda _: Columns(size)]
     try:
-        torch.manual_seed(seed)
-        with torch.device("meta" if meta else "cpu"):
-            model = Model()
-        return zs.Engine(model, lambda p: torch.optim.AdamW(p, lr=rate), zs.Plan.from_dict(plan), mesh=mesh)
+        yield
     finally:
         policies.TECHNIQUES[:] = before
+
+
+def engine_of(mesh: zs.Mesh, plan: Mapping[str, Any], size: int | None, seed: int = 0, meta: bool = False) -> zs.Engine:
+    """An engine, cut over so many ranks; `None` for none."""
+    torch.manual_seed(seed)
+    with cut_over(size):
+        with torch.device("meta" if meta else "cpu"):
+            model = Model()
+        return zs.Engine(model, lambda p: torch.optim.AdamW(p, lr=0.02), zs.Plan.from_dict(plan), mesh=mesh)
 
 
 def rows(step: int, data_rank: int) -> Tensor:

@@ -7,10 +7,11 @@ their formulas; its checkpoints hold whole tensors, which any other cut reads.
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from engine.fused import COMMON, FEATURES, WIDTH, engine_of, plain, rows, run
+from engine.fused import COMMON, FEATURES, WIDTH, Model, cut_over, engine_of, plain, rows, run
 from pool import Pool
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,6 +20,10 @@ import zeroshard as zs
 from zeroshard.checkpoint.compare import compare
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.cli.export import run_export
+from zeroshard.parts.place import DENSE, Partial, PlaceKind
+from zeroshard.verification.job import VerificationJob
+from zeroshard.verification.observe import RankRecord, observe
+from zeroshard.verification.run import compared
 
 STEPS = 4
 Plan = Mapping[str, Any]
@@ -256,3 +261,43 @@ def test_copies_of_what_is_partial_are_compared_over_all_ranks(pool: Pool) -> No
         assert "blocks.1.scale on rank 1, where ranks 0, 2, 3 agree" in text
     for text in pool.run(diverged, 4, "blocks.0.out", 3):
         assert "blocks.0.out, rank 1 against rank 3" in text
+
+
+def observed(mesh: zs.Mesh, job: VerificationJob) -> RankRecord:
+    with cut_over(2):
+        return observe(mesh, job)
+
+
+def unsummed(mesh: zs.Mesh, job: VerificationJob) -> RankRecord:
+    """Partial gradients are not added up over the ranks that have parts of them."""
+
+    def place_of(cut: Any) -> PlaceKind:
+        return DENSE if isinstance(cut, Partial) else found(cut)
+
+    found = PlaceKind.of
+    with cut_over(2), mock.patch.object(PlaceKind, "of", place_of):
+        return observe(mesh, job)
+
+
+def of_step(step: int) -> Tensor:
+    return rows(step, 0).repeat(2, 1)
+
+
+@pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 2, "microbatches": 2}, {"zero": 3, "clip_norm": 0.1}], ids=str)
+def test_a_verification_finds_nothing_in_pieces(pool: Pool, plan: Plan) -> None:
+    with cut_over(2):
+        job = VerificationJob(Model, zs.Plan.from_dict(plan), of_step, torch.optim.AdamW, loss_of, ranks=4)
+        found = compared(job, pool.run(observed, 4, job))
+        assert found.ok, str(found)
+        assert any(line.what == "gradients" and line.count >= 3 * 4 * 8 for line in found.table)
+
+
+def test_a_verification_finds_gradients_that_are_not_added_up(pool: Pool) -> None:
+    with cut_over(2):
+        job = VerificationJob(Model, zs.Plan(zero=1), of_step, torch.optim.AdamW, loss_of, ranks=4)
+        first = compared(job, pool.run(unsummed, 4, job)).first
+    assert first is not None and (first.what, first.tensor) == ("gradient", "blocks.1.scale"), first
+
+
+def loss_of(output: Tensor, batch: Tensor) -> Tensor:
+    return output

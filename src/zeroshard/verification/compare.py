@@ -120,13 +120,17 @@ def relative(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
 
 
 def compare_forward(table: ErrorTable, side: Side, wanted: PlainStep, step: int) -> list[tuple[int, Place, float]]:
-    """(part, call, error) of the calls whose outputs differ, in the order in which calls end in the plain loop."""
-    found, seen = [], side.calls(step)
+    """(part, call, error) of the calls whose outputs differ, in the order in which calls end in the plain loop.
+
+    Where ranks compute parts of what a module returns, outputs of other sizes are such parts.
+    """
+    found, seen, whole = [], side.calls(step), side.job.together == 1
     for part, calls in wanted.calls.items():
         for place, call in calls.items():
             if place in seen.get(part, {}):
                 pairs = zip(seen[part][place][1].outputs, call.outputs, strict=False)
-                error = max((distance(mine, theirs) for mine, theirs in pairs), default=0.0)
+                alike = [(mine, theirs) for mine, theirs in pairs if whole or mine[0] == theirs[0]]
+                error = max((distance(mine, theirs) for mine, theirs in alike), default=0.0)
                 if not table.enter("module outputs", place[0] or "the model", error):
                     found.append((part, place, error))
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.engine.policies import data_ranks_of
+from zeroshard.engine.policies import cut_of, data_ranks_of, techniques_of
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.plan import Plan
 
@@ -47,6 +47,11 @@ class VerificationJob:
     def data_ranks(self) -> int:
         """Batches that make up a step: one of each group of ranks that work on the same data."""
         return data_ranks_of(self.plan, self.ranks)
+
+    @property
+    def together(self) -> int:
+        """Ranks that work on the same data, each of which may compute a part of what a module returns."""
+        return cut_of(self.plan, techniques_of(self.plan), self.ranks).together
 
     @property
     def parts(self) -> int:
