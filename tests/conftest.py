@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Where several processes share the tests, the longest files come first."""
     if hasattr(config, "workerinput"):
         items.sort(key=place_of(Path(__file__).parent))
+
+
+def pytest_collection_finish() -> None:
+    """Leave torch and the tests themselves out of garbage collections."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

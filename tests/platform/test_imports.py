@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -42,6 +43,14 @@ assert len(gc.get_objects(generation=1)) < 10_000 < len(gc.get_objects(generatio
 """
 
 
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Begin with nothing frozen, and end as the session is: with all frozen."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 class Ring:
     """An object that only a collection frees."""
 
@@ -65,20 +74,16 @@ def test_later_objects_are_collected_and_the_switch_is_as_before(enabled: bool) 
         gc.collect()
         assert seen() is None
     finally:
-        gc.unfreeze()
         gc.enable()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_garbage_of_imports_is_collected_later_and_what_a_user_froze_stays_so(frozen: bool) -> None:
-    try:
-        if frozen:
-            gc.freeze()
-        before = gc.get_freeze_count()
-        with uncollected():
-            seen = weakref.ref(Ring())
-        assert gc.isenabled() and gc.get_freeze_count() == before
-        gc.collect()
-        assert seen() is None
-    finally:
-        gc.unfreeze()
+    if frozen:
+        gc.freeze()
+    before = gc.get_freeze_count()
+    with uncollected():
+        seen = weakref.ref(Ring())
+    assert gc.isenabled() and (before > 0) is frozen and gc.get_freeze_count() == before
+    gc.collect()
+    assert seen() is None
