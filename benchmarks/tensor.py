@@ -9,8 +9,8 @@ time of all threads of a process, the mean over ranks of the median over steps; 
 - `ours`, `ours-sequence`: the package's layers, without and with sequence parallelism, as a plan makes them on one
   machine: through memory that the ranks share. With `-network` over gloo, as DTensor.
 - `dtensor`, `dtensor-sequence`: ColwiseParallel and RowwiseParallel; with SequenceParallel norms and layouts.
-- `megatron`, where it is installed (`pip install --no-deps megatron-core`): its ColumnParallelLinear, one for query, key
-  and value and one for gate and up, and RowParallelLinear. Its sequence parallelism needs a GPU.
+- `megatron`, where it is installed (`pip install --no-deps megatron-core`): its ColumnParallelLinear, one for query,
+  key and value and one for gate and up, and RowParallelLinear. Its sequence parallelism needs a GPU.
 - `alone`: our layers with the collectives left out, so that sums are wrong: the floor of the products.
 - `single`: the whole model on each rank.
 
