@@ -397,7 +397,7 @@ def test_the_engine_is_small_and_seldom_asks_for_a_technique() -> None:
 
 OUTSIDE_CONDITIONS = 147  # 60 % of the 246 that there were before the engine was made of parts
 ROOMS_OF_TECHNIQUES = {  # where a technique may ask for itself; lists of actions are the pipeline's own
-    *("zero", "precision", "pipeline", "offload", "activations", "parameter_server", "schedule"),
+    *("zero", "precision", "pipeline", "offload", "activations", "parameter_server", "schedule", "tensor"),
 }
 
 

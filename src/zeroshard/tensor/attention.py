@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.tensor.found import Segment
-from zeroshard.tensor.layout import CannotSplit, Layout, every, last_part
+from zeroshard.tensor.layout import CannotSplit, SplitLayout, every, last_part
 from zeroshard.tensor.linear import LinearFeatures, class_path, linear_features
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_query_heads", "n_q_heads")
@@ -107,7 +107,7 @@ def number_of(module: Any, names: Sequence[str]) -> int | None:
 
 def attention_layouts(
     modules: Mapping[str, nn.Module], columns: Sequence[str], row: str, ranks: int
-) -> Iterator[Layout]:
+) -> Iterator[SplitLayout]:
     """The ways in which the heads of an attention module may lie in its layers; of known classes there is one.
 
     Args:
@@ -141,7 +141,9 @@ def attention_layouts(
             sizes = _sizes_inside(modules, name, counts, ranks, widths)
             if widths and sizes == _sizes_inside(modules, name, counts, ranks, False):
                 continue
-            yield Layout(segments, heads, partial, unknown, sizes, reasons, counts.size, not fused or known is not None)
+            yield SplitLayout(
+                segments, heads, partial, unknown, sizes, reasons, counts.size, not fused or known is not None
+            )
 
 
 def check_heads(name: str, kind: str, counts: HeadCounts, ranks: int) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from zeroshard.errors import ModelError
 from zeroshard.parts.place import Partial, Split
 from zeroshard.tensor.collectives import CopyIn, CutRows, Gathered, JoinRows, Summed, SumOut
-from zeroshard.tensor.overlap import Waiting
+from zeroshard.tensor.overlap import AwaitedInput
 from zeroshard.tensor.zones import Zone, Zones
 from zeroshard.units.hooks import Hook
 from zeroshard.units.tensors import tensors_in
@@ -25,7 +25,7 @@ BEFORE: dict[Any, Callable[[Any], Zone]] = {
     Summed: lambda node: Zone.COLUMNS,
     CopyIn: lambda node: Zone.WHOLE,
     Gathered: lambda node: Zone.SEQUENCE,
-    Waiting: lambda node: Zone.WHOLE if node.input.rows is None else Zone.SEQUENCE,
+    AwaitedInput: lambda node: Zone.WHOLE if node.input.rows is None else Zone.SEQUENCE,
     JoinRows: lambda node: Zone.SEQUENCE,
     CutRows: lambda node: Zone.WHOLE,
 }

@@ -6,7 +6,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.tensor.found import Segment
-from zeroshard.tensor.layout import CannotSplit, Layout, every
+from zeroshard.tensor.layout import CannotSplit, SplitLayout, every
 from zeroshard.tensor.linear import class_path, linear_features
 
 UP = (
@@ -23,7 +23,7 @@ IN_PARTS = frozenset({"transformers.models.phi3.modeling_phi3.Phi3MLP"})  # one 
 
 def feed_forward_layouts(
     modules: Mapping[str, nn.Module], columns: Sequence[str], row: str, ranks: int
-) -> Iterator[Layout]:
+) -> Iterator[SplitLayout]:
     """The ways in which the inner features may lie in the layers.
 
     Raises:
@@ -59,4 +59,4 @@ def feed_forward_layouts(
             segments[path] = (Segment(inner, ranks),) * parts if apart else (Segment(made[path], ranks),)
             order = "one after the other" if apart else "next to each other"
             reasons[path] = f"{inner // ranks} of {inner} inner features, {parts} times, {order}"
-        yield Layout(segments, unknown=unknown, reasons=dict(reasons), certain=known)
+        yield SplitLayout(segments, unknown=unknown, reasons=dict(reasons), certain=known)

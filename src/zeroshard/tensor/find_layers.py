@@ -20,10 +20,10 @@ from zeroshard.tensor.find_vocabulary import find_vocabulary, known_vocabulary
 from zeroshard.tensor.found import AttentionSizes, FoundLayer, FoundLayers, Style
 from zeroshard.tensor.groups import Group, Source, is_attention, own_groups, planned_groups
 from zeroshard.tensor.layer_plans import PlannedLayer, model_layers, user_layers
-from zeroshard.tensor.layout import CannotSplit, Layout
+from zeroshard.tensor.layout import CannotSplit, SplitLayout
 from zeroshard.tensor.linear import class_path, linear_features, why_no_linear
 from zeroshard.tensor.policy import TensorParallel
-from zeroshard.tensor.trial import Trial, Verdict
+from zeroshard.tensor.trial import Trial, TrialVerdict
 
 MODELS = "transformers.models."
 KNOWN = {  # classes whose forwards have been read, which are split even where they cannot be tried
@@ -66,7 +66,7 @@ class _Search:
         self._layers: dict[str, FoundLayer] = {}
         self._reasons: dict[str, str] = {}
         self._attentions: list[AttentionSizes] = []
-        self._verdicts: dict[Any, Verdict] = {}
+        self._verdicts: dict[Any, TrialVerdict] = {}
         self._holders: dict[nn.Parameter, str] = {}  # of parameters that are split
 
     def found(self) -> FoundLayers:
@@ -163,16 +163,16 @@ class _Search:
         for path in (*group.columns, group.row):
             self._reasons[path] = f"{kind} of {type(holder).__name__}: {reason}"
 
-    def _trusts(self, group: Group, layout: Layout) -> bool:
+    def _trusts(self, group: Group, layout: SplitLayout) -> bool:
         """Whether a group may be split that cannot be tried."""
         if class_path(self._modules[group.holder]) in KNOWN:
             return True
         planned = group.source is Source.USER or (group.source is Source.MODEL and not group.gathered)
         return planned and layout.certain and not layout.unknown
 
-    def _try(self, group: Group, layout: Layout) -> Verdict:
+    def _try(self, group: Group, layout: SplitLayout) -> TrialVerdict:
         if group.certain:
-            return Verdict(True, True)
+            return TrialVerdict(True, True)
         around = group.around
         module = self._modules[around]
 
@@ -194,7 +194,7 @@ class _Search:
         verdict = self._verdicts[key]
         return replace(verdict, partial=tuple(f"{around}.{path}".strip(".") for path in verdict.partial))
 
-    def _accept(self, group: Group, layout: Layout, partial: tuple[str, ...], note: str) -> None:
+    def _accept(self, group: Group, layout: SplitLayout, partial: tuple[str, ...], note: str) -> None:
         for path in (*group.columns, group.row):
             style, columns = (Style.ROW, group.columns) if path == group.row else (Style.COLUMN, ())
             reason = f"{layout.reasons[path]}; {group.said[path]}{note}"

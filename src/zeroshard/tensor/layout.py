@@ -12,7 +12,7 @@ class CannotSplit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SplitLayout:
     """One way to split some layers that belong together.
 
     Attributes:

@@ -4,9 +4,9 @@ Megatron-LM (1909.08053, section 3) and its sequence parallelism (2205.05198, se
 share one sum of its gradients. Shapes: x [..., I], weight [O, I] or, where transposed, [I, O].
 
 [Note: order of the backward] Autograd runs, of all nodes that could run, the one that was made last. So an input goes
-through four kinds of nodes, made in this order: `Waiting`, a `_Parameters` for each layer, `_Start`, and the products.
+through four kinds of nodes, made in this order: `AwaitedInput`, a `_Parameters` for each layer, `_Start`, and the products.
 In the backward, products make the gradients of the input and leave those of the parameters; `_Start` sends the sum of
-the former, each `_Parameters` makes the latter, and `Waiting` takes what has arrived.
+the former, each `_Parameters` makes the latter, and `AwaitedInput` takes what has arrived.
 
 [Note: inputs that are gathered again] Under sequence parallelism the products read the rows of all ranks, and save own
 rows; the first product of the backward starts to gather them again, and `_Parameters` reads them.
@@ -52,7 +52,7 @@ class Input:
         self._sum: Summing | ScatteringSum | None = None
         self._gathering: Gathering | None = None
         self._readers = 0
-        x = Waiting.apply(x, self)  # type: ignore[no-untyped-call]
+        x = AwaitedInput.apply(x, self)  # type: ignore[no-untyped-call]
         self.layers: dict[nn.Module, tuple[Viewed, Parameters]] = {
             each.module: (each.view(self), each) for each in layers
         }
@@ -147,7 +147,7 @@ def column_product(input: Input, module: nn.Module) -> Tensor:
     return product
 
 
-class Waiting(torch.autograd.Function):
+class AwaitedInput(torch.autograd.Function):
     """The input before all else; in the backward, what its sum brings."""
 
     @staticmethod

@@ -38,7 +38,7 @@ LIKE_INPUT = ("input_tensor", "residual")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialVerdict:
     """What a trial shows.
 
     Attributes:
@@ -76,19 +76,19 @@ class Trial:
     sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     head_size: int = 0
 
-    def run(self, ranks: int) -> Verdict:
+    def run(self, ranks: int) -> TrialVerdict:
         """Try the first, the second and the last rank of so many."""
         width = next(found.inputs for path in self.columns if (found := linear_features(self._at(path))) is not None)
         others = [module for module in self.module.modules() if linear_features(module) is None]
         if sum(p.numel() for module in others for p in module.parameters(recurse=False)) > MOST:
-            return Verdict(False, False, f"{type(self.module).__name__} is too large to be tried")
+            return TrialVerdict(False, False, f"{type(self.module).__name__} is too large to be tried")
         with apart():
-            weights = Weights()
+            weights = TrialWeights()
             x = weights.drawn("x", (BATCH, POSITIONS, width))
             try:
                 whole, total, partial = self._compute(weights, x, {}, {})
             except Exception as error:
-                return Verdict(False, False, f"its forward cannot be tried ({in_short(error)})")
+                return TrialVerdict(False, False, f"its forward cannot be tried ({in_short(error)})")
             for rank in sorted({0, 1, ranks - 1}):
                 split = {**self.columns, **self.heads}
                 pieces = {path: list(pieces_of(segments, ranks, rank)) for path, segments in split.items()}
@@ -97,18 +97,24 @@ class Trial:
                 try:
                     read, output, _ = self._compute(weights, x, pieces, self.sizes)
                 except Exception as error:
-                    return Verdict(True, False, f"its forward fails on the features of one rank ({in_short(error)})")
+                    return TrialVerdict(
+                        True, False, f"its forward fails on the features of one rank ({in_short(error)})"
+                    )
                 if not alike(read, expected, TOLERANCE):
-                    return Verdict(True, False, "its forward makes something else of the features of one rank")
+                    return TrialVerdict(True, False, "its forward makes something else of the features of one rank")
                 if not alike(output, total, TOLERANCE):
-                    return Verdict(True, False, "its output needs the features of all ranks")
-        return Verdict(True, True, partial=partial)
+                    return TrialVerdict(True, False, "its output needs the features of all ranks")
+        return TrialVerdict(True, True, partial=partial)
 
     def _at(self, path: str) -> nn.Module:
         return self.module.get_submodule(path)
 
     def _compute(
-        self, weights: "Weights", x: Tensor, pieces: Mapping[str, list[Piece]], sizes: Mapping[str, Mapping[str, Any]]
+        self,
+        weights: "TrialWeights",
+        x: Tensor,
+        pieces: Mapping[str, list[Piece]],
+        sizes: Mapping[str, Mapping[str, Any]],
     ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
         """What the row-parallel layer reads, the output, and the modules with parameters before the former."""
         replaced: dict[str, nn.Module] = {}
@@ -149,7 +155,7 @@ def _before(read: Tensor, copy: nn.Module, split: set[str]) -> Iterator[str]:
             yield path
 
 
-class Weights:
+class TrialWeights:
     """Random numbers from a generator of their own; those of one key are the same for every copy."""
 
     def __init__(self) -> None:
@@ -167,7 +173,7 @@ class _Column(nn.Module):
     """Stands for a column-parallel layer, with all of its output features or those of one rank."""
 
     def __init__(
-        self, weights: Weights, path: str, outputs: int, module: nn.Module, pieces: list[Piece] | None
+        self, weights: TrialWeights, path: str, outputs: int, module: nn.Module, pieces: list[Piece] | None
     ) -> None:
         super().__init__()
         weight, bias = weights.drawn((path, "weight"), (outputs, READ)), weights.drawn((path, "bias"), (outputs,))
@@ -201,7 +207,7 @@ class _ByPosition(nn.Module):
 class _Row(nn.Module):
     """Stands for the row-parallel layer: keeps what it reads, and gives the same sum every time."""
 
-    def __init__(self, weights: Weights, outputs: int) -> None:
+    def __init__(self, weights: TrialWeights, outputs: int) -> None:
         super().__init__()
         self.out_features, self._weights = outputs, weights
         self.weight, self.bias = nn.Parameter(torch.zeros(1, device="cpu"), requires_grad=False), None
@@ -262,7 +268,7 @@ def copy_of(
     return made
 
 
-def call(module: nn.Module, x: Tensor, head_size: int, weights: Weights) -> Any:
+def call(module: nn.Module, x: Tensor, head_size: int, weights: TrialWeights) -> Any:
     """Call a module with an activation, and with what else its forward needs, by the names of arguments."""
     given: dict[str, Any] = {}
     for parameter in list(inspect.signature(type(module).forward).parameters.values())[2:]:
