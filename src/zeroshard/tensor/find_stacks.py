@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.tensor.found import AttentionSizes, FoundLayer, Style
 from zeroshard.tensor.linear import linear_features
-from zeroshard.tensor.trial import Weights, alike, apart, by_position, call, copy_of, first_tensor, in_short
+from zeroshard.tensor.trial import TrialWeights, alike, apart, by_position, call, copy_of, first_tensor, in_short
 
 KNOWN = ("transformers.models.", "zeroshard.train.gpt")  # whose blocks mix positions in attention alone
 MIXING_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm")
@@ -87,7 +87,7 @@ def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found)
     columns = [linear_features(block.get_submodule(path.removeprefix(f"{name}."))) for path in found[rows[0]].columns]
     width = next(features.inputs for features in columns if features is not None)
     with apart():
-        weights, problem = Weights(), ""
+        weights, problem = TrialWeights(), ""
         x = weights.drawn("x", (1, POSITIONS, width))
         for more in range(MOST_VALUES):
             copy = _copy(block, attentions, weights, more)
@@ -105,7 +105,7 @@ def _tried(block: nn.Module, name: str, attentions: Sequence[str], found: Found)
     return problem
 
 
-def _copy(block: nn.Module, attentions: Sequence[str], weights: Weights, more: int) -> nn.Module:
+def _copy(block: nn.Module, attentions: Sequence[str], weights: TrialWeights, more: int) -> nn.Module:
     """A copy of a block whose attention returns `more` values behind the activation."""
     stands: dict[str, nn.Module] = {}
     for path, module in block.named_modules():
@@ -122,5 +122,5 @@ def _copy(block: nn.Module, attentions: Sequence[str], weights: Weights, more: i
     return copy
 
 
-def _run(copy: nn.Module, weights: Weights, x: Tensor) -> Tensor:
+def _run(copy: nn.Module, weights: TrialWeights, x: Tensor) -> Tensor:
     return first_tensor(call(copy, x, 0, weights))

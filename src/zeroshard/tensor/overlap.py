@@ -4,7 +4,7 @@ Megatron-LM (1909.08053, section 3) and its sequence parallelism (2205.05198, se
 share one sum of its gradients. Shapes: x [..., I], weight [O, I] or, where transposed, [I, O].
 
 [Note: order of the backward] Autograd runs, of all nodes that could run, the one that was made last. So an input goes
-through four kinds of nodes, made in this order: `AwaitedInput`, a `_Parameters` for each layer, `_Start`, and the products.
+through four kinds of nodes, made in this order: `AwaitedInput`, a `_Parameters` for each layer, `_Start`, and products.
 In the backward, products make the gradients of the input and leave those of the parameters; `_Start` sends the sum of
 the former, each `_Parameters` makes the latter, and `AwaitedInput` takes what has arrived.
 
