@@ -3,8 +3,8 @@
 A collective ends at once. Every other rank is assumed to send and to hold the same as this one; tensors without values
 are not moved at all. The counts of comm and its buffers are those of a real run.
 
-[Note: predicted time] A virtual clock advances by the time that each operation would take. A collective occupies the
-wire from its start, and a wait for it takes only the time that is left; so the overlap is that of the engine.
+[Note: predicted time] A virtual clock advances by the time that each operation would take. A collective occupies its
+link from its start, and a wait for it takes only the time that is left; so the overlap is that of the engine.
 """
 
 import time
@@ -27,6 +27,7 @@ from zeroshard.platform.shared_memory import SharedMemory, Signal
 from zeroshard.platform.transport import Arrival, Group, Network, Scratch, Sizes
 
 WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes and its ranks
+LinkOf = Callable[[Sequence[int]], str]  # the name of the link between some ranks
 Make = Callable[[int, torch.dtype], torch.Tensor]  # zeroed elements
 
 
@@ -38,7 +39,7 @@ class Clock:
         now: seconds since the start.
         spent: seconds by cause; they add up to `now`.
         cause: of the present operations.
-        wire_free: time from which the wire is free.
+        link_free: time from which each link is free.
         stands: whether the clock is stopped, for operations that would run beside the main thread.
         waits: for transfers, as (end, seconds).
     """
@@ -46,7 +47,7 @@ class Clock:
     now: float = 0.0
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     cause: str = "compute"
-    wire_free: float = 0.0
+    link_free: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     stands: bool = False
     waits: list[tuple[float, float]] = field(default_factory=list)
 
@@ -66,10 +67,10 @@ class Clock:
         finally:
             self.stands = before
 
-    def occupy_wire(self, seconds: float) -> float:
-        """Put a transfer on the wire; returns the time of its arrival."""
-        self.wire_free = max(self.now, self.wire_free) + seconds
-        return self.wire_free
+    def occupy(self, link: str, seconds: float) -> float:
+        """Put a transfer on a link; returns the time of its arrival."""
+        self.link_free[link] = max(self.now, self.link_free[link]) + seconds
+        return self.link_free[link]
 
     def wait_until(self, end: float) -> None:
         """Wait for a transfer that arrives at `end`."""
@@ -90,6 +91,7 @@ class Rehearsal(Platform):
         measured: whether compute time is measured CPU time; the clock then only adds the time of collectives.
         clock: of the rehearsal.
         wire_seconds: gives the time of a collective; 0 by default.
+        link_of: gives the link that a collective takes; one for all by default.
         made: called with each buffer in common memory, and the number of ranks.
         compute: called with the bytes and the number of skipped operations.
         task_seconds: gives the time of a copy between tiers, or of a host job; 0 by default.
@@ -102,6 +104,7 @@ class Rehearsal(Platform):
     measured: bool = False
     clock: Clock = field(default_factory=Clock)
     wire_seconds: WireSeconds = lambda operation, nbytes, members: 0.0
+    link_of: LinkOf = lambda members: ""
     made: Callable[[torch.Tensor, int], None] = lambda buffer, ranks: None
     compute: Callable[[int, int], None] = lambda nbytes, operations: None
     task_seconds: Callable[[Task], float] = lambda task: 0.0
@@ -152,12 +155,12 @@ class Rehearsal(Platform):
         return Modelled(self.clock, self.task_seconds)
 
     def begin(self, operation: str, nbytes: int) -> dist.Work:
-        """Put a collective onto the wire; where time is measured it takes CPU time, and no overlap hides it."""
+        """Put a collective onto its link; where time is measured it takes CPU time, and no overlap hides it."""
         seconds = self.wire_seconds(operation, nbytes, self.members)
         if self.measured:
             self.clock.spent["wire"] += seconds
             return Imagined(self.clock)
-        return Imagined(self.clock, self.clock.occupy_wire(seconds) if seconds else 0.0)
+        return Imagined(self.clock, self.clock.occupy(self.link_of(self.members), seconds) if seconds else 0.0)
 
     def fill(self, into: torch.Tensor, values: torch.Tensor) -> None:
         """Fill a buffer with copies of `values`, if tensors have values; in a real run other ranks do this work."""

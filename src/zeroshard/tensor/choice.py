@@ -43,7 +43,7 @@ class Splitting(Choice):
         for more in divisors(ranks):
             if more > self.ranks:
                 sentence = f"tensor_parallel={more} with zero=3 would bring the states down to fit."
-                yield Remedy(sentence, {"tensor_parallel.ranks": more, "zero": 3, "shard_group": None}, ranks)
+                yield Remedy(sentence, {"tensor_parallel": more, "zero": 3, "shard_group": None}, ranks)
 
     def row_owner(self, usual: str) -> str:
         """The ranks that split a layer take the same rows."""

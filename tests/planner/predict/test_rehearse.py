@@ -29,6 +29,11 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "sgd", {"zero": 0, "pipeline_parallel.schedule": "pipedream", **CUT}),
     (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "2bw", **CUT}),
     (4, "adamw", {"zero": 2, "shard_group": 1, "clip_norm": 1.0, **CUT}),
+    (2, "adamw", {"zero": 0, "tensor_parallel": 2, "microbatches": 2, **NETWORK}),
+    (2, "adamw", {"zero": 0, "tensor_parallel": {"ranks": 2, "sequence": False}, "precision": "bf16", **NETWORK}),
+    (4, "adamw", {"zero": 1, "tensor_parallel": 2, **NETWORK}),
+    (4, "sgd", {"zero": 3, "tensor_parallel": 2, **NETWORK}),
+    (4, "adamw", {"zero": 0, "tensor_parallel": 2, **CUT, **NETWORK}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
 
@@ -36,6 +41,7 @@ PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
 def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
     ranks, optimizer, plan = case
     rest = [plan.get("pipeline_parallel.schedule", ""), plan.get("precision", "")]
+    rest.append(f"tensor {plan['tensor_parallel']}" if "tensor_parallel" in plan else "")
     return "-".join(filter(None, [f"{ranks}x", f"zero{plan['zero']}", optimizer, *rest]))
 
 

@@ -45,6 +45,7 @@ def six_blocks() -> nn.Module:
     "plan",
     [
         {"zero": 3, "precision": "bf16"},
+        {"zero": 0, "precision": "bf16", "tensor_parallel": 2, "microbatches": 6},
         {"zero": 1, "microbatches": 6, "reduce_every": "step"},
         {
             "pipeline_parallel": 2,
@@ -214,6 +215,34 @@ def test_few_blocks_of_a_stage_tell_all(layers: int, plan: dict[str, Any]) -> No
     assert few.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=5e-3)
     assert few.wire_bytes == all_of_them.wire_bytes
     assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pipeline_parallel.schedule": "1f1b", "zero": 0},
+        {"pipeline_parallel.schedule": "1f1b", "zero": 1, "precision": "bf16", "tensor_parallel": 2},
+        {"pipeline_parallel.schedule": "zb-h1", "zero": 0},
+    ],
+    ids=str,
+)
+def test_the_ends_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, Any]) -> None:
+    """The first stage has all nine microbatches in flight that there are stages."""
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(replace(SHAPE, layers=10))
+
+    split = tuple(f"blocks.{number}" for number in range(2, 10))
+    cut = {"pipeline_parallel": 9, "pipeline_parallel.split": split, "microbatches": 18}
+    job, whole = task(build=build, rows=36), zs.Plan.from_dict({**cut, **plan})
+    ranks = 9 * whole.tensor.ranks * (1 + whole.zero)
+    machines = Machines.of("A100-80", ranks, per_node=2)
+    short, long = (predict(job, whole, machines, 18, deep=deep) for deep in (False, True))
+    assert (short.rank, short.plan) == (long.rank, long.plan)
+    assert short.memory == pytest.approx(long.memory, rel=1e-3)
+    assert short.wire_bytes == long.wire_bytes
+    assert short.seconds == pytest.approx(long.seconds, rel=0.02)
 
 
 def test_a_timed_prediction_is_of_real_steps() -> None:

@@ -25,6 +25,7 @@ class Needs:
         costs: of a pipeline's stage, seconds by kind of action and chunk, such as "forward/3".
         actions: seconds of all rehearsed actions.
         waits: seconds of rehearsed forwards and backwards that are waits for transfers.
+        each_waits: those of one microbatch.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Needs:
     costs: Mapping[str, float] = field(default_factory=dict)
     actions: float = 0.0
     waits: float = 0.0
+    each_waits: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def needs_from(numbers: Mapping[str, float], last: Rehearsed, exact: bool) -> Ne
         _part(numbers, "cost"),
         numbers["actions"],
         numbers["waits"],
+        numbers["each_waits"],
     )
 
 
@@ -98,7 +101,7 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
     numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
     actions = sum(end - start for _, start, end in one.spans)
     kept = {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes}
-    return {**numbers, **kept, "actions": actions, "waits": one.waits}
+    return {**numbers, **kept, "actions": actions, "waits": one.waits, "each_waits": one.each_waits}
 
 
 def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:

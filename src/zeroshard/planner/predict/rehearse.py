@@ -34,6 +34,7 @@ from zeroshard.platform.rehearsed import Clock, Rehearsal
 from zeroshard.schedule import PipelineSchedule
 from zeroshard.schedule.actions import COMPUTE
 from zeroshard.schedule.few import ALIKE
+from zeroshard.schedule.spans import medians
 from zeroshard.traffic import DISK, UPDATE
 from zeroshard.units.tensors import tensors_in
 
@@ -112,6 +113,7 @@ class Rehearsed:
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
         disk_nbytes: bytes that are kept on the disk.
         waits: seconds for which forwards and backwards among the spans waited for transfers.
+        each_waits: those of one microbatch, as `schedule.spans.medians` has its actions.
     """
 
     rank: int
@@ -130,6 +132,7 @@ class Rehearsed:
     host: Mapping[str, int] = field(default_factory=dict)
     disk_nbytes: int = 0
     waits: float = 0.0
+    each_waits: float = 0.0
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -176,6 +179,7 @@ def rehearse(
             measured=timed,
             clock=clock,
             wire_seconds=rates.wire,
+            link_of=rates.link,
             made=tracker.share,
             compute=rates.compute,
             task_seconds=(lambda job: 0.0) if timed else rates.job,
@@ -249,7 +253,7 @@ class _Run:
             self._each(),
             engine.ledger.snapshot("host"),
             engine.ledger.total("disk"),
-            _waits_inside(clock.waits, trace.actions),
+            *_waits_inside(clock.waits, trace.actions),
         )
 
     def timed(self, tracked: Rehearsed) -> Rehearsed:
@@ -363,6 +367,11 @@ class Rates:
         kind: Operation = "gather" if operation == "gather" else "exchange" if operation == "exchange" else "send"
         return self._machines.wire_seconds(kind, nbytes, ranks, stride)
 
+    def link(self, members: Sequence[int]) -> str:
+        """Whether a collective among some ranks leaves the node."""
+        leaves = self._machines and len(members) > 1 and self._machines.leaves(len(members), members[1] - members[0])
+        return "between" if leaves else "inside"
+
 
 def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:
     """Seconds by the planner's causes, which have copies between tiers as one."""
@@ -373,14 +382,16 @@ def _by_cause(spent: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def _waits_inside(waits: Sequence[tuple[float, float]], spans: Sequence[Span]) -> float:
-    """Seconds of waits, as (end, seconds), that lie in forwards or backwards."""
-    passes = [(start, end) for action, start, end in spans if action.kind in COMPUTE]
-    ends, inside = [end for _, end in passes], 0.0
+def _waits_inside(waits: Sequence[tuple[float, float]], spans: Sequence[Span]) -> tuple[float, float]:
+    """Seconds of waits, as (end, seconds), that lie in forwards or backwards: of all, and of one microbatch."""
+    passes = [span for span in spans if span[0].kind in COMPUTE]
+    ends, inside = [end for _, _, end in passes], [0.0 for _ in passes]
     for end, seconds in waits:
         at = bisect_left(ends, end)
-        inside += seconds if at < len(ends) and passes[at][0] < end else 0.0
-    return inside
+        if at < len(ends) and passes[at][1] < end:
+            inside[at] += seconds
+    stretches = [(action, 0.0, seconds) for (action, _, _), seconds in zip(passes, inside, strict=True)]
+    return sum(inside), sum(medians([stretches]).values())
 
 
 def _nbytes(batch: Any) -> int:

@@ -103,6 +103,8 @@ class _Job:
         """Rehearse the stage with so many microbatches, and with so many blocks in each chunk."""
         task, ranks = self.task, self.machines.count
         settings: dict[str, Any] = {"microbatches": microbatches}
+        if self.machines.device.kind != "cpu":
+            settings["transport"] = "network"
         if blocks:
             assert self.depths is not None
             path, starts = self.depths[0], [sum(blocks[:chunk]) for chunk in range(1, len(blocks))]
@@ -219,8 +221,8 @@ def _times(
 def _spent(one: Needs, stage: int, plan: Plan, costs: Costs, pipeline: PipelineSchedule) -> dict[str, float]:
     """Seconds of a stage in one step, by cause.
 
-    "overhead" is the time outside of its actions; "waits" that of transfers inside of forwards and backwards, which are
-    in the costs of these; "wire" that of other transfers.
+    "overhead" is the time outside of its actions; "waits" that of transfers in the forwards and backwards of every
+    microbatch, whose costs have it; "wire" that of other transfers.
     """
     m, few = plan.microbatches, one.last.plan.microbatches
     compute, optimizer, wire = (one.spent.get(cause, 0.0) for cause in ("compute", "optimizer", "wire"))
@@ -228,11 +230,11 @@ def _spent(one: Needs, stage: int, plan: Plan, costs: Costs, pipeline: PipelineS
     chunks = pipeline.layout.chunks_of(stage)
     passes = sum(costs.forward[c] + costs.whole_backward(c, pipeline.splits_backward) for c in chunks)
     updates = sum(costs.update[c] for c in chunks) * (m // plan.microbatches_per_update)
-    waits = one.waits / few * m
+    waits = one.each_waits * m
     return {
         "compute": m * passes + updates - waits - optimizer + overhead,
         "optimizer": optimizer,
-        "wire": max(0.0, wire - one.waits),
+        "wire": max(0.0, wire - one.each_waits * few),
         "waits": waits,
         "overhead": overhead,
     }
