@@ -55,6 +55,29 @@ def test_a_linear_layer_bit_by_bit(
     assert torch.equal(layer.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("later", [True, False])
+def test_a_layer_that_a_technique_uses_for_its_part(later: bool) -> None:
+    """Without its bias; and with gradients to which other ranks add theirs, here as many again."""
+    layer, x = nn.Linear(7, 4), torch.randn(3, 5, 7)
+    plain = copy.deepcopy(layer)
+    deferral, said = Deferral(layer), list[tuple[tuple[int, ...], int]]()
+    forward: Any = layer.forward
+    assert torch.equal(forward(x, biased=False), F.linear(x, plain.weight))
+
+    def twice(gradient: Tensor, dimension: int) -> Tensor:
+        assert not gradient.requires_grad
+        said.append((tuple(gradient.shape), dimension))
+        return gradient + gradient
+
+    plain(x).square().sum().backward()
+    store = in_two(deferral, lambda: forward(x.requires_grad_(), sums=twice if later else None).square().sum())
+    store.compute()
+    assert said == ([((4,), 0), ((4, 7), 0)] if later else [])
+    for mine, alone in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and alone.grad is not None
+        assert torch.equal(mine.grad, 2 * alone.grad if later else alone.grad)
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 

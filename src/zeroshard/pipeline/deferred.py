@@ -14,21 +14,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+Sums = Callable[[Tensor, int], Tensor]  # of gradients whose features several ranks hold, along this dimension
+
+
 class WeightGradients:
     """The products that one microbatch's backward left for later."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._left: list[tuple[nn.Parameter, Tensor, Tensor, Sums | None]] = []
 
-    def add(self, weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
-        """Leave gradientᵀ·x, with x [..., I] and gradient [..., O], for the gradient of weight [O, I]."""
-        self._left.append((weight, x, gradient))
+    def add(self, weight: nn.Parameter, x: Tensor, gradient: Tensor, sums: Sums | None = None) -> None:
+        """Leave gradientᵀ·x, with x [..., I] and gradient [..., O], for the gradient of weight [O, I].
+
+        Args:
+            sums: adds the products of other ranks, which hold some of the outputs, too.
+        """
+        self._left.append((weight, x, gradient, sums))
 
     def compute(self) -> None:
         """Make all products, and hand each to autograd as the gradient of its weight."""
         left, self._left = self._left, []
-        for weight, x, gradient in left:
-            product = _rows(gradient).mT @ _rows(x)
+        for weight, x, gradient, sums in left:
+            with torch.no_grad():
+                product = _rows(gradient).mT @ _rows(x)
+                product = product if sums is None else sums(product, 0)
             weight.backward(product.to(weight.dtype))
 
 
@@ -80,14 +89,20 @@ class _Linear:
     def __init__(self, deferral: Deferral, module: nn.Linear, plain: Callable[..., Any]) -> None:
         self._deferral, self._module, self._plain = deferral, module, plain
 
-    def __call__(self, input: Tensor, biased: bool = True) -> Tensor:
+    def __call__(self, input: Tensor, biased: bool = True, sums: Sums | None = None) -> Tensor:
+        """As the layer's own.
+
+        Args:
+            biased: whether to add the bias.
+            sums: as of `WeightGradients.add`, for weight and bias.
+        """
         x, bias = input, self._module.bias if biased else None
         store, weight = self._deferral.store, self._module.weight
         if store is None or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_meta:
             output: Tensor = self._plain(x) if biased else F.linear(x, weight)
             return output
         anchor = torch.zeros((), device=x.device, dtype=x.dtype, requires_grad=True)
-        deferred = (weight.detach(), (weight,), store)
+        deferred = (weight.detach(), (weight,), store, sums)
         product: Tensor = _Product.apply(x, bias, anchor, *deferred)  # type: ignore[no-untyped-call]
         return product
 
@@ -119,24 +134,27 @@ class _Product(torch.autograd.Function):
         value: Tensor,
         weight: tuple[nn.Parameter],
         store: WeightGradients,
+        sums: Sums | None,
     ) -> Tensor:
         """[..., I] -> [..., O]; the anchor keeps the node in the graph where x and b need no gradient.
 
         The weight comes in a tuple, so that autograd does not take it for an input.
         """
         ctx.save_for_backward(x, value)
-        ctx.weight, ctx.store = weight[0], store
+        ctx.weight, ctx.store, ctx.sums = weight[0], store, sums
         return F.linear(x, value, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x and b only."""
         x, value = ctx.saved_tensors
         (gradient,) = gradients
-        ctx.store.add(ctx.weight, x, gradient)
+        ctx.store.add(ctx.weight, x, gradient, ctx.sums)
         of_x = gradient @ value if ctx.needs_input_grad[0] else None
         of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[1] else None
-        return of_x, of_bias, None, None, None, None
+        if of_bias is not None and ctx.sums is not None:
+            of_bias = ctx.sums(of_bias, 0)
+        return of_x, of_bias, None, None, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:

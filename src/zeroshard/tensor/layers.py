@@ -90,6 +90,7 @@ class ColumnForward:
     ) -> None:
         self._module, self._plain = weakref.ref(module), plain
         self._entrance, self._zones, self._transposed = entrance, zones, parameters.transposed
+        self._sums = parameters.sums
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I], or own rows of it, to this rank's features [..., O/t]."""
@@ -99,7 +100,7 @@ class ColumnForward:
         if isinstance(found, Input):
             return column_product(found, module)
         if self._plain is not None:
-            product: Tensor = self._plain(found)
+            product: Tensor = self._plain(found, sums=self._sums)
             return product
         return F.linear(found, module.weight.mT if self._transposed else module.weight, module.bias)
 
