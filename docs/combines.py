@@ -22,6 +22,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "uneven": {**PIPELINE, "pipeline_parallel.replicas": (2, 1)},
     "pipedream": {**PIPELINE, "pipeline_parallel.schedule": "pipedream"},
     "2bw": {**PIPELINE, "pipeline_parallel.schedule": "2bw"},
+    "tensor": {"tensor_parallel": 2},
+    "heads": {"tensor_parallel": 2, "tensor_parallel.sequence": False},
     "states": {"offload": "optimizer"},
     "streamed": {"offload": "optimizer,parameters"},
     "activations": {"offload": "activations"},
