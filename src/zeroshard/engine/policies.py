@@ -29,6 +29,15 @@ def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
     return Cut(plan.pipeline, schedule, plan.units, together)
 
 
+def together_of(plan: Plan, ranks: int) -> int:
+    """How many of so many ranks work on the same data: neighbours, from a multiple of their number on.
+
+    Raises:
+        PlanError: as `data_ranks_of`.
+    """
+    return cut_of(plan, techniques_of(plan), ranks).together
+
+
 def data_ranks_of(plan: Plan, ranks: int) -> int:
     """How many batches make up a step on so many ranks: one of each group of ranks that work on the same data.
 

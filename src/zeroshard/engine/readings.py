@@ -69,6 +69,11 @@ class Readings:
         return self.mesh.ranks
 
     @property
+    def comms(self) -> list[Comm]:
+        """The collectives of each group that this rank is in."""
+        return self._axes.all
+
+    @property
     def training(self) -> bool:
         """Whether the model is in training mode."""
         return self.model.training

@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.checks.fitting import changed, leaner
 from zeroshard.comm.mesh import Mesh
+from zeroshard.engine.policies import data_ranks_of
 from zeroshard.errors import BudgetExceeded, ZeroshardError
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.plan import Plan
@@ -40,7 +41,7 @@ def with_plan_that_fits(error: BudgetExceeded, config: TrainConfig, mesh: Mesh, 
 def _way_out(config: TrainConfig, mesh: Mesh, profile: Path | None, budget: int) -> str:
     machines = local_machines(mesh.ranks, mesh.device.type, profile)
     machines = replace(machines, device=replace(machines.device, memory_bytes=machines.device.overhead_bytes + budget))
-    task = language_task(config, config.batch_per_rank * mesh.ranks)
+    task = language_task(config, config.batch_per_rank * data_ranks_of(config.plan, mesh.ranks))
     closest, least = config.plan, 0
     for plan in _leaner(config.plan, config.batch_per_rank, mesh.ranks):
         try:

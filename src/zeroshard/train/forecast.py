@@ -144,12 +144,13 @@ class Forecast:
     def _track(self, batch: Any) -> None:
         """Track every allocation from now on, on top of all tensors that the engine holds."""
         engine, tracker = self._engine, Tracker()
-        shared = engine.comm.shared
+        memories = [(comm.shared.memory, comm.mesh.ranks) for comm in engine.comms if comm.shared is not None]
         for tensor in tensors_of([engine, batch]):
-            if shared is not None and tensor.untyped_storage().nbytes() > ADDRESSES:
+            sharers = next((ranks for memory, ranks in memories if memory.is_common(tensor)), 1)
+            if tensor.untyped_storage().nbytes() > ADDRESSES:
                 tracker.share(tensor, tensor.untyped_storage().nbytes() + 1)
-            elif shared is not None and shared.memory.is_common(tensor):
-                tracker.share(tensor, engine.comm.mesh.ranks)
+            elif sharers > 1:
+                tracker.share(tensor, sharers)
             else:
                 tracker.see(tensor)
         tracker.note = lambda: _split_up(engine, tracker.current)

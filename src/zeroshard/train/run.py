@@ -18,6 +18,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine, StepResult, Trace
+from zeroshard.engine.policies import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, Stopped
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.search.text import short
@@ -124,7 +125,8 @@ class Run:
             plan = plan.with_settings({"pipeline_parallel.split": self.folder.split})
         optimizer = make_optimizer(config, self.built.module)
         self.engine = Engine(self.built.module, optimizer, plan, mesh=mesh, example=self._example())
-        torch.manual_seed(seed_of(config.plan.seed, "rank", mesh.rank))  # dropout differs between ranks
+        batch = mesh.rank // together_of(plan, mesh.ranks)  # dropout differs between ranks that have other rows
+        torch.manual_seed(seed_of(config.plan.seed, "rank", batch))
         if self.engine.reports:
             self.folder.open(config, self.engine.split)
         self.progress = Progress(config.steps, shown=self.engine.reports)
@@ -394,7 +396,7 @@ class Run:
                 "digest": corpus.digest,
             },
             "plan": config.plan.as_dict(),
-            "shares_memory": engine.comm.shared is not None,
+            "shares_memory": any(comm.shared is not None for comm in engine.comms),
             "memory": engine.memory().as_dicts(),
             "traffic": engine.traffic().as_dicts(),
             **self._exposed.summary(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zeroshard.engine.policies import cut_of, data_ranks_of, techniques_of
+from zeroshard.engine.policies import data_ranks_of, together_of
 from zeroshard.errors import BatchError, ModelError
 from zeroshard.plan import Plan
 
@@ -51,7 +51,7 @@ class VerificationJob:
     @property
     def together(self) -> int:
         """Ranks that work on the same data, each of which may compute a part of what a module returns."""
-        return cut_of(self.plan, techniques_of(self.plan), self.ranks).together
+        return together_of(self.plan, self.ranks)
 
     @property
     def parts(self) -> int:
