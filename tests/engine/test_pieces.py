@@ -205,6 +205,28 @@ def test_a_rank_edits_its_part_and_takes_out_the_whole(pool: Pool, plan: Plan) -
         assert state["blocks.0.scale"].tolist() == [7.0] * WIDTH
 
 
+def edit_common(mesh: zs.Mesh, where: str) -> str:
+    """The error of a write that differs between ranks."""
+    engine = engine_of(mesh, {"zero": 1, "transport": "network"}, 2)
+    block = engine.model.blocks[1]
+    try:
+        with engine.gathered(), torch.no_grad():
+            if where == "common":
+                block.bias[2 * block.features] = mesh.rank % 2
+            elif where == "own":
+                block.bias[0] = mesh.rank % 2
+    except zs.errors.PlanError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where, error", [("common", "Ranks 0 and 1 wrote different values"), ("own", ""), ("", "")])
+def test_a_piece_of_several_ranks_is_written_alike(pool: Pool, where: str, error: str) -> None:
+    for text in pool.run(edit_common, 4, where):
+        assert text.startswith(error) and bool(text) == bool(error)
+        assert not error or "'blocks.1.bias'" in text
+
+
 def from_files(mesh: zs.Mesh, plan: Plan, size: int, folder: str) -> dict[str, Tensor]:
     engine = engine_of(mesh, plan, size, seed=8)
     engine.load_weights(f"{folder}/exported")

@@ -49,7 +49,8 @@ def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
     """Compare values that must be the same on several ranks: a collective call of all ranks that train.
 
     These are full parameters at the stages that keep them, slices that several groups of ranks hold, and optimizer
-    states that several ranks hold. Of weights with versions, the latest is compared.
+    states that several ranks hold. Of weights with versions, the latest is compared. Pieces of a split tensor that
+    several ranks have beside other pieces of it are not.
 
     Raises:
         DivergenceError: on every rank, with the names of the parameters and the differing ranks.

@@ -1,6 +1,6 @@
 """Whole parameters on every rank, for the user to read and write (`engine.gathered()`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -94,6 +94,7 @@ class Editing:
             problems = self._world.agree_on(found[:1], "differences of edited weights") if written else []
             for problem in (problem for several in problems for problem in several):
                 raise PlanError(problem)
+            self._compare_pieces(parts)
             return
         for part in parts:
             self._world.broadcast(part.weights.visible, f"edited weights {part.flat.label}", writer)
@@ -108,13 +109,39 @@ class Editing:
             if len(set(found)) > 1:
                 first, *others = next(group for group in owners.groups if self._world.mesh.rank in group)
                 other = next(rank for rank, digest in zip(others, found[1:], strict=True) if digest != found[0])
-                return (
-                    f"Ranks {first} and {other} wrote different values into '{entry.name}' inside engine.gathered(). "
-                    f"Write alike on every rank (the same values, seeds included), or let one rank write: "
-                    f"engine.gathered(writer=0). Weights of this rank may differ from the others' now; go on from a "
-                    f"checkpoint."
-                )
+                return _differs(first, other, entry.name)
         return None
+
+    def _compare_pieces(self, parts: Sequence[Part]) -> None:
+        """Compare pieces of split parameters that several ranks hold; a collective call of all ranks, if any are split.
+
+        Raises:
+            PlanError: two ranks wrote different values.
+        """
+        cut = [(part, name, split) for part in parts for name, split in part.splits.items()]
+        if not cut:
+            return
+        mine: dict[str, list[list[int]]] = {}
+        for part, name, split in cut:
+            number = [entry.name for entry in part.flat.index.entries].index(name)
+            values = part.flat.view(part.weights.visible, number)
+            runs = [(values.narrow(split.dimension, at, piece.length), piece) for at, piece in split.placed]
+            mine[name] = [[p.start, p.stop, digest_of([run.contiguous().reshape(-1)])] for run, p in runs]
+        seen: dict[tuple[str, int, int], tuple[int, int]] = {}
+        for rank, theirs in enumerate(self._world.agree_on(mine, "digests of edited pieces")):
+            for name, pieces in theirs.items():
+                for start, stop, digest in pieces:
+                    known, other = seen.setdefault((name, start, stop), (digest, rank))
+                    if known != digest:
+                        raise PlanError(_differs(other, rank, name))
+
+
+def _differs(first: int, other: int, name: str) -> str:
+    return (
+        f"Ranks {first} and {other} wrote different values into '{name}' inside engine.gathered(). Write alike on "
+        f"every rank (the same values, seeds included), or let one rank write: engine.gathered(writer=0). Weights of "
+        f"this rank may differ from the others' now; go on from a checkpoint."
+    )
 
 
 def state_dict_by_unit(model: nn.Module, parts: Parts, gatherer: UnitGatherer, wholes: WholeTensors) -> dict[str, Any]:
