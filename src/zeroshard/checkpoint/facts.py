@@ -107,10 +107,8 @@ def check_facts(path: Path, facts: dict[str, Any]) -> None:
 
 
 def _fits_ranks(cut: list[Any], ranks: int) -> bool:
-    stages, chunks, replicas, *together = cut
-    if stages == 1:
-        return (chunks, replicas) == (1, None) and not ranks % math.prod(together)
-    return replicas is not None and sum(replicas) * math.prod(together) == ranks
+    stages, _, counts = cut
+    return cut == [1, 1, None] if stages == 1 else counts is not None and sum(counts) == ranks
 
 
 def _count(value: Any, least: int = 0) -> bool:
@@ -131,9 +129,9 @@ def _number(value: Any) -> bool:
 
 def _cut(value: Any) -> bool:
     match value:
-        case [stages, chunks, replicas, *together]:
-            each = replicas is None or (_counts(replicas, 1) and len(replicas) == stages)
-            return _count(stages, 1) and _count(chunks, 1) and each and len(together) < 2 and _counts(together, 2)
+        case [stages, chunks, counts]:
+            each = counts is None or (_counts(counts, 1) and len(counts) == stages)
+            return _count(stages, 1) and _count(chunks, 1) and each
     return False
 
 
@@ -186,7 +184,7 @@ FACTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_count": (lambda v: v is None or (_number(v) and v > 0), "null, or a number above 0"),
     "last_update": (_last_update, "by stage a gradient norm and whether the update was skipped, or null"),
     "never_written": (lambda v: v is None or _names(v), "null, or a list of names"),
-    "cut": (_cut, "stages, chunks, null or the replicas of each stage, and perhaps the ranks of a replica"),
+    "cut": (_cut, "stages, chunks, and null or the ranks of each stage"),
     "axes": (
         lambda v: isinstance(v, dict) and _counts(list(v.values()), 1),
         "by axis over which parameters are split, its ranks",

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
 Sums = Callable[[Tensor, int], Tensor]  # of gradients whose features several ranks hold, along this dimension
 
 
