@@ -5,6 +5,7 @@ layers have equal activations on both, of which each sends half between stages; 
 own, which are sent as they are.
 """
 
+import gc
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine.split_blocks import POSITIONS, SplitBlocks
 from engine.test_pipelines import plain
 from pool import Pool
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroshard as zs
 from zeroshard.engine import policies
@@ -379,6 +381,42 @@ def test_initial_weights_of_parts_are_those_of_one_process(pool: Pool) -> None:
         for mine in pool.run(initial, 4, {}, kind):
             assert mine.keys() == whole.keys()
             assert all(torch.equal(mine[name], value) for name, value in whole.items())
+
+
+def given(mesh: zs.Mesh, plan: dict[str, Any], kind: str) -> dict[str, Tensor]:
+    """The weights after those of another model were loaded as a state dict."""
+    engine = make(mesh, "TiedFive", plan, kind)
+    engine.load_state_dict(build("TiedFive", 7).state_dict())
+    step(engine)
+    return engine.state_dict()
+
+
+def test_whole_weights_are_loaded_into_parts(pool: Pool) -> None:
+    (whole,) = pool.run(given, 1, {"pipeline_parallel": 1}, "whole")
+    for mine in pool.run(given, 4, {}, "sequence"):
+        for name, value in whole.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-5)
+
+
+def left(mesh: zs.Mesh) -> list[str]:
+    """The parameters whose whole values are still in memory once the engine is made."""
+    kept: dict[str, StorageWeakRef] = {}
+
+    def noted(name: str, seed: int) -> nn.Module:
+        model = models.build(name, seed)
+        kept.update({n: StorageWeakRef(p.untyped_storage()) for n, p in model.named_parameters()})
+        return model
+
+    with patch(f"{__name__}.build", noted):
+        engine = make(mesh, "TiedFive", {}, "sequence")
+    gc.collect()
+    found = [name for name, reference in kept.items() if not reference.expired()]
+    step(engine)
+    return found
+
+
+def test_whole_values_are_freed(pool: Pool) -> None:
+    assert pool.run(left, 4) == [[]] * 4
 
 
 def far(mesh: zs.Mesh) -> str:
