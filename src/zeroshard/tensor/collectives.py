@@ -265,7 +265,8 @@ class Summed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, label: str) -> Tensor:
         """Sum, and keep own rows along `dim`."""
         ctx.ranks, ctx.dim, ctx.label, ctx.total = ranks, dim, label, x.shape[dim]
-        return ranks.scatter_sum(x, dim, label)
+        rows = ranks.scatter_sum(x, dim, label)
+        return rows.data if rows._is_view() else rows  # autograd forbids changes in place to views made here
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
