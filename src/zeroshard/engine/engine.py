@@ -461,7 +461,7 @@ class Engine(Readings):
         self.skipped += skipped
         self._forward.end_step()
         moved, self.exposed = self._late.background.reset()
-        self._counts = merged([*(comm.counts for comm in self._axes.all), moved])
+        self._counts = merged([self.sent_so_far, moved])
         self._reset_counts()
         return StepResult(self.steps, norm, scale, skipped, self._backward.losses.shown(loss))
 

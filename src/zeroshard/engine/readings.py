@@ -24,7 +24,7 @@ from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.schedule import PipelineSchedule
-from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose
+from zeroshard.traffic import BETWEEN_TIERS, Count, Purpose, merged
 
 
 class Readings:
@@ -178,6 +178,11 @@ class Readings:
         """Traffic of the last step over the wire: formula and measured."""
         messages = self._order.planned_messages()
         return traffic_table(self._assembly.parts, self._work, self._counts, messages)
+
+    @property
+    def sent_so_far(self) -> dict[Purpose, Count]:
+        """Traffic of the step under way over the wire, by purpose."""
+        return merged(comm.counts for comm in self._axes.all)
 
     def _work(self, unit: int) -> Work:
         """A step of this rank on a unit."""

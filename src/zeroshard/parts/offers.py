@@ -1,5 +1,6 @@
 """Offers: the kinds of plans that a technique has for a number of machines, for a search to try out."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -138,6 +139,7 @@ class Offer:
         data_ranks: among which rows are shared out.
         counts: numbers of microbatches that can be, ascending.
         order: which of them is looked for.
+        usual: microbatches from which on more make a plan little faster, so that they are for plans that do not fit.
         without_counts: why none can be, and the way out.
         leaner: further settings for plans that do not fit.
         faster: further settings for plans that do, and how many there are at most.
@@ -147,6 +149,7 @@ class Offer:
     data_ranks: int
     counts: Sequence[int]
     order: Fewest | Fastest = field(default_factory=Fewest)
+    usual: float = math.inf
     without_counts: tuple[str, str] = ("", "")
     leaner: Mapping[str, Any] = field(default_factory=dict)
     faster: Faster = lambda microbatches, site: ()

@@ -119,23 +119,19 @@ def offers(site: Site) -> Iterator[Offer | Refused]:
             continue
         common = {"transport": "auto", "reduce_every": "auto", "zero": 1 if replicas > 1 else 0}
         rows = site.rows // replicas
+        counts = [m for m in divisors(rows) if m >= stages]
         why = f"{rows} rows per data rank do not make the {stages} microbatches that fill the stages."
         yield Offer(
             settings=settings | common,
             data_ranks=replicas,
-            counts=_counts(rows, stages),
+            counts=counts,
             order=Fastest(),
+            usual=max(FINEST * stages, min(counts, default=0)),
             without_counts=(why, "Use more rows per step, or fewer stages."),
             leaner=LEANER,
             faster=partial(_faster, stages),
             most_faster=len(FASTER),
         )
-
-
-def _counts(rows: int, stages: int) -> list[int]:
-    """Microbatches that fill the stages, up to those from which on more make little faster."""
-    counts = [m for m in divisors(rows) if m >= stages]
-    return [m for m in counts if m <= FINEST * stages] or counts[:1]
 
 
 def _faster(stages: int, microbatches: int, site: Site) -> Iterator[Mapping[str, Any]]:

@@ -227,13 +227,13 @@ def test_few_blocks_of_a_stage_tell_all(layers: int, plan: dict[str, Any]) -> No
     ids=str,
 )
 def test_the_ends_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, Any]) -> None:
-    """The first stage has all nine microbatches in flight that there are stages."""
+    """The first of nine stages has nine microbatches in flight."""
 
     def build() -> nn.Module:
         with torch.device("meta"):
             return GPT(replace(SHAPE, layers=10))
 
-    split = tuple(f"blocks.{number}" for number in range(2, 10))
+    split = tuple(f"blocks.{number}" for number in range(1, 9))
     cut = {"pipeline_parallel": 9, "pipeline_parallel.split": split, "microbatches": 18}
     job, whole = task(build=build, rows=36), zs.Plan.from_dict({**cut, **plan})
     ranks = 9 * whole.tensor.ranks * (1 + whole.zero)
@@ -242,7 +242,7 @@ def test_the_ends_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, An
     assert (short.rank, short.plan) == (long.rank, long.plan)
     assert short.memory == pytest.approx(long.memory, rel=1e-3)
     assert short.wire_bytes == long.wire_bytes
-    assert short.seconds == pytest.approx(long.seconds, rel=0.02)
+    assert short.seconds == pytest.approx(long.seconds, rel=0.03)
 
 
 def test_a_timed_prediction_is_of_real_steps() -> None:

@@ -284,7 +284,7 @@ class _Run:
         self._updating = False
         if self._timed:
             self._tick()
-        wire = {str(purpose): count.nbytes for purpose, count in self.engine.comm.counts.items()}
+        wire = {str(purpose): count.nbytes for purpose, count in self.engine.sent_so_far.items()}
         self._marks.append(Each(_by_cause(self._clock.spent), wire))
 
     def _each(self) -> Each | None:

@@ -43,6 +43,7 @@ MOST_DEEP = 32  # blocks times microbatches, or stages, up to which the best pla
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
 FEW_SHAPES = 16  # kinds of plans without split layers up to which all are looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
+RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 Say = Callable[[str], None]
 Key = tuple[Plan, int]
 
@@ -182,10 +183,13 @@ class _Search:
         for shape in (shape for shape in shapes if shape.together in estimators):
             estimator, counts = estimators[shape.together], shape.offer.counts
             each = [estimator.prediction(self._with(shape.plan, count), shape.rows) for count in counts]
-            near = shape.offer.order.near([one for one in each if one.fits])
+            fitting = [one for one in each if one.fits]
+            usual = [one for one in fitting if one.plan.microbatches <= shape.offer.usual]
+            near = shape.offer.order.near(usual) if usual else fitting[:1]
             chosen += near[:1]
             if each:
-                self._expected[shape.plan] = (bool(near), min(one.seconds for one in near or each))
+                again = 1.0 if near else RECOMPUTED if shape.offer.leaner else math.inf
+                self._expected[shape.plan] = (bool(near), again * min(one.seconds for one in near or each))
             likely = self._likely[shape.plan] = [one.plan.microbatches for one in near]
             expected[shape.plan] = 1
             if likely:
