@@ -120,7 +120,7 @@ class Forward:
                     owner.register_forward_pre_hook(Hook(watch.before_owner), prepend=True)
             if unit.number != self._root:
                 unit.module.register_forward_pre_hook(outside(watch.before), prepend=True)
-                unit.module.register_forward_hook(outside(watch.after), always_call=True)
+                unit.module.register_forward_hook(outside(watch.after), with_kwargs=True, always_call=True)
                 if any(not part.flat.trainable for part in parts):
                     unit.module.register_forward_pre_hook(outside(watch.inputs), with_kwargs=True)
 
@@ -286,13 +286,16 @@ class _Watch:
         if not torch.compiler.is_dynamo_compiling():
             self.forward.need(self.unit)
 
-    def after(self, module: nn.Module, args: Any, output: Any = None) -> Any:
-        """Free it after its forward, and gather it again when the first gradient of its outputs is there."""
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
+        """Free it after its forward, and gather it again when the first gradient of its outputs is there.
+
+        What it only hands on (T5's relative positions) gets its gradient when the unit's backward is over.
+        """
         if self.gatherer.inside(PassKind.BACKWARD):
             return None
         output = self.forward.leaving(output, self.unit)
         self.gatherer.done(self.unit)
-        listen(output, self._again)
+        listen(output, self._again, besides=(args, kwargs))
         return output
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:

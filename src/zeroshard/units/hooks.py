@@ -37,13 +37,17 @@ def outside(call: Callable[..., Any]) -> Hook:
     return Hook(torch.compiler.disable(call))
 
 
-def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False) -> None:
+def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False, besides: Any = ()) -> None:
     """Call `hook` in the backward with the gradients of all tensors in `tree`, or of the first alone.
 
     Parameters are skipped: they live on, and would get one more hook in every step.
+
+    Args:
+        besides: tensors that are skipped, too.
     """
+    skipped = {id(tensor) for tensor in tensors_in(besides)}
     for tensor in tensors_in(tree):
-        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter) and id(tensor) not in skipped:
             tensor.register_hook(hook)
             if first:
                 return
