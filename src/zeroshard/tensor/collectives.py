@@ -150,7 +150,8 @@ class Gathering:
             else:
                 size, *shape = self._parts.shape
                 shape[self._dim] *= size
-                self._whole = self._parts.movedim(0, self._dim).reshape(shape).narrow(self._dim, 0, self._total)
+                whole = self._parts.movedim(0, self._dim).reshape(shape).narrow(self._dim, 0, self._total)
+                self._whole = whole.detach()  # no view to autograd, so that what follows may write into it
                 del self._parts
         return self._whole
 
@@ -198,7 +199,7 @@ class ScatteringSum:
             own = _add(pending.copies).view(self._full.shape[1:]).narrow(self._dim, 0, self._length)
             del self._full
         pending.done()
-        return own
+        return own.detach()  # no view to autograd, so that what follows may write into it
 
 
 def _add(operands: list[Tensor], into: Tensor | None = None) -> Tensor:
