@@ -94,6 +94,34 @@ def test_pieces_train_like_the_whole(pool: Pool, tmp_path: Path, case: str) -> N
     check(weights, wanted)
 
 
+SUMS = {"reduce_dtype": "fp32", "microbatches": 2}
+HOST = {"offload": "optimizer"}
+MIXED = [*((zero, more) for zero in range(4) for more in ({}, SUMS)), *((zero, HOST) for zero in (1, 2, 3))]
+
+
+@pytest.mark.parametrize("zero, more", MIXED, ids=str)
+def test_master_weights_of_pieces(pool: Pool, tmp_path: Path, zero: int, more: Plan) -> None:
+    """In bf16: tables meet their formulas, and the first norm is that in fp32 but for rounding."""
+    plan = {"zero": zero, "precision": "bf16", **more}
+    _, norms = plain(2, 1)
+    for found, tables in pool.run(train, 4, plan, 2, str(tmp_path)):
+        assert found[0] == pytest.approx(norms[0], rel=0.05) and all(0 < norm < 1e6 for norm in found)
+        for name, (planned, measured) in tables.items():
+            assert planned == measured, name
+
+
+def refused(mesh: zs.Mesh) -> str:
+    with pytest.raises(zs.errors.PlanError) as found:
+        engine_of(mesh, {"zero": 0, "offload": "optimizer"}, 2)
+    return str(found.value)
+
+
+def test_states_of_partial_parameters_are_on_one_host_each(pool: Pool) -> None:
+    """One data rank, and two that hold what is partial."""
+    for text in pool.run(refused, 2):
+        assert text.startswith("offload='optimizer' and zero=0 do not combine on 2 ranks") and "Use zero=1" in text
+
+
 CUTS: dict[str, tuple[int, int | None, Plan]] = {
     "whole": (1, None, {}),
     "whole, sliced": (3, None, {"zero": 3}),
@@ -126,7 +154,7 @@ def go_on(mesh: zs.Mesh, plan: Plan, size: int | None, folder: str, name: str) -
     return norms, engine.state_dict()
 
 
-@pytest.mark.parametrize("written", CUTS)
+@pytest.mark.parametrize("written", ["whole", "in two, sliced", "in two, shared", "in four"])
 def test_a_checkpoint_of_any_cut_loads_under_any_other(pool: Pool, tmp_path: Path, written: str) -> None:
     ranks, size, plan = CUTS[written]
     pool.run(save_as, ranks, plan, size, str(tmp_path))
