@@ -88,7 +88,7 @@ class Pipeline:
         Raises:
             PlanError: the ranks do not divide among the stages.
         """
-        replicas, several = self.replicas, f" of {together} ranks per replica" if together > 1 else ""
+        replicas, several = self.replicas, f" times {together} ranks on the same data" if together > 1 else ""
         if replicas is None:
             least = self.stages * together
             if ranks % least:

@@ -202,7 +202,7 @@ def _times(
     """Seconds of one step by cause, and the actions of each rank with their times."""
     pipeline = schedule_of(plan, machines.count)
     if pipeline.layout.uneven:
-        lists_of = replace(pipeline, loans=needs[0].last.pipeline.loans)
+        lists_of = replace(pipeline.narrow, loans=needs[0].last.pipeline.loans)
     else:  # data ranks of an even layout meet at reductions only
         layout = type(pipeline.layout).equal(plan.pipeline.stages, plan.pipeline.virtual_stages)
         lists_of = replace(pipeline, layout=layout)
