@@ -442,5 +442,7 @@ def odd(mesh: zs.Mesh) -> str:
 def test_ranks_that_do_not_fit_are_refused(pool: Pool) -> None:
     assert all("Ranks 0, 2 of a stage" in said and "2 at a time" in said for said in pool.run(far, 4))
     said = pool.run(odd, 4)
-    assert all("4 ranks do not divide among pipeline_parallel=2 times 3 ranks on the same data" in text for text in said)
+    assert all(
+        "4 ranks do not divide among pipeline_parallel=2 times 3 ranks on the same data" in text for text in said
+    )
     assert all("start a multiple of 6 ranks" in text for text in said)

@@ -7,9 +7,12 @@ from typing import Literal
 from zeroshard.errors import PlanError
 from zeroshard.parts.settings import check_choice, check_flag, check_whole, names_of, shown
 from zeroshard.schedule import SCHEDULES, STREAMING, Layout, Loan, PipelineSchedule
+from zeroshard.schedule.few import MOST_FILLED
 from zeroshard.schedule.orders import check
 
 MOST_CHUNKS = 2**16
+SHORT = 4  # stages in which the first and the last of many are as in the whole pipeline
+FILLED = ("gpipe", "naive")  # schedules that keep all microbatches in flight
 OF_STAGES = ("virtual_stages", "replicas", "split", "vertical_sync")  # settings without effect on a single stage
 ScheduleName = Literal["naive", "gpipe", "1f1b", "pipedream-flush", "interleaved", "zb-h1", "pipedream", "2bw"]
 
@@ -72,6 +75,11 @@ class Pipeline:
     def cuts(self) -> bool:
         """Whether the model is cut into several stages."""
         return self.stages > 1
+
+    def rehearsed_stages(self, microbatches: int) -> int:
+        """Stages of a pipeline in which the first and the last stage of this one are as here."""
+        fills = self.streams or self.schedule in FILLED or microbatches < 2 * MOST_FILLED
+        return self.stages if self.stages <= MOST_FILLED or self.replicas or fills else SHORT
 
     @property
     def streams(self) -> bool:

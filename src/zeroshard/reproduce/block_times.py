@@ -113,19 +113,19 @@ def all_reduce_seconds(machines: Machines, nbytes: float, ranks: int, stride: in
     return machines.all_reduce_seconds(nbytes, ranks, stride) if ranks > 1 else 0.0
 
 
-def message_seconds(machines: Machines, nbytes: float, stages: int, t: int, scattered: bool) -> float:
-    """A message to the next stage, from all ranks at once.
+def message_seconds(machines: Machines, nbytes: float, p: int, t: int, scattered: bool) -> float:
+    """A message to the next of p stages, from all ranks at once.
 
     Args:
         nbytes: b·s·h elements.
         scattered: whether each of t ranks sends its part, and gathers all parts on arrival (section 4.1).
     """
-    if stages == 1:
+    if p == 1:
         return 0.0
-    stride = machines.count // stages
+    stride = machines.count // p
     if not scattered or t == 1:
-        return machines.wire_seconds("send", nbytes, stages, stride)
-    return machines.wire_seconds("send", nbytes / t, stages, stride) + machines.wire_seconds("gather", nbytes, t)
+        return machines.wire_seconds("send", nbytes, p, stride)
+    return machines.wire_seconds("send", nbytes / t, p, stride) + machines.wire_seconds("gather", nbytes, t)
 
 
 def update_seconds(machines: Machines, parameters: float) -> float:

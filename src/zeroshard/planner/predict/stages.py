@@ -20,15 +20,13 @@ from zeroshard.planner.predict.result import Span
 from zeroshard.planner.predict.shallow import Stack, deepen, shallow
 from zeroshard.planner.predict.values import refuse_too_large
 from zeroshard.schedule import Layout, PipelineSchedule
-from zeroshard.schedule.few import ALIKE, MOST_FILLED, few_microbatches, in_flight
+from zeroshard.schedule.few import ALIKE, few_microbatches, in_flight
 from zeroshard.schedule.simulate import Costs, Simulation, simulate
 from zeroshard.schedule.spans import TIMES
 
 FEW_OF_STAGE = 2  # blocks of a chunk from which on every further one costs the same: a stage gathers none ahead
 STEADY = 4  # steps of a stream in which its steady state shows; where each flushes, the first is enough
 MOST_SPANS = 20_000  # of a pipeline's timeline
-SHORT = 4  # stages of a pipeline in which the first and the last of many are rehearsed
-FILLED = ("gpipe", "naive")  # schedules that keep all microbatches in flight
 SENT, GATHERED = (Purpose.SEND_ACTIVATIONS, Purpose.SEND_GRADIENTS), (Purpose.GATHER_MESSAGES,)
 IN_LAYERS = (Purpose.SUM_ACTIVATIONS, Purpose.GATHER_ACTIVATIONS, Purpose.SUM_LOSSES)
 PER_MICROBATCH = [str(purpose) for purpose in (*SENT, *GATHERED, *IN_LAYERS)]
@@ -49,7 +47,8 @@ class Staged:
         """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
         depths = _depths(plan, stacks or ())
-        stages = _rehearsed_stages(plan) if depths is not None else plan.pipeline.stages
+        pipeline = plan.pipeline
+        stages = pipeline.rehearsed_stages(plan.microbatches) if depths is not None else pipeline.stages
         return [_of_stage(_Job(task, plan, machines, rows, stage, depths, stages)) for stage in chosen]
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
@@ -90,7 +89,7 @@ class _Job:
     @property
     def place(self) -> int:
         """The stage's number in the rehearsed pipeline, of which it is the first or the last if that is short."""
-        return self.stages - 1 if self.is_short and self.stage else self.stage
+        return min(self.stage, self.stages - 1)
 
     def schedule(self, stages: int) -> PipelineSchedule:
         """One rank of each of so many stages."""
@@ -116,13 +115,6 @@ class _Job:
         rank = schedule_of(plan, ranks).layout.first_ranks[self.place]
         rows = self.rows // self.plan.microbatches * microbatches
         return rehearse(task, plan, rank, ranks, rows, self.machines)
-
-
-def _rehearsed_stages(plan: Plan) -> int:
-    """Stages of the pipeline in which the first and the last stage of a plan are rehearsed."""
-    pipeline = plan.pipeline
-    fills = pipeline.streams or pipeline.schedule in FILLED or plan.microbatches < 2 * MOST_FILLED
-    return pipeline.stages if pipeline.stages <= MOST_FILLED or pipeline.replicas or fills else SHORT
 
 
 def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
