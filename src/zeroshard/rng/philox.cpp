@@ -5,22 +5,24 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
+#include <cstring>
 
 namespace {
 
-constexpr int64_t LANES = 64;  // blocks side by side; their words fit the first-level cache
+constexpr int64_t MANY = 64, FEW = 32;  // blocks side by side; fewer make short runs cheap, and 16 are no vectors
 
-struct Blocks {
-  uint32_t words[4][LANES];
-};
-
-// `lanes`: a constant, or a count known at run time.
-template <typename Lanes>
-void philox(Blocks& blocks, Lanes lanes, uint32_t key0, uint32_t key1) {
-  uint32_t(&w)[4][LANES] = blocks.words;
+// Words of the blocks from `block` on, 4 of each.
+template <int64_t COUNT>
+void draw(uint32_t* out, uint64_t block, uint32_t row, uint32_t step, uint32_t key0, uint32_t key1) {
+  uint32_t w[4][COUNT];
+  for (int64_t i = 0; i < COUNT; ++i) {
+    w[0][i] = uint32_t(block + uint64_t(i));
+    w[1][i] = uint32_t((block + uint64_t(i)) >> 32);
+    w[2][i] = row;
+    w[3][i] = step;
+  }
   for (int round = 0; round < 10; ++round) {
-    for (int64_t i = 0; i < lanes; ++i) {
+    for (int64_t i = 0; i < COUNT; ++i) {
       const uint64_t product0 = uint64_t{0xD2511F53u} * w[0][i];
       const uint64_t product1 = uint64_t{0xCD9E8D57u} * w[2][i];
       const uint32_t new0 = uint32_t(product1 >> 32) ^ w[1][i] ^ key0;
@@ -33,40 +35,27 @@ void philox(Blocks& blocks, Lanes lanes, uint32_t key0, uint32_t key1) {
     key0 += 0x9E3779B9u;  // the golden ratio
     key1 += 0xBB67AE85u;  // sqrt(3) - 1
   }
+  for (int64_t i = 0; i < COUNT; ++i)
+    for (int word = 0; word < 4; ++word) out[4 * i + word] = w[word][i];
 }
-
-template <typename Lanes>
-void number(Blocks& blocks, Lanes lanes, uint64_t block, uint32_t row, uint32_t step) {
-  for (int64_t i = 0; i < lanes; ++i) {
-    blocks.words[0][i] = uint32_t(block + uint64_t(i));
-    blocks.words[1][i] = uint32_t((block + uint64_t(i)) >> 32);
-    blocks.words[2][i] = row;
-    blocks.words[3][i] = step;
-  }
-}
-
-using All = std::integral_constant<int64_t, LANES>;
 
 // Words of `count` elements of one row, from element `first` on.
 void fill(uint32_t* out, uint64_t first, int64_t count, uint32_t row, uint32_t step, uint32_t key0, uint32_t key1) {
-  Blocks blocks;
+  uint64_t block = first / 4;
   int64_t skipped = int64_t(first % 4);
-  for (uint64_t block = first / 4; count > 0; block += LANES) {
-    if (skipped == 0 && count >= 4 * LANES) {
-      number(blocks, All{}, block, row, step);
-      philox(blocks, All{}, key0, key1);
-      for (int64_t i = 0; i < LANES; ++i)
-        for (int w = 0; w < 4; ++w) out[4 * i + w] = blocks.words[w][i];
-      out += 4 * LANES;
-      count -= 4 * LANES;
+  while (count > 0) {
+    if (skipped == 0 && count >= 4 * MANY) {
+      draw<MANY>(out, block, row, step, key0, key1);
+      block += MANY;
+      out += 4 * MANY;
+      count -= 4 * MANY;
       continue;
     }
-    // No more blocks than are needed, in whole vectors of up to 16 words.
-    const int64_t lanes = std::min((skipped + count + 63) / 64 * 16, LANES);
-    number(blocks, lanes, block, row, step);
-    philox(blocks, lanes, key0, key1);
-    const int64_t taken = std::min(count, 4 * LANES - skipped);
-    for (int64_t n = 0; n < taken; ++n) out[n] = blocks.words[(skipped + n) % 4][(skipped + n) / 4];
+    uint32_t words[4 * FEW];
+    draw<FEW>(words, block, row, step, key0, key1);
+    const int64_t taken = std::min(count, 4 * FEW - skipped);
+    std::memcpy(out, words + skipped, size_t(taken) * sizeof(uint32_t));
+    block += FEW;
     out += taken;
     count -= taken;
     skipped = 0;
