@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroshard.native import build
-from zeroshard.parts.zones import Divided, Division
+from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.rng import draws, layout, philox
 from zeroshard.rng.layout import Stream, UnclearDrawError, divided_layout
 
@@ -22,7 +22,9 @@ def parts_of(whole: int, ranks: int) -> list[Division]:
     return [Division(whole, first, min(chunk, whole - first)) for first in firsts]
 
 
-def words_of(shape: Sequence[int], divided: Divided | None, rows: int = ROWS, per_element: int = 1) -> torch.Tensor:
+def words_of(
+    shape: Sequence[int], divided: DividedActivations | None, rows: int = ROWS, per_element: int = 1
+) -> torch.Tensor:
     """All words of a draw."""
     out = torch.zeros(*shape, dtype=torch.int64)
     for part, words in Stream(7, 3, rows, 5, (), lambda: None, divided).tiles(out, per_element):
@@ -47,8 +49,8 @@ CASES = {  # the shape that one process draws, as [rows x before, divided, after
 }
 
 
-def divided_by(kind: str, division: Division) -> Divided:
-    return Divided(**{kind: division if kind == "positions" else (division,)})  # type: ignore[arg-type]
+def divided_by(kind: str, division: Division) -> DividedActivations:
+    return DividedActivations(**{kind: division if kind == "positions" else (division,)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_torch", WAYS)
@@ -96,7 +98,7 @@ def test_every_dtype_and_kind_of_draw_is_divided(case: str, dtype: torch.dtype) 
 
 
 def test_a_part_has_the_same_words_in_any_microbatch() -> None:
-    divided = Divided(heads=(Division(6, 3, 3),))
+    divided = DividedActivations(heads=(Division(6, 3, 3),))
     whole = words_of((ROWS, 3, 5, 5), divided)
     out = torch.zeros(2, 3, 5, 5, dtype=torch.int64)
     for part, words in Stream(7, 3, 2, 7, divided=divided).tiles(out, 1):
@@ -104,8 +106,10 @@ def test_a_part_has_the_same_words_in_any_microbatch() -> None:
     assert torch.equal(out, whole[2:])
 
 
-SEQUENCE = Divided(positions=Division(9, 5, 4))
-ATTENTION = Divided(heads=(Division(6, 3, 3), Division(2, 1, 1)), features=(Division(24, 12, 12), Division(8, 4, 4)))
+SEQUENCE = DividedActivations(positions=Division(9, 5, 4))
+ATTENTION = DividedActivations(
+    heads=(Division(6, 3, 3), Division(2, 1, 1)), features=(Division(24, 12, 12), Division(8, 4, 4))
+)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +124,11 @@ ATTENTION = Divided(heads=(Division(6, 3, 3), Division(2, 1, 1)), features=(Divi
         ((17, 5), SEQUENCE),  # a parameter's
     ],
 )
-def test_one_number_for_a_row_or_for_all_is_drawn_alike_on_all_ranks(shape: tuple[int, ...], divided: Divided) -> None:
+def test_one_number_for_a_row_or_for_all_is_drawn_alike_on_all_ranks(
+    shape: tuple[int, ...], divided: DividedActivations
+) -> None:
     for rank in range(2):
-        own = Divided(positions=Division(9, 5 * rank, 5 - rank)) if divided is SEQUENCE else divided
+        own = DividedActivations(positions=Division(9, 5 * rank, 5 - rank)) if divided is SEQUENCE else divided
         parameters = [(17, 5)]
         assert divided_layout(shape, ROWS, own, parameters) == layout.layout_of(shape, ROWS, parameters)
 
@@ -135,35 +141,49 @@ def test_one_number_for_a_row_or_for_all_is_drawn_alike_on_all_ranks(shape: tupl
         ((7, 3), SEQUENCE, ROWS),
         ((ROWS, 1, 6), SEQUENCE, ROWS),  # for all positions of a row
         ((ROWS, 4, 6), SEQUENCE, 0),  # rows that are not known
-        ((ROWS, 1, 1), Divided(positions=Division(2, 1, 1)), ROWS),  # one position, or all
-        ((ROWS, 6), Divided(positions=Division(2, 1, 1)), ROWS),  # one position, or a row's features
+        ((ROWS, 1, 1), DividedActivations(positions=Division(2, 1, 1)), ROWS),  # one position, or all
+        ((ROWS, 6), DividedActivations(positions=Division(2, 1, 1)), ROWS),  # one position, or a row's features
         ((ROWS, 5, 3, 4), ATTENTION, ROWS),  # heads in another place
         ((ROWS, 36, 5), ATTENTION, ROWS),
         ((ROWS, 5, 36), ATTENTION, ROWS),  # features of queries, keys and values
         ((24, 5), ATTENTION, ROWS),  # a parameter's, which may be divided as well
         ((ROWS * 3, 5, 12), ATTENTION, ROWS),  # heads, or features of more rows
         ((ROWS, 1, 5, 4), ATTENTION, ROWS + 1),
-        ((ROWS, 5, 12), Divided(features=(Division(24, 12, 12), Division(12, 0, 12))), ROWS),  # divided in two ways
-        ((ROWS, 2, 5, 7), Divided(heads=(Division(4, 2, 2), Division(2, 0, 2))), ROWS),  # of queries, or of keys
-        ((ROWS, 5, 7), Divided(), ROWS),
-        ((9, 12), Divided(features=(Division(24, 12, 12),)), ROWS),  # without rows
-        ((9, 2), Divided(features=(Division(ROWS, 2, 2),)), ROWS),  # one process has its rows in that dimension
-        ((ROWS * 3, ROWS, 5), Divided(heads=(Division(6, 3, 3),)), ROWS),  # one process reads sequence first
+        (
+            (ROWS, 5, 12),
+            DividedActivations(features=(Division(24, 12, 12), Division(12, 0, 12))),
+            ROWS,
+        ),  # divided in two ways
+        (
+            (ROWS, 2, 5, 7),
+            DividedActivations(heads=(Division(4, 2, 2), Division(2, 0, 2))),
+            ROWS,
+        ),  # of queries, or of keys
+        ((ROWS, 5, 7), DividedActivations(), ROWS),
+        ((9, 12), DividedActivations(features=(Division(24, 12, 12),)), ROWS),  # without rows
+        (
+            (9, 2),
+            DividedActivations(features=(Division(ROWS, 2, 2),)),
+            ROWS,
+        ),  # one process has its rows in that dimension
+        ((ROWS * 3, ROWS, 5), DividedActivations(heads=(Division(6, 3, 3),)), ROWS),  # one process reads sequence first
     ],
 )
-def test_a_shape_that_does_not_show_the_part_is_refused(shape: tuple[int, ...], divided: Divided, rows: int) -> None:
+def test_a_shape_that_does_not_show_the_part_is_refused(
+    shape: tuple[int, ...], divided: DividedActivations, rows: int
+) -> None:
     with pytest.raises(UnclearDrawError, match=r"numbers of shape \[.*\] for \d rows where ranks have"):
         divided_layout(shape, rows, divided, [(24, 5)])
 
 
 def test_square_attention_has_the_heads_of_queries_where_keys_are_on_several_ranks() -> None:
     """Four heads of queries and two of keys on four ranks: each rank has one of both."""
-    divided = Divided(heads=(Division(4, 3, 1), Division(2, 1, 1)))
+    divided = DividedActivations(heads=(Division(4, 3, 1), Division(2, 1, 1)))
     assert torch.equal(words_of((ROWS, 1, 5, 5), divided), words_of((ROWS, 4, 5, 5), None)[:, 3:])
 
 
 def test_nothing_is_drawn_where_a_rank_has_no_positions() -> None:
-    assert words_of((ROWS, 0, 6), Divided(positions=Division(5, 5, 0))).shape == (ROWS, 0, 6)
+    assert words_of((ROWS, 0, 6), DividedActivations(positions=Division(5, 5, 0))).shape == (ROWS, 0, 6)
 
 
 def test_the_error_says_what_ranks_have() -> None:

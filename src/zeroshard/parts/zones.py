@@ -35,7 +35,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class DividedActivations:
     """Activations of which a rank has a part: which of their dimensions may be divided, and how. B rows, T positions.
 
     Attributes:
@@ -76,7 +76,7 @@ class ActivationZones(Protocol):
     moved: Moved
 
     @property
-    def divided(self) -> Divided | None:
+    def divided(self) -> DividedActivations | None:
         """How the activations of the next operation are divided; None where they are whole."""
 
     def reset(self) -> None:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.parts.random_numbers import MicrobatchRows
-from zeroshard.parts.zones import ActivationZones, Divided
+from zeroshard.parts.zones import ActivationZones, DividedActivations
 from zeroshard.rng.draws import DRAWS, draws
 from zeroshard.rng.layout import Stream, UnclearDrawError
 from zeroshard.rng.rows import Rows
@@ -57,7 +57,7 @@ class _Forward:
     number: int
     rows: MicrobatchRows
     calls: Counter[str] = field(default_factory=Counter)
-    drawn: list[tuple[str, int, Divided | None]] = field(default_factory=list)
+    drawn: list[tuple[str, int, DividedActivations | None]] = field(default_factory=list)
 
     def seed(self, draw: int) -> int:
         """The seed of torch's generator while this draw is the next ([Note: recomputations])."""
@@ -203,7 +203,7 @@ class ExactNumbers:
         except UnclearDrawError as error:
             raise PlanError(_unclear(error, self._paths[call.module], call.module)) from error
 
-    def _drawn_now(self, call: _Call) -> tuple[_Forward, int, Divided | None]:
+    def _drawn_now(self, call: _Call) -> tuple[_Forward, int, DividedActivations | None]:
         forward = self._forward
         assert forward is not None
         self._refuse_bare_checkpoints()
@@ -214,7 +214,7 @@ class ExactNumbers:
         torch.default_generator.manual_seed(forward.seed(len(forward.drawn)))
         return forward, key, divided
 
-    def _drawn_before(self, call: _Call) -> tuple[_Forward, int, Divided | None]:
+    def _drawn_before(self, call: _Call) -> tuple[_Forward, int, DividedActivations | None]:
         """The forward, the key and the part of a draw that is made again ([Note: recomputations], [Note: parts])."""
         path, seed = self._paths[call.module], torch.default_generator.initial_seed()
         forward = self._forwards.get((seed ^ MARK) // PLACES)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zeroshard.parts.zones import Divided, Division
+from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.rng.philox import Elements, random_bits
 
 TILE = 2**16  # elements that are drawn at a time, so that their words stay in the cache
@@ -70,7 +70,7 @@ def layout_of(shape: Sequence[int], rows: int, parameters: Collection[Sequence[i
 
 
 def divided_layout(
-    shape: Sequence[int], rows: int, divided: Divided, parameters: Collection[Sequence[int]] = ()
+    shape: Sequence[int], rows: int, divided: DividedActivations, parameters: Collection[Sequence[int]] = ()
 ) -> RowLayout | None:
     """Where a draw's rows and this rank's part of them are ([Note: divided draws]); None if it has no rows.
 
@@ -92,7 +92,7 @@ def divided_layout(
     return found.pop()
 
 
-def _readings(shape: tuple[int, ...], rows: int, divided: Divided) -> Iterator[RowLayout]:
+def _readings(shape: tuple[int, ...], rows: int, divided: DividedActivations) -> Iterator[RowLayout]:
     """Each way in which a draw may be a part of one process's."""
     if divided.positions is not None:
         ways = (_behind_rows(shape, rows, divided.positions, flattened) for flattened in (False, True))
@@ -145,7 +145,7 @@ class Stream:
     first_row: int
     parameters: tuple[tuple[int, ...], ...] = ()
     by_row: Callable[[], None] = lambda: None
-    divided: Divided | None = None
+    divided: DividedActivations | None = None
 
     def tiles(self, out: Tensor, per_element: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of a contiguous tensor, each with its words: int32, one dimension of `per_element` more.
