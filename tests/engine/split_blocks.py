@@ -87,6 +87,8 @@ class Between:
 class SplitBlocks:
     """The technique, over the axis "tensor" of `ranks` neighbours."""
 
+    zones = None
+
     def __init__(self, ranks: int = 2, sequence: bool = False) -> None:
         self.ranks, self.sequence = ranks, sequence
         self._splits: dict[nn.Parameter, Split | Partial] = {}

@@ -109,6 +109,8 @@ class OwnMiddle(nn.Module):
 class Technique:
     """Splits `middle.matrices` along its first dimension over pairs of ranks."""
 
+    zones = None
+
     def __init__(self, data: bool) -> None:
         self.data, self.name = data, "expert" if data else "tensor"
 

@@ -26,7 +26,7 @@ from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.part import OneVersion, Part, Parts
 from zeroshard.parts.place import DENSE, Axis, Partial, Place, PlaceKind, Split
-from zeroshard.parts.random_numbers import RandomNumbers, TorchStreams
+from zeroshard.parts.random_numbers import RandomNumbers
 from zeroshard.parts.saver import Saver
 from zeroshard.parts.technique import Technique
 from zeroshard.parts.updater import Updater
@@ -36,7 +36,7 @@ from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
-from zeroshard.rng.exact import ExactNumbers
+from zeroshard.rng.make import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.units import Flat, Unit, is_small
 from zeroshard.units.materialise import Initialiser, Materialiser
@@ -157,7 +157,7 @@ class Builder:
         gatherer = self._gatherer(units, parts)
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         return Assembly(
-            Parts(units, parts, self._arena, messages, gatherer, self._random_numbers()),
+            Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
             self._spans, self._precision, gatherer, self._late, self._saver(),
         )  # fmt: skip
 
@@ -196,13 +196,12 @@ class Builder:
             return Keep()
         return ActivationStore(self._lower.link, self._lower.host, self._ledger)
 
-    def _random_numbers(self) -> RandomNumbers:
+    def _random_numbers(self, techniques: Sequence[Technique]) -> RandomNumbers:
         """Torch's own streams, or numbers keyed by what they are of."""
-        if self._plan.rng == "fast":
-            return TorchStreams()
         axes, plan = self._axes, self._plan
         rows = Rows(axes.world, axes.data_rank, axes.data_ranks, plan.microbatches, self._steps)
-        return ExactNumbers(self._model, plan.seed, rows)
+        zones = next((each.zones for each in techniques if each.zones is not None), None)
+        return random_numbers_of(self._model, plan.rng == "exact", plan.seed, rows, zones)
 
     @property
     def _slicing(self) -> list[Axis]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Cuts
+from zeroshard.parts.zones import ActivationZones
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class Technique(Protocol):
 
     Modules stay, with their classes and the names of their parameters; in a pipeline they are those of all stages.
     """
+
+    @property
+    def zones(self) -> ActivationZones | None:
+        """Where it divides activations too, so that random numbers are those of a part; None otherwise."""
 
     def axes(self, ranks: int) -> Mapping[str, NewAxis]:
         """The axes that it needs on a stage of so many ranks, by name.

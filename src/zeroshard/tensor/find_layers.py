@@ -198,7 +198,8 @@ class _Search:
         for path in (*group.columns, group.row):
             style, columns = (Style.ROW, group.columns) if path == group.row else (Style.COLUMN, ())
             reason = f"{layout.reasons[path]}; {group.said[path]}{note}"
-            self._layers[path] = FoundLayer(path, style, layout.segments[path], reason, columns=columns)
+            segments, size = layout.segments[path], layout.head_size
+            self._layers[path] = FoundLayer(path, style, segments, reason, columns=columns, head_size=size)
         for path, segments in layout.heads.items():
             reason = f"a column for each head, {segments[0].size // self._ranks} of {segments[0].size}"
             self._layers[path] = FoundLayer(path, Style.HEADS, segments, reason)

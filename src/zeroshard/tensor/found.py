@@ -79,6 +79,7 @@ class FoundLayer:
         partial: whether it is whole, and works on the heads of its rank alone, so that each rank has a part of its
             gradient even without sequence parallelism (norms of queries and keys).
         columns: of a row-parallel layer, the column-parallel ones whose output it reads.
+        head_size: of a layer of attention, the features of a head; 0 of others.
     """
 
     name: str
@@ -87,6 +88,7 @@ class FoundLayer:
     reason: str
     partial: bool = False
     columns: tuple[str, ...] = ()
+    head_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.parts.zones import DividedActivations
 from zeroshard.tensor.collectives import SEQUENCE, CopyIn, JoinRows, Summed, SumOut, TensorRanks
 from zeroshard.tensor.collectives import Gathered as GatheredRows
 from zeroshard.tensor.overlap import Input, Parameters, column_product
@@ -82,13 +83,20 @@ class ColumnForward:
     """The forward of a column-parallel layer.
 
     Args:
+        columns: the features and heads that this rank has of its output.
         plain: the forward that another technique has put in the place of the module's own; None otherwise.
     """
 
     def __init__(
-        self, module: nn.Module, entrance: Entrance, zones: Zones, parameters: Parameters, plain: Any = None
+        self,
+        module: nn.Module,
+        entrance: Entrance,
+        zones: Zones,
+        parameters: Parameters,
+        columns: DividedActivations,
+        plain: Any = None,
     ) -> None:
-        self._module, self._plain = weakref.ref(module), plain
+        self._module, self._columns, self._plain = weakref.ref(module), columns, plain
         self._entrance, self._zones, self._transposed = entrance, zones, parameters.transposed
         self._sums = parameters.sums
 
@@ -96,7 +104,7 @@ class ColumnForward:
         """[..., I], or own rows of it, to this rank's features [..., O/t]."""
         module: Any = self._module()
         found = self._entrance.of(x)
-        self._zones.enter(Zone.COLUMNS)
+        self._zones.enter(Zone.COLUMNS, self._columns)
         if isinstance(found, Input):
             return column_product(found, module)
         if self._plain is not None:

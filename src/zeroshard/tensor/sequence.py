@@ -4,6 +4,10 @@
 parallel layers gather, row-parallel ones keep own rows of their sum. A module that reads the number of positions
 (attention) is opened: it gets the rows of all ranks, so that positions, masks and shapes inside are those of whole
 sequences.
+
+[Note: parts of blocks that are recomputed] A region that is computed again in the backward may lie inside of a block,
+so that the block's hooks do not run again (transformers recomputes what is in a block's forward). So the gradient of
+each block's output tells the zones what they were in its forward.
 """
 
 from collections.abc import Sequence
@@ -16,7 +20,7 @@ from zeroshard.errors import BatchError, ModelError
 from zeroshard.tensor.collectives import SEQUENCE, CutRows, JoinRows, TensorRanks
 from zeroshard.tensor.layers import Entrance
 from zeroshard.tensor.zones import Zone, Zones
-from zeroshard.units.hooks import Hook
+from zeroshard.units.hooks import Hook, listen
 
 HIDDEN = "hidden_states"  # the keyword of what goes from block to block in models of transformers
 
@@ -30,7 +34,7 @@ class SequenceBlocks:
         self._names = {module: name for name, module in blocks}
         for _, module in blocks:
             module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
-        self._last.register_forward_hook(Hook(self._leave))
+            module.register_forward_hook(Hook(self._leave))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is not self._first:
@@ -47,6 +51,7 @@ class SequenceBlocks:
             BatchError: they are not known, because the ranks do not divide them.
         """
         if self._zones.around is Zone.SEQUENCE and torch._C._current_graph_task_id() == -1:
+            self._zones.enter_block()
             return
         own, (start, stop) = (
             activation_in(args, kwargs, self._names[module]).shape[SEQUENCE],
@@ -63,6 +68,11 @@ class SequenceBlocks:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         positions = self._zones.positions
+        activation = output[0] if isinstance(output, tuple) and output else output
+        listen(activation, lambda gradient: self._zones.recall(positions))
+        if module is not self._last:
+            self._zones.leave_block()
+            return None
         label = f"output of {self._names[module]}"
         self._zones.reset()
         if isinstance(output, Tensor):

@@ -15,6 +15,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Partial, Piece, Split
 from zeroshard.parts.technique import NewAxis
+from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.tensor.check_gradients import GradientCheck
 from zeroshard.tensor.collectives import TensorRanks
@@ -72,6 +73,7 @@ class TensorTechnique:
         Raises:
             PlanError, ModelError: a layer cannot be split as the plan says.
         """
+        self.zones.axis = axes[AXIS]
         ranks = TensorRanks(axes[AXIS])
         self._share_memory(ranks.comm)
         self.found = found = find(model, ranks.size, self._policy)
@@ -201,6 +203,7 @@ class _Forwards:
     def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, zones: Zones) -> None:
         self._model, self._found, self._ranks, self._zones = model, found, ranks, zones
         self._modules = dict(model.named_modules())
+        self._rows = {column: layer for layer in found.layers for column in layer.columns}
         self.entrances: dict[str, Entrance] = {}
         self.opened: list[str] = []
 
@@ -242,14 +245,40 @@ class _Forwards:
         label = f"input of {layers[0].name}"
         entrance = Entrance(self._ranks, self._zones, label, parameters, opened, overlaps)
         self.entrances[holder] = entrance
-        for module, each in zip(modules, parameters, strict=True):
-            module.forward = ColumnForward(module, entrance, self._zones, each, _replaced(module))
+        for layer, module, each in zip(layers, modules, parameters, strict=True):
+            columns = divided_columns(layer, self._rows.get(layer.name), self._ranks)
+            module.forward = ColumnForward(module, entrance, self._zones, each, columns, _replaced(module))
 
     def _sums(self, layer: FoundLayer) -> Any:
         """Adds up gradients of features that several ranks hold; None where none are."""
         if all(_copies(segment, self._ranks.size) == 1 for segment in layer.segments):
             return None
         return partial(sum_copies, layer.segments, self._ranks, layer.name)
+
+
+def divided_columns(layer: FoundLayer, row: FoundLayer | None, ranks: TensorRanks) -> DividedActivations:
+    """The features and the heads that this rank has of the output of a column-parallel layer.
+
+    Args:
+        row: the row-parallel layer behind it, if it is known: it reads the heads of all queries.
+    """
+    features, heads = _divisions(layer, ranks), []
+    for each in (*(_divisions(row, ranks) if row is not None else ()), *features):
+        numbers = (each.whole, each.first, each.size)
+        if layer.head_size and not any(number % layer.head_size for number in numbers):
+            heads.append(Division(*(number // layer.head_size for number in numbers)))
+    return DividedActivations(heads=tuple(heads), features=tuple(features))
+
+
+def _divisions(layer: FoundLayer, ranks: TensorRanks) -> list[Division]:
+    """This rank's run of each segment of a layer's features; none if segments are of some ranks alone."""
+    found, first = [], 0
+    if any(segment.ranks is not None for segment in layer.segments):
+        return []
+    for segment, piece in zip(layer.segments, own_pieces(layer, ranks), strict=True):
+        found.append(Division(segment.size, piece.start - first, piece.stop - piece.start))
+        first += segment.size
+    return found
 
 
 def _holder(name: str) -> str:
