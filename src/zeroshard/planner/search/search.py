@@ -41,7 +41,7 @@ OFFERS: tuple[Callable[[Site], Iterator[Offer | Refused]], ...] = (zero.offers, 
 LAST_RESORTS: tuple[Callable[[Site], Iterator[Offer]], ...] = (offload.offers,)
 MOST_DEEP = 32  # blocks times microbatches, or stages, up to which the best plan is rehearsed whole
 MOST_TIMED = 8  # plans that are timed on this machine, the best by the rates of its profile
-FEW_SHAPES = 16  # kinds of plans without split layers up to which all are looked at
+FEW_SHAPES = 12  # kinds of plans without split layers up to which all are looked at
 BEHIND = 1.1  # times the seconds of the fastest plan: slower estimates are left out among many
 RECOMPUTED = 4 / 3  # times the seconds of a plan that computes its forwards twice
 Say = Callable[[str], None]
@@ -126,6 +126,7 @@ class _Search:
     _sizes: Sizes | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
     _expected: dict[Plan, tuple[bool, float]] = field(default_factory=dict)
+    _whole: list[Refusal] = field(default_factory=list)  # of plans that split layers of a model which cannot be split
 
     @property
     def _site(self) -> Site:
@@ -161,6 +162,7 @@ class _Search:
             else:
                 self.progress.begin(shape.plan)
                 self.try_shape(shape, many)
+        self.refused += self._whole
 
     @property
     def _fastest(self) -> float:
@@ -207,7 +209,7 @@ class _Search:
             except ZeroshardError as error:
                 if together == 1:  # the search reports it, plan by plan
                     return {}
-                self._refuse(self.base.with_settings({"tensor_parallel": together}), 0, str(error), "")
+                self._whole.append(Refusal(self.base.with_settings({"tensor_parallel": together}), 0, str(error), ""))
         return found
 
     def try_shape(self, shape: Shape, many: bool = False) -> None:
