@@ -169,13 +169,6 @@ class Rehearsal(Platform):
             into.view(-1, values.numel()).copy_(values)
             self.clock.spent["aside"] += time.process_time() - start
 
-    def multiply(self, tensor: torch.Tensor, ranks: int) -> None:
-        """Overwrite a tensor with the sum of equal ones of so many ranks, if tensors have values."""
-        if self.values:
-            start = time.process_time()
-            tensor.mul_(ranks)
-            self.clock.spent["aside"] += time.process_time() - start
-
 
 class RehearsedNetwork(Network):
     """The network of a rehearsal."""
@@ -208,9 +201,12 @@ class RehearsedNetwork(Network):
 
     def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
         """As if every rank held the same."""
-        if not maximum:
-            self._rehearsal.multiply(tensor, self._ranks)
-        return self._rehearsal.begin("all-reduce", tensor.nbytes)
+        rehearsal = self._rehearsal
+        if rehearsal.values and not maximum:
+            start = time.process_time()
+            tensor.mul_(self._ranks)
+            rehearsal.clock.spent["aside"] += time.process_time() - start
+        return rehearsal.begin("all-reduce", tensor.nbytes)
 
     def gather_frames(self, frame: bytes, group: Group) -> tuple[dist.Work | None, Callable[[], list[bytes]]]:
         """As if every rank sent the same frame; ends at once, and is not counted."""

@@ -101,7 +101,7 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
     numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
     actions = sum(end - start for _, start, end in one.spans)
     kept = {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes}
-    return {**numbers, **kept, "actions": actions, "waits": one.waits, "each_waits": one.each_waits}
+    return {**numbers, **kept, "actions": actions, "waits": one.waits[0], "each_waits": one.waits[1]}
 
 
 def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:

@@ -112,8 +112,8 @@ class Rehearsed:
         each: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
         disk_nbytes: bytes that are kept on the disk.
-        waits: seconds for which forwards and backwards among the spans waited for transfers.
-        each_waits: those of one microbatch, as `schedule.spans.medians` has its actions.
+        waits: seconds for which forwards and backwards among the spans waited for transfers; and those of one
+            microbatch, as `schedule.spans.medians` has its actions.
     """
 
     rank: int
@@ -131,8 +131,7 @@ class Rehearsed:
     each: "Each | None" = None
     host: Mapping[str, int] = field(default_factory=dict)
     disk_nbytes: int = 0
-    waits: float = 0.0
-    each_waits: float = 0.0
+    waits: tuple[float, float] = (0.0, 0.0)
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -253,7 +252,7 @@ class _Run:
             self._each(),
             engine.ledger.snapshot("host"),
             engine.ledger.total("disk"),
-            *_waits_inside(clock.waits, trace.actions),
+            _waits_inside(clock.waits, trace.actions),
         )
 
     def timed(self, tracked: Rehearsed) -> Rehearsed:
