@@ -44,7 +44,7 @@ WRONG: dict[str, list[Any]] = {
     "pipeline_parallel.vertical_sync": [True, 1, "yes"],
     "tensor_parallel": [0, -1, 1.5, "2", True, None],
     "tensor_parallel.sequence": [1, "yes", None],
-    "tensor_parallel.layers": [7, "up", ("up",), ("=column",), {"up": ""}],
+    "tensor_parallel.layers": [7, "up", ("up",), ("=column",), ("up=",)],
     "loss_chunk": [0, -1, 1.5, "2", True],
     "reduce_every": ["epoch", None, 1],
     "rng": ["slow", None, True],

@@ -112,6 +112,8 @@ def shares(total: int, ranks: int, rank: int) -> tuple[int, int]:
 class Columns:
     """Cuts each `Fused` over groups of `size` neighbouring ranks."""
 
+    zones = None
+
     def __init__(self, size: int) -> None:
         self.size = size
 

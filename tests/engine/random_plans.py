@@ -21,11 +21,12 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.settings import flat
 from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING
 
-USUAL = {field.name: field.default for field in fields(zs.Plan)}
+USUAL = {field.name: field.default for field in fields(zs.Plan) if field.name != "tensor_parallel"}
 USUAL |= {
     name: value
     for name, value in flat(zs.Plan().as_dict())
     if name not in {"pipeline_parallel.stages", "offload.parts", "loss_scale.value"}  # drawn by their groups' names
+    and not name.startswith("tensor_parallel")  # of models of another kind: tests/tensor
 }
 DISK = "DISK"  # stands for a folder of the run's own
 ALONE = ("Plain", "Tied", "Frozen", "Sometimes", "Twice", "Nested", "TwoDtypes", "Checkpointed",

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool, WorkerError
-from tensor.vocabularies import Ranks, Widths, close, seeded
+from split_models.vocabularies import Ranks, Widths, close, seeded
 from torch import Tensor
 
 import zeroshard as zs

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tensor.small_models import VOCABULARY, family
+from split_models.small_models import VOCABULARY, family
 from torch import Tensor, nn
 
 import zeroshard as zs

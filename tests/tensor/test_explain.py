@@ -3,10 +3,10 @@
 import io
 
 from rich.console import Console
-from tensor.small_models import Stack, family
-from tensor.test_structure import Separate
+from split_models.small_models import Stack, family
 from torch import nn
 
+from tensor.test_structure import Separate
 from zeroshard.report.plan_text import layers_table
 from zeroshard.tensor.explain import explain, explain_sequences
 from zeroshard.tensor.find_layers import find

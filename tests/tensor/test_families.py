@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.small_models import FAMILIES, LAYERS, family
+from split_models.small_models import FAMILIES, LAYERS, family
 
 from zeroshard.planner.predict.torch_internals import fakes
 from zeroshard.tensor.find_layers import find

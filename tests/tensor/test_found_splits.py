@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tensor.small_models import VOCABULARY, family
-from tensor.split_decoder import part_of
+from split_models.small_models import VOCABULARY, family
+from split_models.split_decoder import part_of
 from torch import Tensor
 
 import zeroshard as zs

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from tensor.split_decoder import LAYERS, SIZE, WIDTH, Decoder, batch, pair, part_of, split
+from split_models.split_decoder import LAYERS, SIZE, WIDTH, Decoder, batch, pair, part_of, split
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

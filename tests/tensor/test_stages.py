@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine.models import OPTIMIZERS
 from pool import Pool
-from tensor.small_models import VOCABULARY, family
+from split_models.small_models import VOCABULARY, family
 from torch import Tensor, nn
 
 import zeroshard as zs

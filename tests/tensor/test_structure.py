@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.small_models import Branch, Stack
+from split_models.small_models import Branch, Stack
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor.small_models import Stack, family
-from tensor.test_structure import HEADS, SIZE, WIDTH, FeedForward, Fused, Nano, shapes
+from split_models.small_models import Stack, family
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import zeroshard as zs
+from tensor.test_structure import HEADS, SIZE, WIDTH, FeedForward, Fused, Nano, shapes
 from zeroshard.errors import PlanError
 from zeroshard.tensor.find_layers import find
 from zeroshard.tensor.found import FoundLayer, Style

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from tensor.vocabularies import Ranks, Widths, close, seeded, split
+from split_models.vocabularies import Ranks, Widths, close, seeded, split
 from torch import Tensor, nn
 
 import zeroshard as zs

@@ -6,11 +6,11 @@ import pytest
 import torch
 from engine.models import OPTIMIZERS
 from pool import Pool
-from tensor.test_vocabulary_models import MODELS, V
-from tensor.vocabularies import Widths, seeded
+from split_models.vocabularies import Widths, seeded
 from torch import Tensor
 
 import zeroshard as zs
+from tensor.test_vocabulary_models import MODELS, V
 
 transformers = pytest.importorskip("transformers")
 STEPS = 3

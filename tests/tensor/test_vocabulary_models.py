@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from tensor.vocabularies import Ranks, Widths, close, seeded, split
+from split_models.vocabularies import Ranks, Widths, close, seeded, split
 from torch import Tensor
 
 import zeroshard as zs
