@@ -19,7 +19,7 @@ from zeroshard.train.toml_config import dump_toml, load_toml
 BOXES = [
     *("model and text", "training", "validation and generated text", "run folder and checkpoints", "bad steps"),
     *("checks and records", "ranks and device", "choice of the plan"),
-    *("plan", "loss-scale", "pipeline-parallel", "offload"),
+    *("plan", "loss-scale", "pipeline-parallel", "tensor-parallel", "offload"),
 ]
 
 

@@ -93,8 +93,11 @@ class Watch:
         calls, tensors = self.calls.setdefault(self.now, {}), list(_numbers(output))
         call = calls.get(place)
         if call is None:
+            outputs = [sketch(tensor) for tensor in tensors]
+            if any(value[1] != value[1] for value in outputs):
+                return  # a placeholder, which is NaN: a stage asks for shapes before it runs what it has of the model
             call = calls[place] = self._entered.pop(place, ModuleCall([], {}))
-            call.outputs, call.ended = [sketch(tensor) for tensor in tensors], len(calls) - 1
+            call.outputs, call.ended = outputs, len(calls) - 1
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 tensor.register_hook(partial(_note, call.gradients, number))

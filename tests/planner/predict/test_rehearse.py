@@ -36,7 +36,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (4, "adamw", {"zero": 0, "tensor_parallel": 2, **CUT, **NETWORK}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
-HELD = 0.1  # with split layers, where gloo's threads hold the operands of a collective a little after its end
+HELD = 0.25  # with split layers, where gloo's threads hold the operands of a collective a little after its end
 
 
 def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
