@@ -9,12 +9,15 @@ from zeroshard.verification import causes
 from zeroshard.verification.causes import Cause
 from zeroshard.verification.compare import (
     ErrorTable,
+    SeenCalls,
     Side,
     compare_copies,
     compare_forward,
     compare_gradients,
     compare_losses,
     compare_updates,
+    gradient_of,
+    nth,
     relative,
 )
 from zeroshard.verification.job import name_parts
@@ -81,26 +84,25 @@ class Bisection:
             return None
         seen = self.side.calls(step)
         part, place, error = found[0]
-        rank, mine = seen[part][place]
+        mine = seen[part][place]
         theirs = wanted.calls[part][place]
         path = place[0]
         where = f"output {'' if not place[1] else f'of call {place[1] + 1} '}for {name_parts([part], self._m)}"
-        cause = self._of_weights_seen(path, mine, theirs) or self._of_inputs(seen[part], part, place, wanted, rank)
-        cause = (
-            cause or self._of_lacking(path, mine, theirs) or Cause("its inputs and weights agree, its output differs")
-        )
+        cause = self._of_weights_seen(path, mine, theirs) or self._of_inputs(seen[part], part, place, wanted)
+        cause = cause or self._of_bias(path, mine, theirs) or Cause("its inputs and weights agree, its output differs")
         others = len({other[1] for other in found}) - 1
         return FirstDifference(
             step, "forward", cause.module or path or self._whole, where, error, cause.text, cause.collective, others
         )
 
-    def _of_weights_seen(self, path: str, mine: ModuleCall, theirs: ModuleCall) -> Cause | None:
+    def _of_weights_seen(self, path: str, mine: SeenCalls, theirs: ModuleCall) -> Cause | None:
         """Whether a module's own weights were not those of the step when it was entered."""
-        for attribute, found in mine.weights.items():
-            if attribute not in theirs.weights or distance(found, theirs.weights[attribute]) <= self.table.tolerance:
+        for attribute, wanted in theirs.weights.items():
+            if mine.error(lambda call, name=attribute: call.weights.get(name), wanted) <= self.table.tolerance:  # type: ignore[misc]
                 continue
             name = f"{path}.{attribute}" if path else attribute
             earlier = [(step, sketch(weights[name])) for step, weights in self._history[:-1] if name in weights]
+            found = mine.calls[0].weights.get(attribute, theirs.weights[attribute])
             stale = causes.same_as_before(found, earlier, self.table.tolerance)
             text = f"its {attribute} is not that of the step"
             if stale is not None:
@@ -108,13 +110,11 @@ class Bisection:
             return Cause(text, self._weight_collective(name))
         return None
 
-    def _of_inputs(
-        self, seen: Mapping[Place, tuple[int, ModuleCall]], part: int, place: Place, wanted: PlainStep, rank: int
-    ) -> Cause | None:
+    def _of_inputs(self, seen: Mapping[Place, SeenCalls], part: int, place: Place, wanted: PlainStep) -> Cause | None:
         """Whether what a module took differs already, though nothing before it returned anything else."""
-        theirs = wanted.calls[part][place]
-        pairs = zip(seen[place][1].inputs, theirs.inputs, strict=False)
-        if not any(distance(a, b) > self.table.tolerance for a, b in pairs):
+        theirs, mine = wanted.calls[part][place], seen[place]
+        errors = (mine.error(nth("inputs", n), each) for n, each in enumerate(theirs.inputs))
+        if not any(error > self.table.tolerance for error in errors):
             return None
         inside = f"{place[0]}." if place[0] else ""
         earlier = [
@@ -122,23 +122,26 @@ class Bisection:
             for other, call in wanted.calls[part].items()
             if call.ended < theirs.ended and other in seen and not other[0].startswith(inside)
         ]
-        senders = [p for p in earlier if seen[p][0] != rank]
-        if senders and seen[earlier[-1]][0] != rank:
+        senders = [p for p in earlier if seen[p].rank != mine.rank]
+        if senders and seen[earlier[-1]].rank != mine.rank:
             before = senders[-1][0]
             return Cause(f"its input is not what {before} returned", f"{Purpose.SEND_ACTIVATIONS} after {before}")
         before = earlier[-1][0] if earlier else "the batch"
         return Cause(f"its input differs, in code between it and {before}")
 
-    def _of_lacking(self, path: str, mine: ModuleCall, theirs: ModuleCall) -> Cause | None:
-        """Whether a module's output lacks its bias."""
+    def _of_bias(self, path: str, mine: SeenCalls, theirs: ModuleCall) -> Cause | None:
+        """Whether a module's output lacks its bias, or has it once for each rank that has a part of its weight."""
         bias = self.plain.model.get_submodule(path)._parameters.get("bias")
-        if bias is None or bias.dim() != 1 or not mine.outputs or mine.outputs[0][0] % bias.numel():
+        outputs = mine.calls[0].outputs
+        if bias is None or bias.dim() != 1 or not outputs or outputs[0][0] % bias.numel():
             return None
-        rows, whole = int(mine.outputs[0][0]) // bias.numel(), theirs.outputs[0]
+        rows, whole = int(outputs[0][0]) // bias.numel(), theirs.outputs[0]
         added = sketch(bias.detach().expand(rows, -1))
-        without = (*whole[:2], *(a - b for a, b in zip(whole[2:], added[2:], strict=True)))
-        lacks = distance(mine.outputs[0], without) <= 8 * self.table.tolerance
-        return Cause("its bias is not added") if lacks else None
+        for times, text in ((0, "its bias is not added"), (self.side.job.together, "each rank adds its bias")):
+            changed = (*whole[:2], *(a + (times - 1) * b for a, b in zip(whole[2:], added[2:], strict=True)))
+            if distance(outputs[0], changed) <= 8 * self.table.tolerance:
+                return Cause(text)
+        return None
 
     def _loss(self, step: int, wanted: PlainStep) -> FirstDifference | None:
         parts, whole = compare_losses(self.table, self.side, wanted, step)
@@ -173,17 +176,23 @@ class Bisection:
         for part, calls in wanted.calls.items():
             both = [(place, seen[part][place], call) for place, call in calls.items() if place in seen.get(part, {})]
             factors = [
-                ratio(mine.gradients[k], call.gradients[k])
-                for _, (_, mine), call in both
-                for k in mine.gradients.keys() & call.gradients.keys()
+                ratio(mine.calls[0].gradients[k], gradient)
+                for _, mine, call in both
+                for k, gradient in call.gradients.items()
+                if mine.calls[0].gradients.get(k, (0.0,))[0] == gradient[0]
             ]
             known = sorted(f for f in factors if f == f)
             factor = known[len(known) // 2] if known else 1.0
-            for place, (_, mine), call in sorted(both, key=lambda item: -item[2].ended):
-                for k in mine.gradients.keys() & call.gradients.keys():
-                    if distance(mine.gradients[k], call.gradients[k], factor) > 32 * self.table.tolerance:
-                        text = f"the gradient of {place[0]}'s output differs in {name_parts([part], self._m)}"
-                        return Cause(text, None, place[0])
+            for place, mine, call in sorted(both, key=lambda item: -item[2].ended):
+                for k, gradient in call.gradients.items():
+                    if mine.error(gradient_of(k), gradient, factor) > 32 * self.table.tolerance:
+                        where = f"the gradient of {place[0]}'s output"
+                        if mine.sums_to(gradient_of(k), gradient, factor):
+                            text = (
+                                f"{where} is a part on each rank: its sum over the ranks that split layers is missing"
+                            )
+                            return Cause(text, Purpose.SUM_ACTIVATIONS, place[0])
+                        return Cause(f"{where} differs in {name_parts([part], self._m)}", None, place[0])
         return None
 
     def _backward_order(self, wanted: PlainStep) -> dict[str, int]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.traffic import Purpose
-from zeroshard.verification.compare import Side, relative
+from zeroshard.verification.compare import SUMMED, Side, relative
 from zeroshard.verification.job import VerificationJob, name_parts
 from zeroshard.verification.observe import SeenShare
 from zeroshard.verification.plain import Plain
@@ -48,7 +49,8 @@ def of_gradient(side: Side, plain: Plain, step: int, name: str) -> Cause | None:
             return cause
     whole = sum(pieces[1:], pieces[0])
     return (
-        _of_uses(side, plain.by_use(step, name), found)
+        of_parts(shares, whole, job, reduction)
+        or _of_uses(side, plain.by_use(step, name), found)
         or of_dtype(found, whole, _by_rank(job, pieces), reduction)
         or of_slices(shares, whole, job, reduction)
     )
@@ -130,6 +132,22 @@ def _by_rank(job: VerificationJob, pieces: Sequence[Tensor]) -> list[Tensor]:
     """The contribution of each data rank."""
     m = job.plan.microbatches
     return [sum(pieces[first + 1 : first + m], pieces[first]) for first in range(0, len(pieces), m)]
+
+
+def of_parts(
+    shares: Sequence[tuple[int, SeenShare]], wanted: Tensor, job: VerificationJob, collective: str | None
+) -> Cause | None:
+    """Whether the gradients of ranks that work on the same data would have to be added up."""
+    groups: dict[tuple[int, tuple[Box, ...]], list[SeenShare]] = {}
+    for rank, share in shares:
+        groups.setdefault((rank // job.together, share.boxes), []).append(share)
+    if job.together == 1 or any(len(group) != job.together for group in groups.values()):
+        return None
+    for group in groups.values():
+        total = torch.from_numpy(sum(share.values for share in group[1:]) + group[0].values)
+        if relative(total, group[0].same_of(wanted)) > SUMMED:
+            return None
+    return Cause("each rank that splits layers has a part of it, and the sum over them is missing", collective)
 
 
 def of_slices(

@@ -7,7 +7,8 @@ rounding where a gradient is nothing else.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from zeroshard.verification.sketch import Sketch, distance
 from zeroshard.verification.watch import ModuleCall, Place
 
 Worst = tuple[float, str]  # relative error, and the name of what has it
+SUMMED = 1e-3  # relative error up to which tensors add up to another
 NAMES = ("initial weights", "module outputs", "losses", "gradients", "gradient norm", "updates", "buffers", "copies")
 
 
@@ -48,6 +50,44 @@ class ErrorTable:
         return tuple(Compared(what, count, *worst, self.tolerance) for what, (count, worst) in found)
 
 
+@dataclass(frozen=True, slots=True)
+class SeenCalls:
+    """One call of a module on the ranks that worked on the same data.
+
+    Attributes:
+        rank: the first of them.
+        calls: of each; of the first alone where every rank computes all that a module returns.
+    """
+
+    rank: int
+    calls: list[ModuleCall]
+
+    def error(self, of: Callable[[ModuleCall], Sketch | None], wanted: Sketch, factor: float = 1.0) -> float:
+        """The largest relative error of a tensor of the call, whose sketch `of` takes out; infinite for another size.
+
+        Ranks may have parts of it: then their norms make up its norm. What is on more ranks than it has parts, such as
+        keys of few heads, is not compared.
+        """
+        sketches = [found for call in self.calls if (found := of(call)) is not None]
+        whole = [found for found in sketches if found[0] == wanted[0]]
+        if len(self.calls) == 1 or len(whole) == len(sketches):
+            return max((distance(found, wanted, factor) for found in sketches), default=0.0)
+        if whole or sum(found[0] for found in sketches) != wanted[0]:
+            return 0.0
+        size, norm = abs(factor) * wanted[1], math.hypot(*(found[1] for found in sketches))
+        if math.isnan(norm):
+            return 0.0 if math.isnan(size) else math.inf
+        return abs(norm - size) / size if size else (math.inf if norm else 0.0)
+
+    def sums_to(self, of: Callable[[ModuleCall], Sketch | None], wanted: Sketch, factor: float = 1.0) -> bool:
+        """Whether the tensors of the ranks, each as large as the wanted one, would add up to it."""
+        sketches = [found for call in self.calls if (found := of(call)) is not None]
+        if len(sketches) < 2 or any(found[0] != wanted[0] for found in sketches):
+            return False
+        total = (*wanted[:2], *map(sum, zip(*(found[2:] for found in sketches), strict=True)))
+        return distance(total, wanted, factor) <= SUMMED
+
+
 class Side:
     """The records of all ranks, as one run."""
 
@@ -63,13 +103,15 @@ class Side:
         """By part."""
         return {part: value for record in self.records for part, value in record.steps[step].losses.items()}
 
-    def calls(self, step: int) -> dict[int, dict[Place, tuple[int, ModuleCall]]]:
-        """By part, the calls of all stages, each with its rank; where several ranks ran one, the first has it."""
-        found: dict[int, dict[Place, tuple[int, ModuleCall]]] = {}
+    def calls(self, step: int) -> dict[int, dict[Place, SeenCalls]]:
+        """By part, the calls of all stages; where several ranks ran one, the first has it, or each has a part of it."""
+        found: dict[int, dict[Place, SeenCalls]] = {}
         for record in self.records:
             for part, calls in record.steps[step].calls.items():
                 for place, call in calls.items():
-                    found.setdefault(part, {}).setdefault(place, (record.rank, call))
+                    same = found.setdefault(part, {}).setdefault(place, SeenCalls(record.rank, []))
+                    if not same.calls or self.job.together > 1:
+                        same.calls.append(call)
         return found
 
     def ranks_of(self, path: str) -> set[int]:
@@ -120,20 +162,27 @@ def relative(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
 
 
 def compare_forward(table: ErrorTable, side: Side, wanted: PlainStep, step: int) -> list[tuple[int, Place, float]]:
-    """(part, call, error) of the calls whose outputs differ, in the order in which calls end in the plain loop.
-
-    Where ranks compute parts of what a module returns, outputs of other sizes are such parts.
-    """
-    found, seen, whole = [], side.calls(step), side.job.together == 1
+    """(part, call, error) of the calls whose outputs differ, in the order in which calls end in the plain loop."""
+    found, seen = [], side.calls(step)
     for part, calls in wanted.calls.items():
         for place, call in calls.items():
             if place in seen.get(part, {}):
-                pairs = zip(seen[part][place][1].outputs, call.outputs, strict=False)
-                alike = [(mine, theirs) for mine, theirs in pairs if whole or mine[0] == theirs[0]]
-                error = max((distance(mine, theirs) for mine, theirs in alike), default=0.0)
+                mine = seen[part][place]
+                errors = (mine.error(nth("outputs", n), theirs) for n, theirs in enumerate(call.outputs))
+                error = max(errors, default=0.0)
                 if not table.enter("module outputs", place[0] or "the model", error):
                     found.append((part, place, error))
     return found
+
+
+def nth(kind: str, number: int) -> Callable[[ModuleCall], Sketch | None]:
+    """Takes the sketch of an input or an output out of a call; None where there are fewer."""
+    return lambda call: next(iter(getattr(call, kind)[number : number + 1]), None)
+
+
+def gradient_of(number: int) -> Callable[[ModuleCall], Sketch | None]:
+    """Takes the sketch of the gradient of an output out of a call."""
+    return lambda call: call.gradients.get(number)
 
 
 def compare_losses(

@@ -55,8 +55,9 @@ def narrowed(config: Any, plan: Plan, tokens: bool = True) -> Any:
 
     heads = facts.get(names.get("num_attention_heads", ""), 4)
     pairs = facts.get("num_key_value_heads") or heads
-    kept_pairs = min(2, pairs)
-    kept_heads = min(heads, 2 * max(2, pairs // pairs), kept_pairs * max(1, heads // pairs))
+    together = plan.tensor.ranks  # which share heads out whole
+    kept_pairs = min(2 if pairs % together else max(2, together), pairs)
+    kept_heads = min(heads, max(2 * max(2, kept_pairs), together), kept_pairs * max(1, heads // pairs))
     kept_heads = max(kept_pairs, kept_heads // kept_pairs * kept_pairs)
     width, inner = facts.get(names.get("hidden_size", ""), 0), facts.get(names.get("intermediate_size", ""), 0)
     give("num_attention_heads", kept_heads)
