@@ -34,7 +34,7 @@ UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 
 SEARCHED = (  # by `Plan.auto`, which keeps all other settings
     *("zero", "shard_group", "microbatches", "recompute", "overlap_gather", "offload.parts", "offload.fraction"),
     *(f"pipeline_parallel.{name}" for name in ("stages", "schedule", "virtual_stages", "replicas", "split")),
-    "pipeline_parallel.vertical_sync",
+    *("pipeline_parallel.vertical_sync", "tensor_parallel.ranks"),
 )
 GROUPS: dict[str, Any] = {
     "loss_scale": LossScale,
@@ -192,8 +192,8 @@ class Plan:
     ) -> "Plan":
         """The fastest plan that fits; found by rehearsing the engine on tensors without values, which takes no memory.
 
-        A step has as many rows as `batch`, times the number of ranks. With stages there are fewer data ranks than
-        ranks, so each takes more rows. In a job of several processes all must call this: rank 0 plans, and all get
+        A step has as many rows as `batch`, times the number of ranks. With stages or tensor parallelism there are fewer
+        data ranks than ranks, so each takes more rows. In a job of several processes all must call this: rank 0 plans, and all get
         its plan.
 
         Args:
@@ -205,8 +205,8 @@ class Plan:
             ranks: how many ranks there will be; by default as many as the launcher started.
             base: settings to keep, such as precision, clipping and seed. It leaves the settings that are searched at
                 their defaults: zero, shard_group, microbatches, recompute, overlap_gather, offload.parts,
-                offload.fraction, and of pipeline_parallel stages, schedule, virtual_stages, replicas, split and
-                vertical_sync.
+                offload.fraction, of pipeline_parallel stages, schedule, virtual_stages, replicas, split and
+                vertical_sync, and of tensor_parallel ranks.
             say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason.
 
         Raises:

@@ -113,6 +113,9 @@ def test_stages_leave_the_rows_of_a_step_as_they_are(
     assert "2 stages 1f1b x 2, zero 1, fp32, 4 microbatches" in capsys.readouterr().out
 
 
+FIRSTS = {"offload": "parts", "pipeline_parallel": "stages", "tensor_parallel": "ranks"}
+
+
 def test_what_a_search_chooses_cannot_be_given(words: list[str]) -> None:
     with pytest.raises(PlanError, match="zero is 3, and the search for a plan chooses it"):
         run(parse(TrainConfig, [*words, "--plan", "auto", "--zero", "3"], "train"), Mesh())
@@ -120,7 +123,7 @@ def test_what_a_search_chooses_cannot_be_given(words: list[str]) -> None:
         TrainConfig(planning="auto", trace=True)
     page = (Path(__file__).parents[2] / "docs" / "auto_plan.md").read_text()
     named = re.findall(r"`--([a-z.-]+)`", page.partition("| chosen |")[2].partition("\n")[0])
-    said = {"offload.parts": "offload", "pipeline_parallel.stages": "pipeline_parallel"}
+    said = {f"{group}.{first}": group for group, first in FIRSTS.items()}
     assert {name.replace("-", "_") for name in named} == {said.get(name, name) for name in SEARCHED}
     assert all(name.rpartition(".")[2] in str(Plan.auto.__doc__) for name in SEARCHED)
 

@@ -14,6 +14,8 @@ from zeroshard.planner.predict.result import Found, Prediction
 from zeroshard.planner.search import search as searching
 from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.search import search
+from zeroshard.train.family import gpt_task
+from zeroshard.train.gpt import GPTConfig
 
 WIDTH = 64
 PSI = 6 * WIDTH * WIDTH
@@ -95,3 +97,35 @@ def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     progress.begin(staged)
     assert progress.look(staged) == "2/4 plans, about 32 s left: "
     assert progress.look(staged) == "3/4 plans, about 16 s left: "
+
+
+BLOCKS = GPTConfig(vocabulary=64, context=32, width=64, heads=4, layers=8)
+FAST = Link(1e12)
+
+
+def gpt(rows: int = 16) -> TrainingTask:
+    return gpt_task(BLOCKS, rows)
+
+
+def test_layers_are_split_where_nothing_else_fits(asked: list[Plan]) -> None:
+    """One unit as large as the device, which stage 3 would gather whole and no stage can hold."""
+    wide = gpt_task(replace(BLOCKS, width=512, layers=2), rows=2)
+    room = 26 * 2**20  # states of 25.5 million bytes per rank on four; a block is 12.6 million
+    device = replace(MACHINES.device, memory_bytes=room)
+    found = search(wide, Machines(device, 4, 4, FAST, FAST), Plan(precision="fp32"))
+    assert any(plan.tensor.ranks > 1 for plan in asked)
+    assert all(best.plan.tensor.ranks > 1 for best in found.best)
+
+
+def test_plans_that_split_layers_are_left_out_where_they_are_expected_to_be_slower(asked: list[Plan]) -> None:
+    slow = Machines(MACHINES.device, 4, 4, Link(1e5), Link(1e5))
+    heard: list[str] = []
+    found = search(gpt(), slow, say=heard.append)
+    assert found.best and all(plan.tensor.ranks == 1 for plan in asked)
+    assert any(line == "4 ranks that split layers, for first estimates" for line in heard)
+
+
+def test_a_model_that_cannot_be_split_is_refused_once_for_each_number_of_ranks() -> None:
+    found = search(job(), MACHINES)
+    refused = [refusal for refusal in found.refused if refusal.plan.tensor.ranks > 1]
+    assert [refusal.plan.tensor.ranks for refusal in refused] == [2] and refused == list(found.refused[-1:])

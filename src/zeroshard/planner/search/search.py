@@ -147,21 +147,26 @@ class _Search:
 
     def try_shapes(self, shapes: Sequence[Shape]) -> None:
         """Look at all shapes but those that are left out ([Note: plans that are left out])."""
-        ordered = [shape for shape in shapes if shape.together == 1]
-        many = len(ordered) > FEW_SHAPES
+        whole = [shape for shape in shapes if shape.together == 1]
         split = [shape for shape in shapes if shape.together > 1 and shape.plan in self._expected]
+        many = len(whole) > FEW_SHAPES
+        usual = (False, 0.0)  # whether it is expected to fit, and its seconds, where there is no estimate
 
-        def key(shape: Shape) -> tuple[bool, float]:
-            fits, seconds = self._expected.get(shape.plan, (False, 0.0))
+        def rank(shape: Shape) -> tuple[bool, float]:
+            fits, seconds = self._expected.get(shape.plan, usual)
             return not fits, seconds
 
-        for shape in sorted(ordered + split, key=key) if many else ordered + sorted(split, key=key):
-            _, seconds = self._expected.get(shape.plan, (False, 0.0))
-            if (many or shape.together > 1) and seconds >= self._fastest * (BEHIND if many else 1.0):
-                self.progress.drop(shape.plan)
-            else:
-                self.progress.begin(shape.plan)
-                self.try_shape(shape, many)
+        ordered = sorted(whole + split, key=rank) if many else whole + sorted(split, key=rank)
+        while ordered:
+            shape, *ordered = ordered
+            self.progress.begin(shape.plan)
+            self.try_shape(shape, many)
+            if self.fitting:
+                limit = self._fastest * (BEHIND if many else 1.0)
+                behind = [s for s in ordered if (many or s.together > 1) and rank(s)[1] >= limit]
+                for slow in behind:
+                    self.progress.drop(slow.plan)
+                ordered = [s for s in ordered if s not in behind]
         self.refused += self._whole
 
     @property
