@@ -275,7 +275,7 @@ def test_every_error_has_its_row() -> None:
 
 
 PICTURES = ROOT / "docs" / "pictures"
-BY_HAND = {"ledger", "schedule", "units"}
+BY_HAND = {"ledger", "mesh", "schedule", "units"}
 DRAWN = {  # by the program: see `make pictures`
     "all": ("--all",),
     "interleaved": ("--schedule", "interleaved", "--virtual-stages", "2"),
