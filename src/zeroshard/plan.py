@@ -193,8 +193,8 @@ class Plan:
         """The fastest plan that fits; found by rehearsing the engine on tensors without values, which takes no memory.
 
         A step has as many rows as `batch`, times the number of ranks. With stages or tensor parallelism there are fewer
-        data ranks than ranks, so each takes more rows. In a job of several processes all must call this: rank 0 plans, and all get
-        its plan.
+        data ranks than ranks, so each takes more rows. In a job of several processes all must call this: rank 0 plans,
+        and all get its plan.
 
         Args:
             model: returns its loss; on the meta device, or real (nothing of it is copied or changed).
