@@ -29,6 +29,7 @@ FLOORS = {
     **dict.fromkeys(("zero", "precision", "pipeline"), 2),  # the techniques, which never import each other
     **dict.fromkeys(("parameter_server", "offload", "activations", "losses"), 2),
     "tensor": 2.2,  # stands on losses
+    "moe": 2.3,  # tokens of split layers are divided too
     "parameters": 2.5,  # parameters in the user's hands
     "plan": 3,
     "checks": 3.5,  # settings and models that are refused, with the way out
@@ -397,7 +398,7 @@ def test_the_engine_is_small_and_seldom_asks_for_a_technique() -> None:
 
 OUTSIDE_CONDITIONS = 147  # 60 % of the 246 that there were before the engine was made of parts
 ROOMS_OF_TECHNIQUES = {  # where a technique may ask for itself; lists of actions are the pipeline's own
-    *("zero", "precision", "pipeline", "offload", "activations", "parameter_server", "schedule", "tensor"),
+    *("zero", "precision", "pipeline", "offload", "activations", "parameter_server", "schedule", "tensor", "moe"),
 }
 
 

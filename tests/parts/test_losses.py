@@ -20,8 +20,8 @@ def reports(*pairs: tuple[float, float]) -> list[LossReport]:
 
 
 def test_a_loss_function_returns_a_mean_or_a_sum() -> None:
-    assert Loss.of(SUM) == (SUM, None)
-    assert Loss.of(Loss(SUM, 3.0)) == (SUM, 3.0)
+    assert Loss.of(SUM) == Loss(SUM)
+    assert Loss.of(Loss(SUM, 3.0)) == Loss(SUM, 3.0)
     assert Loss.of((SUM, 4)) == (SUM, 4.0) and Loss.of([SUM.view(1, 1), 4]).value.shape == ()
     assert Loss.of((SUM, torch.tensor([4]))).items == torch.tensor(4)
     assert Loss.of((SUM, 4, torch.tensor(0.5))) == (torch.tensor(8.0), 4.0)
@@ -30,7 +30,7 @@ def test_a_loss_function_returns_a_mean_or_a_sum() -> None:
 
 def test_means_have_weights_and_sums_have_none() -> None:
     assert Loss(SUM).weighted(0.5).value == 3.0
-    assert Loss(SUM, 2.0).weighted(0.5) == (SUM, 2.0)
+    assert Loss(SUM, 2.0).weighted(0.5) == Loss(SUM, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_losses_that_are_not_finite_are_noticed() -> None:
 
 
 def test_a_stream_refuses_sums() -> None:
-    assert means_alone(lambda batch: Loss(SUM), "2bw")(None) == (SUM, None)
+    assert means_alone(lambda batch: Loss(SUM), "2bw")(None) == Loss(SUM)
     with pytest.raises(PlanError, match=r"by sum with a count, and schedule='2bw'.*schedule='1f1b'"):
         means_alone(lambda batch: Loss(SUM, 3.0), "2bw")(None)
 

@@ -53,8 +53,8 @@ def local_token_counts(rank: int) -> AbstractContextManager[None]:
     """Each rank and microbatch divides by its own count (huggingface/transformers#34191)."""
 
     def run(original: Patch, self: Any, batch: Any) -> Loss:
-        loss, count = original(self, batch)
-        return Loss(loss / count)
+        loss = original(self, batch)
+        return Loss(loss.value / loss.items)
 
     return around(engine_module.Engine, "_run", run)
 

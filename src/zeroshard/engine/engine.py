@@ -40,6 +40,7 @@ from zeroshard.parameters.given import LoadedKeys
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.batch import loss_of
 from zeroshard.parts.losses import Loss, StepLosses
+from zeroshard.parts.penalties import weighing
 from zeroshard.parts.steps import StepOrder, StepResult, Verdict
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
@@ -168,8 +169,10 @@ class Engine(Readings):
         self._backward.forget_interrupted()
         self._backward.under_scale = True
         try:
-            self._backward.losses.scaled(loss, self.loss_scale).backward()
-            self._backward.losses.add(loss)
+            losses, scale = self._backward.losses, self.loss_scale
+            with weighing(losses.weight(loss, scale)):
+                losses.scaled(loss, scale).backward()
+            losses.add(loss)
         finally:
             self._backward.under_scale = False
             self._backward.forget_interrupted()

@@ -62,7 +62,7 @@ def even_share(loss: Loss, share: float, batch: Any, count: int) -> Loss:
         return loss
     if share != 1.0 / count:
         microbatches(batch, count)  # raises
-    return Loss(loss.value / count)
+    return Loss(loss.value / count, share=loss.share / count)
 
 
 def _common_size(leaves: list[Any]) -> int:

@@ -29,10 +29,12 @@ class Loss(NamedTuple):
     Attributes:
         value: with its graph.
         items: how many tokens or rows the sum is over, as a number or a scalar tensor; None for a mean.
+        share: of a mean: the factor on it, the weight of its microbatch, which `value` has.
     """
 
     value: Tensor
     items: float | Tensor | None = None
+    share: float = 1.0
 
     @classmethod
     def of(cls, given: Any) -> "Loss":
@@ -73,7 +75,7 @@ class Loss(NamedTuple):
 
     def weighted(self, weight: float) -> "Loss":
         """A mean times the weight of its microbatch; a sum as it is."""
-        return self if self.items is not None else Loss(self.value * weight)
+        return self if self.items is not None else Loss(self.value * weight, share=self.share * weight)
 
 
 class LossReport(NamedTuple):
@@ -133,6 +135,10 @@ class StepLosses:
         """The tensor that the backward runs on, under a loss scale."""
         factor = scale if loss.items is None else scale / self.divisor
         return loss.value if factor == 1.0 else loss.value * factor
+
+    def weight(self, loss: Loss, scale: float) -> float | Tensor:
+        """The factor in that backward of a term that weighs 1 in the mean of its microbatch (`parts.penalties`)."""
+        return scale * loss.share if loss.items is None else loss.items * (scale / self.divisor)
 
     def add(self, loss: Loss) -> None:
         """A loss whose backward is part of the step."""

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeroshard.comm.collectives import Purpose
 from zeroshard.parts.losses import Loss
 from zeroshard.parts.part import Parts
+from zeroshard.parts.penalties import weighing
 from zeroshard.parts.random_numbers import MicrobatchRows
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.chunks import Chunks
@@ -226,8 +227,10 @@ class Executor:
         try:
             with self._backward.local(), self._deferring(flight):
                 if flight.loss is not None:
-                    self._backward.losses.add(flight.loss)
-                    torch.autograd.backward(self._backward.losses.scaled(flight.loss, self._scale()))
+                    losses, scale = self._backward.losses, self._scale()
+                    losses.add(flight.loss)
+                    with weighing(losses.weight(flight.loss, scale)):
+                        torch.autograd.backward(losses.scaled(flight.loss, scale))
                 elif flight.edge is not None:
                     torch.autograd.backward((flight.edge,), (gradient,))
         finally:
