@@ -22,9 +22,9 @@ def reports(*pairs: tuple[float, float]) -> list[LossReport]:
 def test_a_loss_function_returns_a_mean_or_a_sum() -> None:
     assert Loss.of(SUM) == Loss(SUM)
     assert Loss.of(Loss(SUM, 3.0)) == Loss(SUM, 3.0)
-    assert Loss.of((SUM, 4)) == (SUM, 4.0) and Loss.of([SUM.view(1, 1), 4]).value.shape == ()
+    assert Loss.of((SUM, 4)) == Loss(SUM, 4.0) and Loss.of([SUM.view(1, 1), 4]).value.shape == ()
     assert Loss.of((SUM, torch.tensor([4]))).items == torch.tensor(4)
-    assert Loss.of((SUM, 4, torch.tensor(0.5))) == (torch.tensor(8.0), 4.0)
+    assert Loss.of((SUM, 4, torch.tensor(0.5))) == Loss(torch.tensor(8.0), 4.0)
     assert Loss.of((SUM, torch.tensor(4), torch.tensor(0.5))).value == 8.0
 
 

@@ -38,7 +38,7 @@ def weighing(weight: float | Tensor) -> Iterator[None]:
 
 def penalised(output: Tensor, penalty: Tensor) -> Tensor:
     """The output, whose backward adds the gradient of the penalty, a scalar, at the weight of the microbatch."""
-    result: Tensor = _Penalised.apply(output, penalty)
+    result: Tensor = _Penalised.apply(output, penalty)  # type: ignore[no-untyped-call]
     return result
 
 
