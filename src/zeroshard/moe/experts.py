@@ -1,0 +1,193 @@
+"""Experts: feed-forward networks in stacked parameters [E, ...], or any modules.
+
+Both kinds take tokens with their routing (`forward`), and rows that are sorted by expert (`compute`), which is what
+ranks that exchange rows call. Shapes: T tokens, R rows, D width, F hidden features, E experts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.errors import ModelError
+from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
+from zeroshard.moe.routing import Routing
+from zeroshard.moe.statistics import Statistics
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class Experts(nn.Module):
+    """E feed-forward networks of one shape: down(activation(up(x))), or down(activation(gate) * value) where gated.
+
+    Args:
+        width: D.
+        hidden: F.
+        experts: E, of all ranks.
+        activation: "relu", "gelu", "gelu_tanh" or "silu".
+        gated: `up` makes the gate, then the value (SwiGLU: 2002.05202, with "silu").
+        dropout: the probability with which a hidden feature is dropped in training (2101.03961, section 2.4).
+        scale: initial weights have a variance of scale / fan-in, from a normal distribution cut at two standard
+            deviations (2101.03961, section 2.4: 0.1); None for those of `nn.Linear`.
+
+    Attributes:
+        up: [E, F, D]; where gated [E, 2F, D].
+        up_bias: [E, F], [E, 2F], or None.
+        down: [E, D, F].
+        down_bias: [E, D], or None.
+        statistics: of the routings, which the layer adds.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        activation: str = "relu",
+        gated: bool = False,
+        bias: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ModelError(f"Experts have no activation {activation!r}; there are {', '.join(ACTIVATIONS)}.")
+        if min(width, hidden, experts) < 1:
+            raise ModelError(f"Experts need width, hidden and experts of at least 1, not {width}, {hidden}, {experts}.")
+        self.experts, self.activation, self.gated = experts, activation, gated
+        self.dropout, self.scale = dropout, scale
+        made = 2 * hidden if gated else hidden
+        self.up = nn.Parameter(torch.empty(experts, made, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up_bias = nn.Parameter(torch.empty(experts, made)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(experts, width)) if bias else None
+        self.statistics = Statistics(experts)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights of each expert by itself, so that no two are alike."""
+        for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
+            fan_in = weight.shape[-1]
+            if self.scale is None:
+                weight.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+            else:
+                std = math.sqrt(self.scale / fan_in)
+                nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+            if bias is not None:
+                bound = 1 / math.sqrt(fan_in)
+                bias.uniform_(-bound, bound) if self.scale is None else bias.zero_()
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """[T, D] -> [T, D]: the sum of the kept choices of each token, times their gates."""
+        order = order_of(routing, self.experts)
+        rows = self.compute(gather_rows(x, order), order.counts, gather_gates(routing.gates, order))
+        return combine(rows, order)
+
+    def compute(self, rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:
+        """[R, D] -> [R, D]: each row by its expert, times its gate.
+
+        Args:
+            rows: sorted by the experts that this module holds.
+            counts: rows of each of them.
+            gates: [R]; None for 1.
+        """
+        ups, downs = self.up.unbind(), self.down.unbind()
+        up_biases = [None] * len(ups) if self.up_bias is None else self.up_bias.unbind()
+        down_biases = [None] * len(ups) if self.down_bias is None else self.down_bias.unbind()
+        done = [
+            F.linear(self._hidden(F.linear(x, up, up_bias)), down, down_bias)
+            for x, up, up_bias, down, down_bias in zip(
+                rows.split(list(counts)), ups, up_biases, downs, down_biases, strict=True
+            )
+        ]
+        return weighed(torch.cat(done), gates)
+
+    def _hidden(self, made: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.activation]
+        if self.gated:
+            gate, value = made.chunk(2, -1)
+            hidden = activation(gate) * value
+        else:
+            hidden = activation(made)
+        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+
+    def extra_repr(self) -> str:
+        """Shapes and options."""
+        width, hidden = self.down.shape[-2:]
+        return (
+            f"width={width}, hidden={hidden}, experts={self.experts}, activation={self.activation}, gated={self.gated}"
+        )
+
+
+class ExpertModules(nn.Module):
+    """E modules of any kind as experts, each from rows [r, D] to rows [r, D].
+
+    Args:
+        make: makes one expert; called E times, so that each has weights of its own.
+        experts: E, of all ranks.
+
+    Attributes:
+        networks: the experts that this module holds.
+        statistics: of the routings, which the layer adds.
+
+    Raises:
+        ModelError: two experts are one module.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.networks = nn.ModuleList(make() for _ in range(experts))
+        if len({id(network) for network in self.networks}) < experts:
+            raise ModelError("The factory of experts returned one module twice; let it make a new one in every call.")
+        self.statistics = Statistics(experts)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """[T, D] -> [T, D]: the sum of the kept choices of each token, times their gates."""
+        order = order_of(routing, self.experts)
+        rows = self.compute(gather_rows(x, order), order.counts, gather_gates(routing.gates, order))
+        return combine(rows, order)
+
+    def compute(self, rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:
+        """[R, D] -> [R, D]: each row by its expert, times its gate; an expert without rows is not called.
+
+        Args:
+            rows: sorted by the experts that this module holds.
+            counts: rows of each of them.
+            gates: [R]; None for 1.
+        """
+        done, idle = [], []
+        for expert, x in zip(self.networks, rows.split(list(counts)), strict=True):
+            if len(x):
+                done.append(expert(x))
+            else:
+                idle += [p for p in expert.parameters() if p.requires_grad]
+        computed = torch.cat(done) if done else rows
+        return weighed(_Idle.apply(computed, *idle) if idle else computed, gates)  # type: ignore[no-untyped-call]
+
+
+def weighed(rows: Tensor, gates: Tensor | None) -> Tensor:
+    """Rows [R, D] times gates [R], multiplied in the wider dtype of both."""
+    return rows if gates is None else (rows * gates.unsqueeze(-1)).to(rows.dtype)
+
+
+class _Idle(torch.autograd.Function):
+    """The identity, whose backward gives zeros to the parameters of experts without rows: no gradient is None."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)

@@ -1,0 +1,173 @@
+"""The layer: a router, experts, and what every token passes besides. It stands where a feed-forward layer stood."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroshard.errors import ModelError
+from zeroshard.moe.experts import ACTIVATIONS, ExpertModules, Experts
+from zeroshard.parts.penalties import penalised
+
+Mix = Literal["sum", "sigmoid", "softmax"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedForward:
+    """What one expert is.
+
+    Attributes:
+        activation: "relu", "gelu", "gelu_tanh" or "silu".
+        gated: activation(gate) * value, as in SwiGLU.
+        bias: whether both products have one.
+        dropout: of hidden features, in training (2101.03961, section 2.4: 0.4, in fine-tuning).
+        scale: of initial weights, as in `Experts`; None for those of `nn.Linear`.
+    """
+
+    activation: str = "relu"
+    gated: bool = False
+    bias: bool = False
+    dropout: float = 0.0
+    scale: float | None = None
+
+
+SWIGLU = FeedForward(activation="silu", gated=True)
+
+
+class FeedForwardLayer(nn.Module):
+    """One feed-forward network, as `feed_forward` says: the expert of every token.
+
+    Args:
+        width: D.
+        hidden: F.
+    """
+
+    def __init__(self, width: int, hidden: int, feed_forward: FeedForward | None = None) -> None:
+        super().__init__()
+        self.feed_forward = feed_forward or FeedForward()
+        made = 2 * hidden if self.feed_forward.gated else hidden
+        self.up = nn.Linear(width, made, bias=self.feed_forward.bias)
+        self.down = nn.Linear(hidden, width, bias=self.feed_forward.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        made = self.up(x)
+        activation = ACTIVATIONS[self.feed_forward.activation]
+        if self.feed_forward.gated:
+            gate, value = made.chunk(2, -1)
+            hidden = activation(gate) * value
+        else:
+            hidden = activation(made)
+        output: Tensor = self.down(F.dropout(hidden, self.feed_forward.dropout, self.training))
+        return output
+
+
+class SharedExpert(nn.Module):
+    """A network that every token passes, and how its output joins that of the chosen experts.
+
+    Args:
+        network: from [T, D] to [T, D].
+        width: D; needed for "sigmoid" and "softmax".
+        mix: "sum" (DeepSeek: 2401.06066); "sigmoid", the network's output times a gate of the token (Qwen2-MoE);
+            "softmax", both outputs times gates that add up to 1 (the residual experts of PR-MoE: 2201.05596).
+    """
+
+    def __init__(self, network: nn.Module, width: int | None = None, mix: Mix = "sum") -> None:
+        super().__init__()
+        gates = {"sum": 0, "sigmoid": 1, "softmax": 2}
+        if mix not in gates:
+            raise ModelError(f"SharedExpert has no mix {mix!r}; there are 'sum', 'sigmoid' and 'softmax'.")
+        if gates[mix] and width is None:
+            raise ModelError(f"SharedExpert(mix={mix!r}) makes gates of tokens, and needs their width: width=D.")
+        self.network, self.mix = network, mix
+        self.gate = nn.Linear(width, gates[mix], bias=mix == "softmax") if width is not None and gates[mix] else None
+
+    def forward(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The output [T, D] of the layer, from its input [T, D] and the output [T, D] of the chosen experts."""
+        own: Tensor = self.network(x)
+        if self.gate is None:
+            return mixed + own
+        gates = self.gate(x)
+        if self.mix == "sigmoid":
+            return mixed + gates.sigmoid() * own
+        of_mixed, of_own = gates.softmax(-1).unbind(-1)
+        return mixed * of_mixed.unsqueeze(-1) + own * of_own.unsqueeze(-1)
+
+
+class MoE(nn.Module):
+    """A mixture of experts in the place of a feed-forward layer (1701.06538).
+
+    Args:
+        width: D.
+        hidden: hidden features of each expert.
+        experts: E, of all ranks.
+        router: the name of a preset, or a module from tokens [T, D] to a `Routing`.
+        k: choices of a token; None for the preset's own.
+        capacity: the capacity factor; None for the preset's own.
+        expert: what an expert is; or a function that makes one, a module from [r, D] to [r, D].
+        shared: how many experts' hidden features every token passes besides, in one network; or that network.
+
+    Raises:
+        ModelError: k or capacity beside a router of your own.
+    """
+
+    adds_penalty = True
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        router: str | nn.Module = "switch",
+        k: int | None = None,
+        capacity: float | None = None,
+        expert: FeedForward | Callable[[], nn.Module] | None = None,
+        shared: int | nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.router = _router(router, width, experts, k, capacity)
+        feed_forward = expert if isinstance(expert, FeedForward) else FeedForward()
+        self.experts: Experts | ExpertModules
+        if expert is None or isinstance(expert, FeedForward):
+            self.experts = Experts(width, hidden, experts, **asdict(feed_forward))
+        else:
+            self.experts = ExpertModules(expert, experts)
+        if isinstance(shared, int) and shared:
+            shared = FeedForwardLayer(width, shared * hidden, feed_forward)
+        if isinstance(shared, nn.Module) and not isinstance(shared, SharedExpert):
+            shared = SharedExpert(shared)
+        self.shared = shared or None
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """[..., D] -> [..., D]; in training, its backward adds the gradient of the router's balance losses.
+
+        Args:
+            valid: [...], bool: tokens that are no padding; None where all are.
+        """
+        tokens = x.reshape(-1, self.width)
+        mask = None if valid is None else valid.reshape(-1)
+        routing = self.router(tokens, mask, x.shape[-2] if x.dim() > 2 else None)
+        self.experts.statistics.add(routing)
+        output: Tensor = self.experts(tokens, routing)
+        if self.shared is not None:
+            output = self.shared(tokens, output)
+        penalty = routing.penalty
+        if self.training and penalty is not None and penalty.requires_grad:
+            output = penalised(output, penalty)
+        return output.view(x.shape)
+
+
+def _router(router: str | nn.Module, width: int, experts: int, k: int | None, capacity: float | None) -> nn.Module:
+    given: dict[str, Any] = {name: value for name, value in (("k", k), ("capacity", capacity)) if value is not None}
+    if isinstance(router, str):
+        from zeroshard.moe.router import router_of
+
+        made: nn.Module = router_of(router, width, experts, **given)
+        return made
+    if given:
+        names = " and ".join(given)
+        raise ModelError(f"MoE was given {names} beside a router of your own. Give {names} to the router.")
+    return router
