@@ -15,6 +15,9 @@ from zeroshard.engine import engine as engine_module
 from zeroshard.engine import update as update_module
 from zeroshard.parts.losses import Loss
 from zeroshard.pipeline.tied_weights import _Lent
+from zeroshard.tensor import technique as tensor_module
+from zeroshard.tensor.layers import RowForward
+from zeroshard.tensor.overlap import Input
 from zeroshard.zero.reduce import Scatter
 from zeroshard.zero.weights import Sliced
 
@@ -134,6 +137,34 @@ def swapped_shard(rank: int) -> AbstractContextManager[None]:
     return around(Sliced, "load", load)
 
 
+def unsummed_input_gradient(rank: int) -> AbstractContextManager[None]:
+    """The input of split layers gets the gradient of this rank's features alone (NVIDIA/Megatron-LM#7452)."""
+
+    def start(original: Patch, self: Input, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if "blocks.1.mlp" in self.label else original(self, gradient)
+
+    return around(Input, "start_sum", start)
+
+
+def bias_of_every_rank(rank: int) -> AbstractContextManager[None]:
+    """A row-parallel layer adds its bias on each rank before the sum."""
+
+    def run(original: Patch, self: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = original(self, x)
+        return y + (self._ranks.size - 1) * self._module().bias.detach() if "1.mlp" in self._label else y
+
+    return around(RowForward, "__call__", run)
+
+
+def unsummed_copies_of_heads(rank: int) -> AbstractContextManager[None]:
+    """Ranks that hold the same key head keep the gradients of their own queries."""
+
+    def add(original: Patch, segments: Any, ranks: Any, label: str, gradient: torch.Tensor, dimension: int) -> Any:
+        return gradient if "layers.1.self_attn.k" in label else original(segments, ranks, label, gradient, dimension)
+
+    return around(tensor_module, "sum_copies", add)
+
+
 BUGS: dict[str, Callable[[int], AbstractContextManager[None]]] = {
     bug.__name__: bug
     for bug in (
@@ -147,5 +178,8 @@ BUGS: dict[str, Callable[[int], AbstractContextManager[None]]] = {
         reduced_dtype,
         dropped_bias,
         swapped_shard,
+        unsummed_input_gradient,
+        bias_of_every_rank,
+        unsummed_copies_of_heads,
     )
 }

@@ -2,7 +2,7 @@
 
 import pytest
 from pool import Pool
-from verification.zoo_jobs import MODELS, PLANS, RANKS, WIDE, job
+from verification.zoo_jobs import MODELS, PLANS, RANKS, SPLIT, SPLITS, WIDE, job, plans_of
 
 import zeroshard as zs
 from zeroshard.verification.job import VerificationJob
@@ -14,6 +14,12 @@ SAMPLE = [
     *(("Frozen", "zero3-host-all"), ("CheckpointedReentrant", "zero2-clip"), ("TwoDtypes", "zero1-overlap")),
     *(("TiedFive", "zb-h1"), ("DeepTied", "interleaved"), ("Nested", "group2-zero3"), ("Five", "replicas-zero3-again")),
     *(("convolutions", "zero2"), ("records-recomputed", "zero3-network"), ("adapted", "zero2-late")),
+    *(("split-gpt", "tensor2-whole"), ("split-gpt2", "tensor2-1f1b"), ("split-llama-1", "tensor4-network-m2")),
+    *(
+        ("split-qwen3", "tensor2-whole-zb-h1"),
+        ("split-opt", "tensor2-zero2-host"),
+        ("split-t5", "tensor2-zero3-network"),
+    ),
     *(("gpt2", "1f1b"), ("t5", "zero3-one-unit"), ("mixtral", "zero2-scaled"), ("vit", "replicas-zero0")),
 ]
 
@@ -23,8 +29,10 @@ def observe_all(mesh: zs.Mesh, jobs: list[VerificationJob]) -> list[RankRecord]:
     return [observe(mesh, job) for job in jobs]
 
 
-def test_there_are_forty_plans() -> None:
-    assert len(PLANS) + len(WIDE) == 40 and len(MODELS) >= 25
+def test_there_are_forty_plans_and_others_that_split_layers() -> None:
+    assert len(PLANS) + len(WIDE) == 40 and len(MODELS) - len(SPLITS) >= 25
+    assert len(plans_of("split-gpt")) == sum(map(len, SPLIT.values())) >= 35
+    assert not {*plans_of("Five")} & {*plans_of("split-gpt")}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

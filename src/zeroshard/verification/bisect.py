@@ -165,9 +165,10 @@ class Bisection:
             return None
         order = self._backward_order(wanted)
         name = min(errors, key=lambda each: order.get(each, len(order)))
-        cause = causes.of_gradient(self.side, self.plain, step, name)
-        if cause is None:
-            cause = self._of_backward(step, wanted) or Cause("no sum of contributions explains it")
+        cause = self._of_backward(step, wanted)
+        if cause is None or cause.collective != Purpose.SUM_ACTIVATIONS:  # which would make parts of all gradients
+            cause = causes.of_gradient(self.side, self.plain, step, name) or cause
+        cause = cause or Cause("no sum of contributions explains it")
         return self._difference(step, "gradient", name, errors[name], cause, len(errors) - 1)
 
     def _of_backward(self, step: int, wanted: PlainStep) -> Cause | None:
