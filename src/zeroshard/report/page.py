@@ -11,12 +11,20 @@ import jinja2
 from markupsafe import Markup
 
 from zeroshard.plan import upgraded
+from zeroshard.report.experts_figure import experts_figure
 from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.offload_timeline import read_offload_timeline, write_offload_timeline
 from zeroshard.report.run_folder import RunRecord, Summary, read_run
-from zeroshard.report.tables import exposed_table, fields_table, memory_table, prediction_table, traffic_table
+from zeroshard.report.tables import (
+    experts_table,
+    exposed_table,
+    fields_table,
+    memory_table,
+    prediction_table,
+    traffic_table,
+)
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
 from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
@@ -61,6 +69,7 @@ def _page(run: RunRecord, timeline: TimelineSection | None) -> str:
         (memory_table(summary.memory, _styles(run)), None),
         (traffic_table(summary.traffic), traffic_figure(summary.traffic)),
         (exposed_table(run.training), exposed_figure(run.training)),
+        (experts_table(run.training), experts_figure(run.training)),
     )
     return compose(
         title=summary.title or f"Run {run.path.resolve().name}",

@@ -22,6 +22,27 @@ PREDICTION = "prediction.json"
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """The choices of one step in one mixture of experts.
+
+    Attributes:
+        load: choices that fell on each expert, before capacity.
+        dropped: the part of all choices that had no place in its expert's capacity.
+        entropy: of the router's probabilities, mean over tokens, in nats.
+    """
+
+    load: tuple[float, ...]
+    dropped: float
+    entropy: float
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The load of each expert over the mean load; 1 at balance."""
+        mean = math.fsum(self.load) / len(self.load)
+        return tuple(n / mean if mean else 0.0 for n in self.load)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingPoint:
     """One optimizer step.
 
@@ -29,6 +50,7 @@ class TrainingPoint:
         exposed: seconds that the step waited for offload, by cause; empty without offload.
         taken: speculative updates, run during the backward, that were right.
         undone: speculative updates that were wrong.
+        loads: of each mixture of experts, by the path of its layer.
     """
 
     step: int
@@ -41,6 +63,7 @@ class TrainingPoint:
     exposed: dict[str, float] = field(default_factory=dict)
     taken: float = 0
     undone: float = 0
+    loads: dict[str, ExpertLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +285,7 @@ def _training(lines: list[Record]) -> Iterator[TrainingPoint]:
                 exposed=_exposed(line.record("exposed_seconds")),
                 taken=_or_zero(line.number("guesses_taken")),
                 undone=_or_zero(line.number("guesses_undone")),
+                loads=_loads(line.record("experts")),
             )
 
 
@@ -269,6 +293,18 @@ def _exposed(record: Record) -> dict[str, float]:
     """Seconds by cause; values that are no number of seconds are left out."""
     seconds = {cause: record.number(cause) for cause in record.fields}
     return {cause: n for cause, n in seconds.items() if 0 <= n < math.inf}
+
+
+def _loads(record: Record) -> dict[str, ExpertLoad]:
+    """Loads by layer; those that are no list of counts are left out."""
+    found = {}
+    for layer in record.fields:
+        of = record.record(layer)
+        given = of.fields.get("load")
+        load = [Record({"n": n}).number("n") for n in given] if isinstance(given, list) else []
+        if load and all(0 <= n < math.inf for n in load):
+            found[layer] = ExpertLoad(tuple(load), _or_zero(of.number("dropped")), of.number("entropy"))
+    return found
 
 
 def _or_zero(n: float) -> float:

@@ -9,10 +9,18 @@ from statistics import median
 
 from zeroshard.parts.settings import flat
 from zeroshard.report.exposed_figure import causes_of
-from zeroshard.report.run_folder import ForecastRecord, MemoryRecord, PredictionRow, TrafficRecord, TrainingPoint
+from zeroshard.report.run_folder import (
+    ExpertLoad,
+    ForecastRecord,
+    MemoryRecord,
+    PredictionRow,
+    TrafficRecord,
+    TrainingPoint,
+)
 from zeroshard.report.wording import (
     DASH,
     format_bytes,
+    format_decimal,
     format_difference,
     format_duration,
     format_exact,
@@ -100,6 +108,24 @@ def exposed_table(points: Sequence[TrainingPoint]) -> Table | None:
     )
 
 
+def experts_table(points: Sequence[TrainingPoint]) -> Table | None:
+    """The balance of each mixture of experts over the last tenth of the steps; None without experts."""
+    points = [point for point in points if point.loads]
+    if not points:
+        return None
+    last = points[-max(1, len(points) // 10) :]
+    layers = dict.fromkeys(layer for point in last for layer in point.loads)
+    rows = [Row(layer, _load_cells([p.loads[layer] for p in last if layer in p.loads])) for layer in layers]
+    return Table(
+        "Experts",
+        ("Layer", "Most / mean load", "Least / mean load", "Dead experts", "Dropped", "Entropy, nats"),
+        tuple(rows),
+        (),
+        f"Means over steps {format_exact(last[0].step)} to {format_exact(last[-1].step)}. A dead expert had no token in"
+        f" any of them; dropped is the part of all choices that had no place in their expert's capacity.",
+    )
+
+
 def prediction_table(forecast: ForecastRecord | None) -> Table | None:
     """Memory, traffic and time of a step as predicted before the run and as measured; None without a prediction."""
     if forecast is None:
@@ -118,6 +144,21 @@ def prediction_table(forecast: ForecastRecord | None) -> Table | None:
 def fields_table(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Field and value of a plan or a corpus as text; byte counts in units, the rest as JSON writes it."""
     return tuple((name.replace("_", " ").replace(".", ": "), _plain(name, value)) for name, value in flat(fields))
+
+
+def _load_cells(loads: Sequence[ExpertLoad]) -> tuple[Cell, ...]:
+    """Cells of one layer from its loads in several steps."""
+    most, least = ([limit(load.shares) for load in loads] for limit in (max, min))
+    size = len(loads[-1].load)
+    dead = sum(not any(load.load[n] for load in loads if len(load.load) == size) for n in range(size))
+    entropies = [load.entropy for load in loads if math.isfinite(load.entropy)]
+    return (
+        Cell(format_decimal(math.fsum(most) / len(loads), 2)),
+        Cell(format_decimal(math.fsum(least) / len(loads), 2)),
+        Cell(f"{dead} of {size}"),
+        Cell(format_share(math.fsum(load.dropped for load in loads) / len(loads)).lstrip("+")),
+        Cell(format_decimal(math.fsum(entropies) / len(entropies), 3) if entropies else DASH),
+    )
 
 
 def _memory_row(row: MemoryRecord, styles: Mapping[str, str]) -> Row:
