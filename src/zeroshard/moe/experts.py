@@ -13,16 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroshard.errors import ModelError
+from zeroshard.moe.activations import activation_of
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
+from zeroshard.moe.kernels import Stack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 class Experts(nn.Module):
@@ -58,11 +53,10 @@ class Experts(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ModelError(f"Experts have no activation {activation!r}; there are {', '.join(ACTIVATIONS)}.")
         if min(width, hidden, experts) < 1:
             raise ModelError(f"Experts need width, hidden and experts of at least 1, not {width}, {hidden}, {experts}.")
-        self.experts, self.activation, self.gated = experts, activation, gated
+        self.activation = activation_of(activation, gated)
+        self.experts, self._kind = experts, f"activation={activation}, gated={gated}"
         self.dropout, self.scale = dropout, scale
         made = 2 * hidden if gated else hidden
         self.up = nn.Parameter(torch.empty(experts, made, width))
@@ -89,8 +83,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """[T, D] -> [T, D]: the sum of the kept choices of each token, times their gates."""
         order = order_of(routing, self.experts)
-        rows = self.compute(gather_rows(x, order), order.counts, gather_gates(routing.gates, order))
-        return combine(rows, order)
+        if not self._drops:
+            return expert_tokens(x, order, routing.gates, self._stack)
+        return combine(self.compute(gather_rows(x, order), order.counts, gather_gates(routing.gates, order)), order)
 
     def compute(self, rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:
         """[R, D] -> [R, D]: each row by its expert, times its gate.
@@ -100,32 +95,43 @@ class Experts(nn.Module):
             counts: rows of each of them.
             gates: [R]; None for 1.
         """
-        ups, downs = self.up.unbind(), self.down.unbind()
-        up_biases = [None] * len(ups) if self.up_bias is None else self.up_bias.unbind()
-        down_biases = [None] * len(ups) if self.down_bias is None else self.down_bias.unbind()
-        done = [
-            F.linear(self._hidden(F.linear(x, up, up_bias)), down, down_bias)
-            for x, up, up_bias, down, down_bias in zip(
-                rows.split(list(counts)), ups, up_biases, downs, down_biases, strict=True
-            )
-        ]
-        return weighed(torch.cat(done), gates)
+        if not self._drops:
+            return expert_rows(rows, counts, gates, self._stack)
+        return weighed(plain_rows(rows, counts, self._stack, self.dropout), gates)
 
-    def _hidden(self, made: Tensor) -> Tensor:
-        activation = ACTIVATIONS[self.activation]
-        if self.gated:
-            gate, value = made.chunk(2, -1)
-            hidden = activation(gate) * value
-        else:
-            hidden = activation(made)
-        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    @property
+    def _stack(self) -> Stack:
+        return Stack(self.up, self.down, self.activation, self.up_bias, self.down_bias)
 
     def extra_repr(self) -> str:
         """Shapes and options."""
         width, hidden = self.down.shape[-2:]
-        return (
-            f"width={width}, hidden={hidden}, experts={self.experts}, activation={self.activation}, gated={self.gated}"
-        )
+        return f"width={width}, hidden={hidden}, experts={self.experts}, {self._kind}"
+
+
+def plain_rows(rows: Tensor, counts: Sequence[int], stack: Stack, dropout: float = 0.0) -> Tensor:
+    """The same products as plain operations of autograd, to read and to compare with; with dropout of hidden features.
+
+    Weights are unbound once: indexing a stack in a loop would make a gradient of the stack's size for each expert.
+    """
+    check_counts(counts, len(stack.up), len(rows))
+    nothing = [None] * len(counts)
+    done = []
+    for x, up, up_bias, down, down_bias in zip(
+        rows.split(list(counts)),
+        stack.up.mT.unbind() if stack.transposed else stack.up.unbind(),
+        nothing if stack.up_bias is None else stack.up_bias.unbind(),
+        stack.down.mT.unbind() if stack.transposed else stack.down.unbind(),
+        nothing if stack.down_bias is None else stack.down_bias.unbind(),
+        strict=True,
+    ):
+        hidden = stack.activation(F.linear(x, up, up_bias))
+        done.append(F.linear(F.dropout(hidden, dropout) if dropout else hidden, down, down_bias))
+    return torch.cat(done)
 
 
 class ExpertModules(nn.Module):

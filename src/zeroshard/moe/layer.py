@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroshard.errors import ModelError
-from zeroshard.moe.experts import ACTIVATIONS, ExpertModules, Experts
+from zeroshard.moe.activations import activation_of
+from zeroshard.moe.experts import ExpertModules, Experts
 from zeroshard.parts.penalties import penalised
 
 Mix = Literal["sum", "sigmoid", "softmax"]
@@ -46,21 +47,15 @@ class FeedForwardLayer(nn.Module):
 
     def __init__(self, width: int, hidden: int, feed_forward: FeedForward | None = None) -> None:
         super().__init__()
-        self.feed_forward = feed_forward or FeedForward()
-        made = 2 * hidden if self.feed_forward.gated else hidden
-        self.up = nn.Linear(width, made, bias=self.feed_forward.bias)
-        self.down = nn.Linear(hidden, width, bias=self.feed_forward.bias)
+        kind = feed_forward or FeedForward()
+        self.activation, self.dropout = activation_of(kind.activation, kind.gated), kind.dropout
+        self.up = nn.Linear(width, 2 * hidden if kind.gated else hidden, bias=kind.bias)
+        self.down = nn.Linear(hidden, width, bias=kind.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        made = self.up(x)
-        activation = ACTIVATIONS[self.feed_forward.activation]
-        if self.feed_forward.gated:
-            gate, value = made.chunk(2, -1)
-            hidden = activation(gate) * value
-        else:
-            hidden = activation(made)
-        output: Tensor = self.down(F.dropout(hidden, self.feed_forward.dropout, self.training))
+        hidden = self.activation(self.up(x))
+        output: Tensor = self.down(F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden)
         return output
 
 
@@ -89,7 +84,7 @@ class SharedExpert(nn.Module):
         own: Tensor = self.network(x)
         if self.gate is None:
             return mixed + own
-        gates = self.gate(x)
+        gates: Tensor = self.gate(x)
         if self.mix == "sigmoid":
             return mixed + gates.sigmoid() * own
         of_mixed, of_own = gates.softmax(-1).unbind(-1)

@@ -1,0 +1,281 @@
+"""The products of experts, an expert at a time: gather, first product, activation, second product, while it is cached.
+
+[Note: gates] A row's output is g * (h W + b). Its backward knows the gradient G of the token's output: the gradient of
+g is <G W', h> + <G, b>, so outputs of experts need not be saved; g multiplies D-wide rows only, never hidden ones.
+
+Shapes: T tokens, k choices, R rows, n rows of one tile, D width, M made features, F hidden features, E experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zeroshard.errors import ModelError
+from zeroshard.moe.activations import Activation
+from zeroshard.moe.dispatch import RowOrder, room_for_choices, sum_choices
+from zeroshard.moe.weight_gradients import StackGradient, Target
+
+TILE = 1024  # rows whose hidden features are made at once
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The parameters of E experts.
+
+    Attributes:
+        up: [E, M, D]; where transposed [E, D, M].
+        down: [E, D, F]; where transposed [E, F, D].
+        activation: between the products.
+        up_bias: [E, M], or None.
+        down_bias: [E, D], or None.
+        transposed: as said.
+    """
+
+    up: Tensor
+    down: Tensor
+    activation: Activation
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    transposed: bool = False
+
+
+def expert_tokens(x: Tensor, order: RowOrder, gates: Tensor, stack: Stack) -> Tensor:
+    """Tokens [T, D] -> [T, D]: the sum over the kept choices of gate * expert(token).
+
+    Args:
+        gates: [T, k].
+    """
+    return _apply(x, gates, stack, order, order.counts)
+
+
+def expert_rows(rows: Tensor, counts: Sequence[int], gates: Tensor | None, stack: Stack) -> Tensor:
+    """Rows [R, D] -> [R, D], sorted by expert: gate * expert(row).
+
+    Args:
+        counts: rows of each expert.
+        gates: [R]; None for 1.
+    """
+    return _apply(rows, gates, stack, None, tuple(counts))
+
+
+def check_counts(counts: Sequence[int], experts: int, rows: int) -> None:
+    """Refuse counts that do not cover the rows: what they left out would be memory that was never written.
+
+    Raises:
+        ModelError: there is not one count for each expert, one is negative, or they do not add up to the rows.
+    """
+    if len(counts) != experts or min(counts, default=0) < 0 or sum(counts) != rows:
+        raise ModelError(
+            f"{rows} rows were to be divided among {experts} experts by the counts {list(counts)}; they must be "
+            f"{experts} counts of at least 0 that add up to {rows}."
+        )
+
+
+def _apply(x: Tensor, gates: Tensor | None, stack: Stack, order: RowOrder | None, counts: tuple[int, ...]) -> Tensor:
+    check_counts(counts, len(stack.up), len(x) if order is None else order.rows)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    job = _Job(stack.activation, stack.transposed, order, counts, torch.is_grad_enabled())
+    weights = (stack.up, stack.up_bias, stack.down, stack.down_bias)
+    with torch.autocast(device, enabled=False):
+        done: Tensor = _Experts.apply(x.contiguous(), gates, *weights, job)  # type: ignore[no-untyped-call]
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    expert: int
+    rows: slice
+    begins: bool  # the first of its expert
+    ends: bool  # the last of its expert
+
+    @property
+    def size(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is no tensor of the graph, for both directions."""
+
+    activation: Activation
+    transposed: bool
+    order: RowOrder | None
+    counts: tuple[int, ...]
+    saves: bool
+
+    def tiles(self) -> Iterator[_Tile]:
+        """Experts without rows have none."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            for at in range(0, count, TILE):
+                end = min(at + TILE, count)
+                yield _Tile(expert, slice(start + at, start + end), at == 0, end == count)
+            start += count
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest tile."""
+        return min(max(self.counts, default=0), TILE)
+
+    def take(self, x: Tensor, tile: _Tile, into: Tensor) -> Tensor:
+        """The rows of a tile [n, D], of tokens [T, D] or of rows; `into` is used where they are copied."""
+        if self.order is None:
+            return x[tile.rows]
+        return torch.index_select(x, 0, self.order.tokens[tile.rows], out=into)
+
+    def put(self, room: Tensor, tile: _Tile, rows: Tensor) -> None:
+        """The rows of a tile into the room of all."""
+        if self.order is None:
+            room[tile.rows] = rows
+        else:
+            room.index_copy_(0, self.order.choices[tile.rows], rows)
+
+    def room(self, x: Tensor) -> Tensor:
+        """Where the rows are put before they are summed."""
+        return torch.empty_like(x) if self.order is None else room_for_choices(x, self.order)
+
+    def sum(self, room: Tensor) -> Tensor:
+        """[T, D], or the rows themselves."""
+        return room if self.order is None else sum_choices(room, self.order)
+
+    def column(self, gates: Tensor | None) -> Tensor | None:
+        """Gates [R, 1] in the order of rows."""
+        if gates is None or self.order is None:
+            return None if gates is None else gates.reshape(-1, 1)
+        return gates.reshape(-1, 1).index_select(0, self.order.choices)
+
+    def uncolumn(self, column: Tensor, gates: Tensor) -> Tensor:
+        """Gradients [R, 1] in the shape of gates; zeros for choices without a row."""
+        if self.order is not None:
+            column = room_for_choices(column, self.order).index_copy_(0, self.order.choices, column)
+        return column.view(gates.shape).to(gates.dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor | None, *rest: Any) -> Tensor:
+        *weights, job = rest
+        output, made = _forward(x, gates, job, weights)
+        if job.saves:
+            ctx.save_for_backward(x, gates, made, *weights)
+            ctx.job, ctx.targets = job, [None if weight is None else Target(weight) for weight in weights]
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, of_gates, *wanted, _ = ctx.needs_input_grad
+        x, gates, made, *weights = ctx.saved_tensors
+        sums = [
+            target.gradient(weight, x.dtype, ctx.job.transposed) if wants else None
+            for weight, target, wants in zip(weights, ctx.targets, wanted, strict=True)
+        ]
+        found = _backward(gradients[0].contiguous(), (x, gates, made, *weights), ctx.job, sums, (of_x, of_gates))
+        return (*found, *(None if each is None else each.finish(ctx.job.counts) for each in sums), None)
+
+
+def _weight(stacked: Tensor, expert: int, like: Tensor, transposed: bool) -> Tensor:
+    """[out, in] of one expert, in the dtype of the rows: weights change their dtype for a product only."""
+    weight = stacked[expert].to(like.dtype)
+    return weight.mT if transposed else weight
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(rows, weight.mT, out=into)
+    return torch.addmm(bias.to(rows.dtype), rows, weight.mT, out=into)
+
+
+def _forward(x: Tensor, gates: Tensor | None, job: _Job, weights: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The output, and what the first products made [R, M] (the hidden features, where they take its place)."""
+    up, up_bias, down, down_bias = weights
+    features = up.shape[-1 if job.transposed else -2]
+    made = x.new_empty(sum(job.counts) if job.saves else job.largest, features)
+    hidden_room = x.new_empty(0 if job.activation.overwrites else job.largest, int(features * job.activation.features))
+    gathered, outputs = (
+        x.new_empty(0 if job.order is None else job.largest, x.shape[-1]),
+        x.new_empty(job.largest, x.shape[-1]),
+    )
+    column, room = job.column(gates), job.room(x)
+    for tile in job.tiles():
+        n, e = tile.size, tile.expert
+        part = made[tile.rows] if job.saves else made[:n]
+        rows = job.take(x, tile, gathered[:n])
+        bias = None if up_bias is None else up_bias[e]
+        _product(rows, _weight(up, e, x, job.transposed), bias, part)
+        hidden = job.activation.hidden(part, hidden_room[:n])
+        bias = None if down_bias is None else down_bias[e]
+        output = _product(hidden, _weight(down, e, x, job.transposed), bias, outputs[:n])
+        if column is not None:
+            output.mul_(column[tile.rows])
+        job.put(room, tile, output)
+    return job.sum(room), made
+
+
+def _backward(
+    gradient: Tensor,
+    saved: tuple[Any, ...],
+    job: _Job,
+    sums: Sequence[StackGradient | None],
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and of the gates ([Note: gates]); those of the weights are added to `sums`."""
+    x, gates, made, *weights = saved
+    up, down, down_bias = weights[0], weights[2], weights[3]
+    column = job.column(gates)
+    room = job.room(x) if wanted[0] else None
+    of_column = None if column is None or not wanted[1] else torch.empty_like(column)
+    hidden_features = int(made.shape[-1] * job.activation.features)
+    first, second = x.new_empty(job.largest, x.shape[-1]), x.new_empty(job.largest, x.shape[-1])
+    hidden_room, other_room = (x.new_empty(job.largest, hidden_features) for _ in range(2))
+    for tile in job.tiles():
+        n, e = tile.size, tile.expert
+        part, g = made[tile.rows], None if column is None else column[tile.rows]
+        of_output = job.take(gradient, tile, first[:n])
+        weighed = of_output if g is None else torch.mul(of_output, g, out=second[:n])
+        hidden = part if job.activation.overwrites else job.activation.hidden(part, hidden_room[:n])
+        _add(sums[2:], tile, weighed, hidden)
+        of_hidden = torch.mm(of_output, _weight(down, e, x, job.transposed), out=other_room[:n])
+        if of_column is not None:
+            products = torch.mul(of_hidden, hidden, out=hidden_room[:n])
+            torch.sum(products, -1, keepdim=True, dtype=of_column.dtype, out=of_column[tile.rows])
+            if down_bias is not None:
+                of_column[tile.rows] += (of_output @ down_bias[e].to(x.dtype)).unsqueeze(-1)
+        of_made = job.activation.gradient(of_hidden, part)
+        rows = job.take(x, tile, first[:n])
+        _add(sums[:2], tile, of_made, rows, g, first[:n])
+        if room is not None:
+            of_rows = torch.mm(of_made, _weight(up, e, x, job.transposed), out=second[:n])
+            job.put(room, tile, of_rows if g is None else of_rows.mul_(g))
+    of_gates = None if of_column is None or gates is None else job.uncolumn(of_column, gates)
+    return None if room is None else job.sum(room), of_gates
+
+
+def _add(
+    sums: Sequence[StackGradient | None],
+    tile: _Tile,
+    of_outputs: Tensor,
+    inputs: Tensor,
+    gates: Tensor | None = None,
+    into: Tensor | None = None,
+) -> None:
+    """Add what a tile contributes to a weight and its bias.
+
+    Args:
+        of_outputs: [n, O]; still to be multiplied by the gates, if there are any.
+        inputs: [n, I].
+        gates: [n, 1].
+        into: [n, I], where inputs times gates may be put.
+    """
+    of_weight, of_bias = sums
+    if of_bias is not None:
+        of_bias.add_rows(tile.expert, of_outputs, gates, tile.begins, tile.ends)
+    if of_weight is not None:
+        weighed = inputs if gates is None else torch.mul(inputs, gates, out=into)
+        of_weight.add_product(tile.expert, of_outputs, weighed, tile.begins, tile.ends)

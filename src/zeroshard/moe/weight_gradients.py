@@ -1,0 +1,123 @@
+"""Gradients of stacked weights, made one expert after the other in the memory where they belong.
+
+That is the room which an engine lends (`parts.gradient_room`), or `parameter.grad` if there is one, or one fresh tensor
+of the whole stack: never a tensor of the stack's size for each expert, which is what autograd makes of `stack[expert]`.
+What is added to earlier gradients is summed in scratch first, so that it rounds as autograd's own sum does. Experts
+without rows get zeros.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroshard.parts.gradient_room import room_of
+
+
+class Target:
+    """A stacked parameter of a forward, whose gradient its backward will make.
+
+    Args:
+        parameter: [E, ...].
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter, self._room = parameter, room_of(parameter)
+
+    def gradient(self, weight: Tensor, dtype: torch.dtype, transposed: bool) -> "StackGradient":
+        """The gradient, to be made now.
+
+        Args:
+            weight: the parameter as it was saved for backward.
+            dtype: of the products.
+            transposed: experts' weights are [in, out].
+        """
+        lent = None if self._room is None else self._room.lend()
+        if lent is not None:
+            return StackGradient(lent.tensor, lent.tensor if lent.hands_over else None, lent.adds, dtype, transposed)
+        grad = self._parameter.grad if self._parameter.is_leaf else None
+        if grad is not None and _may_be_written(self._parameter, grad):
+            return StackGradient(grad, None, True, dtype, transposed)
+        fresh = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        return StackGradient(fresh, fresh, False, dtype, transposed)
+
+
+class StackGradient:
+    """The gradient [E, ...] of a stacked weight or bias.
+
+    Args:
+        tensor: where it is made.
+        answer: what autograd gets for it.
+        adds: it is added to what is there.
+        dtype: of the products.
+        transposed: experts' weights are [in, out].
+    """
+
+    def __init__(self, tensor: Tensor, answer: Tensor | None, adds: bool, dtype: torch.dtype, transposed: bool) -> None:
+        self._each: Sequence[Tensor] = tensor.unbind()
+        self._answer, self._adds, self._dtype, self._transposed = answer, adds, dtype, transposed
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def add_product(self, expert: int, of_outputs: Tensor, inputs: Tensor, begins: bool, ends: bool) -> None:
+        """Add the gradient [O, I] of a weight, from [n, O] and [n, I].
+
+        Args:
+            begins: these are the first rows of the expert.
+            ends: these are the last.
+        """
+        left, right = (inputs, of_outputs) if self._transposed else (of_outputs, inputs)
+        total = self._total(expert, begins and ends)
+        if total.dtype == self._dtype:
+            if begins:
+                torch.mm(left.mT, right, out=total)
+            else:
+                torch.addmm(total, left.mT, right, out=total)
+        else:
+            piece = torch.mm(left.mT, right)
+            total.copy_(piece) if begins else total.add_(piece)
+        self._end(expert, total, ends)
+
+    def add_rows(self, expert: int, of_outputs: Tensor, gates: Tensor | None, begins: bool, ends: bool) -> None:
+        """Add the gradient [O] of a bias, from [n, O] and gates [n, 1]."""
+        wide = torch.promote_types(self._dtype, torch.float32)
+        piece = of_outputs.sum(0, dtype=wide) if gates is None else (of_outputs * gates).sum(0, dtype=wide)
+        total = self._total(expert, begins and ends)
+        total.copy_(piece) if begins else total.add_(piece)
+        self._end(expert, total, ends)
+
+    def finish(self, counts: Sequence[int]) -> Tensor | None:
+        """What autograd gets: the stack, or None where the gradient is in its place already."""
+        if not self._adds:
+            for each, count in zip(self._each, counts, strict=True):
+                if not count:
+                    each.zero_()
+        self._each, answer = (), self._answer  # autograd takes over tensors that nothing else views
+        self._answer = None
+        return answer
+
+    def _total(self, expert: int, whole: bool) -> Tensor:
+        """Where the rows of one expert are summed: in fp32 at least, where there are several parts."""
+        into = self._each[expert]
+        dtype = self._dtype if whole else torch.promote_types(self._dtype, torch.float32)
+        if not self._adds and into.dtype == dtype:
+            return into
+        if dtype not in self._scratch:
+            self._scratch[dtype] = torch.empty_like(into, dtype=dtype)
+        return self._scratch[dtype]
+
+    def _end(self, expert: int, total: Tensor, ends: bool) -> None:
+        into = self._each[expert]
+        if ends and total is not into:
+            into.add_(total) if self._adds else into.copy_(total)
+
+
+def _may_be_written(parameter: Tensor, grad: Tensor) -> bool:
+    """Whether this backward adds to `parameter.grad` as it is, with nothing on the way that would see the gradient."""
+    hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if hooked or type(grad) is not Tensor or grad.dtype != parameter.dtype or not grad.is_contiguous():
+        return False
+    try:  # False for the backward of other inputs, an error for torch.autograd.grad
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False

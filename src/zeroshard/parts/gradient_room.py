@@ -1,0 +1,50 @@
+"""Room for a gradient that the function which makes it writes in place, instead of making a tensor of its own.
+
+[Note: gradients in place] The gradients of a stack of experts are as large as the stack, and a fresh tensor of that
+size costs a fifth of a step on a CPU. A function that borrows the room of a parameter writes there and hands the
+borrowed tensor itself to autograd, which takes it as the gradient and calls its hooks as ever; who lent the room finds
+the gradient in its place. Only big parameters have rooms, and only while nobody's hook may change the gradient on the
+way.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+@dataclass(slots=True)
+class Lent:
+    """What a room is lent for.
+
+    Attributes:
+        tensor: in the shape of the parameter, and of its dtype.
+        adds: whether the gradient is to be added to what is there, and else takes its place.
+        hands_over: whether the tensor is to be handed to autograd; else this backward has it already, and gets None.
+    """
+
+    tensor: Tensor
+    adds: bool
+    hands_over: bool
+
+
+class GradientRoom(Protocol):
+    """The room of one parameter."""
+
+    def lend(self) -> Lent | None:
+        """The room, inside of a backward; None where the gradient has to be a tensor of its own."""
+
+
+_rooms: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribute would be pickled with them
+
+
+def offer_room(parameter: Tensor, room: GradientRoom) -> None:
+    """Let functions that use this parameter find its room."""
+    _rooms[parameter] = room
+
+
+def room_of(parameter: Tensor) -> GradientRoom | None:
+    """The room of a parameter; None if it has none."""
+    room: GradientRoom | None = _rooms.get(parameter)
+    return room
