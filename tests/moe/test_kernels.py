@@ -1,15 +1,13 @@
-"""Experts one at a time: equal to literal loops over tokens, in every form, with every gradient, and in little memory."""
-
-from collections.abc import Iterator
+"""Experts one at a time: equal to literal loops over tokens, with every gradient, and in little memory."""
 
 import pytest
 import torch
-from moe.routings import mixture_by_tokens, routing_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe.routings import mixture_by_tokens, routing_of
 from zeroshard.errors import ModelError
 from zeroshard.moe import kernels
 from zeroshard.moe.activations import Activation, Traced, activation_of
@@ -63,17 +61,15 @@ def gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.fixture(params=[3, 1024], ids=["small tiles", "one tile"])
-def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(kernels, "TILE", request.param)
-    yield request.param
+    return int(request.param)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("k, drops", [(1, 0.0), (2, 0.3), (3, 0.0)])
 @pytest.mark.parametrize("bias, transposed", [(True, False), (False, True)])
-def test_tokens_equal_a_literal_loop(
-    form: str, k: int, drops: float, bias: bool, transposed: bool, tile: int
-) -> None:
+def test_tokens_equal_a_literal_loop(form: str, k: int, drops: float, bias: bool, transposed: bool, tile: int) -> None:
     stack = stack_of(FORMS[form], bias, transposed)
     routing = routing_of(T, E, k, drops, torch.float64)
     x = torch.randn(T, D, dtype=torch.float64, requires_grad=True)
@@ -144,7 +140,7 @@ def test_gradients_are_added_to_grad_in_place_and_round_as_autograd_rounds(tile:
         sums = [torch.zeros_like(p) for p in parameters(stack)]
         torch.manual_seed(1)
         before: list[int] = []
-        for step in range(3):
+        for _ in range(3):
             rows = torch.randn(13, D)
             expert_rows(rows, (8, 0, 4, 1), torch.rand(13), stack).square().sum().backward()
             for total, parameter in zip(sums, parameters(stack), strict=True):

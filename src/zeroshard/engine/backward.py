@@ -13,6 +13,7 @@ import torch
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
+from zeroshard.parts.gradient_room import Lent, offer_room
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.losses import BY_MEAN, StepLosses
 from zeroshard.zero import PassKind
@@ -166,7 +167,16 @@ class Backward:
         singly = gradients.listen(parameters, self._comm.mesh.device)
         for number, parameter in enumerate(parameters[:singly]):
             parameter.register_hook(_Arrival(self, parameter))
-            parameter.register_post_accumulate_grad_hook(_Receipt(self, gradients, number))
+            receipt = _Receipt(self, gradients, number)
+            parameter.register_post_accumulate_grad_hook(receipt)
+            offer_room(parameter, receipt)
+
+    def lend(self, gradients: Gradients, number: int) -> Lent | None:
+        """The room of one parameter's gradient; see `parts.gradient_room`."""
+        self.begin()
+        if gradients.reduction.in_flight:
+            self.reductions.finish()
+        return gradients.lend(number)
 
     def receive(self, gradients: Gradients, number: int, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""
@@ -218,6 +228,14 @@ class _Receipt:
 
     def __init__(self, backward: Backward, gradients: Gradients, number: int) -> None:
         self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
+
+    def lend(self, parameter: torch.Tensor) -> Lent | None:
+        """The room of the gradient, unless someone else's hook is to see it on its way."""
+        backward, gradients = self.backward(), self.gradients()
+        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if backward is None or gradients is None or any(each is None or len(each) > 1 for each in hooks):
+            return None
+        return backward.lend(gradients, self.number)
 
     def __call__(self, parameter: torch.Tensor) -> None:
         backward, gradients = self.backward(), self.gradients()

@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from zeroshard.errors import ModelError
 from zeroshard.moe.activations import activation_of
+from zeroshard.moe.capacity import Capacity
 from zeroshard.moe.experts import ExpertModules, Experts
+from zeroshard.moe.presets import router_of
 from zeroshard.parts.penalties import penalised
 
 Mix = Literal["sum", "sigmoid", "softmax"]
@@ -100,7 +102,7 @@ class MoE(nn.Module):
         experts: E, of all ranks.
         router: the name of a preset, or a module from tokens [T, D] to a `Routing`.
         k: choices of a token; None for the preset's own.
-        capacity: the capacity factor; None for the preset's own.
+        capacity: the capacity factor in training, or all its settings; math.inf for none, None for the preset's own.
         expert: what an expert is; or a function that makes one, a module from [r, D] to [r, D].
         shared: how many experts' hidden features every token passes besides, in one network; or that network.
 
@@ -117,7 +119,7 @@ class MoE(nn.Module):
         experts: int,
         router: str | nn.Module = "switch",
         k: int | None = None,
-        capacity: float | None = None,
+        capacity: float | Capacity | None = None,
         expert: FeedForward | Callable[[], nn.Module] | None = None,
         shared: int | nn.Module | None = None,
     ) -> None:
@@ -155,13 +157,12 @@ class MoE(nn.Module):
         return output.view(x.shape)
 
 
-def _router(router: str | nn.Module, width: int, experts: int, k: int | None, capacity: float | None) -> nn.Module:
+def _router(
+    router: str | nn.Module, width: int, experts: int, k: int | None, capacity: float | Capacity | None
+) -> nn.Module:
     given: dict[str, Any] = {name: value for name, value in (("k", k), ("capacity", capacity)) if value is not None}
     if isinstance(router, str):
-        from zeroshard.moe.router import router_of
-
-        made: nn.Module = router_of(router, width, experts, **given)
-        return made
+        return router_of(router, width, experts, **given)
     if given:
         names = " and ".join(given)
         raise ModelError(f"MoE was given {names} beside a router of your own. Give {names} to the router.")

@@ -32,7 +32,7 @@ class Target:
             dtype: of the products.
             transposed: experts' weights are [in, out].
         """
-        lent = None if self._room is None else self._room.lend()
+        lent = None if self._room is None else self._room.lend(self._parameter)
         if lent is not None:
             return StackGradient(lent.tensor, lent.tensor if lent.hands_over else None, lent.adds, dtype, transposed)
         grad = self._parameter.grad if self._parameter.is_leaf else None

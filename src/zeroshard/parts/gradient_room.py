@@ -32,8 +32,8 @@ class Lent:
 class GradientRoom(Protocol):
     """The room of one parameter."""
 
-    def lend(self) -> Lent | None:
-        """The room, inside of a backward; None where the gradient has to be a tensor of its own."""
+    def lend(self, parameter: Tensor) -> Lent | None:
+        """The room of this parameter, inside of a backward; None where the gradient has to be a tensor of its own."""
 
 
 _rooms: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribute would be pickled with them

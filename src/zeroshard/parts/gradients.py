@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from zeroshard.parts.gradient_room import Lent
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 
@@ -147,6 +148,9 @@ class Gradients(Protocol):
 
     def receive(self, number: int, gradient: torch.Tensor) -> None:
         """Take in the gradient of parameter `number`."""
+
+    def lend(self, number: int) -> Lent | None:
+        """The room of the gradient of parameter `number`, for a function that makes it there; None where it cannot."""
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on."""

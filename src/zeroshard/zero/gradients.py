@@ -20,6 +20,7 @@ import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.gradient_room import Lent
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
@@ -147,11 +148,23 @@ class BufferedGradients:
                 f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
             )
         view = self.flat.view(self._ready(), number)
-        if self.written[number] or self.shown.opened:
+        if self.shown.lent.pop(number, None) == torch._C._current_graph_task_id():  # what came before is in it already
+            if not torch._C._is_alias_of(gradient, view):
+                view.copy_(gradient)
+        elif self.written[number] or self.shown.opened:
             view.add_(gradient)
         else:
             view.copy_(gradient)
         self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
+
+    def lend(self, number: int) -> Lent | None:
+        """The room of the gradient of parameter `number` ([Note: gradients in place]); None where dtypes differ."""
+        if self.shown.opened or self._buffer.dtype is not self.flat.dtype:
+            return None
+        view, task = self.flat.view(self._ready(), number), torch._C._current_graph_task_id()
+        first = self.shown.lent.get(number) != task
+        self.shown.lent[number] = task
+        return Lent(view, adds=bool(self.written[number]) or not first, hands_over=first)
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on ([Note: fp32 accumulation])."""
@@ -183,6 +196,7 @@ class BufferedGradients:
         self.collect()
         if self.reduction.local and not any(self.written):
             return
+        self.shown.refuse_lent()
         self._zero_unwritten(self._ready())
         self.reduction.start()
         self.written = bytearray(len(self.written))
