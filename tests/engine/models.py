@@ -229,6 +229,54 @@ class ChunkedTied(Chunked):
         self.head.weight = self.embed.weight
 
 
+class Attention(nn.Module):
+    """Causal attention, with four heads of queries and two of keys and values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 4, width // 4
+        self.query, self.output = nn.Linear(width, width), nn.Linear(width, width)
+        self.value = nn.Linear(width, width // 2)
+        self.key = nn.Linear(width, width // 2, bias=False)  # the gradient of a bias would be rounding of zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class AttentionBlock(Block):
+    """A block of width 8 with attention."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.before, self.attention = nn.LayerNorm(8), Attention(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.attention(self.before(x)))
+
+
+class Attending(Plain):
+    """Five blocks of layers that two and four ranks can split."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.embed, self.head = nn.Embedding(13, 8), nn.Linear(8, 13, bias=False)
+        self.blocks.extend(AttentionBlock() for _ in range(5))
+
+
+class AttendingTied(Attending):
+    """The same, and the output head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
 class Spiked(Five):
     """Where a row begins with token 12, infinity goes back into the embedding, and nowhere else."""
 
@@ -268,12 +316,13 @@ MODELS: dict[str, Any] = {
 LONGER: dict[str, Any] = {
     kind.__name__: kind for kind in (Five, TiedFive, Chunked, ChunkedTied, Deep, DeepTied, Dropped, Thrifty, Spiked)
 }  # for pipelines
+SPLIT: dict[str, Any] = {kind.__name__: kind for kind in (Attending, AttendingTied)}  # by tensor parallelism
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model with the same weights every time."""
     torch.manual_seed(seed)
-    model: nn.Module = {**MODELS, **LONGER}[name]()
+    model: nn.Module = {**MODELS, **LONGER, **SPLIT}[name]()
     return model
 
 

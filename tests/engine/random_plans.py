@@ -21,18 +21,18 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.settings import flat
 from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING
 
-USUAL = {field.name: field.default for field in fields(zs.Plan) if field.name != "tensor_parallel"}
+USUAL = {field.name: field.default for field in fields(zs.Plan)}
 USUAL |= {
     name: value
     for name, value in flat(zs.Plan().as_dict())
-    if name not in {"pipeline_parallel.stages", "offload.parts", "loss_scale.value"}  # drawn by their groups' names
-    and not name.startswith("tensor_parallel")  # of models of another kind: tests/tensor
-}
+    if name not in {"pipeline_parallel.stages", "offload.parts", "loss_scale.value", "tensor_parallel.ranks"}
+}  # drawn by their groups' names
 DISK = "DISK"  # stands for a folder of the run's own
 ALONE = ("Plain", "Tied", "Frozen", "Sometimes", "Twice", "Nested", "TwoDtypes", "Checkpointed",
          "CheckpointedReentrant", "CheckpointedInside", "Tiny", "Spiked", "Five")  # fmt: skip
 CUT = ("Five", "TiedFive", "Deep", "DeepTied", "Thrifty", "Spiked", "Dropped", "Frozen", "TwoDtypes", "Nested")
 DEEP = ("Deep", "DeepTied")
+LAYERS = (("blocks.*.up=column", "blocks.*.down=row"), ("head=whole", "embed=whole"), ("blocks.*.fc=column",))
 BY_CHUNKS = {"Plain": "Chunked", "Tied": "ChunkedTied", "Five": "Chunked", "TiedFive": "ChunkedTied"}
 ADAMS = ("adamw", "adam")
 OPTIMIZERS: dict[str, Any] = {
@@ -165,7 +165,10 @@ def draw(seed: int) -> Case:
     rows = 12 * math.lcm(*(m for m in wanted if isinstance(m, int) and m > 0))
     if stages > 1 and (other.get("pipeline_parallel", 1) > 1 or not other) and rng.random() < 0.3:
         rows = rng.choice((24, 36))  # which pipelines cut into microbatches of unlike sizes
-    each = rows // ranks if stages == 1 else 1
+    split = random.Random(-(2**32) - seed)  # of its own, too
+    if split.random() < 0.25:
+        ranks, model = _split_layers(split, plan, other, ranks), split.choice(tuple(models.SPLIT))
+    each = max(1, rows * plan.get("tensor_parallel", 1) // ranks) if stages == 1 else 1
     fits = plan.get("zero", 2) in (1, 2) and stages == 1 and "offload" not in plan
     apart = random.Random(-1 - seed)  # its own, so that a seed's other fields are as they were
     if apart.random() < (0.4 if fits else 0.01):
@@ -193,6 +196,25 @@ def draw(seed: int) -> Case:
         rows=rows,
         steps=tuple(_step(rng, BETWEEN if other else BETWEEN[:-1], stages, each, wanted[0]) for _ in range(3)),
     )
+
+
+def _split_layers(rng: random.Random, plan: dict[str, Any], other: dict[str, Any], ranks: int) -> int:
+    """Draw tensor parallelism in a plan, in the one that goes on, or in both; ranks that fit."""
+    stages = [settings.get("pipeline_parallel", 1) for settings in (plan, other)]
+    for settings, cut in zip((plan, other), stages, strict=True):
+        most = 4 // cut if rng.random() < 0.97 else 4
+        for name in ("units", "fp32_modules"):
+            if isinstance(settings.get(name), tuple):
+                settings[name] = tuple("AttentionBlock" if each == "Block" else each for each in settings[name])
+        if rng.random() < 0.75 and most > 1 and (settings or settings is plan):
+            settings["tensor_parallel"] = rng.choice([n for n in (2, 2, 4) if n <= most])
+            settings |= {"tensor_parallel.sequence": False} if rng.random() < 0.4 else {}
+            settings |= {"tensor_parallel.layers": rng.choice(LAYERS)} if rng.random() < 0.2 else {}
+            if "pipeline_parallel.replicas" in settings and rng.random() < 0.9:
+                del settings["pipeline_parallel.replicas"]
+    least = max(cut * settings.get("tensor_parallel", 1) for settings, cut in zip((plan, other), stages, strict=True))
+    fits = least > 1 and rng.random() < 0.97
+    return rng.choice([n for n in (2, 4) if n % least == 0] or [4]) if fits else ranks
 
 
 def _step(rng: random.Random, between: tuple[str, ...], stages: int, rows: int, microbatches: int) -> Step:

@@ -183,6 +183,8 @@ class Run:
                 if event == "write":
                     next(iter(engine.model.parameters())).mul_(0.5)
                 values = {name: p.detach().clone() for name, p in engine.model.named_parameters(remove_duplicate=False)}
+            if engine.plan.tensor.splits:
+                values = engine.state_dict()  # parameters are parts
             self.log.append(("weights", values))
         elif event == "state_dict":
             self.weights("weights")

@@ -138,7 +138,7 @@ def swapped_shard(rank: int) -> AbstractContextManager[None]:
 
 
 def unsummed_input_gradient(rank: int) -> AbstractContextManager[None]:
-    """The input of split layers gets the gradient of this rank's features alone (NVIDIA/Megatron-LM#7452)."""
+    """The input of split layers gets the gradient of this rank's features alone."""
 
     def start(original: Patch, self: Input, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if "blocks.1.mlp" in self.label else original(self, gradient)
