@@ -63,6 +63,7 @@ REFUSED = (
     *(refusal(Plan(zero=zero), needs) for zero, needs in ((0, "80.12 GiB"), (1, "70.00 GiB"))),
     Refusal(Plan(pipeline_parallel=4), 4, "12 rows [of a step] do not divide among 5 lanes.", "Use 15."),
 )
+FOUND = Found(BEST, REFUSED, 42, 3.2)
 ON_A100 = ("--gpu", "A100-80", "--gpus", "8")
 
 
@@ -84,7 +85,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What the command prints when the search finds what was made by hand."""
 
-    def run(*words: str, found: Found = Found(BEST, REFUSED, 42, 3.2)) -> str:
+    def run(*words: str, found: Found = FOUND) -> str:
         monkeypatch.setattr(plan_command, "search", lambda *_, **__: found)
         run_plan([*ON_A100, *words], {})
         return capsys.readouterr().out
@@ -279,6 +280,8 @@ def test_a_module_that_is_not_there() -> None:
         ({"ranks": 4}, "add params"),
         ({"largest": True, "model": "small"}, "leave out model"),
         ({"largest": True, "explain": 1}, "leave out explain"),
+        ({"largest": True, "tensor_parallel": 2}, "leave out tensor_parallel"),
+        ({"tensor_parallel": 1}, "tensor_parallel is 1; it must be 2 or more, or left out"),
         ({"params": 1e9}, "say ranks, or gpus"),
         ({"params": 0.5, "gpus": 1}, "params is 0.5"),
     ],
@@ -345,6 +348,13 @@ def test_explain_beyond_what_fits(read: Callable[..., str]) -> None:
         read("--explain", "4")
     with pytest.raises(ConfigError, match="write names plan 1 and no plan fits"):
         read("--out", "x.toml", found=Found((), REFUSED, 3, 1.0))
+
+
+def test_ranks_in_a_layer_are_those_of_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Plan] = []
+    monkeypatch.setattr(plan_command, "search", lambda task, machines, base, *_, **__: asked.append(base) or FOUND)
+    run_plan([*ON_A100, "--tensor-parallel", "4"], {})
+    assert asked[0].tensor.ranks == 4
 
 
 def test_a_batch_of_is_for_own_models() -> None:

@@ -91,6 +91,9 @@ class PlanOptions:
     """Which torch.optim optimizer."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of computation of all plans; fp32 by default, and with largest 16 bits if the device computes in them."""
+    tensor_parallel: int | None = None
+    """Ranks that split each layer in all plans, 2 or more; by default every number that divides the devices of a node
+    is tried."""
     offload: bool = False
     """Try plans with offload to host memory even if others fit; if none does, they are tried in any case."""
     top: int = 5
@@ -118,6 +121,8 @@ class PlanOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more.")
+        if self.tensor_parallel is not None and self.tensor_parallel < 2:
+            raise ConfigError(f"tensor_parallel is {self.tensor_parallel}; it must be 2 or more, or left out.")
         for name in ("gpu_memory", "host_memory"):
             value = getattr(self, name)
             try:
@@ -154,11 +159,12 @@ class PlanOptions:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields given for all plans."""
-        given = {"precision": self.precision}
+        given = {"precision": self.precision, "tensor_parallel": self.tensor_parallel}
         return {name: value for name, value in given.items() if value is not None}
 
     def _check_largest(self) -> None:
         given = {"model": self.model != MODEL, "batch_of": self.batch_of, "explain": self.explain, "out": self.out}
+        given |= {"tensor_parallel": self.tensor_parallel}
         for name in (name for name, value in {**given, "write": self.write}.items() if value and self.largest):
             raise ConfigError(f"largest looks through the built-in GPT in all sizes; leave out {name}.")
 

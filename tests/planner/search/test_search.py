@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.doctor.hardware import Device, Link, Machines
+from zeroshard.errors import PlanError
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
@@ -123,6 +124,16 @@ def test_plans_that_split_layers_are_left_out_where_they_are_expected_to_be_slow
     found = search(gpt(), slow, say=heard.append)
     assert found.best and all(plan.tensor.ranks == 1 for plan in asked)
     assert any(line == "4 ranks that split layers, for first estimates" for line in heard)
+
+
+def test_only_plans_with_the_ranks_in_a_layer_that_are_asked_for(asked: list[Plan]) -> None:
+    machines = Machines(MACHINES.device, 4, 4, FAST, FAST)
+    found = search(gpt(), machines, Plan(tensor_parallel=2), top=10)
+    assert found.best and {plan.tensor.ranks for plan in asked} == {2}
+    assert {(p.plan.zero, p.plan.pipeline.stages) for p in found.best} >= {(0, 1), (1, 1), (2, 1), (0, 2)}
+    assert all(refusal.plan.tensor.ranks == 2 for refusal in found.refused)
+    with pytest.raises(PlanError, match=r"tensor_parallel is 3, .* set it to one of 1, 2, 4\."):
+        search(gpt(), machines, Plan(tensor_parallel=3))
 
 
 def test_a_model_that_cannot_be_split_is_refused_once_for_each_number_of_ranks() -> None:

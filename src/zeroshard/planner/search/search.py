@@ -80,7 +80,8 @@ def search(
     ends it.
 
     Args:
-        base: settings of all plans (precision, clipping and the like).
+        base: settings of all plans (precision, clipping and the like); ranks that split layers where it has several,
+            otherwise every number of them is tried.
         top: number of plans to keep.
         plans: plans and rows per data rank to look at, instead of all.
         say: called with a line about each plan.
@@ -134,12 +135,29 @@ class _Search:
 
     def shapes(self) -> Iterator[Shape]:
         """Every way to split the job over the ranks, those without split layers and without stages first."""
-        for divided in tensor.divisions(self._site):
+        for number, divided in enumerate(self._divisions):
             for offer in (offer for offers in OFFERS for offer in offers(divided.site)):
                 if isinstance(offer, Offer):
                     yield self._shape(offer, divided)
-                elif divided.together == 1:  # else refused for the same reason
+                elif not number:  # else refused for the same reason
                     self._refuse(self.base.with_settings(offer.settings), 0, offer.why, offer.way_out)
+
+    @property
+    def _divisions(self) -> list[Divided]:
+        """The ways to divide a node's ranks, one rank in a layer first; the one that is asked for.
+
+        Raises:
+            PlanError: the ranks that are asked for do not divide them.
+        """
+        found, asked = list(tensor.divisions(self._site)), self.base.tensor.ranks
+        chosen = [divided for divided in found if divided.together == asked or asked == 1]
+        if not chosen:
+            raise PlanError(
+                f"tensor_parallel is {asked}, and a layer is split among ranks of one node, of which there are "
+                f"{min(self.machines.per_node, self.machines.count)}; set it to one of "
+                f"{', '.join(str(divided.together) for divided in found)}."
+            )
+        return chosen
 
     def _shape(self, offer: Offer, divided: Divided) -> Shape:
         plan = self.base.with_settings({**offer.settings, **divided.settings})
@@ -147,8 +165,9 @@ class _Search:
 
     def try_shapes(self, shapes: Sequence[Shape]) -> None:
         """Look at all shapes but those that are left out ([Note: plans that are left out])."""
-        whole = [shape for shape in shapes if shape.together == 1]
-        split = [shape for shape in shapes if shape.together > 1 and shape.plan in self._expected]
+        least = min((shape.together for shape in shapes), default=1)
+        whole = [shape for shape in shapes if shape.together == least]  # or as far as is asked for
+        split = [shape for shape in shapes if shape.together > least and shape.plan in self._expected]
         many = len(whole) > FEW_SHAPES
         usual = (False, 0.0)  # whether it is expected to fit, and its seconds, where there is no estimate
 
@@ -163,7 +182,7 @@ class _Search:
             self.try_shape(shape, many)
             if self.fitting:
                 limit = self._fastest * (BEHIND if many else 1.0)
-                behind = [s for s in ordered if (many or s.together > 1) and rank(s)[1] >= limit]
+                behind = [s for s in ordered if (many or s.together > least) and rank(s)[1] >= limit]
                 for slow in behind:
                     self.progress.drop(slow.plan)
                 ordered = [s for s in ordered if s not in behind]
@@ -175,10 +194,10 @@ class _Search:
 
     def try_last_resorts(self) -> None:
         """Try the last resorts in their order, until a plan fits."""
-        whole = Divided({}, 1, self._site)
-        for offer in (offer for offers in LAST_RESORTS for offer in offers(self._site)):
+        divided = self._divisions[0]
+        for offer in (offer for offers in LAST_RESORTS for offer in offers(divided.site)):
             before = len(self.fitting)
-            self.try_shape(self._shape(offer, whole))
+            self.try_shape(self._shape(offer, divided))
             if len(self.fitting) > before:
                 return
 
