@@ -20,9 +20,11 @@ from zeroshard.reproduce.block_times import (
     dgx_a100,
     logits_seconds,
 )
+from zeroshard.reproduce.megatron import collectives
 from zeroshard.reproduce.offload import LARGE, memory, wire
 from zeroshard.reproduce.pipelines import PIPELINES, vgg16
 from zeroshard.reproduce.ptdp import PTDP, interleaving_gain, throughput
+from zeroshard.reproduce.switch import T5Shape
 from zeroshard.reproduce.zero import RANKS, SHAPES, TABLE_1, mixed, sized, table_1, volume
 from zeroshard.train.family import gpt_task
 from zeroshard.zero.byte_formulas import state_bytes
@@ -64,6 +66,10 @@ def test_rates_of_ptdp_are_near_the_published_ones() -> None:
     for reading in islice(throughput(silent), 5):
         assert reading.agrees and abs(float(reading.ours) / float(reading.published) - 1) < 0.12, reading
     assert interleaving_gain(12, scattered=True) > interleaving_gain(24, scattered=True) > 1
+
+
+def test_a_block_of_megatron_has_four_all_reduces() -> None:
+    assert [reading.ours for reading in collectives(silent)] == [4.0, 4.0]
 
 
 def test_the_model_of_ptdp_counts_the_operations_of_equation_3() -> None:
@@ -204,3 +210,13 @@ def test_wrong_options_are_refused(argv: list[str], words: str, capsys: pytest.C
         run_reproduce(argv)
     assert stopped.value.code == 2
     assert words in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_parameters_and_operations_of_switch_transformers() -> None:
+    """Two of the published counts are not those of the printed shapes, and the program says so."""
+    counts = check(CLAIMS["switch-parameters"])  # type: ignore[arg-type]
+    assert [reading.what for reading in counts.readings if not reading.agrees] == ["Switch-Large", "Switch-XXL"]
+    assert counts.readings[5].note.endswith("with 128, as in the published checkpoint, it is 395")
+    assert round(T5Shape(4096, 10240, 64, 24, 24, 128).parameters / 1e9) == 395
+    assert check(CLAIMS["switch-operations"]).reproduced  # type: ignore[arg-type]
+    assert T5Shape(768, 2048, 12, 12).operations == T5Shape(768, 2048, 12, 12, 12, 128).operations

@@ -3,14 +3,7 @@
 from zeroshard.reproduce.claim import Waiting
 
 _ZERO = "ZeRO, Rajbhandari et al., 1910.02054v3"
-_TENSOR = "tensor parallelism, which cuts the layers themselves"
 LATER = (
-    Waiting(
-        "zero-table-2-mp",
-        "largest model by its states, with model parallelism",
-        f"{_ZERO}, table 2, rows MP = 2 to 16",
-        f"{_TENSOR}.",
-    ),
     Waiting(
         "zero-table-2-measured",
         "largest model measured",
@@ -27,19 +20,13 @@ LATER = (
         "zero-activations",
         "activation checkpoints divided among the ranks of one model",
         f"{_ZERO}, section 6.1",
-        f"recomputation of activations without a pipeline, and {_TENSOR}.",
+        "checkpoints of activations that are divided among the ranks of a layer.",
     ),
     Waiting(
         "recompute-sqrt",
         "activations grow with the root of the number of layers",
         "Chen et al., 1604.06174",
         "recomputation of activations in segments.",
-    ),
-    Waiting(
-        "megatron-collectives",
-        "all-reduces of a transformer block",
-        "Megatron-LM, Shoeybi et al., 1909.08053, section 3",
-        f"{_TENSOR}.",
     ),
     Waiting(
         "gist-footprint",

@@ -33,6 +33,13 @@ TABLE_1 = {
 }
 FIGURE_1 = ("120", "31.4", "16.6", "1.9")
 TABLE_2 = ("2", "7.6", "14.4", "128")
+TABLE_2_MP = {  # by tensor ranks; on 64 of them in each slice group
+    2: ("4", "15.2", "28.8", "256"),
+    4: ("8", "30.4", "57.6", "500"),
+    8: ("16", "60.8", "115.2", "1000"),
+    16: ("32", "121.6", "230.4", "2000"),
+}
+OF_ROUNDED = 0.03  # the table multiplies rounded numbers, and prints 0.5 T, 1 T and 2 T
 VOLUME = ("2", "2", "2", "3")
 GROWTH = (1, 4, 16, 64)
 
@@ -79,6 +86,16 @@ def table_2(say: Say, stages: tuple[int, ...] = (0, 1, 2, 3)) -> Iterator[Readin
     for zero in stages:
         found = _largest(zero, 64, say)
         yield Reading(STAGES[zero], TABLE_2[zero], _limit(found) / GB, note=_between(found))
+
+
+def table_2_with_tensor_ranks(say: Say, sizes: tuple[int, ...] = tuple(TABLE_2_MP)) -> Iterator[Reading]:
+    """The same where 2 to 16 ranks split each layer, on 64 times as many devices."""
+    for size in sizes:
+        for zero, published in enumerate(TABLE_2_MP[size]):
+            what = f"MP = {size}, {STAGES[zero]}"
+            plan = mixed(zero).with_settings({"tensor_parallel": size})
+            found = largest(gpt_family(TOKENS), plan, devices(64 * size), 1, "states", partial(_saying, say, what))
+            yield Reading(what, published, _limit(found) / GB, note=_between(found), within=OF_ROUNDED)
 
 
 def volume(say: Say) -> Iterator[Reading]:
@@ -151,6 +168,14 @@ ZERO = (
         "10^9 parameters",
         f"{_LEDGER} {_LIMIT}",
         table_2,
+    ),
+    Claim(
+        "zero-table-2-mp",
+        "largest model by its states, 32 GB, 128 to 1024 devices, with model parallelism",
+        f"{PAPER}, table 2 (section 5.4), rows MP = 2 to 16, columns of the theoretical maximum",
+        "10^9 parameters",
+        f"{_LEDGER} {_LIMIT} Model parallelism is tensor parallelism.",
+        table_2_with_tensor_ranks,
     ),
     Claim(
         "zero-volume",
