@@ -136,6 +136,7 @@ class Router(nn.Module):
             self.bias += self.gating.bias_step * torch.sign(load.mean() - load)
 
     def extra_repr(self) -> str:
+        """The sizes and settings, for `repr`."""
         return f"{self.width}, {self.experts}, {self.gating}"
 
     def _groups(self, x: Tensor, valid: Tensor | None, sequence: int | None) -> TokenGroups:

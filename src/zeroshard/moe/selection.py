@@ -111,5 +111,5 @@ class ExpertChoice:
         if groups.valid is not None:
             chosen &= groups.valid.unsqueeze(-1)
         most = max(1, int(chosen.sum(-1).max())) if len(chosen) else 1
-        experts = largest(torch.where(chosen, scores.detach(), -math.inf), most)
+        experts = largest(torch.where(chosen, scores.detach(), -1.0), most)
         return experts, chosen.gather(-1, experts)
