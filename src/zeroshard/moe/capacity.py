@@ -94,7 +94,8 @@ def serving_order(priority: str, gates: Tensor, probabilities: Tensor) -> Tensor
 
     All first choices come before all second ones. Among those, earlier tokens come first ("position"), or tokens of
     larger first probability ("probability": batch-prioritized routing, 2106.05974), or tokens in a random order
-    ("random"). With "gate" each expert serves larger gates first, whichever choice of their tokens they are.
+    ("random", a draw; routers use it in training only). With "gate" each expert serves larger gates first, whichever
+    choices of their tokens these are.
     """
     tokens, choices = gates.shape
     if priority == "gate":

@@ -37,17 +37,25 @@ class Noise:
     def on_logits(self, logits: Tensor, scale: Tensor | None) -> Tensor:
         """The logits [T, E] with noise, of standard deviations `scale` [T, E] where those are learned."""
         if scale is not None:
-            return logits + torch.randn_like(logits) * scale
+            return logits + _unset(logits).normal_().view_as(logits) * scale
         if self.kind == "normal":
-            return logits + torch.randn_like(logits) * self.size
+            return logits + _unset(logits).normal_().view_as(logits) * self.size
         return logits + self._factors(logits) if self.kind == "uniform" else logits
 
     def sampled_second(self, logits: Tensor) -> Tensor:
         """[T, 2]: the largest logit's expert, and one drawn from the softmax of the others' logits."""
         first = largest(logits, 1)
-        gumbel = -torch.empty_like(logits).exponential_().log()
+        gumbel = -_unset(logits).exponential_().view_as(logits).log()
         others = (logits.detach() + gumbel).scatter(-1, first, -torch.inf)
         return torch.cat((first, largest(others, 1)), -1)
 
     def _factors(self, like: Tensor) -> Tensor:
-        return torch.empty_like(like).uniform_(1 - self.size, 1 + self.size)
+        return _unset(like).uniform_(1 - self.size, 1 + self.size).view_as(like)
+
+
+def _unset(like: Tensor) -> Tensor:
+    """Unset values in one dimension, token after token.
+
+    Exact random numbers find the rows of a batch in it, where they could take the experts of [T, E] for rows.
+    """
+    return torch.empty(like.numel(), dtype=like.dtype, device=like.device)

@@ -197,7 +197,8 @@ class Router(nn.Module):
                 takes = groups.valid.unsqueeze(-1).expand_as(gates) if groups.valid is not None else None
                 if gating.second is not None and not gating.second.holds_place:
                     takes = used
-                placed = with_place(experts, places, groups, serving_order(gating.priority, gates, raw), takes)
+                priority = gating.priority if self.training or gating.priority != "random" else "position"
+                placed = with_place(experts, places, groups, serving_order(priority, gates, raw), takes)
                 kept = placed if used is None else placed & used
         if gating.normalise == "after":
             gates = _normalised(gates if kept is None else torch.where(kept, gates, 0.0))
