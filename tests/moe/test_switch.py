@@ -1,14 +1,19 @@
 """Switch's router beside the text of 2101.03961 and beside Switch Transformers of Hugging Face."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from pool import Pool
+from torch import Tensor, nn
 from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers import modeling_switch_transformers as hf
 
+import zeroshard as zs
 from zeroshard.moe.presets import router_of
+from zeroshard.moe.routing import Routing
+from zeroshard.parts.penalties import penalised
 
 TOKENS, WIDTH, EXPERTS = 100, 16, 8
 
@@ -106,3 +111,38 @@ def test_the_preset_is_the_router_of_hugging_face(training: bool, capacity: int)
         balance = hf.load_balancing_loss_func(logits.softmax(-1), logits.argmax(-1))
         torch.testing.assert_close(routing.losses["balance"], 1e-3 * torch.as_tensor(balance))
         torch.testing.assert_close(routing.losses["z"], 1e-3 * torch.as_tensor(hf.router_z_loss_func(logits)))
+
+
+class _Routed(nn.Module):
+    """A layer in the model's dtype before the router, whose record is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.router = router_of("switch", WIDTH, EXPERTS, noise=None, init_scale=10.0)
+        self.seen: list[tuple[Tensor, Routing]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        routing = self.router(x)
+        self.seen.append((x.detach(), routing))
+        return penalised(x * routing.gates.to(x.dtype), routing.penalty)
+
+
+def routed_in_bf16(mesh: zs.Mesh | None, zero: int) -> bool:
+    model = _Routed()
+    weight = model.router.weight.detach().clone()
+    plan = zs.Plan(zero=zero, precision="bf16")
+    engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), plan, mesh=mesh, loss=lambda out, _: out.float().sum())
+    engine.train_step(torch.randn(200, WIDTH))
+    ((x, routing),) = model.seen
+    exact = (x.float() @ weight.t()).softmax(-1)
+    assert x.dtype == torch.bfloat16 and routing.gates.dtype == torch.float32
+    torch.testing.assert_close(routing.gates, exact.gather(-1, routing.experts), rtol=1e-5, atol=0)
+    return torch.equal(routing.experts[:, 0], exact.argmax(-1))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_router_keeps_its_weights_in_fp32_under_a_plan_in_bf16(pool: Pool, zero: int) -> None:
+    assert pool.run(routed_in_bf16, 2, zero) == [True, True]

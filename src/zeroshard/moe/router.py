@@ -24,12 +24,14 @@ from zeroshard.moe.routing import Routing
 from zeroshard.moe.selection import ExpertChoice, GroupLimited, largest
 from zeroshard.moe.token_groups import TokenGroups
 from zeroshard.parts.settings import check_whole
+from zeroshard.precision.cast import FP32
 
 
 class Router(nn.Module):
     """Chooses k of E experts for each token, as its `Gating` says.
 
-    Noise, capacity and losses belong to training; evaluation is deterministic and, by default, without a limit.
+    Noise, capacity and losses belong to training; evaluation is deterministic and, by default, without a limit. Under a
+    plan of 16-bit precision the weights stay in fp32 too (Switch, section 2.4: selective precision).
 
     Attributes:
         width: the features of a token.
@@ -69,6 +71,7 @@ class Router(nn.Module):
                 stacklevel=2,
             )
         self.width, self.experts, self.gating = width, experts, gating
+        setattr(self, FP32, gating.dtype == torch.float32)
         self.weight = nn.Parameter(torch.empty(experts, width, **options))
         self.noise_weight = nn.Parameter(torch.empty(experts, width, **options)) if gating.learned_noise else None
         bias = torch.zeros(experts, device=options.get("device")) if gating.bias_step else None

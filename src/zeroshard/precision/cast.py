@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from zeroshard.errors import PlanError
 
+FP32 = "computes_in_fp32"  # an attribute, true of modules that compute in fp32 without being named
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,7 +41,10 @@ class Precision:
 
 
 def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) -> set[nn.Parameter]:
-    """Let the modules of the named classes or paths compute in fp32, with casts of their inputs and outputs.
+    """Let modules compute in fp32, with casts of their inputs and outputs: those named, and those that say so.
+
+    Args:
+        wanted: classes or paths.
 
     Returns:
         The parameters of those modules.
@@ -61,7 +65,8 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
     outermost: list[str] = []
     for path, module in model.named_modules():
         inside = any(not outer or path.startswith(outer + ".") for outer in outermost)
-        if (path in wanted or type(module).__name__ in wanted) and not inside:
+        named = path in wanted or type(module).__name__ in wanted
+        if (named or getattr(module, FP32, False)) and not inside:
             outermost.append(path)
             kept.update(module.parameters())
             module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
