@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.errors import ModelError
 from zeroshard.moe.routing import Routing
 
 
@@ -41,6 +42,9 @@ def order_of(routing: Routing, experts: int) -> RowOrder:
 
     Args:
         experts: E.
+
+    Raises:
+        ModelError: experts that are not there were chosen.
     """
     tokens, k = routing.experts.shape
     chosen = routing.experts.reshape(-1)
@@ -53,6 +57,11 @@ def order_of(routing: Routing, experts: int) -> RowOrder:
     order = torch.argsort(chosen, stable=True)
     choices = order if kept is None else kept[order]
     counts = tuple(torch.bincount(chosen, minlength=experts).tolist())
+    if len(counts) > experts:
+        raise ModelError(
+            f"A router chose expert {len(counts) - 1}, and experts 0 to {experts - 1} are there. Experts without "
+            f"weights, such as the identity, cannot be dispatched to; apply them beside the mixture."
+        )
     return RowOrder(choices, choices if k == 1 else choices // k, counts, (tokens, k))
 
 

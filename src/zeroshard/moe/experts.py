@@ -5,7 +5,7 @@ ranks that exchange rows call. Shapes: T tokens, R rows, D width, F hidden featu
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -171,14 +171,26 @@ class ExpertModules(nn.Module):
             counts: rows of each of them.
             gates: [R]; None for 1.
         """
-        done, idle = [], []
-        for expert, x in zip(self.networks, rows.split(list(counts)), strict=True):
-            if len(x):
-                done.append(expert(x))
-            else:
-                idle += [p for p in expert.parameters() if p.requires_grad]
-        computed = torch.cat(done) if done else rows
-        return weighed(_Idle.apply(computed, *idle) if idle else computed, gates)  # type: ignore[no-untyped-call]
+        return compute_modules(self.networks, rows, counts, gates)
+
+
+def compute_modules(
+    networks: Iterable[nn.Module], rows: Tensor, counts: Sequence[int], gates: Tensor | None
+) -> Tensor:
+    """Rows [R, D], sorted by expert, each by the module of its expert and times its gate; see `ExpertModules`."""
+    done, idle = [], []
+    for expert, x in zip(networks, rows.split(list(counts)), strict=True):
+        if len(x):
+            done.append(expert(x))
+        else:
+            idle += [p for p in expert.parameters() if p.requires_grad]
+    return weighed(with_gradients(torch.cat(done) if done else rows, idle), gates)
+
+
+def with_gradients(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """The rows; their backward gives zeros to the parameters, so that none of them is without a gradient."""
+    same: Tensor = _Idle.apply(rows, *parameters) if parameters else rows  # type: ignore[no-untyped-call]
+    return same
 
 
 def weighed(rows: Tensor, gates: Tensor | None) -> Tensor:

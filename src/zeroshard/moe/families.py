@@ -1,0 +1,175 @@
+"""Modules of experts in a model, whoever wrote them: how many experts, where their parameters lie, what they compute.
+
+Found are the experts of `zeroshard.moe`, and modules of other packages by their structure: parameters that are all
+stacked [E, ...], or lists of alike modules, with a forward that takes tokens, the chosen experts and their weights, as
+those of transformers do. Their classes and the names of their parameters stay as they are; `FoundExperts.install` puts
+another forward in the place of their own, which gets a `Routing`.
+
+Shapes: T tokens, k choices of each, R rows, D features, E experts.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.moe.experts import compute_modules, with_gradients
+from zeroshard.moe.routing import Routing
+from zeroshard.moe.statistics import Statistics
+
+Forward = Callable[[Tensor, Routing], Tensor]
+Compute = Callable[[Tensor, Sequence[int], Tensor | None], Tensor]
+CHOSEN = {"top_k_index", "router_indices", "selected_experts", "topk_indices", "expert_indices", "top_k_indices"}
+WEIGHTS = {"top_k_weights", "routing_weights", "topk_weights", "expert_weights", "router_weights"}
+NUMBER = "num_experts"  # the attribute by which experts of other packages know how many they hold
+
+
+@dataclass(frozen=True, slots=True)
+class FoundExperts:
+    """The experts of one mixture.
+
+    Attributes:
+        path: of the module in the model.
+        module: it.
+        experts: E, of all ranks.
+        stacked: names of the module's own parameters, all [E, ...]; none where experts are modules.
+        modules: one for each expert; none where their parameters are stacked.
+        compute: rows [R, D] -> [R, D], sorted by expert, from the rows, their counts and their gates [R] (None for 1).
+            Counts are those of the experts that stacked parameters hold; of all experts where these are modules.
+    """
+
+    path: str
+    module: nn.Module
+    experts: int
+    stacked: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    compute: Compute
+
+    def install(self, forward: Forward) -> None:
+        """Put a forward of tokens [T, D] and their routing in the place of the module's own."""
+        made = RoutedForward(self.module, self.experts, forward) if _takes_choices(self.module) else forward
+        self.module.forward = made
+
+    def count(self) -> Statistics:
+        """The statistics of its routings. To experts of other packages they are added; a routed forward counts."""
+        if not hasattr(self.module, "statistics"):
+            self.module.add_module("statistics", Statistics(self.experts))
+        found: Statistics = self.module.statistics  # type: ignore[assignment]
+        return found
+
+
+def find_experts(model: nn.Module) -> tuple[FoundExperts, ...]:
+    """The experts of all mixtures of a model, in the order of its modules; it reads shapes only."""
+    found: list[FoundExperts] = []
+    for path, module in model.named_modules():
+        if not any(path.startswith(f"{each.path}.") for each in found):
+            experts = _own_experts(path, module) or _stacked_experts(path, module) or _listed_experts(path, module)
+            found += [experts] if experts is not None else []
+    return tuple(found)
+
+
+def _own_experts(path: str, module: Any) -> FoundExperts | None:
+    """Experts as those of `zeroshard.moe`: `experts`, a number, and `compute`."""
+    if not isinstance(getattr(module, "experts", None), int) or not callable(getattr(module, "compute", None)):
+        return None
+    lists = [
+        child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) == module.experts
+    ]  # fmt: skip
+    names = tuple(name for name, parameter in module.named_parameters(recurse=False) if parameter.dim())
+    return FoundExperts(path, module, module.experts, names, tuple(lists[0]) if lists else (), module.compute)
+
+
+def _stacked_experts(path: str, module: Any) -> FoundExperts | None:
+    parameters = dict(module.named_parameters(recurse=False))
+    number = getattr(module, NUMBER, None)
+    known = isinstance(number, int) and all(p.dim() > 1 and len(p) == number for p in parameters.values())
+    inside = sum(1 for _ in module.parameters())
+    if not known or not parameters or inside > len(parameters) or not _takes_choices(module):
+        return None
+    assert isinstance(number, int)
+    return FoundExperts(path, module, number, tuple(parameters), (), partial(_compute_by_forward, module))
+
+
+def _listed_experts(path: str, module: nn.Module) -> FoundExperts | None:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or not _takes_choices(module):
+        return None
+    networks = tuple(child for child in module.children() if not isinstance(child, Statistics))
+    if not networks or len({type(network) for network in networks}) > 1 or list(module.parameters(recurse=False)):
+        return None
+    return FoundExperts(path, module, len(networks), (), networks, partial(compute_modules, networks))
+
+
+def _takes_choices(module: nn.Module) -> bool:
+    """Whether the forward of a class takes tokens, the experts chosen for them, and the weights of these."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:4]
+    return len(names) == 3 and names[1] in CHOSEN and names[2] in WEIGHTS
+
+
+def _compute_by_forward(module: Any, rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:
+    """Rows by the module's own forward, as tokens that have chosen one expert each."""
+    chosen = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
+    weights = rows.new_ones(len(rows)) if gates is None else gates
+    parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
+    with _holding(module, len(counts)):
+        forward = partial(type(module).forward, module)
+        made: Tensor = forward(rows, chosen.unsqueeze(-1), weights.unsqueeze(-1)) if len(rows) else rows
+    return with_gradients(made, parameters)
+
+
+@contextmanager
+def _holding(module: Any, experts: int) -> Iterator[None]:
+    """The module knows that it holds so many experts."""
+    whole = getattr(module, NUMBER)
+    setattr(module, NUMBER, experts)
+    try:
+        yield
+    finally:
+        setattr(module, NUMBER, whole)
+
+
+class RoutedForward:
+    """The forward of experts that take tokens, choices and weights, by one of tokens and their routing.
+
+    Args:
+        experts: E.
+        forward: what computes.
+    """
+
+    def __init__(self, module: nn.Module, experts: int, forward: Forward) -> None:
+        self._module, self._experts, self._forward = module, experts, forward
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:4]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """[..., D] -> [..., D]."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        x, chosen, weights = (given[name] for name in self._names)
+        routing = routing_of(chosen, weights, self._experts)
+        statistics = getattr(self._module, "statistics", None)
+        if statistics is not None:
+            statistics.add(routing)
+        return self._forward(x.reshape(-1, x.shape[-1]), routing).view(x.shape)
+
+
+def routing_of(chosen: Tensor, weights: Tensor, experts: int) -> Routing:
+    """The routing of T tokens that was made elsewhere.
+
+    Args:
+        chosen: the experts [T, k]; or a mask [T, k, E], all zero in a choice without a place in its expert's capacity.
+            Such a mask does not tell which expert that was, so the counts are those of choices with a place.
+        weights: [T, k].
+        experts: E.
+    """
+    kept = None
+    if chosen.dim() == 3:
+        counts, kept, chosen = chosen.long().sum((0, 1)), chosen.any(-1), chosen.argmax(-1)
+    else:
+        chosen = chosen.long()
+        places = chosen.reshape(-1).clamp(max=experts)  # what is no expert is refused where rows are sorted
+        counts = chosen.new_zeros(experts + 1).index_add_(0, places, torch.ones_like(places))[:experts]
+    gates = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    return Routing(chosen, gates, kept, counts)
