@@ -76,6 +76,6 @@ def test_the_routed_forward_equals_the_modules_own(family: str, eager: bool) -> 
     loss, gradients = results(model, 0)
     assert abs(loss - expected[0]) <= 1e-6 * expected[0].abs()
     for name, gradient in expected[1].items():
-        scale = gradient.abs().max().clamp(min=1e-3)
-        assert (gradients[name] - gradient).abs().max() <= 1e-5 * scale, name
+        scale = gradient.abs().max().clamp(min=1e-2)
+        assert (gradients[name] - gradient).abs().max() <= 1e-6 * scale, name
     assert type(model) is kind and list(model.state_dict()) == list(state)
