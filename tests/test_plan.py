@@ -44,6 +44,8 @@ WRONG: dict[str, list[Any]] = {
     "pipeline_parallel.vertical_sync": [True, 1, "yes"],
     "tensor_parallel": [0, -1, 1.5, "2", True, None],
     "tensor_parallel.sequence": [1, "yes", None],
+    "expert_parallel": [0, -1, 1.5, "2", True, None],
+    "expert_parallel.two_level": [1, "yes", None],
     "tensor_parallel.layers": [7, "up", ("up",), ("=column",), ("up=",)],
     "loss_chunk": [0, -1, 1.5, "2", True],
     "reduce_every": ["epoch", None, 1],
@@ -97,6 +99,7 @@ def test_every_field_has_a_wrong_value_here() -> None:
     firsts = {
         "pipeline_parallel.stages": "pipeline_parallel",
         "tensor_parallel.ranks": "tensor_parallel",
+        "expert_parallel.ranks": "expert_parallel",
         "offload.parts": "offload",
         "loss_scale.value": "loss_scale",
     }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.mesh import Mesh, init_mesh
     from zeroshard.engine import Engine, StepResult, Trace
     from zeroshard.interop import DeepSpeedWeights, from_deepspeed
+    from zeroshard.moe.policy import ExpertParallel
     from zeroshard.offload.policy import Offload
     from zeroshard.parameter_server import AsynchronousTrainer
     from zeroshard.pipeline.policy import Pipeline
@@ -48,6 +49,7 @@ else:
         "Trace": "engine",
         "Mesh": "comm.mesh",
         "init_mesh": "comm.mesh",
+        "ExpertParallel": "moe.policy",
         "LossScale": "precision.policy",
         "Offload": "offload.policy",
         "Pipeline": "pipeline.policy",
@@ -96,6 +98,7 @@ __all__ = [
     "DeepSpeedWeights",
     "DivergenceError",
     "Engine",
+    "ExpertParallel",
     "Guard",
     "LossScale",
     "Mesh",

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from zeroshard.errors import PlanError
+from zeroshard.moe.policy import ExpertParallel
 from zeroshard.offload.policy import Offload
 from zeroshard.parts.settings import (
     check_choice,
@@ -40,6 +41,7 @@ GROUPS: dict[str, Any] = {
     "loss_scale": LossScale,
     "pipeline_parallel": Pipeline,
     "tensor_parallel": TensorParallel,
+    "expert_parallel": ExpertParallel,
     "offload": Offload,
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -78,6 +80,7 @@ class Plan:
     ALIASES: ClassVar[Mapping[str, Sequence[str]]] = {  # options of the command line as other programs call them
         "pipeline_parallel": ("--pp",),
         "tensor_parallel": ("--tp",),
+        "expert_parallel": ("--ep",),
         "microbatches": ("--gradient-accumulation-steps",),
         "clip_norm": ("--max-grad-norm",),
     }
@@ -108,6 +111,9 @@ class Plan:
     """Pipeline stages; `Pipeline(stages, schedule=..., ...)` sets how they run."""
     tensor_parallel: int | TensorParallel = 1
     """Ranks that split each layer among themselves; `TensorParallel(ranks, sequence=..., layers=...)` sets how."""
+    expert_parallel: int | ExpertParallel = 1
+    """Ranks that share out the experts of each mixture among themselves; `ExpertParallel(ranks, two_level=...)` sets
+    how."""
     recompute: Literal["auto", "chunk", "off"] = "auto"
     """Recomputation in the backward: its chunk's forward ("chunk") or none ("off"); "auto" is "chunk" for "gpipe"."""
     loss_chunk: int | None = None
@@ -151,6 +157,7 @@ class Plan:
         pipeline, scales, every = self.pipeline, self.scales_loss, self.reduce_every
         yield from pipeline.refusals(self.zero, self.microbatches, self.transport, scales, every, self.recompute)
         yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
+        yield from self.experts.refusals(self.tensor.ranks)
         yield from self._overlap_refusals() if self.overlap_gather else ()
         if self.precision == "fp16" and self.loss_scaling.value == "off" and self.nonfinite == "raise":
             yield (
@@ -251,6 +258,12 @@ class Plan:
     def tensor(self) -> TensorParallel:
         """The settings of tensor parallelism, all spelled out."""
         group: TensorParallel = group_from(TensorParallel, "tensor_parallel", self.tensor_parallel)
+        return group
+
+    @cached_property
+    def experts(self) -> ExpertParallel:
+        """The settings of expert parallelism, all spelled out."""
+        group: ExpertParallel = group_from(ExpertParallel, "expert_parallel", self.expert_parallel)
         return group
 
     @cached_property

@@ -22,6 +22,8 @@ class Purpose(StrEnum):
     SUM_ACTIVATIONS = "sum activations"
     GATHER_ACTIVATIONS = "gather activations"
     SUM_LOSSES = "sum losses"
+    COUNT_TOKENS = "count tokens"
+    EXCHANGE_TOKENS = "exchange tokens"
     GRADIENTS_DOWN = "gradients down"
     PARAMETERS_UP = "parameters up"
     PARAMETERS_UP_TO_EVALUATE = "parameters up to evaluate"

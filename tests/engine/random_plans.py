@@ -21,12 +21,17 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.settings import flat
 from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING
 
-USUAL = {field.name: field.default for field in fields(zs.Plan)}
+GROUPS = {
+    "pipeline_parallel.stages",
+    "offload.parts",
+    "loss_scale.value",
+    "tensor_parallel.ranks",
+}  # drawn by their names
+OTHER_MODELS = "expert_parallel"  # tests/moe
+USUAL = {field.name: field.default for field in fields(zs.Plan) if field.name != OTHER_MODELS}
 USUAL |= {
-    name: value
-    for name, value in flat(zs.Plan().as_dict())
-    if name not in {"pipeline_parallel.stages", "offload.parts", "loss_scale.value", "tensor_parallel.ranks"}
-}  # drawn by their groups' names
+    name: value for name, value in flat(zs.Plan().as_dict()) if name not in GROUPS and not name.startswith(OTHER_MODELS)
+}
 DISK = "DISK"  # stands for a folder of the run's own
 ALONE = ("Plain", "Tied", "Frozen", "Sometimes", "Twice", "Nested", "TwoDtypes", "Checkpointed",
          "CheckpointedReentrant", "CheckpointedInside", "Tiny", "Spiked", "Five")  # fmt: skip

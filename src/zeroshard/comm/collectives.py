@@ -13,9 +13,11 @@ never go on, so both stop with both names instead of hanging. Slow ranks are wai
 
 import contextlib
 import json
+import math
 import time
 import zlib
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.hang_detector import PATIENCE, HangDetector
-from zeroshard.comm.mesh import Mesh
+from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.comm.pending import Exchange, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError
@@ -63,6 +65,12 @@ class Comm:
         self._watch: HangDetector | None = None
         self._labels: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
 
+    def part(self, parts: Sequence[Sequence[int]], name: str) -> "Comm":
+        """The collectives of the part that this rank is in, counted with these; all ranks call it with equal parts."""
+        comm = Comm(part_of(self.mesh, parts, name))
+        comm.counts = self.counts
+        return comm
+
     def reset(self) -> None:
         """Start counting again from zero."""
         self.counts.clear()
@@ -91,20 +99,24 @@ class Comm:
         self.operands = SharedOperands(found)
         return None
 
-    def side_by_side(self, x: torch.Tensor, elements: int, purpose: Purpose, label: str) -> SideBySide:
+    def side_by_side(
+        self, x: torch.Tensor | Sequence[torch.Tensor], elements: int, purpose: Purpose, label: str
+    ) -> SideBySide:
         """Start to show every rank's `x` to all, which share memory for it.
 
         Args:
+            x: of one dtype; several are shown one behind the other.
             elements: of the operation, as `counts` have them.
         """
+        pieces = (x,) if isinstance(x, torch.Tensor) else x
         assert self.operands is not None
         place, count = self._enter("reduce", purpose, label)
         with self._naming(place):
             used = self.operands.used
             if used is not None:
                 Pending(self, used, place, purpose).wait()
-            work = self.operands.put(x)
-        self._count(count, elements, elements * x.itemsize, sent=False)
+            work = self.operands.put(*pieces)
+        self._count(count, elements, elements * pieces[0].itemsize, sent=False)
         return SideBySide(self, work, place, purpose)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -146,6 +158,30 @@ class Comm:
                 work, arrival = self.shared.exchange(full, place.label)
         self._add(count, full, padding, sent=self.shared is None)
         return Exchange(self, work, place, purpose, arrival)
+
+    def all_to_all(
+        self,
+        into: torch.Tensor,
+        rows: torch.Tensor,
+        receives: Sequence[int],
+        sends: Sequence[int],
+        purpose: Purpose,
+        label: str,
+    ) -> Pending:
+        """Start to send each rank its run of `rows` [R, ...], and to fill `into` [M, ...] with the runs for this rank.
+
+        The runs lie in rank order, the one that stays too. Rows that are sent to other ranks count once.
+
+        Args:
+            receives: rows from each rank; sends: rows to each.
+        """
+        place, count = self._enter("reduce", purpose, label)
+        with self._naming(place):
+            work = self._network.all_to_all_rows(into, rows, list(receives), list(sends), self._groups["reduce"])
+        elements = (sum(sends) - sends[self.mesh.rank]) * math.prod(rows.shape[1:])
+        self._count(count, elements, elements * rows.itemsize, sent=False)
+        count.sent_nbytes += elements * rows.itemsize
+        return Pending(self, work, place, purpose)
 
     def all_reduce(self, tensor: torch.Tensor, purpose: Purpose, label: str, maximum: bool = False) -> Pending:
         """Start to overwrite `tensor` with its sum over the ranks, or with the largest of each element.

@@ -129,9 +129,9 @@ class SideBySide(Pending):
         super().__init__(comm, work, place, purpose)
         self._operands = work
 
-    def of(self, rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor of a rank, which has that shape."""
-        return self._operands.of(rank, shape)
+    def of(self, rank: int, shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
+        """What a rank shows, or of another rank's pieces those elements from `first` on that have a shape."""
+        return self._operands.of(rank, shape, first)
 
     def done(self) -> None:
         """This rank has read them all; in the same order on all ranks."""

@@ -205,9 +205,13 @@ class Builder:
 
     @property
     def _slicing(self) -> list[Axis]:
-        """The axes among whose ranks flats are sliced, but for those that are split."""
+        """The axes among whose ranks flats are sliced, each group of ranks once."""
         kinds = dict.fromkeys([DENSE, *map(PlaceKind.of, self._cuts.values())])
-        return [self._axes.place(kind).slices for kind in kinds if kind.partial or kind is DENSE]
+        found: dict[Comm, Axis] = {}
+        for kind in kinds:
+            axis = self._axes.place(kind).slices
+            found.setdefault(axis.comm, axis)
+        return list(found.values())
 
     def _share_memory(self, units: list[Unit]) -> None:
         """Where the plan lets them and the machine can, let the ranks share memory."""

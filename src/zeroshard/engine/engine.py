@@ -28,7 +28,7 @@ from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.forward import Forward
 from zeroshard.engine.gradient_accumulation import OneStage
-from zeroshard.engine.policies import cut_of, techniques_of
+from zeroshard.engine.policies import cut_of, step_ends_of, techniques_of
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
 from zeroshard.engine.update import Update
@@ -126,6 +126,7 @@ class Engine(Readings):
         self._update = Update(self._assembly, self._backward, self._axes, writes)
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
+        self._step_ends = step_ends_of(model, self._stage, self._axes.alike)
         self._order = self._make_order()
         self._counts = {}
         self.exposed: Mapping[str, float] = {}
@@ -463,6 +464,8 @@ class Engine(Readings):
         norm, scale, skipped = (verdict.norm, verdict.scale, verdict.skip) if verdict else (math.nan, 1.0, False)
         self.skipped += skipped
         self._forward.end_step()
+        for each in self._step_ends:
+            each.end_step(skipped)
         moved, self.exposed = self._late.background.reset()
         self._counts = merged([self.sent_so_far, moved])
         self._reset_counts()

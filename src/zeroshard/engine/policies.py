@@ -3,8 +3,16 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from torch import nn
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.moe.step_end import MixtureSteps
+from zeroshard.moe.technique import ExpertTechnique
+from zeroshard.parts.steps import StepEnd
 from zeroshard.parts.technique import Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
+from zeroshard.pipeline.stage import Stage
+from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.tensor.technique import TensorTechnique
 
@@ -13,12 +21,25 @@ def _tensor(plan: Plan) -> Technique | None:
     return TensorTechnique(plan.tensor, plan.transport) if plan.tensor.splits else None
 
 
-TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_tensor]  # makes those that a plan asks for
+def _experts(plan: Plan) -> Technique | None:
+    return ExpertTechnique(plan.experts, plan.transport) if plan.experts.divides else None
+
+
+TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_tensor, _experts]  # makes those that a plan asks for
 
 
 def techniques_of(plan: Plan) -> list[Technique]:
     """The techniques that split parameters under a plan."""
     return [technique for make in TECHNIQUES if (technique := make(plan)) is not None]
+
+
+def step_ends_of(model: nn.Module, stage: Stage | WholeModel, comm: Comm) -> list[StepEnd]:
+    """What techniques do at the end of each step.
+
+    Args:
+        comm: of the ranks of the stage.
+    """
+    return [MixtureSteps(model, comm, stage.is_elsewhere)]
 
 
 def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:

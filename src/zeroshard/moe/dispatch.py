@@ -48,7 +48,7 @@ def order_of(routing: Routing, experts: int) -> RowOrder:
     """
     tokens, k = routing.experts.shape
     chosen = routing.experts.reshape(-1)
-    if type(chosen.detach()) is not Tensor:  # without values, in a rehearsal: balanced, and all kept
+    if chosen.is_meta or type(chosen.detach()) is not Tensor:  # without values, in a rehearsal: balanced, and all kept
         counts = tuple((len(chosen) + expert) // experts for expert in range(experts))
         return RowOrder(chosen, chosen, counts, (tokens, k))
     kept = None if routing.kept is None else routing.kept.reshape(-1).nonzero().squeeze(1)

@@ -174,9 +174,7 @@ class ExpertModules(nn.Module):
         return compute_modules(self.networks, rows, counts, gates)
 
 
-def compute_modules(
-    networks: Iterable[nn.Module], rows: Tensor, counts: Sequence[int], gates: Tensor | None
-) -> Tensor:
+def compute_modules(networks: Iterable[nn.Module], rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:
     """Rows [R, D], sorted by expert, each by the module of its expert and times its gate; see `ExpertModules`."""
     done, idle = [], []
     for expert, x in zip(networks, rows.split(list(counts)), strict=True):

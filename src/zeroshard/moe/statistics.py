@@ -29,6 +29,7 @@ class Statistics(nn.Module):
         entropy: fp32: the sum over tokens of the entropy of their probabilities, in nats.
         losses: fp32, one for each of LOSSES: sums over forwards of the weighted penalties.
         forwards: int64.
+        last: those of all ranks in the last step, by name, once an engine has taken one.
     """
 
     load: Tensor
@@ -41,6 +42,7 @@ class Statistics(nn.Module):
 
     def __init__(self, experts: int) -> None:
         super().__init__()
+        self.last: dict[str, Tensor] = {}
         self._fingerprints: deque[Tensor] = deque(maxlen=REMEMBERED)
         self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
         for name in ("choices", "dropped", "tokens", "forwards"):
@@ -65,7 +67,7 @@ class Statistics(nn.Module):
         Raises:
             ModelError: a recomputation chose other experts than its forward.
         """
-        if not self.training:
+        if not self.training or routing.experts.is_meta:
             return
         fingerprint = _fingerprint(routing)
         if torch._C._current_graph_task_id() != -1:

@@ -4,6 +4,7 @@ A rank's coordinates are its place in the group of each axis. Ranks hold the sam
 stage; they work on the same data if they differ in axes alone that are no data axes (tensor parallelism).
 """
 
+import math
 import struct
 import zlib
 from collections import defaultdict
@@ -72,13 +73,13 @@ class Axes:
         mesh, everyone = stage.mesh, stage.world.mesh
         self.alike = self.world if mesh is everyone else Comm(mesh)
         self._known: dict[str, Axis] = {}
-        self._comms: dict[Groups, Comm] = {}
+        self._comms: dict[tuple[Groups, str], Comm] = {}  # of groups that are alike, one for each name of its own
         self.new: dict[str, Axis] = {}
         for members in stage.parts:
             self._check(members)
         new = self._new(stage.mesh.ranks)
-        for name in new:
-            self.new[name] = self._axis(name, partial(self._groups_of, name))
+        for name, axis in new.items():  # what data axes send interleaves with reductions of the same ranks
+            self.new[name] = self._axis(name, partial(self._groups_of, name), own=axis.data)
         kinds = [DENSE, *map(PlaceKind, new), *(PlaceKind(name, True) for name, axis in new.items() if not axis.data)]
         self._places = {kind: self._place(kind) for kind in kinds}
         self.dense = self.place(DENSE)
@@ -169,7 +170,7 @@ class Axes:
         for group in map(set, _by(self._coordinates(kind, ranks))):
             columns = self._on_same_data(ranks) if kind.partial else [[rank] for rank in sorted(group)]
             together = [mine for column in columns if (mine := [rank for rank in column if rank in group])]
-            size = min(self._size or len(together), len(together))
+            size = math.gcd(self._size or 0, len(together))
             cuts = range(0, len(together), size)
             found.append([sorted(chain.from_iterable(together[first : first + size])) for first in cuts])
         return found
@@ -189,18 +190,20 @@ class Axes:
             twins += [[members[n] for n in group] for group in _by([(places[rank],) for rank in members])]
         return twins
 
-    def _axis(self, name: str, of: Callable[[int], Partition], apart: bool = False) -> Axis:
+    def _axis(self, name: str, of: Callable[[int], Partition], apart: bool = False, own: bool = False) -> Axis:
         """An axis from the partition of a stage of so many ranks; a collective call, unless its groups are known.
 
         Args:
             apart: let its collectives have a `Comm` of their own, even if the groups are those of another axis.
+            own: let them have process groups of their own too.
         """
         stage, mesh = self._stage, self._stage.mesh
         local = of(mesh.ranks)
         groups = tuple(tuple(members[r] for r in group) for members in stage.parts for group in of(len(members)))
-        if groups not in self._comms:
-            self._comms[groups] = self.alike if len(local) == 1 else Comm(part_of(mesh, local, name))
-        comm = self._comms[groups]
+        key = groups, name if own else ""
+        if key not in self._comms:
+            self._comms[key] = self.alike if len(local) == 1 and not own else Comm(part_of(mesh, local, name))
+        comm = self._comms[key]
         axis = Axis(name, groups, Comm(beside(comm.mesh, name)) if apart else comm)
         self._known[name] = axis
         return axis

@@ -153,6 +153,13 @@ class Decides(Protocol):
         """The verdict on gradients of this norm, loss scale included."""
 
 
+class StepEnd(Protocol):
+    """What a technique does when a step is over."""
+
+    def end_step(self, skipped: bool) -> None:
+        """A step was taken or skipped; a collective call."""
+
+
 class StepOrder(Protocol):
     """Steps as lists of actions: over one stage, or over several.
 

@@ -215,6 +215,7 @@ class Executor:
         chunk, j = action.chunk, _number(action)
         flight = self._flights[chunk, j]
         gradient = self._gradient_of_output(chunk, j, flight)
+        weight: float | Tensor = 1.0 if self._is_last(chunk) else self.messages.weights.take(chunk, j)
         start = self.interpreter.now()
         self.tied.again((chunk, j))  # a recomputation by the model itself needs the weights of its forward
         self._chunks.use(action)
@@ -229,10 +230,12 @@ class Executor:
                 if flight.loss is not None:
                     losses, scale = self._backward.losses, self._scale()
                     losses.add(flight.loss)
-                    with weighing(losses.weight(flight.loss, scale)):
+                    weight = losses.weight(flight.loss, scale)
+                    with weighing(weight):
                         torch.autograd.backward(losses.scaled(flight.loss, scale))
                 elif flight.edge is not None:
-                    torch.autograd.backward((flight.edge,), (gradient,))
+                    with weighing(weight):
+                        torch.autograd.backward((flight.edge,), (gradient,))
         finally:
             self._backward.under_scale = False
             self._backward.forget_interrupted()
@@ -242,6 +245,7 @@ class Executor:
             assert flight.hidden is not None
             back = flight.hidden.grad
             self._out[Kind.BACKWARD, chunk, j] = torch.zeros_like(flight.hidden) if back is None else back
+            self.messages.weights.keep(chunk - 1, j, weight)
         flight.loss = flight.edge = flight.hidden = None
         if action.kind is Kind.BACKWARD:
             self._land(action)
@@ -296,6 +300,7 @@ class Executor:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
         layer = self._stage.firsts[chunk + 1]
         self.messages.post(f"gradient for B{chunk}.{j}", self._shape(layer, j), peer, Purpose.SEND_GRADIENTS, layer)
+        self.messages.weights.post(chunk, j, peer)
 
     def _send_forward(self, action: Action) -> None:
         chunk, j = action.chunk, _number(action)
@@ -307,6 +312,7 @@ class Executor:
         gradient, layer = self._out.pop((Kind.BACKWARD, chunk, j)), self._stage.firsts[chunk]
         name, purpose = f"gradient for B{chunk - 1}.{j}", Purpose.SEND_GRADIENTS
         self.messages.send(name, gradient, _peer(action), purpose, layer=layer)
+        self.messages.weights.send(chunk - 1, j, _peer(action))
 
     def _update(self, action: Action) -> None:
         self._chunks.decide()

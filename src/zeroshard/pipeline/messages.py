@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.comm.collectives import Comm, Purpose
+from zeroshard.comm.collectives import BACKWARDS, Comm, Purpose
 from zeroshard.comm.pending import Pending
 from zeroshard.errors import BatchError
 from zeroshard.memory.ledger import Arena
+from zeroshard.parts.penalties import adds_penalties
 from zeroshard.pipeline.scattered import GATHERS
 from zeroshard.pipeline.stage import Stage
 from zeroshard.schedule import Action, Kind
@@ -30,10 +31,15 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Messages:
-    """Sends and receives for one rank; nothing here waits but `take` and `finish`."""
+    """Sends and receives for one rank; nothing here waits but `take` and `finish`.
+
+    Attributes:
+        weights: of penalties.
+    """
 
     def __init__(self, stage: Stage, arena: Arena) -> None:
         self._stage, self._comm, self._arena = stage, stage.world, arena
+        self.weights = PenaltyWeights(stage, self)
         self._shapes: dict[Any, dict[int, Shape]] = {}
         self._posted: dict[str, tuple[Pending, Tensor]] = {}
         self._gathers: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {}  # of messages whose parts come scattered
@@ -135,7 +141,8 @@ class Messages:
         scattered = self._stage.scattered.get(layer)
         purpose = SENDS.get(action.kind)
         if purpose is not None:
-            return purpose, numel if scattered is None else scattered.numel(numel)
+            weight = self.weights.numel if purpose in BACKWARDS else 0
+            return purpose, weight + (numel if scattered is None else scattered.numel(numel))
         after = RECEIVES.get(action.kind)
         return None if after is None or scattered is None else (GATHERS[after], numel)
 
@@ -150,6 +157,59 @@ class Messages:
         pending.wait()
         if scratch:
             self._arena.give(tensor)
+
+
+Weight = float | Tensor
+SCALAR: Shape = ((1,), torch.float32)
+
+
+class PenaltyWeights:
+    """The weights of penalties on their way from the loss to earlier stages: a scalar beside each gradient message.
+
+    A penalty weighs what its microbatch weighs in the mean of the step (`parts.penalties`). Where losses are sums, only
+    the stage with the loss knows that, when the backward begins. Models without penalties send nothing.
+    """
+
+    def __init__(self, stage: Stage, messages: "Messages") -> None:
+        self._messages, self._device = messages, stage.mesh.device
+        self._needed = adds_penalties(stage.chain.model)
+        self._known: dict[tuple[int, int], Weight] = {}  # by the chunk that the gradient goes to, and microbatch
+
+    @property
+    def numel(self) -> int:
+        """Elements beside each gradient."""
+        return int(self._needed)
+
+    def keep(self, chunk: int, j: int, weight: Weight) -> None:
+        """The backward of the chunk after this one has run with a weight."""
+        if self._needed:
+            self._known[chunk, j] = weight
+
+    def take(self, chunk: int, j: int) -> Weight:
+        """The weight of a backward whose gradient is there."""
+        if not self._needed:
+            return 1.0
+        if (chunk, j) in self._known:
+            return self._known.pop((chunk, j))
+        buffer = self._messages.take(_weight(chunk, j))
+        weight = buffer[0].clone()
+        self._messages.release(buffer)
+        return weight
+
+    def post(self, chunk: int, j: int, peer: int) -> None:
+        """Let the weight come with the gradient for a chunk."""
+        if self._needed:
+            self._messages.post(_weight(chunk, j), SCALAR, peer, Purpose.SEND_GRADIENTS)
+
+    def send(self, chunk: int, j: int, peer: int) -> None:
+        """Send the weight with the gradient for a chunk."""
+        if self._needed:
+            weight = torch.ones(1, device=self._device) * self._known.pop((chunk, j))
+            self._messages.send(_weight(chunk, j), weight, peer, Purpose.SEND_GRADIENTS)
+
+
+def _weight(chunk: int, j: int) -> str:
+    return f"weight for B{chunk}.{j}"
 
 
 def _label(name: str, size: Sequence[int]) -> str:

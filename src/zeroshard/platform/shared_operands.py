@@ -31,20 +31,23 @@ class SharedOperands:
         """Work that ends when the next buffer may be written; None if it may be now."""
         return self._memory.work(Signal.READ, self._free[0][0]) if len(self._free) > RESTING else None
 
-    def put(self, x: torch.Tensor) -> "Operands":
-        """Show `x` to the other ranks; `used` has ended."""
+    def put(self, *pieces: torch.Tensor) -> "Operands":
+        """Show pieces of one dtype to the other ranks, one behind the other; `used` has ended."""
+        nbytes = sum(piece.nbytes for piece in pieces)
         if len(self._free) > RESTING:
             _, label, buffer = self._free.popleft()
         else:
             label, buffer = f"operand {self._made}", torch.empty(0, dtype=torch.uint8)
             self._made += 1
-        if buffer.numel() < x.nbytes:
-            buffer = self._memory.mine(max(x.nbytes, 2 * buffer.numel(), LEAST), torch.uint8)
-        if x.nbytes:
-            buffer[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-            self._memory.publish(label, buffer)
+        if buffer.numel() < max(nbytes, 1):  # empty too, as all ranks publish the same names
+            buffer = self._memory.mine(max(nbytes, 2 * buffer.numel(), LEAST), torch.uint8)
+        at = 0
+        for piece in pieces:
+            buffer[at : at + piece.nbytes].view(piece.dtype).view(piece.shape).copy_(piece)
+            at += piece.nbytes
+        self._memory.publish(label, buffer)
         self._memory.post(Signal.REDUCE)
-        return Operands(self, label, buffer, x)
+        return Operands(self, label, buffer, pieces[0])
 
     def end(self, label: str, buffer: torch.Tensor) -> None:
         """This rank has read the operands of an operation."""
@@ -74,14 +77,14 @@ class Operands(dist.Work):
         """Wait for all."""
         return self._arrived.wait(timeout)
 
-    def of(self, rank: int, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-        """The tensor of a rank, which has that shape."""
+    def of(self, rank: int, shape: torch.Size | tuple[int, ...], first: int = 0) -> torch.Tensor:
+        """What a rank shows, or of another rank's pieces those elements from `first` on that have a shape."""
         size, memory = torch.Size(shape), self._operands.memory
         if rank == memory.rank:
             return self._own
         if not size.numel():
             return self._own.new_empty(size)
-        return memory.theirs(rank, self._label, 0, size.numel(), self._own.dtype).view(size)
+        return memory.theirs(rank, self._label, first, size.numel(), self._own.dtype).view(size)
 
     def done(self) -> None:
         """This rank has read them all."""

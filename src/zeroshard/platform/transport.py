@@ -105,6 +105,12 @@ class Network:
         work: dist.Work = dist.all_to_all_single(into, out, receives, sends, group=group, async_op=True)
         return work
 
+    def all_to_all_rows(
+        self, into: torch.Tensor, rows: torch.Tensor, receives: list[int], sends: list[int], group: Group
+    ) -> dist.Work:
+        """Start to send each rank so many of `rows` [R, ...], and to receive so many from each in `into` [M, ...]."""
+        return self.all_to_all(into, rows, receives, sends, group)
+
     def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
         """Start to overwrite `tensor` with the sum of all ranks' or with the largest of each element."""
         kind = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM

@@ -1,0 +1,42 @@
+"""The settings of expert parallelism."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeroshard.parts.settings import check_flag, check_whole, shown
+
+
+@dataclass(frozen=True, repr=False)
+class ExpertParallel:
+    """Expert parallelism: the experts of each mixture on several ranks, which send each other tokens (2006.16668).
+
+    Raises:
+        PlanError: a value out of range.
+    """
+
+    ranks: int = 1
+    """Ranks that share out the experts of each mixture, neighbours by number; each works on a batch of its own."""
+    two_level: bool = False
+    """Send tokens first between the ranks of a machine, then between machines, in fewer and larger messages."""
+
+    def __post_init__(self) -> None:
+        check_whole("expert_parallel", self.ranks)
+        check_flag("expert_parallel.two_level", self.two_level)
+
+    @property
+    def divides(self) -> bool:
+        """Whether experts are on several ranks."""
+        return self.ranks > 1
+
+    def refusals(self, tensor_ranks: int) -> Iterator[str]:
+        """Sentences about settings of the plan that do not combine with these, each with the way out."""
+        if self.divides and tensor_ranks > 1:
+            yield (
+                f"expert_parallel={self.ranks} and tensor_parallel={tensor_ranks} do not combine: ranks that split "
+                f"layers have the same tokens. Leave one of them at 1."
+            )
+        if self.two_level and not self.divides:
+            yield "expert_parallel.two_level=True is for experts on several ranks; set expert_parallel to 2 or more."
+
+    def __repr__(self) -> str:
+        return shown(self)

@@ -1,0 +1,91 @@
+"""The end of a step: the statistics of mixtures over all data ranks, and what routers learn from them.
+
+Biases of routers without a balance loss move by the load of a whole step, of all microbatches and data ranks
+(2408.15664, algorithm 1): all ranks have the same counts, so biases stay the same on all.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.mesh import part_of
+from zeroshard.moe.router import Router
+from zeroshard.moe.statistics import Statistics
+from zeroshard.traffic import Purpose
+
+
+class MixtureSteps:
+    """The mixtures of the layers on this rank, at the end of each step.
+
+    Args:
+        comm: of the ranks that have these layers.
+        elsewhere: whether a module runs on other ranks alone.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool]) -> None:
+        self._comm = comm
+        self._layers = [(statistics, router) for module, statistics, router in _layers(model) if not elsewhere(module)]
+        routers = [router for _, router in self._layers if _sums(router)]
+        if comm.mesh.ranks > 1 and routers:
+            everyone = [list(range(comm.mesh.ranks))]  # their sums come between gathers of weights
+            own = Comm(part_of(comm.mesh, everyone, "loads of experts"))
+            own.counts = comm.counts
+            for router in routers:
+                router.summed = _Sum(own)
+
+    def end_step(self, skipped: bool) -> None:
+        """Add up the statistics of all ranks, and move biases unless the step was skipped; a collective call.
+
+        Each `Statistics` has the sums as `last` then, and begins anew.
+        """
+        if not self._layers:
+            return
+        totals = self._totals()
+        for (statistics, router), total in zip(self._layers, totals, strict=True):
+            statistics.last = total
+            statistics.clear()
+            if not skipped and hasattr(router, "update_bias"):
+                router.update_bias(total["load"])
+
+    def _totals(self) -> list[dict[str, Tensor]]:
+        """The sums over the ranks, layer by layer and by name."""
+        found = [dict(statistics.named_buffers()) for statistics, _ in self._layers]
+        flat = torch.cat([buffer.reshape(-1).double() for buffers in found for buffer in buffers.values()])
+        if self._comm.mesh.ranks > 1:
+            self._comm.all_reduce(flat, Purpose.CONTROL, "loads of experts").wait()
+        values = iter(flat.split([buffer.numel() for buffers in found for buffer in buffers.values()]))
+        return [
+            {name: next(values).view(buffer.shape).to(buffer.dtype) for name, buffer in buffers.items()}
+            for buffers in found
+        ]
+
+
+class _Sum:
+    """The counts of one forward over all ranks, for losses over the global batch."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def __call__(self, counts: Tensor) -> Tensor:
+        total = counts.clone()
+        if counts.is_meta:
+            return total
+        self._comm.all_reduce(total, Purpose.COUNT_TOKENS, "loads of a forward").wait()
+        return total
+
+
+def _sums(router: Any) -> bool:
+    """Whether a router's losses are over the global batch."""
+    return isinstance(router, Router) and router.gating.losses.scope == "global"
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Any]]:
+    """Each module of experts with statistics, these, and the router beside it; None where there is none."""
+    for layer in model.modules():
+        for module in layer.children():
+            statistics = getattr(module, "statistics", None)
+            if isinstance(statistics, Statistics):
+                yield module, statistics, next((r for r in layer.children() if hasattr(r, "update_bias")), None)

@@ -1,0 +1,195 @@
+"""The technique of expert parallelism: each rank of a group keeps some experts of each mixture, and gets their rows.
+
+The ranks of a group work on different data (GShard, 2006.16668, section 3.2; Switch, 2101.03961, section 5). Gradients
+of an expert are there once in a group, from the tokens of all its ranks; so they are summed over the groups alone, and
+divided by all data ranks, as those of dense layers.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroshard.errors import ModelError, PlanError
+from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
+from zeroshard.moe.exchange import ExpertRanks, returned, sent, shared_out
+from zeroshard.moe.experts import weighed
+from zeroshard.moe.policy import ExpertParallel
+from zeroshard.moe.routing import Routing
+from zeroshard.parts.place import Axis, Piece, Split
+from zeroshard.parts.technique import NewAxis
+from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.shared_memory import machine
+
+AXIS = "experts"
+
+
+class ExpertTechnique:
+    """Shares out the experts of one model; a `parts.technique.Technique`.
+
+    Args:
+        transport: of the plan.
+
+    Attributes:
+        zones: none, as activations of dense layers stay whole.
+    """
+
+    zones = None
+
+    def __init__(self, policy: ExpertParallel, transport: str = "network") -> None:
+        self._policy, self._transport = policy, transport
+
+    def axes(self, ranks: int) -> Mapping[str, NewAxis]:
+        """Neighbouring ranks.
+
+        Raises:
+            PlanError: they do not divide.
+        """
+        size = self._policy.ranks
+        if ranks % size:
+            raise PlanError(
+                f"{ranks} ranks of a stage do not divide into groups of expert_parallel={size}; start a multiple of "
+                f"{size} ranks for each stage, or set expert_parallel to a divisor of {ranks}."
+            )
+        return {AXIS: NewAxis([list(range(first, first + size)) for first in range(0, ranks, size)], data=True)}
+
+    def replicated_over(self, layer: str) -> str | None:
+        """None: each rank has activations of its own."""
+        return None
+
+    def cut(self, model: nn.Module, axes: Mapping[str, Axis]) -> Mapping[nn.Parameter, Split]:
+        """Keep this rank's experts of each mixture, and let the mixtures exchange rows.
+
+        Raises:
+            PlanError: the model has no mixtures, or one with fewer experts than ranks. ModelError: experts that cannot
+                be told apart.
+        """
+        axis, found = axes[AXIS], dict(mixtures(model))
+        self._check(found, type(model).__name__)
+        self._share_memory(axis)
+        ranks = ExpertRanks(axis, self._machines(axis) if self._policy.two_level else None)
+        places: dict[nn.Parameter, Split] = {}
+        for path, mixture in found.items():
+            first, stop = shared_out(mixture.experts, axis.size)[axis.rank]
+            cuts = {p: _split(p, pieces) for p, pieces in _pieces(path, mixture, first, stop)}
+            places |= _replace(model, cuts)
+            mixture.forward = ExchangedForward(mixture, ranks, path)
+        return places
+
+    def _check(self, found: Mapping[str, Any], name: str) -> None:
+        ranks = self._policy.ranks
+        if not found:
+            raise PlanError(
+                f"expert_parallel={ranks} is for models with mixtures of experts, and {name} has none. Put zs.moe.MoE "
+                f"into it, or let zs.moe.replace_ffn(model) do so; or leave expert_parallel out."
+            )
+        for path, mixture in found.items():
+            if mixture.experts < ranks:
+                raise PlanError(
+                    f"expert_parallel={ranks} is more than the {mixture.experts} experts of {path!r}. Set it to "
+                    f"{mixture.experts} at most; more ranks share a layer with tensor_parallel, which splits each "
+                    f"expert."
+                )
+
+    def _share_memory(self, axis: Axis) -> None:
+        """Where the plan lets them and the machine can, let the ranks read each other's rows."""
+        if self._transport == "network" or self._policy.two_level or axis.size == 1:
+            return
+        reason: str | None = "the ranks do not compute on CPUs"
+        if not is_accelerator(axis.comm.mesh.device):
+            reason = axis.comm.share_operands()
+        if reason is not None and self._transport == "shared":
+            raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
+
+    def _machines(self, axis: Axis) -> Sequence[Sequence[int]]:
+        """The ranks of each machine.
+
+        Raises:
+            PlanError: machines have unlike numbers of them.
+        """
+        names = axis.comm.agree_on(machine(), "machines of experts")
+        order = sorted(range(axis.size), key=lambda rank: (names.index(names[rank]), rank))
+        found = [list(members) for _, members in groupby(order, lambda rank: names.index(names[rank]))]
+        if len({len(members) for members in found}) > 1:
+            raise PlanError(
+                f"expert_parallel.two_level=True needs equally many ranks of a group on each machine, and there are "
+                f"{', '.join(str(len(members)) for members in found)}. Leave it out, or start ranks evenly."
+            )
+        return found
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of experts, with their paths: those that have `experts`, a number, and can `compute` sorted rows."""
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "experts", None), int) and callable(getattr(module, "compute", None)):
+            yield path, module
+
+
+class ExchangedForward:
+    """The forward of a mixture whose experts lie on several ranks; a collective call of these."""
+
+    def __init__(self, mixture: Any, ranks: ExpertRanks, path: str) -> None:
+        self._mixture, self._ranks, self._path = mixture, ranks, path
+        self._stacked = not any(True for _ in _lists(mixture))
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        """[T, D] -> [T, D]."""
+        mixture, ranks, label = self._mixture, self._ranks, self._path
+        order = order_of(routing, mixture.experts)
+        delivery = ranks.delivery(order.counts, x, f"rows of {label}")
+        rows = sent(gather_rows(x, order), ranks, delivery, f"rows of {label}")
+        first, stop = delivery.held[ranks.rank]
+        counts = delivery.local
+        if not self._stacked:  # modules of other ranks' experts are there, and empty
+            counts = [*(0,) * first, *counts, *(0,) * (mixture.experts - stop)]
+        made = returned(mixture.compute(rows, counts, None), ranks, delivery, f"outputs of {label}")
+        return combine(weighed(made, gather_gates(routing.gates, order)), order)
+
+
+def _lists(mixture: Any) -> Iterator[nn.ModuleList]:
+    """Lists with a module for each expert."""
+    for module in mixture.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == mixture.experts:
+            yield module
+
+
+def _pieces(path: str, mixture: Any, first: int, stop: int) -> Iterator[tuple[nn.Parameter, tuple[Piece, ...]]]:
+    """The parameters of a mixture's experts, with what a rank keeps of them along dimension 0.
+
+    Raises:
+        ModelError: an expert has a parameter without dimensions.
+    """
+    for parameter in mixture.parameters(recurse=False):
+        if parameter.dim() and len(parameter) == mixture.experts:
+            yield parameter, (Piece(first, stop),)
+    for modules in _lists(mixture):
+        for number, module in enumerate(modules):
+            for name, parameter in module.named_parameters():
+                if not parameter.dim():
+                    raise ModelError(
+                        f"The parameter {name!r} of the experts of {path!r} is a scalar, which expert_parallel cannot "
+                        f"keep on one rank; give it one dimension: torch.ones(1)."
+                    )
+                yield parameter, (Piece(0, len(parameter)),) if first <= number < stop else ()
+
+
+def _split(parameter: nn.Parameter, pieces: tuple[Piece, ...]) -> Split:
+    return Split(AXIS, tuple(parameter.shape), 0, pieces)
+
+
+def _replace(model: nn.Module, cuts: Mapping[nn.Parameter, Split]) -> dict[nn.Parameter, Split]:
+    """Put this rank's parts in the place of parameters wherever these stand."""
+    sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in cuts:
+                sites[parameter].append((module, name))
+    places = {}
+    for parameter, split in cuts.items():
+        part = nn.Parameter(split.part_of(parameter.detach()), requires_grad=parameter.requires_grad)
+        for module, name in sites[parameter]:
+            module._parameters[name] = part
+        places[part] = split
+    return places
