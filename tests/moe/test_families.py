@@ -1,11 +1,9 @@
 """Experts of transformers' models: found by structure, and computed by forwards that get a routing."""
 
-import copy
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.families import FoundExperts, find_experts
