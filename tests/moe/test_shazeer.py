@@ -116,3 +116,15 @@ def test_the_squared_variation_is_0_where_even_and_its_gradient_is_finite_there(
     (gradient,) = torch.autograd.grad(loss, values)
     assert loss.item() == 0 and torch.equal(gradient, torch.zeros(5))
     assert float(squared_variation(torch.tensor([8.0, 0, 0, 0]))) == pytest.approx(3)
+
+
+def test_padding_counts_in_no_loss() -> None:
+    """Padding stands at the end, where its noise is drawn last."""
+    router, x = trained(), tokens()
+    torch.manual_seed(5)
+    padded = router(torch.cat((x, x + 1)), valid=torch.arange(2 * TOKENS) < TOKENS)
+    torch.manual_seed(5)
+    alone = router(x)
+    assert torch.equal(padded.counts, alone.counts) and torch.equal(padded.experts[:TOKENS], alone.experts)
+    for name in ("importance", "load"):
+        torch.testing.assert_close(padded.losses[name], alone.losses[name])

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,8 +85,7 @@ class Router(nn.Module):
         """Draw the weights anew; weights of noise and biases are zero."""
         with torch.no_grad():
             if self.gating.init == "truncated":
-                std = math.sqrt(self.gating.init_scale / self.width)
-                nn.init.trunc_normal_(self.weight, std=std, a=-2 * std, b=2 * std)
+                _truncated_normal(self.weight, math.sqrt(self.gating.init_scale / self.width))
             elif self.gating.init == "normal":
                 nn.init.normal_(self.weight, std=self.gating.init_scale)
             else:
@@ -163,7 +163,8 @@ class Router(nn.Module):
             product = F.linear(x, weight)
         else:
             dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), dtype)
-            with torch.autocast(x.device.type, enabled=False):
+            known = torch.amp.is_autocast_available(x.device.type)  # not of the meta device
+            with torch.autocast(x.device.type, enabled=False) if known else nullcontext():
                 product = F.linear(x.to(dtype), weight.to(dtype))
         return product.to(torch.promote_types(product.dtype, torch.float32))
 
@@ -229,3 +230,12 @@ class Router(nn.Module):
 def _normalised(gates: Tensor) -> Tensor:
     """Gates over their sum for each token; zeros stay zeros."""
     return gates / (gates.sum(-1, keepdim=True) + 1e-20)
+
+
+def _truncated_normal(weight: Tensor, std: float) -> None:
+    """Fill with a normal distribution cut off at two deviations, by its inverse: in law that of drawing again beyond.
+
+    `nn.init.trunc_normal_` draws again as often as values say, which meta and fake tensors cannot tell.
+    """
+    edge = math.erf(math.sqrt(2))
+    weight.uniform_(-edge, edge).erfinv_().mul_(math.sqrt(2) * std).clamp_(-2 * std, 2 * std)
