@@ -219,3 +219,13 @@ def test_constant_noise_of_tutel_is_added_to_logits() -> None:
     torch.manual_seed(5)
     experts = router(x).experts
     assert torch.equal(experts, (x @ router.weight.t() + noise).topk(2).indices)
+
+
+def test_tokens_that_lose_both_choices_have_no_gradient_that_is_not_finite() -> None:
+    """Normalised after drops, their gates are 0 of 0."""
+    router = router_of("fairscale", WIDTH, EXPERTS, capacity=0.25)
+    routing = router(skewed())
+    assert routing.kept is not None and not routing.kept.any(-1).all()
+    assert not routing.gates[~routing.kept].any()
+    (routing.gates * torch.randn(TOKENS, 2)).sum().backward()
+    assert router.weight.grad is not None and 0 < router.weight.grad.abs().max().item() < 1e3

@@ -62,6 +62,15 @@ def test_jitter_multiplies_a_copy_of_the_input_in_training_only() -> None:
     assert routing.kept is None and not routing.losses
 
 
+def test_jitter_is_drawn_in_fp32_for_tokens_in_bf16() -> None:
+    """In bf16 the factors between 0.99 and 1.01 would be four numbers."""
+    router, x = router_of("switch", WIDTH, EXPERTS), skewed().bfloat16()
+    torch.manual_seed(5)
+    gates = router(x).gates
+    torch.manual_seed(5)
+    assert torch.equal(router(x.float()).gates, gates)
+
+
 def test_initial_weights_are_truncated_normal_of_a_tenth() -> None:
     torch.manual_seed(0)
     weight = router_of("switch", 400, 64).weight.detach()

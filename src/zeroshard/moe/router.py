@@ -107,7 +107,7 @@ class Router(nn.Module):
         """
         groups = self._groups(x, valid, group)
         noise = self.gating.noise if self.training else None
-        source = x if noise is None else noise.on_input(x)
+        source = x if noise is None else noise.on_input(self._cast(x))
         clean = self._product(source, self.weight)
         scale = None
         if noise is not None and self.noise_weight is not None:
@@ -156,16 +156,19 @@ class Router(nn.Module):
         size = sequence if self.gating.group == "sequence" else self.gating.group
         return TokenGroups(len(x), max(1, len(x)) if size is None else int(size), valid)
 
+    def _cast(self, x: Tensor) -> Tensor:
+        """In the dtype of products."""
+        dtype = self.gating.dtype
+        return x if dtype is None else x.to(torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), dtype))
+
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x·weightᵀ, in fp32 or in the dtype of the settings, whatever autocast says; at least fp32 at the end."""
-        dtype = self.gating.dtype
-        if dtype is None:
+        if self.gating.dtype is None:
             product = F.linear(x, weight)
         else:
-            dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), dtype)
             known = torch.amp.is_autocast_available(x.device.type)  # not of the meta device
             with torch.autocast(x.device.type, enabled=False) if known else nullcontext():
-                product = F.linear(x.to(dtype), weight.to(dtype))
+                product = F.linear(self._cast(x), self._cast(weight))
         return product.to(torch.promote_types(product.dtype, torch.float32))
 
     @torch.no_grad()
@@ -229,7 +232,8 @@ class Router(nn.Module):
 
 def _normalised(gates: Tensor) -> Tensor:
     """Gates over their sum for each token; zeros stay zeros."""
-    return gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    total = gates.sum(-1, keepdim=True)
+    return gates / torch.where(total > 0, total, 1.0)
 
 
 def _truncated_normal(weight: Tensor, std: float) -> None:
