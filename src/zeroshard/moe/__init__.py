@@ -8,20 +8,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zeroshard.moe.balance import Losses
+    from zeroshard.moe.capacity import Capacity
     from zeroshard.moe.experts import ExpertModules, Experts
+    from zeroshard.moe.gating import Gating, SecondChoice
+    from zeroshard.moe.hierarchical import HierarchicalRouter
     from zeroshard.moe.layer import SWIGLU, FeedForward, MoE, SharedExpert
+    from zeroshard.moe.noise import Noise
+    from zeroshard.moe.presets import router_of
+    from zeroshard.moe.router import Router
     from zeroshard.moe.routing import Routing
+    from zeroshard.moe.selection import ExpertChoice, GroupLimited
     from zeroshard.moe.statistics import Statistics
 else:
     # loaded on first use, so that plans can name their policy without torch (PEP 562)
     _MODULES = {
         "ExpertModules": "experts",
         "Experts": "experts",
+        "Losses": "balance",
+        "Capacity": "capacity",
+        "Gating": "gating",
+        "SecondChoice": "gating",
+        "HierarchicalRouter": "hierarchical",
         "SWIGLU": "layer",
         "FeedForward": "layer",
         "MoE": "layer",
         "SharedExpert": "layer",
+        "Noise": "noise",
+        "router_of": "presets",
+        "Router": "router",
         "Routing": "routing",
+        "ExpertChoice": "selection",
+        "GroupLimited": "selection",
         "Statistics": "statistics",
     }
 
@@ -31,4 +49,23 @@ else:
         return globals().setdefault(name, getattr(import_module(f"{__name__}.{_MODULES[name]}"), name))
 
 
-__all__ = ["SWIGLU", "ExpertModules", "Experts", "FeedForward", "MoE", "Routing", "SharedExpert", "Statistics"]
+__all__ = [
+    "SWIGLU",
+    "Capacity",
+    "ExpertChoice",
+    "ExpertModules",
+    "Experts",
+    "FeedForward",
+    "Gating",
+    "GroupLimited",
+    "HierarchicalRouter",
+    "Losses",
+    "MoE",
+    "Noise",
+    "Router",
+    "Routing",
+    "SecondChoice",
+    "SharedExpert",
+    "Statistics",
+    "router_of",
+]
