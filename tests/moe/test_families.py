@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from zeroshard.errors import ModelError
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.families import FoundExperts, find_experts
+from zeroshard.moe.layer import MoE
 from zeroshard.moe.routing import Routing
 
 pytest.importorskip("transformers")
@@ -67,13 +69,112 @@ def test_the_routed_forward_equals_the_modules_own(family: str, eager: bool) -> 
     if eager and family != "switch_transformers":
         model.set_experts_implementation("eager")
     state, kind = {name: value.clone() for name, value in model.state_dict().items()}, type(model)
-    expected = results(model, 0)
+    compare(model)
+    assert type(model) is kind and list(model.state_dict()) == list(state)
+
+
+def compare(model: Any, step: int = 0) -> None:
+    """The model's results before and after its experts get routed forwards."""
+    expected = results(model, step)
     for found in find_experts(model):
-        found.count()
         found.install(route(found))
-    loss, gradients = results(model, 0)
+    loss, gradients = results(model, step)
     assert abs(loss - expected[0]) <= 1e-6 * expected[0].abs()
     for name, gradient in expected[1].items():
-        scale = gradient.abs().max().clamp(min=1e-2)
+        scale = gradient.abs().max().clamp(min=0.1)
         assert (gradients[name] - gradient).abs().max() <= 1e-6 * scale, name
-    assert type(model) is kind and list(model.state_dict()) == list(state)
+    assert all(p.grad is not None for found in find_experts(model) for p in found.module.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_without_tokens_get_zeros_as_gradients(family: str) -> None:
+    model = seeded(family, experts=64)
+    for found in find_experts(model):
+        found.count()
+    compare(model)
+    assert all(int((found.count().load == 0).sum()) > 5 for found in find_experts(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_tokens_may_choose_the_same_experts(family: str) -> None:
+    model = seeded(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight", "router.classifier.weight")):
+                parameter.zero_()
+    compare(model)
+
+
+def test_choices_beyond_the_capacity_are_left_out_as_in_switch_transformers() -> None:
+    model = seeded("switch_transformers", expert_capacity=1)
+    statistics = [found.count() for found in find_experts(model)]
+    compare(model)
+    assert all(int(each.choices) < int(each.tokens) for each in statistics)
+
+
+class Polynomials(nn.Module):
+    """Stacked experts that no interface describes."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.factors = nn.Parameter(torch.randn(experts, 3, 8))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The sum over choices of the values of polynomials."""
+        assert len(self.factors) == self.num_experts
+        powers = torch.stack([hidden_states**power for power in range(3)], 1)
+        return (self.factors[top_k_index] * powers[:, None]).sum(2).mul(top_k_weights[..., None]).sum(1)
+
+
+def test_other_stacked_experts_compute_by_their_own_forward() -> None:
+    torch.manual_seed(0)
+    module = Polynomials(4)
+    (found,) = find_experts(nn.Sequential(module))
+    assert (found.path, found.experts, found.stacked) == ("0", 4, ("factors",))
+    x, chosen, weights = torch.randn(6, 8), torch.randint(4, (6, 2)), torch.rand(6, 2)
+    expected = module(x, chosen, weights)
+    found.install(route(found))
+    assert torch.allclose(module(x, top_k_weights=weights, top_k_index=chosen), expected, atol=1e-6)
+    made = found.compute(x[:0], (0, 0, 0, 0), None)
+    made.sum().backward()
+    assert module.factors.grad is not None and not module.factors.grad.any()
+
+
+def test_modules_that_hold_part_of_the_experts_compute_these() -> None:
+    torch.manual_seed(0)
+    model = seeded("gpt_oss")
+    found = find_experts(model)[0]
+    rows = torch.randn(7, 16)
+    whole = found.compute(rows, (2, 0, 4, 1), None)
+    for name in found.stacked:
+        found.module._parameters[name] = nn.Parameter(getattr(found.module, name)[2:].detach())
+    assert torch.equal(found.compute(rows[2:], (4, 1), None), whole[2:])
+    module = Polynomials(4)
+    (other,) = find_experts(nn.Sequential(module))
+    whole = other.compute(rows[:, :8], (2, 0, 4, 1), None)
+    module.factors = nn.Parameter(module.factors[2:].detach())
+    assert torch.equal(other.compute(rows[2:, :8], (4, 1), None), whole[2:])
+    assert module.num_experts == 4
+
+
+def test_choices_of_experts_that_are_not_there_are_refused() -> None:
+    module = Polynomials(4)
+    (found,) = find_experts(nn.Sequential(module))
+    found.install(route(found))
+    with pytest.raises(ModelError, match="chose expert 4, and experts 0 to 3 are there"):
+        module(torch.randn(2, 8), torch.tensor([[4], [0]]), torch.ones(2, 1))
+
+
+def test_models_without_experts_have_none() -> None:
+    assert find_experts(nn.Sequential(nn.Linear(2, 2))) == ()
+
+
+def test_own_experts_are_found_too() -> None:
+    layer = MoE(8, 16, 4, router="gshard")
+    modules = MoE(8, 16, 4, router="gshard", expert=lambda: nn.Linear(8, 8))
+    found = find_experts(nn.Sequential(layer, modules))
+    assert [each.path for each in found] == ["0.experts", "1.experts"]
+    assert set(found[0].stacked) == {"up", "down"} and not found[0].modules
+    assert len(found[1].modules) == 4 and not found[1].stacked
+    assert found[0].count() is layer.experts.statistics

@@ -17,7 +17,7 @@ from zeroshard.moe.kernels import Stack, check_counts, expert_rows, expert_token
 from zeroshard.moe.routing import Routing
 
 T, D, H, E = 23, 6, 5, 4
-NAMES = ["relu", "gelu", "gelu_tanh", "silu"]
+NAMES = ["relu", "relu_squared", "gelu", "gelu_tanh", "silu"]
 
 
 def clipped(made: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def test_counts_that_do_not_cover_the_rows_are_refused(counts: tuple[int, ...]) 
 
 
 def test_an_unknown_activation_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="no activation 'swish', but relu, gelu, gelu_tanh, silu"):
+    with pytest.raises(ModelError, match="no activation 'swish', but relu, relu_squared, gelu, gelu_tanh, silu"):
         activation_of("swish", True)
 
 

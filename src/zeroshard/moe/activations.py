@@ -57,6 +57,27 @@ class Relu:
         return result
 
 
+class ReluSquared:
+    """max(x, 0)^2 (Primer: 2109.08668, section 3.2)."""
+
+    features = 1.0
+    overwrites = False
+
+    def __call__(self, made: Tensor) -> Tensor:
+        """For autograd."""
+        return F.relu(made).square()
+
+    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
+        """In `into`."""
+        torch.clamp(made, min=0, out=into)
+        return into.mul_(into)
+
+    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
+        """In the place of `of_hidden`."""
+        of_positive: Tensor = aten.threshold_backward.grad_input(of_hidden, made, 0, grad_input=of_hidden)
+        return of_positive.mul_(made).mul_(2)
+
+
 class Gelu:
     """GELU (1606.08415), exact or by tanh."""
 
@@ -167,6 +188,7 @@ class Traced:
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Relu(),
+    "relu_squared": ReluSquared(),
     "gelu": Gelu("none"),
     "gelu_tanh": Gelu("tanh"),
     "silu": Silu(),

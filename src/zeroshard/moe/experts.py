@@ -27,7 +27,7 @@ class Experts(nn.Module):
         width: D.
         hidden: F.
         experts: E, of all ranks.
-        activation: "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "relu", "relu_squared", "gelu", "gelu_tanh" or "silu".
         gated: `up` makes the gate, then the value (SwiGLU: 2002.05202, with "silu").
         dropout: the probability with which a hidden feature is dropped in training (2101.03961, section 2.4).
         scale: initial weights have a variance of scale / fan-in, from a normal distribution cut at two standard

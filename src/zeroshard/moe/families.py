@@ -18,14 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.moe.activations import ACTIVATIONS, Activation, Function, Gated, Traced
 from zeroshard.moe.experts import compute_modules, with_gradients
+from zeroshard.moe.kernels import Stack, expert_rows
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
+from zeroshard.tensor.trial import apart
 
 Forward = Callable[[Tensor, Routing], Tensor]
 Compute = Callable[[Tensor, Sequence[int], Tensor | None], Tensor]
 CHOSEN = {"top_k_index", "router_indices", "selected_experts", "topk_indices", "expert_indices", "top_k_indices"}
 WEIGHTS = {"top_k_weights", "routing_weights", "topk_weights", "expert_weights", "router_weights"}
+FLAGS = ("has_gate", "has_bias", "is_transposed")  # of transformers' interface of experts
+DOWN = "down_proj"
 NUMBER = "num_experts"  # the attribute by which experts of other packages know how many they hold
 
 
@@ -92,7 +97,11 @@ def _stacked_experts(path: str, module: Any) -> FoundExperts | None:
     if not known or not parameters or inside > len(parameters) or not _takes_choices(module):
         return None
     assert isinstance(number, int)
-    return FoundExperts(path, module, number, tuple(parameters), (), partial(_compute_by_forward, module))
+    activation = _activation(module, set(parameters))
+    compute = partial(_compute_by_forward, module)
+    if activation is not None:
+        compute = partial(_compute_by_kernels, module, activation)
+    return FoundExperts(path, module, number, tuple(parameters), (), compute)
 
 
 def _listed_experts(path: str, module: nn.Module) -> FoundExperts | None:
@@ -108,6 +117,36 @@ def _takes_choices(module: nn.Module) -> bool:
     """Whether the forward of a class takes tokens, the experts chosen for them, and the weights of these."""
     names = list(inspect.signature(type(module).forward).parameters)[1:4]
     return len(names) == 3 and names[1] in CHOSEN and names[2] in WEIGHTS
+
+
+def _activation(module: Any, names: set[str]) -> Activation | None:
+    """What experts of transformers' interface do between their products; None for any others."""
+    if not all(isinstance(vars(module).get(flag), bool) for flag in FLAGS) or vars(module).get("has_post_expert_norm"):
+        return None
+    up = _up(module)
+    if names != {up, DOWN, *((f"{up}_bias", f"{DOWN}_bias") if module.has_bias else ())}:
+        return None
+    function: Function = module._apply_gate if module.has_gate else module.act_fn
+    with apart():
+        trial = torch.linspace(-8, 8, 64).view(2, 32)
+        for known in ACTIVATIONS.values():
+            activation = Gated(known) if module.has_gate else known
+            if torch.equal(function(trial), activation(trial)):
+                return activation
+    return Traced(function, 0.5 if module.has_gate else 1.0)
+
+
+def _up(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def _compute_by_kernels(
+    module: Any, activation: Activation, rows: Tensor, counts: Sequence[int], gates: Tensor | None
+) -> Tensor:
+    up, parameters = _up(module), module._parameters
+    biases = parameters.get(f"{up}_bias"), parameters.get(f"{DOWN}_bias")
+    stack = Stack(parameters[up], parameters[DOWN], activation, *biases, transposed=module.is_transposed)
+    return expert_rows(rows, counts, gates, stack)
 
 
 def _compute_by_forward(module: Any, rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:

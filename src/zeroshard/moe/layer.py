@@ -22,7 +22,7 @@ class FeedForward:
     """What one expert is.
 
     Attributes:
-        activation: "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "relu", "relu_squared", "gelu", "gelu_tanh" or "silu".
         gated: activation(gate) * value, as in SwiGLU.
         bias: whether both products have one.
         dropout: of hidden features, in training (2101.03961, section 2.4: 0.4, in fine-tuning).
