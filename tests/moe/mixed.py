@@ -107,10 +107,11 @@ class Mixed(nn.Module):
         experts: int = EXPERTS,
         checkpointed: bool = False,
         summed: bool = False,
+        blocks: int = 2,
     ) -> None:
         super().__init__()
         self.embed, self.summed = nn.Embedding(VOCABULARY, WIDTH), summed
-        self.blocks = nn.ModuleList(Block(kind, modules, experts, checkpointed) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(kind, modules, experts, checkpointed) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Any:

@@ -123,7 +123,8 @@ class Axes:
     def _place(self, kind: PlaceKind) -> Place:
         ranks, label = self._stage.mesh.ranks, f" of {kind}" if str(kind) else ""
         owners = self._axis(f"owners{label}", partial(self._owners, kind))
-        slices = self._axis(f"slices{label}", partial(self._slices, kind), apart=kind.partial)
+        apart = kind.partial or (kind.axis is not None and self._new(ranks)[kind.axis].data)  # may share memory
+        slices = self._axis(f"slices{label}", partial(self._slices, kind), apart)
         copies = self._axis(f"replicas{label}", partial(self._copies, kind))
         twins = self._axis(f"twins{label}", partial(self._twins, kind))
         data_ranks = ranks // ranks_together(self._techniques, ranks)

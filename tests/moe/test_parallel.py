@@ -1,0 +1,280 @@
+"""Mixtures on several ranks train like one process: losses, norms, weights, and what the tables say."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from moe.mixed import EXPERTS, WIDTH, batch, engine_of, follow, follow_all, plain, take
+from pool import Pool
+
+import zeroshard as zs
+from zeroshard.moe import technique
+from zeroshard.parts.axes import Axes
+
+STEPS = 3
+Settings = Mapping[str, Any]
+STAGES = {"pipeline_parallel": 2, "microbatches": 2}
+EP2, EP4 = {"expert_parallel": 2}, {"expert_parallel": 4}
+STACKED = {"kind": "learned"}
+STARVED = {"kind": "starved", "modules": True}
+ONE = {"kind": "one"}
+
+
+@functools.cache
+def wanted(model: tuple[tuple[str, Any], ...], data_ranks: int, microbatches: int, clip: float | None) -> Any:
+    """As `plain`, once for each case."""
+    return plain(dict(model), data_ranks, STEPS, clip, microbatches)
+
+
+def same(seen: Sequence[Mapping[str, Any]], model: Settings, plan: Settings, data_ranks: int, to: float = 1e-6) -> None:
+    """Every rank knows the norms and weights of a loop in one process; the ranks' losses are its losses."""
+    expected = wanted(tuple(model.items()), data_ranks, plan.get("microbatches", 1), plan.get("clip_norm"))
+    losses = zip(*(mine["losses"] for mine in seen), strict=True)
+    assert [sum(each) / len(each) for each in losses] == pytest.approx(expected["losses"], rel=to), (model, plan)
+    for mine in seen:
+        assert mine["norms"] == pytest.approx(expected["norms"], rel=to), (model, plan)
+        assert mine["weights"].keys() == expected["weights"].keys()
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(mine["weights"][name], value, rtol=to, atol=to)
+        for table in ("wire", "memory"):
+            rows = {name: pair for name, pair in mine[table].items() if pair[0] is not None}
+            assert {k: p for k, (p, _) in rows.items()} == {k: m for k, (_, m) in rows.items()}, (model, plan, table)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks, plan, data_ranks",
+    [
+        (2, {}, 2),
+        (2, EP2, 2),
+        (4, EP2, 4),
+        (4, EP4, 4),
+        (2, STAGES, 1),
+        (4, {**STAGES, **EP2}, 2),
+    ],
+    ids=["1 x 2", "2 x 1", "2 x 2", "4 x 1", "1 x 1 in 2 stages", "2 x 1 in 2 stages"],
+)
+def test_experts_x_data_ranks_train_like_one_process(
+    pool: Pool, ranks: int, plan: Settings, data_ranks: int, zero: int
+) -> None:
+    """6 experts on 4 ranks are 2, 2, 1 and 1."""
+    network = {**plan, "zero": zero, "transport": "network", "clip_norm": 0.5}
+    runs = [(STACKED, network), (STARVED, network), (ONE, {**plan, "zero": zero})]
+    answers = pool.run(follow_all, ranks, runs, STEPS)
+    for number, (model, settings) in enumerate(runs):
+        seen = [answer[number] for answer in answers]
+        same(seen, model, settings, data_ranks)
+    experts = plan.get("expert_parallel", 1)
+    shapes = [answer[0]["shapes"]["blocks.0.mixture.experts.up"][0] for answer in answers]
+    assert shapes == [EXPERTS // experts + (rank % experts < EXPERTS % experts) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    "ranks, model, plan, data_ranks",
+    [
+        (8, STACKED, {**EP4, "zero": 3}, 8),
+        (8, STARVED, {**STAGES, **EP2, "zero": 2}, 4),
+        (8, {**STACKED, "summed": True}, {**STAGES, **EP4, "zero": 1}, 4),
+        (6, {**STACKED, "experts": 7}, {"expert_parallel": 3, "zero": 3}, 6),
+    ],
+    ids=["4 x 2", "2 x 2 in 2 stages", "4 x 1 in 2 stages", "3 x 2"],
+)
+def test_up_to_eight_ranks(wide_pool: Pool, ranks: int, model: Settings, plan: Settings, data_ranks: int) -> None:
+    seen = wide_pool.run(follow, ranks, model, plan, STEPS)
+    same([{**mine, "losses": mine["losses"]} for mine in seen], model, plan, data_ranks)
+
+
+OTHERS = {
+    "groups": (4, STACKED, {**EP2, "zero": 2, "shard_group": 2}, 4),
+    "groups of 4 ranks": (4, STACKED, {**EP4, "zero": 2, "shard_group": 2}, 4),
+    "sums": (4, {**STACKED, "summed": True}, {**EP2, "zero": 2, "microbatches": 2}, 4),
+    "sums in stages": (4, {**STACKED, "summed": True}, {**STAGES, **EP2, "zero": 1}, 2),
+    "accumulation": (4, STARVED, {**EP4, "zero": 3, "microbatches": 2}, 4),
+    "one reduction": (2, STACKED, {**EP2, "zero": 1, "microbatches": 2, "reduce_every": "step"}, 2),
+    "checkpointed": (4, {**STARVED, "checkpointed": True}, {**EP4, "zero": 3}, 4),
+    "recomputed": (4, {**ONE, "summed": True}, {**STAGES, **EP2, "pipeline_parallel.schedule": "gpipe"}, 2),
+    "interleaved": (
+        4,
+        {**STACKED, "blocks": 4, "summed": True},
+        {**STAGES, **EP2, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
+        2,
+    ),
+    "offloaded states": (4, STARVED, {**EP2, "zero": 2, "offload": "optimizer"}, 4),
+    "offloaded parameters": (2, STACKED, {**EP2, "zero": 3, "offload": "optimizer,parameters"}, 2),
+    "offloaded activations": (2, STACKED, {**EP2, "zero": 1, "offload": "activations"}, 2),
+    "late gathers": (4, STACKED, {**EP2, "zero": 1, "overlap_gather": True, "transport": "network"}, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_with_other_techniques(pool: Pool, ranks: int) -> None:
+    cases = [case for case in OTHERS.values() if case[0] == ranks]
+    answers = pool.run(follow_all, ranks, [(model, plan) for _, model, plan, _ in cases], STEPS)
+    for number, (_, model, plan, data_ranks) in enumerate(cases):
+        same([answer[number] for answer in answers], model, plan, data_ranks)
+
+
+@pytest.mark.filterwarnings("ignore:schedule='zb-h1' leaves")
+def test_split_backwards(pool: Pool) -> None:
+    model, plan = {**STACKED, "summed": True}, {**STAGES, **EP2, "pipeline_parallel.schedule": "zb-h1"}
+    same(pool.run(follow_zb, 4, model, plan), model, plan, 2)
+
+
+def follow_zb(mesh: zs.Mesh, model: Settings, plan: Settings) -> dict[str, Any]:
+    """As `follow`, where a warning says that experts' weight gradients are made at once."""
+    with pytest.warns(UserWarning, match="are made at once and fill no bubble"):
+        return follow(mesh, model, plan, STEPS)
+
+
+def over_the_wrong_ranks(mesh: zs.Mesh, how: str) -> list[float]:
+    """The norms where gradients are divided, or experts' slices counted, as if they were those of dense layers."""
+    real = Axes._place
+
+    def wrong(self: Axes, kind: Any) -> Any:
+        place = real(self, kind)
+        if kind.axis is None:
+            return place
+        if how == "mean over copies":  # the fault "gradient x EP"
+            object.__setattr__(place, "divisor", place.slices.size)
+        else:
+            object.__setattr__(place, "counted", mesh.rank < 2)
+        return place
+
+    with patch.object(Axes, "_place", wrong):
+        return [each.grad_norm for each in take(engine_of(mesh, STACKED, {**EP4, "zero": 2}), 0, STEPS)]
+
+
+@pytest.mark.parametrize("how", ["mean over copies", "counted on some ranks"])
+def test_a_mean_over_the_wrong_ranks_would_be_seen(pool: Pool, how: str) -> None:
+    norms = wanted(tuple(STACKED.items()), 4, 1, None)["norms"]
+    for found in pool.run(over_the_wrong_ranks, 4, how):
+        assert all(abs(a / b - 1) > 1e-4 for a, b in zip(found, norms, strict=True))
+
+
+def save(mesh: zs.Mesh, model: Settings, plan: Settings, folder: str) -> list[float]:
+    """Save after some steps, and go on for two."""
+    engine = engine_of(mesh, model, plan)
+    take(engine, 0, STEPS)
+    engine.save(f"{folder}/{plan['expert_parallel']}", wait=True)
+    return [each.grad_norm for each in take(engine, STEPS, STEPS + 2)]
+
+
+def load(mesh: zs.Mesh, model: Settings, plans: Sequence[Settings], folder: str) -> list[Any]:
+    """The weights and the norms of two steps after loading, under each plan; the momentum of one expert."""
+    found = []
+    for plan in plans:
+        engine = engine_of(mesh, model, plan, seed=9)
+        engine.load(folder)
+        weights = engine.state_dict()
+        found.append((weights, [each.grad_norm for each in take(engine, STEPS, STEPS + 2)]))
+    return found
+
+
+@pytest.mark.parametrize("model", [STACKED, STARVED], ids=["stacked", "modules"])
+def test_checkpoints_load_under_any_number_of_expert_ranks(pool: Pool, tmp_path: Path, model: Settings) -> None:
+    """Global shapes on disk: from 4 ranks with 2, 2, 1 and 1 experts, and from 2, to all others."""
+    for experts in (4, 2):
+        plan = {"expert_parallel": experts, "zero": 3, "transport": "network"}
+        (norms, *_) = pool.run(save, 4, model, plan, str(tmp_path))
+        plans = [plan, {"expert_parallel": 6 - experts, "zero": 1}, {"zero": 2}]
+        expected = plain(model, 4, STEPS)["weights"]
+        for answer in pool.run(load, 4, model, plans, f"{tmp_path}/{experts}"):
+            for number, (weights, after) in enumerate(answer):
+                assert after == norms if number == 0 else after == pytest.approx(norms, rel=1e-6)
+                for name, value in expected.items():
+                    assert torch.equal(weights[name], answer[0][0][name])
+                    torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+        ((weights, _),) = pool.run(load, 1, model, [{}], f"{tmp_path}/{experts}")[0]
+        assert all(torch.equal(weights[name], answer[0][0][name]) for name in expected)
+
+
+def load_weights(mesh: zs.Mesh, folder: str) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, and a state dict that is given whole."""
+    engine = engine_of(mesh, STACKED, {**EP2, "zero": 3}, seed=5)
+    engine.load_weights(folder)
+    state = engine.state_dict()
+    other = engine_of(mesh, STACKED, {**EP2, "zero": 1}, seed=6)
+    other.load_state_dict(state)
+    assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
+    return state
+
+
+def test_weights_are_given_whole(pool: Pool, tmp_path: Path) -> None:
+    pool.run(save, 4, STACKED, {**EP4, "zero": 2}, str(tmp_path))
+    first, *others = pool.run(load_weights, 2, f"{tmp_path}/4")
+    expected = plain(STACKED, 4, STEPS)["weights"]
+    for state in (first, *others):
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+def damage(mesh: zs.Mesh) -> str:
+    """One rank's copy of an expert differs; the error of the comparison."""
+    engine = engine_of(mesh, STACKED, {**EP2, "zero": 1, "transport": "network"})
+    take(engine, 0, 1)
+    if mesh.rank == 3:
+        with torch.no_grad():
+            for part in (part for part in engine._assembly.parts.all if part.splits):
+                part.weights.full[0] += 1
+    with pytest.raises(zs.errors.DivergenceError) as error:
+        engine.check_replicas()
+    return str(error.value)
+
+
+def test_copies_of_experts_are_compared(pool: Pool) -> None:
+    for text in pool.run(damage, 4):
+        assert "mixture.experts" in text and "rank 1 against rank 3" in text
+
+
+def two_levels(mesh: zs.Mesh, model: Settings, plan: Settings) -> dict[str, Any]:
+    """A run on two machines, as far as messages know."""
+    with patch.object(technique, "machine", lambda: [str(mesh.rank // 2)]):
+        return follow(mesh, model, plan, STEPS)
+
+
+def test_two_levels_train_like_one(pool: Pool) -> None:
+    plan = {"expert_parallel.ranks": 4, "expert_parallel.two_level": True, "zero": 2}
+    same(pool.run(two_levels, 4, STARVED, plan), STARVED, plan, 4)
+
+
+def overflow(mesh: zs.Mesh) -> list[bool]:
+    """Whether steps are skipped on this rank, where one rank's experts overflow in the second."""
+    engine = engine_of(mesh, {"kind": "by row"}, {**EP4, "zero": 2, "nonfinite": "skip"})
+    found = []
+    for step in range(STEPS):
+        hooks = []
+        if step == 1 and mesh.rank == 2:
+            experts = engine.model.blocks[1].mixture.experts
+            hooks = [experts.up.register_hook(lambda gradient: gradient * float("inf"))]
+        found.append(engine.train_step(batch(step, engine.data_rank)).skipped)
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def test_all_ranks_skip_a_step_in_which_one_overflows(pool: Pool) -> None:
+    assert pool.run(overflow, 4) == [[False, True, False]] * 4
+
+
+def balanced(mesh: zs.Mesh, plan: Settings) -> dict[str, tuple[int, int]]:
+    """What a step sends where each row of a batch goes to two experts of its own."""
+    engine = engine_of(mesh, {"kind": "by row"}, plan)
+    engine.train_step(batch(0, engine.data_rank, rows=3))
+    found = {row.purpose: row for row in engine.traffic()}
+    return {
+        name: (found[name].measured_elements, found[name].sent_bytes) for name in ("exchange tokens", "count tokens")
+    }
+
+
+@pytest.mark.parametrize("transport", ["network", "shared"])
+def test_bytes_of_the_exchange_are_those_of_the_formula(pool: Pool, transport: str) -> None:
+    """4·k·T·d·(n-1)/n in each layer: there and back, forward and backward; and counts of E experts of n ranks."""
+    tokens, choices, layers, ranks = 3 * 5, 2, 2, 2
+    rows = 4 * choices * tokens * WIDTH * (ranks - 1) // ranks * layers
+    for found in pool.run(balanced, ranks, {**EP2, "zero": 2, "transport": transport}):
+        assert found["exchange tokens"] == (rows, 4 * rows if transport == "network" else 0)
+        assert found["count tokens"][0] == layers * ranks * EXPERTS
