@@ -19,6 +19,7 @@ from zeroshard.errors import (
     OptimizerError,
     PlanError,
     ReportError,
+    RoutingWarning,
     Stopped,
     ZeroshardError,
 )
@@ -111,6 +112,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ReportError",
+    "RoutingWarning",
     "StepResult",
     "Stopped",
     "TensorParallel",

@@ -60,6 +60,10 @@ class CheckpointWarning(UserWarning):
     """A checkpoint that could not be written while training went on; earlier checkpoints are unharmed."""
 
 
+class RoutingWarning(UserWarning):
+    """A mixture whose routing collapses: dead experts, one with most tokens, or many dropped choices."""
+
+
 class DamagedError(CheckpointError):
     """A checkpoint whose content differs from what was written: a wrong digest, a wrong size or a missing file."""
 

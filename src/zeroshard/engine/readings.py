@@ -1,7 +1,8 @@
 """The readings of an engine: its place among the ranks, its tables, and its traces."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradient_shares import GradientShare, shares_of
 from zeroshard.parts.late_updates import SpeculationCounts
 from zeroshard.parts.planned import Work
-from zeroshard.parts.steps import StepOrder
+from zeroshard.parts.steps import StepEnd, StepOrder
 from zeroshard.parts.tables import MemoryTable, TrafficTable, memory_table, traffic_table
 from zeroshard.parts.trace import Trace, traced
 from zeroshard.pipeline.stage import Stage
@@ -45,6 +46,7 @@ class Readings:
     _order: StepOrder
     _stage: Stage | WholeModel
     _state: State
+    _step_ends: Sequence[StepEnd]
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
@@ -115,6 +117,16 @@ class Readings:
             memory: keep every change of memory too, activations included, which slows the forward down.
         """
         return traced(self._order.interpreter, self._assembly.late.background, self.ledger if memory else None)
+
+    @property
+    def layer_readings(self) -> dict[str, Mapping[str, Any]]:
+        """Readings of this rank's mixtures of experts in the last step, over all data ranks, by the path of the layer.
+
+        Each has `load` (choices of each expert, before capacity), `dropped` (the part of all choices that had no
+        place), `entropy` (of the router, mean over tokens, nats), `most_by_mean` (load), `dead` (experts without a
+        token) and `losses` (weighted penalties by name, mean over forwards).
+        """
+        return {layer: reading for each in self._step_ends for layer, reading in each.readings.items()}
 
     @property
     def data_rank(self) -> int:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from zeroshard.parts.settings import check_flag, check_whole, shown
 
@@ -40,3 +42,22 @@ class ExpertParallel:
 
     def __repr__(self) -> str:
         return shown(self)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Mixtures of experts in the place of a model's feed-forward layers; none with 0 experts."""
+
+    experts: int = 0
+    every: int = 2
+    router: str = "switch"
+
+    def put_into(self, model: Any) -> None:
+        """Replace the feed-forward layers of an `nn.Module`.
+
+        Raises:
+            ModelError: there are none, or no such router.
+        """
+        if self.experts:
+            replace_ffn = import_module("zeroshard.moe.replace").replace_ffn  # needs torch, which settings do without
+            replace_ffn(model, every=self.every, experts=self.experts, router=self.router)

@@ -4,7 +4,8 @@ Biases of routers without a balance loss move by the load of a whole step, of al
 (2408.15664, algorithm 1): all ranks have the same counts, so biases stay the same on all.
 """
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import part_of
+from zeroshard.errors import RoutingWarning
+from zeroshard.moe.collapse import RoutingWatch
 from zeroshard.moe.router import Router
-from zeroshard.moe.statistics import Statistics
+from zeroshard.moe.statistics import LOSSES, Statistics
 from zeroshard.traffic import Purpose
 
 
@@ -27,7 +30,11 @@ class MixtureSteps:
 
     def __init__(self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool]) -> None:
         self._comm = comm
-        self._layers = [(statistics, router) for module, statistics, router in _layers(model) if not elsewhere(module)]
+        mine = [found for found in _layers(model) if not elsewhere(found[0])]
+        self._layers = [(statistics, router) for _, statistics, router in mine]
+        paths = {module: path for path, module in model.named_modules()}
+        self._watches = {paths[module]: RoutingWatch(paths[module]) for module, _, _ in mine}
+        self._totals_of: dict[str, dict[str, Tensor]] = {}
         routers = [router for _, router in self._layers if _sums(router)]
         if comm.mesh.ranks > 1 and routers:
             everyone = [list(range(comm.mesh.ranks))]  # their sums come between gathers of weights
@@ -49,6 +56,20 @@ class MixtureSteps:
             statistics.clear()
             if not skipped and hasattr(router, "update_bias"):
                 router.update_bias(total["load"])
+        self._totals_of = dict(zip(self._watches, totals, strict=True))
+        self._warn()
+
+    @property
+    def readings(self) -> dict[str, dict[str, Any]]:
+        """Loads, dropped choices and entropy of each mixture in the last step, by the path of its experts."""
+        return {path: _reading(total) for path, total in self._totals_of.items() if int(total["forwards"])}
+
+    def _warn(self) -> None:
+        """Tell of mixtures whose routing collapses, on the rank that begins the stage."""
+        for path, total in self._totals_of.items() if self._comm.mesh.rank == 0 else ():
+            counts = (int(total["tokens"]), int(total["dropped"]))
+            for text in self._watches[path].add(total["load"].cpu(), *counts):
+                warnings.warn(text, RoutingWarning, stacklevel=4)
 
     def _totals(self) -> list[dict[str, Tensor]]:
         """The sums over the ranks, layer by layer and by name."""
@@ -61,6 +82,21 @@ class MixtureSteps:
             {name: next(values).view(buffer.shape).to(buffer.dtype) for name, buffer in buffers.items()}
             for buffers in found
         ]
+
+
+def _reading(total: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Plain values of the sums of one layer."""
+    load, choices, tokens = total["load"].tolist(), int(total["choices"]), int(total["tokens"])
+    forwards = int(total["forwards"])
+    losses = zip(LOSSES, (total["losses"] / forwards).tolist(), strict=True)
+    return {
+        "load": load,
+        "dropped": int(total["dropped"]) / max(1, choices),
+        "entropy": float(total["entropy"]) / max(1, tokens),
+        "most_by_mean": max(load) * len(load) / max(1, choices),
+        "dead": load.count(0),
+        "losses": {name: loss for name, loss in losses if loss},
+    }
 
 
 class _Sum:

@@ -1,6 +1,6 @@
 """Protocols of a step: backwards, updates and the decision between them, as an order of actions uses them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -158,6 +158,10 @@ class StepEnd(Protocol):
 
     def end_step(self, skipped: bool) -> None:
         """A step was taken or skipped; a collective call."""
+
+    @property
+    def readings(self) -> Mapping[str, Mapping[str, Any]]:
+        """Readings of layers of this rank in the last step, plain values by name, by the layer's path."""
 
 
 class StepOrder(Protocol):

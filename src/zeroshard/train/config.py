@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from zeroshard.errors import ConfigError
+from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
 
 RENAMED_OPTIONS = {"batch": "batch_per_rank"}  # options of stored run folders, by their earlier names
@@ -27,7 +28,12 @@ class TrainConfig:
         *("recompute", "seed", "device_memory", "pipeline_parallel", "offload"),
     )
     SECTIONS: ClassVar[Mapping[str, str]] = {  # of the help, by their first fields
-        **{"model": "model and text", "sequence": "training", "validate_every": "validation and generated text"},
+        **{
+            "model": "model and text",
+            "sequence": "training",
+            "experts": "mixtures of experts",
+            "validate_every": "validation and generated text",
+        },
         **{"out": "run folder and checkpoints", "rollbacks": "bad steps", "check_replicas": "checks and records"},
         **{"ranks": "ranks and device", "planning": "choice of the plan"},
     }
@@ -64,6 +70,12 @@ class TrainConfig:
     """Decay of AdamW's second moment; momentum of SGD is 0.9."""
     dropout: float = 0.0
     """Dropout of a built-in model."""
+    experts: int = 0
+    """Experts in each mixture that replaces a feed-forward layer; 0 for a dense model."""
+    experts_every: int = 2
+    """Which feed-forward layers become mixtures: each so many."""
+    router: str = "switch"
+    """Router of the mixtures: switch, gshard, mixtral, deepseek_v3, st_moe, shazeer2017, ..."""
     validate_every: int = 200
     """Steps between validations; 0 validates only at the end."""
     validation_rows: int = 128
@@ -111,7 +123,15 @@ class TrainConfig:
     """Predict memory, traffic and time of the given plan, and compare after 20 steps; "auto" always does."""
 
     def __post_init__(self) -> None:
-        least = {"sequence": 1, "batch_per_rank": 1, "steps": 1, "warmup_steps": 0, "validate_every": 0}
+        least = {
+            "sequence": 1,
+            "batch_per_rank": 1,
+            "steps": 1,
+            "warmup_steps": 0,
+            "validate_every": 0,
+            "experts": 0,
+            "experts_every": 1,
+        }
         least |= {"validation_rows": 1, "checkpoint_every": 0, "keep": 1, "rollbacks": 0, "patience": 1}
         for name, low in {**least, "check_replicas": 0, "sample_tokens": 0}.items():
             if getattr(self, name) < low:
@@ -140,6 +160,11 @@ class TrainConfig:
             )
         if not self.prompt:
             raise ConfigError("prompt is empty; generation needs at least one character to start from.")
+
+    @property
+    def mixture(self) -> Mixture:
+        """The mixtures of the model."""
+        return Mixture(self.experts, self.experts_every, self.router)
 
     @staticmethod
     def stored(table: Mapping[str, Any]) -> dict[str, Any]:

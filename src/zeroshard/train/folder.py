@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,9 +81,8 @@ class RunFolder:
         if self._metrics is not None:
             self._metrics.write(json.dumps(metrics) + "\n")
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                if isinstance(value, float) and name != "seconds":
-                    self._tensorboard.add_scalar(name, value, metrics["step"])
+            for name, value in _scalars(metrics):
+                self._tensorboard.add_scalar(name, value, metrics["step"])
 
     def write_memory(self, events: Sequence[Event], rank: int) -> None:
         """Write the memory of one step, for the report's picture."""
@@ -110,6 +109,15 @@ class RunFolder:
             self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def _scalars(metrics: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """The floats of a line of metrics, those inside of tables by their paths."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{above}{name}/")
+        elif isinstance(value, float) and name != "seconds":
+            yield above + name, value
 
 
 def _new_folder(path: Path) -> Path:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import ModelError
+from zeroshard.moe.policy import Mixture
 from zeroshard.train.gpt import GPT, SIZES
 
 
@@ -50,13 +51,16 @@ class BuiltModel:
         return logits
 
 
-def build_model(spec: str, vocabulary: int, context: int, dropout: float = 0.0) -> BuiltModel:
+def build_model(
+    spec: str, vocabulary: int, context: int, dropout: float = 0.0, mixture: Mixture | None = None
+) -> BuiltModel:
     """The model `spec` names: a size of `SIZES`, or the path of a Hugging Face `config.json` or of its folder.
 
     A built-in size takes the `context` and `dropout` asked for, and as many tokens as it or the tokenizer has,
     whichever is more. A Hugging Face model is the unmodified class of the configuration, trained from scratch:
     weights beside the configuration are not read, nor is the network. Its values come from torch's global
-    generator, so seed that alike on every rank.
+    generator, so seed that alike on every rank. Mixtures of experts replace feed-forward layers where they are asked
+    for.
 
     Raises:
         ModelError: `spec` names no model, transformers is not installed or refuses the configuration, or the model
@@ -67,6 +71,7 @@ def build_model(spec: str, vocabulary: int, context: int, dropout: float = 0.0) 
         most = max(size.vocabulary, vocabulary)
         with torch.device("meta"):
             module = GPT(dataclasses.replace(size, vocabulary=most, context=context, dropout=dropout))
+        (mixture or Mixture()).put_into(module)
         return BuiltModel(module, spec, _count(module), hugging_face=False)
     path = Path(spec)
     if not (path.exists() or path.suffix == ".json" or len(path.parts) > 1):
@@ -79,6 +84,7 @@ def build_model(spec: str, vocabulary: int, context: int, dropout: float = 0.0) 
             f"a dropout of {dropout} was given for {spec}, whose rates stand in its config.json; set them there"
         )
     hugging_face = _hugging_face(path, vocabulary, context)
+    (mixture or Mixture()).put_into(hugging_face)
     return BuiltModel(hugging_face, spec, _count(hugging_face), hugging_face=True)
 
 

@@ -4,9 +4,9 @@ import math
 import struct
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.engine.policies import together_of
-from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, Stopped
+from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
+from zeroshard.moe.statistics import Statistics
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.search.text import short
 from zeroshard.resilience import Stragglers
@@ -94,10 +95,12 @@ class _Done:
     Attributes:
         loss: mean over all data ranks in nats per token; None on ranks that do not know it.
         stop: the signal by which a rank was asked to stop; 0 for none.
+        loads: readings of the mixtures of experts of all stages, by layer.
     """
 
     loss: float | None
     stop: int
+    loads: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Run:
@@ -116,7 +119,7 @@ class Run:
         self.text = load_text(config)
         torch.manual_seed(config.plan.seed)
         self.built: BuiltModel = build_model(
-            config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout
+            config.model, self.text.tokenizer.vocabulary, config.sequence, config.dropout, config.mixture
         )
         self.batches = Batches(self.text.train, config.sequence, config.plan.seed)
         self.folder = RunFolder.create(config, Comm(mesh))
@@ -136,6 +139,7 @@ class Run:
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
         self._exposed = Exposed(self.engine)
+        self._mixed = any(isinstance(module, Statistics) for module in self.built.module.modules())
         self._offload_trace: OffloadTrace | None = None
         self._tracing, self._trace = ExitStack(), Trace()
         self._stragglers = Stragglers(mesh.ranks)
@@ -220,17 +224,18 @@ class Run:
 
     @contextmanager
     def _showing_warnings(self) -> Iterator[None]:
-        """Show a warning of a checkpoint as a line of the run, others as Python does."""
+        """Show a warning of a checkpoint or of a routing as a line of the run, others as Python does."""
         with warnings.catch_warnings():
             shown = warnings.showwarning
 
             def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-                if issubclass(category, CheckpointWarning):
+                if issubclass(category, (CheckpointWarning, RoutingWarning)):
                     self.progress.note(f"warning: {message}")
                 else:
                     shown(message, category, *where, **more)
 
             warnings.simplefilter("always", CheckpointWarning)
+            warnings.simplefilter("always", RoutingWarning)
             warnings.showwarning = show
             yield
 
@@ -293,6 +298,7 @@ class Run:
             "rss_bytes": psutil.Process().memory_info().rss,
             "checkpoint_seconds": self.keeping.exposed_seconds,
             **self._exposed.step(),
+            **({"experts": done.loads} if done.loads else {}),
         }
         self.keeping.exposed_seconds = None
         self.folder.write_metrics(metrics)
@@ -332,7 +338,15 @@ class Run:
             for slow in self._stragglers.step([seconds for _, seconds, _ in answers]):
                 self.progress.note(f"warning: {slow}")
                 self.folder.write_metrics({"step": step + 1, "event": str(slow)})
-        return _Done(sum(loss for loss, _, _ in answers) / len(answers), max(stop for _, _, stop in answers))
+        mean = sum(loss for loss, _, _ in answers) / len(answers)
+        return _Done(mean, max(stop for _, _, stop in answers), self._loads())
+
+    def _loads(self) -> dict[str, Any]:
+        """Readings of the mixtures of experts of all stages; a collective call if the model has any."""
+        if not self._mixed:
+            return {}
+        everyone = self.engine.world.agree_on(self.engine.layer_readings, "loads of experts")
+        return {layer: reading for readings in everyone for layer, reading in readings.items()}
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""

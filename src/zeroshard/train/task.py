@@ -34,7 +34,7 @@ def language_task(config: TrainConfig, rows: int) -> TrainingTask:
     vocabulary = load_tokenizer(config.tokenizer).vocabulary
 
     def built() -> BuiltModel:
-        return build_model(config.model, vocabulary, config.sequence, config.dropout)
+        return build_model(config.model, vocabulary, config.sequence, config.dropout, config.mixture)
 
     with fakes():
         model = built()
