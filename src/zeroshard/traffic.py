@@ -22,6 +22,7 @@ class Purpose(StrEnum):
     SUM_ACTIVATIONS = "sum activations"
     GATHER_ACTIVATIONS = "gather activations"
     SUM_LOSSES = "sum losses"
+    SUM_TO_EVALUATE = "sum to evaluate"
     COUNT_TOKENS = "count tokens"
     EXCHANGE_TOKENS = "exchange tokens"
     GRADIENTS_DOWN = "gradients down"
@@ -37,6 +38,11 @@ BETWEEN_TIERS = (
     *(Purpose.GRADIENTS_DOWN, Purpose.PARAMETERS_UP, Purpose.PARAMETERS_UP_TO_EVALUATE),
     *(Purpose.ACTIVATIONS_DOWN, Purpose.ACTIVATIONS_UP),
 )
+TO_EVALUATE = {  # what collectives inside of layers are for while a model is evaluated
+    Purpose.SUM_ACTIVATIONS: Purpose.SUM_TO_EVALUATE,
+    Purpose.SUM_LOSSES: Purpose.SUM_TO_EVALUATE,
+    Purpose.GATHER_ACTIVATIONS: Purpose.GATHER_TO_EVALUATE,
+}
 UPDATE, DISK, COMPUTE = "update", "disk", "compute"
 QUEUES = {  # tasks of one queue run one after the other
     Purpose.GRADIENTS_DOWN: "down",

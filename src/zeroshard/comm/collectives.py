@@ -49,6 +49,7 @@ class Comm:
         operands: memory in which ranks see each other's activations; None where they send them.
         counts: by purpose, since the last `reset`.
         digests: by group, a checksum of the labels of all its collectives so far, equal on ranks that started the same.
+        evaluates: whether the model is evaluated, so that collectives inside of layers are no training traffic.
         session: a number on which the ranks agreed, which keeps messages of different engines apart.
     """
 
@@ -57,6 +58,7 @@ class Comm:
         self.counts: dict[Purpose, Count] = defaultdict(Count)
         self.digests = {"gather": 0, "reduce": 0}
         self.session = 0
+        self.evaluates = False
         self.shared: Shared | None = None
         self.operands: SharedOperands | None = None
         self._network = mesh.platform.network(mesh.rank, mesh.ranks, mesh.device)

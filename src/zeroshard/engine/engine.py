@@ -147,7 +147,8 @@ class Engine(Readings):
         Raises:
             PlanError: gradients are on and the model is cut into stages. ModelError: dtypes do not fit in the forward.
         """
-        return self._order.evaluate(args, kwargs)
+        with nullcontext() if torch.is_grad_enabled() else self._axes.evaluating():
+            return self._order.evaluate(args, kwargs)
 
     @raises_budget_exceeded
     def backward(self, loss: torch.Tensor, count: Any = None, penalty: torch.Tensor | None = None) -> None:

@@ -8,7 +8,8 @@ import math
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -102,6 +103,17 @@ class Axes:
     def all(self) -> list[Comm]:
         """The collectives of each group of this rank, once."""
         return list(dict.fromkeys([self.world, self.alike, *(axis.comm for axis in self._known.values())]))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Collectives inside of layers are counted as those of an evaluation inside."""
+        for comm in self.all:
+            comm.evaluates = True
+        try:
+            yield
+        finally:
+            for comm in self.all:
+                comm.evaluates = False
 
     def begin(self) -> None:
         """Training begins; from here on, ranks that do the same have the same digests."""

@@ -20,7 +20,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.pending import Exchange, Pending, SideBySide
 from zeroshard.parts.place import Axis
 from zeroshard.platform.accelerator import is_accelerator
-from zeroshard.traffic import Purpose
+from zeroshard.traffic import TO_EVALUATE, Purpose
 
 SEQUENCE = -2  # the dimension of positions in [..., T, D]
 
@@ -54,7 +54,7 @@ class TensorRanks:
         """The largest of each element of `x` over the ranks, in the place of `x` if it is contiguous."""
         x = x.contiguous()
         if not x.is_meta and x.numel():
-            self._comm.all_reduce(x, purpose, label, maximum=True).wait()
+            self._comm.all_reduce(x, self.counted_as(purpose), label, maximum=True).wait()
         return x
 
     def gather(self, x: Tensor, dim: int, total: int, label: str) -> Tensor:
@@ -72,6 +72,10 @@ class TensorRanks:
     def start_scatter_sum(self, x: Tensor, dim: int, label: str) -> "ScatteringSum":
         """Start a `scatter_sum`."""
         return ScatteringSum(self, x, dim % x.dim(), label)
+
+    def counted_as(self, purpose: Purpose) -> Purpose:
+        """The purpose of a collective, which is another while the model is evaluated."""
+        return TO_EVALUATE[purpose] if self._comm.evaluates else purpose
 
     @property
     def comm(self) -> Comm:
@@ -91,7 +95,7 @@ class Summing:
         self._both: Tensor | None = None
         if x.is_meta or not x.numel():
             return
-        comm = ranks.comm
+        comm, purpose = ranks.comm, ranks.counted_as(purpose)
         if comm.operands is not None:
             self._pending = comm.side_by_side(x, 2 * x.numel(), purpose, label)
         elif ranks.size == 2 and not is_accelerator(x.device):
@@ -126,19 +130,20 @@ class Gathering:
         self._shape = (*x.shape[:dim], total, *x.shape[dim + 1 :])
         self._whole: Tensor | None = x.new_empty(self._shape) if x.is_meta else None
         self._pending: Pending | None = None
-        comm = ranks.comm
+        comm, purpose = ranks.comm, ranks.counted_as(Purpose.GATHER_ACTIVATIONS)
         if x.is_meta:
             return
+        elements = torch.Size(self._shape).numel()
         if comm.operands is not None:
-            elements = torch.Size(self._shape).numel()
-            self._pending = comm.side_by_side(x, elements, Purpose.GATHER_ACTIVATIONS, label)
+            self._pending = comm.side_by_side(x, elements, purpose, label)
             return
         chunk = -(-total // ranks.size)
         if x.shape[dim] < chunk:
             x = torch.cat((x, x.new_zeros(*x.shape[:dim], chunk - x.shape[dim], *x.shape[dim + 1 :])), dim)
         own = x.contiguous()
         self._parts = own.new_empty((ranks.size, *own.shape))
-        self._pending = comm.gather(self._parts.view(-1), own.view(-1), Purpose.GATHER_ACTIVATIONS, label)
+        padding = self._parts.numel() - elements
+        self._pending = comm.gather(self._parts.view(-1), own.view(-1), purpose, label, padding)
 
     def result(self) -> Tensor:
         """The whole [..., T, ...]."""
@@ -171,7 +176,7 @@ class ScatteringSum:
     def __init__(self, ranks: TensorRanks, x: Tensor, dim: int, label: str) -> None:
         self._ranks, self._dim, self._x = ranks, dim, x
         self._pending: SideBySide | Exchange | None = None
-        total, comm, purpose = x.shape[dim], ranks.comm, Purpose.SUM_ACTIVATIONS
+        total, comm, purpose = x.shape[dim], ranks.comm, ranks.counted_as(Purpose.SUM_ACTIVATIONS)
         start, stop = ranks.rows(total)
         self._start, self._length = start, stop - start
         if x.is_meta:
@@ -183,7 +188,8 @@ class ScatteringSum:
         if chunk * ranks.size != total:
             x = torch.cat((x, x.new_zeros(*before, chunk * ranks.size - total, *after)), dim)
         self._full = x.reshape(*before, ranks.size, chunk, *after).movedim(dim, 0).contiguous()
-        self._pending = comm.exchange(self._full.view(-1), x.new_empty, label, purpose=purpose)
+        padding = self._full.numel() - self._x.numel()
+        self._pending = comm.exchange(self._full.view(-1), x.new_empty, label, padding, purpose)
 
     def result(self) -> Tensor:
         """The own rows of the sum."""

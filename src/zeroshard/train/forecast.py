@@ -27,7 +27,10 @@ STEPS = 20  # before the comparison
 TRACKED, TIMED = 5, 6  # the step whose allocations are tracked; the first step whose time counts
 FEWEST = 8  # steps that are enough to compare
 MEMORY_BAR, TIME_BAR = 0.03, 0.2  # tolerated shares of the prediction; bytes on the wire must be equal
-NOT_PREDICTED = (Purpose.CONTROL, Purpose.SETUP, Purpose.GATHER_TO_EVALUATE, Purpose.SEND_TO_EVALUATE)
+NOT_PREDICTED = (
+    *(Purpose.CONTROL, Purpose.SETUP),
+    *(Purpose.GATHER_TO_EVALUATE, Purpose.SEND_TO_EVALUATE, Purpose.SUM_TO_EVALUATE),
+)
 ADDRESSES = 2**37  # bytes; a longer storage maps memory that other ranks own
 NO_PART = (type, ModuleType, FrameType, str, bytes, int, float)
 
