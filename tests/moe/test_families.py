@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from zeroshard.errors import ModelError
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of

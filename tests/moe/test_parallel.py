@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from moe.mixed import EXPERTS, WIDTH, batch, engine_of, follow, follow_all, plain, take
 from pool import Pool
 
 import zeroshard as zs
+from moe.mixed import EXPERTS, WIDTH, batch, engine_of, follow, follow_all, plain, take
 from zeroshard.moe import technique
 from zeroshard.parts.axes import Axes
 
