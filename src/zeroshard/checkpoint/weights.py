@@ -15,12 +15,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from zeroshard.checkpoint.boxes import Box, BoxValues
+from zeroshard.checkpoint.expert_names import Shape, StackedTensors, Tensors, are_stacked
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.stream import BLOCK, bytes_of
@@ -34,8 +35,6 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 WIDEST = 8  # bytes of the largest element that is not complex
 PREFIXES = 8  # prefixes that are tried: a model inside of another has one or two
 NAMED = 5  # names in a message
-
-Shape = tuple[int, ...]
 
 
 class WeightFiles:
@@ -54,7 +53,7 @@ class WeightFiles:
     def __init__(self, path: Path, tied: Mapping[str, str]) -> None:
         self.path = path
         self._tied = dict(tied)
-        self._files: _Files = _Checkpoint(path) if (path / MANIFEST).exists() else _Shards(path, files_of(path))
+        self._files: Tensors = _Checkpoint(path) if (path / MANIFEST).exists() else _Shards(path, files_of(path))
         self._buffers: set[str] = set()
         self._places = self._placed({name: name for name in self._files.shapes})
 
@@ -66,10 +65,15 @@ class WeightFiles:
             buffers: their shapes; None for one that is not read. A buffer that the files lack keeps its values.
             ignored: regular expressions for further names that the files may hold.
 
+        Weights of single experts stand for stacked ones where the model has such (`expert_names`).
+
         Raises:
-            CheckpointError: names are missing or unknown, or two prefixes fit; or a buffer has another shape.
+            CheckpointError: names are missing or unknown, or two prefixes fit; or a buffer has another shape; or
+                experts of a stack are missing.
         """
         wanted, patterns = set(parameters), [re.compile(pattern) for pattern in ignored]
+        if are_stacked(wanted):
+            self._files = StackedTensors(self._files, self.path)
         known = {*wanted, *self._tied, *buffers}
 
         def differences(names: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -164,16 +168,6 @@ class WeightFiles:
             f"{self.path} is of another model: it {' and '.join(parts)}{held}. Build the model that was trained there, "
             f"or give it these weights yourself before the engine is made."
         )
-
-
-class _Files(Protocol):
-    """Tensors by their names in the files."""
-
-    shapes: dict[str, Shape]
-
-    def fill(self, name: str, targets: Sequence[BoxValues]) -> None: ...
-
-    def whole(self, name: str) -> torch.Tensor: ...
 
 
 class _Checkpoint:

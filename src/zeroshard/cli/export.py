@@ -13,6 +13,7 @@ import torch
 import tyro
 
 from zeroshard.checkpoint import CheckpointDisk, Reader, Slot, write_tensors
+from zeroshard.checkpoint.expert_names import FAMILIES, in_files
 from zeroshard.checkpoint.folder import find_checkpoint
 from zeroshard.checkpoint.stream import in_order
 from zeroshard.checkpoint.weights import INDEX, SINGLE
@@ -45,12 +46,12 @@ class Export:
 
     Attributes:
         shards: by file name, the tensors in it, sorted as they are written.
-        sources: by the name in the files, the full name in the checkpoint.
+        sources: by the name in the files, the full name in the checkpoint, and the first element there.
         config: content of `config.json`; None for a model that transformers does not know.
     """
 
     shards: dict[str, list[Slot]]
-    sources: dict[str, str]
+    sources: dict[str, tuple[str, int]]
     config: dict[str, Any] | None
 
 
@@ -82,8 +83,8 @@ def run_export(argv: Sequence[str]) -> None:
 def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
     """Assign tensors to names and files.
 
-    A model of transformers is written as its own `save_pretrained` does: tied parameters once, `config.json` beside
-    them. Of any other model all names of its state dict are written.
+    A model of transformers is written as its own `save_pretrained` does: tied parameters once, experts one by one where
+    its family has them so, `config.json` beside them. Of any other model all names of its state dict are written.
 
     Args:
         dtype: of floating-point tensors; None for as they are.
@@ -94,11 +95,14 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
     sources = {name: f"{kind}:{name}" for kind in ("weight", "buffer") for name in reader.names(kind)}
     if config is None and isinstance(tied, dict):
         sources |= {name: sources[str(first)] for name, first in tied.items() if str(first) in sources}
-    slots = []
+    family = FAMILIES.get(str(config.get("model_type"))) if config is not None else None
+    slots, places = [], {}
     for name, source in sources.items():
         entry = reader.tensors[source]
         kind = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
-        slots.append(Slot(name, kind, entry.shape))
+        for part in in_files(name, entry.shape, family):
+            slots.append(Slot(part.name, kind, part.shape))
+            places[part.name] = source, part.start
     if config is not None:
         floating = {slot.dtype for slot in slots if slot.dtype.is_floating_point}
         if len(floating) == 1:  # else the configuration's own stays
@@ -113,7 +117,7 @@ def planned(reader: Reader, dtype: torch.dtype | None, most: int) -> Export:
         nbytes += slot.nbytes
     names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)]
     named = zip(names if len(parts) > 1 else [SINGLE], parts, strict=True)
-    return Export({file: sorted(part, key=lambda s: in_order(s.dtype)) for file, part in named}, sources, config)
+    return Export({file: sorted(part, key=lambda s: in_order(s.dtype)) for file, part in named}, places, config)
 
 
 def write_export(export: Export, reader: Reader, out: Path) -> None:
@@ -151,15 +155,17 @@ def write_export(export: Export, reader: Reader, out: Path) -> None:
             disk.remove(temporary)  # renamed already if all went well
 
 
-def _values(slots: list[Slot], sources: dict[str, str], reader: Reader, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def _values(
+    slots: list[Slot], sources: dict[str, tuple[str, int]], reader: Reader, buffer: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """The values of tensors one after the other, all in the same buffer."""
     for slot in slots:
         values = buffer[: slot.nbytes].view(slot.dtype)
-        source = sources[slot.key]
+        source, start = sources[slot.key]
         if source.startswith("buffer:"):
             values.copy_(reader.whole(source))
         else:
-            reader.read(source, values, 0)
+            reader.read(source, values, start)
         narrowed = slot.dtype == torch.float16 and reader.tensors[source].dtype != slot.dtype
         if narrowed and values.numel() and not all(math.isfinite(end.item()) for end in torch.aminmax(values)):
             raise CheckpointError(
