@@ -14,7 +14,7 @@ from zeroshard.checkpoint.expert_names import MIXTRAL, USUAL, StackedTensors, in
 from zeroshard.cli.main import main
 from zeroshard.errors import CheckpointError
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 from moe.families import FAMILIES, seeded
 
 SPLIT = {"mixtral": "block_sparse_moe.experts.3.w3.weight", "olmoe": "mlp.experts.3.up_proj.weight"}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeroshard.moe.layer import SWIGLU, FeedForward, MoE, SharedExpert
     from zeroshard.moe.noise import Noise
     from zeroshard.moe.presets import router_of
+    from zeroshard.moe.replace import Replacement, Upcycling, replace_ffn
     from zeroshard.moe.router import Router
     from zeroshard.moe.routing import Routing
     from zeroshard.moe.selection import ExpertChoice, GroupLimited
@@ -36,6 +37,9 @@ else:
         "SharedExpert": "layer",
         "Noise": "noise",
         "router_of": "presets",
+        "Replacement": "replace",
+        "Upcycling": "replace",
+        "replace_ffn": "replace",
         "Router": "router",
         "Routing": "routing",
         "ExpertChoice": "selection",
@@ -62,10 +66,13 @@ __all__ = [
     "Losses",
     "MoE",
     "Noise",
+    "Replacement",
     "Router",
     "Routing",
     "SecondChoice",
     "SharedExpert",
     "Statistics",
+    "Upcycling",
+    "replace_ffn",
     "router_of",
 ]
