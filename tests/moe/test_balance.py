@@ -145,3 +145,13 @@ def test_losses_of_no_weight_are_not_there() -> None:
     router = router_of("switch", WIDTH, EXPERTS, losses=Losses())
     routing = router(torch.randn(9, WIDTH))
     assert not routing.losses and routing.penalty is None
+
+
+def test_layers_that_collapse_onto_different_experts_are_not_balanced() -> None:
+    """Counts and probabilities summed over layers before their product, as elsewhere, would make this 1."""
+    routers = [router_of("switch", 4, 4, noise=None, losses=Losses(balance=1.0)) for _ in range(4)]
+    for n, router in enumerate(routers):
+        with torch.no_grad():
+            router.weight.copy_(torch.eye(4)[n].unsqueeze(-1) * 20)
+    losses = [router(torch.ones(32, 4)).losses["balance"].item() for router in routers]
+    assert losses == pytest.approx([4.0] * 4, rel=1e-4)
