@@ -7,6 +7,7 @@ Shapes: T tokens, k choices, R rows, n rows of one tile, D width, M made feature
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +79,12 @@ def check_counts(counts: Sequence[int], experts: int, rows: int) -> None:
 def _apply(x: Tensor, gates: Tensor | None, stack: Stack, order: RowOrder | None, counts: tuple[int, ...]) -> Tensor:
     check_counts(counts, len(stack.up), len(x) if order is None else order.rows)
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    known = torch.amp.is_autocast_available(device)  # not of the meta device
+    if known and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     job = _Job(stack.activation, stack.transposed, order, counts, torch.is_grad_enabled())
     weights = (stack.up, stack.up_bias, stack.down, stack.down_bias)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(device, enabled=False) if known else nullcontext():
         done: Tensor = _Experts.apply(x.contiguous(), gates, *weights, job)  # type: ignore[no-untyped-call]
     return done
 
