@@ -48,7 +48,7 @@ def order_of(routing: Routing, experts: int) -> RowOrder:
     """
     tokens, k = routing.experts.shape
     chosen = routing.experts.reshape(-1)
-    if chosen.is_meta or type(chosen.detach()) is not Tensor:  # without values, in a rehearsal: balanced, and all kept
+    if without_values(chosen):  # in a rehearsal: balanced, and all kept
         counts = tuple((len(chosen) + expert) // experts for expert in range(experts))
         return RowOrder(chosen, chosen, counts, (tokens, k))
     kept = None if routing.kept is None else routing.kept.reshape(-1).nonzero().squeeze(1)
@@ -63,6 +63,11 @@ def order_of(routing: Routing, experts: int) -> RowOrder:
             f"weights, such as the identity, cannot be dispatched to; apply them beside the mixture."
         )
     return RowOrder(choices, choices if k == 1 else choices // k, counts, (tokens, k))
+
+
+def without_values(x: Tensor) -> bool:
+    """Whether a tensor has a shape alone, as those of a rehearsal."""
+    return x.is_meta or type(x.detach()) is not Tensor
 
 
 def gather_rows(x: Tensor, order: RowOrder) -> Tensor:

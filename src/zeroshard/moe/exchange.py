@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Comm
+from zeroshard.moe.dispatch import without_values
 from zeroshard.parts.place import Axis
 from zeroshard.traffic import Purpose
 
@@ -105,21 +106,24 @@ class ExpertRanks:
         """Tell all ranks how many rows this one has for each expert; a collective call.
 
         Args:
-            like: a tensor of the rows' device; on the meta device all ranks are taken to have the same.
+            like: a tensor of the rows' device; where it has no values, all ranks are taken to have the same.
         """
         held = shared_out(len(counts), self.size)
         if like.is_meta:
             return Delivery([counts] * self.size, held, self.rank)
+        table: Table
         own, comm = torch.tensor(counts, dtype=torch.int64, device=like.device), self._comm
         if comm.operands is not None:
             shown = comm.side_by_side(own, self.size * len(counts), Purpose.COUNT_TOKENS, label)
             shown.wait()
-            table = [shown.of(rank, own.shape).tolist() for rank in range(self.size)]
+            tables = [shown.of(rank, own.shape) for rank in range(self.size)]
+            table = [counts if without_values(each) else each.tolist() for each in tables]
             shown.done()
             return Delivery(table, held, self.rank)
         everyone = own.new_empty(self.size * len(counts))
         comm.gather(everyone, own, Purpose.COUNT_TOKENS, label).wait()
-        return Delivery(everyone.view(self.size, -1).tolist(), held, self.rank)
+        table = [counts] * self.size if without_values(own) else everyone.view(self.size, -1).tolist()
+        return Delivery(table, held, self.rank)
 
     def there(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
         """[R, D] -> [M, D]: bring rows to the ranks of their experts; a collective call."""

@@ -8,7 +8,6 @@ divided by all data ranks, as those of dense layers.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from zeroshard.errors import ModelError, PlanError
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.exchange import ExpertRanks, returned, sent, shared_out
 from zeroshard.moe.experts import weighed
+from zeroshard.moe.families import FoundExperts, find_experts
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.moe.routing import Routing
 from zeroshard.parts.place import Axis, Piece, Split
@@ -66,30 +66,31 @@ class ExpertTechnique:
             PlanError: the model has no mixtures, or one with fewer experts than ranks. ModelError: experts that cannot
                 be told apart.
         """
-        axis, found = axes[AXIS], dict(mixtures(model))
+        axis, found = axes[AXIS], find_experts(model)
         self._check(found, type(model).__name__)
         self._share_memory(axis)
         ranks = ExpertRanks(axis, self._machines(axis) if self._policy.two_level else None)
         places: dict[nn.Parameter, Split] = {}
-        for path, mixture in found.items():
-            first, stop = shared_out(mixture.experts, axis.size)[axis.rank]
-            cuts = {p: _split(p, pieces) for p, pieces in _pieces(path, mixture, first, stop)}
+        for each in found:
+            first, stop = shared_out(each.experts, axis.size)[axis.rank]
+            cuts = {p: _split(p, pieces) for p, pieces in _pieces(each, first, stop)}
             places |= _replace(model, cuts)
-            mixture.forward = ExchangedForward(mixture, ranks, path)
+            each.count()
+            each.install(ExchangedForward(each, ranks))
         return places
 
-    def _check(self, found: Mapping[str, Any], name: str) -> None:
+    def _check(self, found: Sequence[FoundExperts], name: str) -> None:
         ranks = self._policy.ranks
         if not found:
             raise PlanError(
                 f"expert_parallel={ranks} is for models with mixtures of experts, and {name} has none. Put zs.moe.MoE "
                 f"into it, or let zs.moe.replace_ffn(model) do so; or leave expert_parallel out."
             )
-        for path, mixture in found.items():
-            if mixture.experts < ranks:
+        for each in found:
+            if each.experts < ranks:
                 raise PlanError(
-                    f"expert_parallel={ranks} is more than the {mixture.experts} experts of {path!r}. Set it to "
-                    f"{mixture.experts} at most; more ranks share a layer with tensor_parallel, which splits each "
+                    f"expert_parallel={ranks} is more than the {each.experts} experts of {each.path!r}. Set it to "
+                    f"{each.experts} at most; more ranks share a layer with tensor_parallel, which splits each "
                     f"expert."
                 )
 
@@ -120,59 +121,42 @@ class ExpertTechnique:
         return found
 
 
-def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of experts, with their paths: those that have `experts`, a number, and can `compute` sorted rows."""
-    for path, module in model.named_modules():
-        if isinstance(getattr(module, "experts", None), int) and callable(getattr(module, "compute", None)):
-            yield path, module
-
-
 class ExchangedForward:
-    """The forward of a mixture whose experts lie on several ranks; a collective call of these."""
+    """The forward of experts that lie on several ranks; a collective call of these."""
 
-    def __init__(self, mixture: Any, ranks: ExpertRanks, path: str) -> None:
-        self._mixture, self._ranks, self._path = mixture, ranks, path
-        self._stacked = not any(True for _ in _lists(mixture))
+    def __init__(self, found: FoundExperts, ranks: ExpertRanks) -> None:
+        self._found, self._ranks = found, ranks
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """[T, D] -> [T, D]."""
-        mixture, ranks, label = self._mixture, self._ranks, self._path
-        order = order_of(routing, mixture.experts)
+        found, ranks, label = self._found, self._ranks, self._found.path
+        order = order_of(routing, found.experts)
         delivery = ranks.delivery(order.counts, x, f"rows of {label}")
         rows = sent(gather_rows(x, order), ranks, delivery, f"rows of {label}")
         first, stop = delivery.held[ranks.rank]
         counts = delivery.local
-        if not self._stacked:  # modules of other ranks' experts are there, and empty
-            counts = [*(0,) * first, *counts, *(0,) * (mixture.experts - stop)]
-        made = returned(mixture.compute(rows, counts, None), ranks, delivery, f"outputs of {label}")
+        if found.modules:  # those of other ranks' experts are there, and empty
+            counts = [*(0,) * first, *counts, *(0,) * (found.experts - stop)]
+        made = returned(found.compute(rows, counts, None), ranks, delivery, f"outputs of {label}")
         return combine(weighed(made, gather_gates(routing.gates, order)), order)
 
 
-def _lists(mixture: Any) -> Iterator[nn.ModuleList]:
-    """Lists with a module for each expert."""
-    for module in mixture.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == mixture.experts:
-            yield module
-
-
-def _pieces(path: str, mixture: Any, first: int, stop: int) -> Iterator[tuple[nn.Parameter, tuple[Piece, ...]]]:
-    """The parameters of a mixture's experts, with what a rank keeps of them along dimension 0.
+def _pieces(found: FoundExperts, first: int, stop: int) -> Iterator[tuple[nn.Parameter, tuple[Piece, ...]]]:
+    """The parameters of experts, with what a rank keeps of them along dimension 0.
 
     Raises:
         ModelError: an expert has a parameter without dimensions.
     """
-    for parameter in mixture.parameters(recurse=False):
-        if parameter.dim() and len(parameter) == mixture.experts:
-            yield parameter, (Piece(first, stop),)
-    for modules in _lists(mixture):
-        for number, module in enumerate(modules):
-            for name, parameter in module.named_parameters():
-                if not parameter.dim():
-                    raise ModelError(
-                        f"The parameter {name!r} of the experts of {path!r} is a scalar, which expert_parallel cannot "
-                        f"keep on one rank; give it one dimension: torch.ones(1)."
-                    )
-                yield parameter, (Piece(0, len(parameter)),) if first <= number < stop else ()
+    for name in found.stacked:
+        yield found.module.get_parameter(name), (Piece(first, stop),)
+    for number, module in enumerate(found.modules):
+        for name, parameter in module.named_parameters():
+            if not parameter.dim():
+                raise ModelError(
+                    f"The parameter {name!r} of the experts of {found.path!r} is a scalar, which expert_parallel "
+                    f"cannot keep on one rank; give it one dimension: torch.ones(1)."
+                )
+            yield parameter, (Piece(0, len(parameter)),) if first <= number < stop else ()
 
 
 def _split(parameter: nn.Parameter, pieces: tuple[Piece, ...]) -> Split:

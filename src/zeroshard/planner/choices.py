@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from zeroshard.moe.choice import SharingExperts
 from zeroshard.offload.choice import Offloading
 from zeroshard.pipeline.choice import Stages
 from zeroshard.plan import Plan
@@ -18,6 +19,7 @@ class Choices(NamedTuple):
     stages: Stages
     splitting: Splitting
     slicing: Slicing
+    sharing_experts: SharingExperts
     computing: Computing
     drawing: Drawing
     offloading: Offloading
@@ -46,6 +48,7 @@ def choices_of(plan: Plan) -> Choices:
             reduce_every=plan.reduce_every,
             reduces_each=plan.reduces_each_microbatch,
         ),
+        SharingExperts(plan.experts.ranks, plan.experts.two_level),
         Computing(plan.precision, plan.scales_loss),
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),

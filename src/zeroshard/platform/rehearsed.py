@@ -199,6 +199,12 @@ class RehearsedNetwork(Network):
         self._rehearsal.fill(into, out)
         return Imagined(self._rehearsal.clock)
 
+    def all_to_all_rows(
+        self, into: torch.Tensor, rows: torch.Tensor, receives: list[int], sends: list[int], group: Group
+    ) -> dist.Work:
+        """As if every rank had rows such as these; their values are not filled in."""
+        return self._rehearsal.begin("exchange", max(into.nbytes, rows.nbytes))
+
     def all_reduce(self, tensor: torch.Tensor, group: Group, maximum: bool) -> dist.Work:
         """As if every rank held the same."""
         rehearsal = self._rehearsal
@@ -257,8 +263,9 @@ class OwnMemory(SharedMemory):
         self._published[label] = tensor
 
     def theirs(self, rank: int, label: str, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's own buffer."""
-        return self._published[label].view(dtype)[start : start + numel]
+        """This rank's own buffer; other elements where it has not as many."""
+        own = self._published[label].view(dtype)
+        return own[start : start + numel] if start + numel <= own.numel() else own.new_zeros(numel)
 
     def post(self, signal: Signal) -> None:
         """Do nothing, as there is no other rank."""
