@@ -133,8 +133,8 @@ def elements(case: str, rank: int, machines: int) -> int:
     if machines == 1:
         out = sum(rows[rank][other] for other in range(4) if other != rank)
         back = sum(rows[other][rank] for other in range(4) if other != rank)
-        return 2 * (out + back) * WIDTH
-    return 2 * total_of(rows, rank) * WIDTH
+        return (out + back) * (2 * WIDTH + 1)  # gates go there, and their gradients back
+    return total_of(rows, rank) * (2 * WIDTH + 1)
 
 
 def total_of(rows: Sequence[Sequence[int]], rank: int) -> int:

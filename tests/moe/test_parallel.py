@@ -272,9 +272,9 @@ def balanced(mesh: zs.Mesh, plan: Settings) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("transport", ["network", "shared"])
 def test_bytes_of_the_exchange_are_those_of_the_formula(pool: Pool, transport: str) -> None:
-    """4·k·T·d·(n-1)/n in each layer: there and back, forward and backward; and counts of E experts of n ranks."""
+    """k·T·(4·d + 2)·(n-1)/n in each layer: rows there and back, forward and backward, and gates; E counts of n ranks."""
     tokens, choices, layers, ranks = 3 * 5, 2, 2, 2
-    rows = 4 * choices * tokens * WIDTH * (ranks - 1) // ranks * layers
+    rows = choices * tokens * (4 * WIDTH + 2) * (ranks - 1) // ranks * layers
     for found in pool.run(balanced, ranks, {**EP2, "zero": 2, "transport": transport}):
         assert found["exchange tokens"] == (rows, 4 * rows if transport == "network" else 0)
         assert found["count tokens"][0] == layers * ranks * EXPERTS

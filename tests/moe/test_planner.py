@@ -12,7 +12,7 @@ import zeroshard as zs
 from moe.mixed import Mixed, batch, optimizer
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
-from zeroshard.planner.search.text import describe
+from zeroshard.planner.search.text import short
 
 ROWS = 6
 CASES: list[tuple[int, dict[str, Any]]] = [
@@ -52,5 +52,5 @@ def test_states_and_traffic_to_the_byte(pool: Pool, ranks: int, plan: dict[str, 
 
 def test_a_plan_is_described() -> None:
     plan = zs.Plan(expert_parallel=zs.ExpertParallel(4, two_level=True), zero=2)
-    assert "experts 4" in describe(plan, 8) and "tokens in two levels" in describe(plan, 8)
+    assert short(plan, 8) == "zero 2, experts 4, fp32, tokens in two levels"
     assert any("all experts alike" in note for choice in choices_of(plan) for note in choice.notes(""))

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from zeroshard.errors import ModelError, PlanError
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.exchange import ExpertRanks, returned, sent, shared_out
-from zeroshard.moe.experts import weighed
 from zeroshard.moe.families import FoundExperts, find_experts
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.moe.routing import Routing
@@ -122,7 +121,10 @@ class ExpertTechnique:
 
 
 class ExchangedForward:
-    """The forward of experts that lie on several ranks; a collective call of these."""
+    """The forward of experts that lie on several ranks; a collective call of these.
+
+    Gates go with their rows: where an expert multiplies by them, nothing keeps its outputs for the gates' gradients.
+    """
 
     def __init__(self, found: FoundExperts, ranks: ExpertRanks) -> None:
         self._found, self._ranks = found, ranks
@@ -132,13 +134,14 @@ class ExchangedForward:
         found, ranks, label = self._found, self._ranks, self._found.path
         order = order_of(routing, found.experts)
         delivery = ranks.delivery(order.counts, x, f"rows of {label}")
+        gates = sent(gather_gates(routing.gates, order).unsqueeze(-1), ranks, delivery, f"gates of {label}")
         rows = sent(gather_rows(x, order), ranks, delivery, f"rows of {label}")
         first, stop = delivery.held[ranks.rank]
         counts = delivery.local
         if found.modules:  # those of other ranks' experts are there, and empty
             counts = [*(0,) * first, *counts, *(0,) * (found.experts - stop)]
-        made = returned(found.compute(rows, counts, None), ranks, delivery, f"outputs of {label}")
-        return combine(weighed(made, gather_gates(routing.gates, order)), order)
+        made = found.compute(rows, counts, gates.squeeze(-1))
+        return combine(returned(made, ranks, delivery, f"outputs of {label}"), order)
 
 
 def _pieces(found: FoundExperts, first: int, stop: int) -> Iterator[tuple[nn.Parameter, tuple[Piece, ...]]]:
