@@ -149,6 +149,8 @@ class ExpertModules(nn.Module):
         ModelError: two experts are one module.
     """
 
+    undivided = True  # into units: which experts run depends on the routing
+
     def __init__(self, make: Callable[[], nn.Module], experts: int) -> None:
         super().__init__()
         self.experts = experts

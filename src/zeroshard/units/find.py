@@ -10,6 +10,7 @@ from torch import nn
 from zeroshard.errors import PlanError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+UNDIVIDED = "undivided"  # an attribute, true of modules in which no unit begins: not all of them run in each forward
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +60,7 @@ def find_units(model: nn.Module, wanted: Sequence[str] | None = None) -> list[Un
 
 
 def _repeated(module: nn.Module, path: str) -> Iterator[str]:
-    children = list(module.named_children())
+    children = [] if getattr(module, UNDIVIDED, False) else list(module.named_children())
     kinds = Counter(type(child) for _, child in children if next(child.parameters(), None) is not None)
     for name, child in children:
         where = f"{path}.{name}" if path else name
@@ -83,8 +84,17 @@ def _named(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
                 else f"Name a path or one of its classes: {', '.join(sorted(classes))}."
             )
             raise PlanError(f"The unit {want!r} names no class and no path in the model. {hint}")
+    whole = [path for path, module in modules.items() if getattr(module, UNDIVIDED, False)]
     for path, module in modules.items():
         if path in wanted or type(module).__name__ in wanted:
+            around = next(
+                (each for each in whole if path.startswith(f"{each}." if each else "") and path != each), None
+            )
+            if around is not None:
+                raise PlanError(
+                    f"The unit {path!r} is inside of {around!r}, whose modules do not all run in each forward, so that "
+                    f"ranks would wait for each other. Name {around!r} or a module around it."
+                )
             yield path
 
 
