@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import ModelError
-from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
-from zeroshard.moe.families import FoundExperts, find_experts
+from zeroshard.moe.families import find_experts
 from zeroshard.moe.layer import MoE
-from zeroshard.moe.routing import Routing
 
 pytest.importorskip("transformers")
-from moe.families import FAMILIES, seeded, words
+from moe.families import FAMILIES, route, routed, seeded, words
 
 MIXTURES = {
     "mixtral": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
@@ -30,17 +28,6 @@ STACKED = {
     "gpt_oss": ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
     "switch_transformers": (),
 }
-
-
-def route(found: FoundExperts) -> Any:
-    """A forward that does what ranks which exchange rows do, on all experts at once."""
-
-    def forward(x: Tensor, routing: Routing) -> Tensor:
-        order = order_of(routing, found.experts)
-        rows = found.compute(gather_rows(x, order), order.counts, gather_gates(routing.gates, order))
-        return combine(rows, order)
-
-    return forward
 
 
 def results(model: Any, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,9 +64,7 @@ def test_the_routed_forward_equals_the_modules_own(family: str, eager: bool) -> 
 def compare(model: Any, step: int = 0) -> None:
     """The model's results before and after its experts get routed forwards."""
     expected = results(model, step)
-    for found in find_experts(model):
-        found.install(route(found))
-    loss, gradients = results(model, step)
+    loss, gradients = results(routed(model), step)
     assert abs(loss - expected[0]) <= 1e-6 * expected[0].abs()
     for name, gradient in expected[1].items():
         scale = gradient.abs().max().clamp(min=0.1)
