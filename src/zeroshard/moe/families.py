@@ -23,6 +23,7 @@ from zeroshard.moe.experts import compute_modules, with_gradients
 from zeroshard.moe.kernels import Stack, expert_rows
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
+from zeroshard.parts.technique import ROWS_OF_OTHERS
 from zeroshard.tensor.trial import apart
 
 Forward = Callable[[Tensor, Routing], Tensor]
@@ -56,7 +57,9 @@ class FoundExperts:
     compute: Compute
 
     def install(self, forward: Forward) -> None:
-        """Put a forward of tokens [T, D] and their routing in the place of the module's own."""
+        """Put a forward of tokens [T, D] and their routing, which may be exchanged, in the place of the module's own."""
+        for each in self.modules:
+            setattr(each, ROWS_OF_OTHERS, True)
         made = RoutedForward(self.module, self.experts, forward) if _takes_choices(self.module) else forward
         self.module.forward = made
 

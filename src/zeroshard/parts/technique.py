@@ -11,6 +11,8 @@ from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Cuts
 from zeroshard.parts.zones import ActivationZones
 
+ROWS_OF_OTHERS = "gets_rows_of_others"  # an attribute, true of modules that get rows of other data ranks
+
 
 @dataclass(frozen=True, slots=True)
 class NewAxis:

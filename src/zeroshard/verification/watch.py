@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.parts.technique import ROWS_OF_OTHERS
 from zeroshard.units.hooks import outside
 from zeroshard.units.tensors import tensors_in
 from zeroshard.verification.sketch import Sketch, sketch
@@ -40,7 +41,7 @@ class ModuleCall:
 
 
 class Watch:
-    """Hooks on every module of a model, which torch.compile leaves out of its graphs.
+    """Hooks on the modules of a model, which torch.compile leaves out of its graphs; not on those for rows of others.
 
     Args:
         part: the number of the microbatch with these arguments of the model; None for one that is not compared.
@@ -57,9 +58,13 @@ class Watch:
         self.calls: dict[int, dict[Place, ModuleCall]] = {}
         self.now: int | None = None
         model.register_forward_pre_hook(outside(self._enter_model), with_kwargs=True)
+        apart: list[str] = []  # what these modules get is not what they get in the plain loop
         for path, module in model.named_modules():
-            module.register_forward_pre_hook(outside(partial(self._enter, path)), with_kwargs=True)
-            module.register_forward_hook(outside(partial(self._leave, path)))
+            if getattr(module, ROWS_OF_OTHERS, False):
+                apart.append(f"{path}.")
+            if not f"{path}.".startswith(tuple(apart)):
+                module.register_forward_pre_hook(outside(partial(self._enter, path)), with_kwargs=True)
+                module.register_forward_hook(outside(partial(self._leave, path)))
         model.register_forward_hook(outside(self._leave_model), always_call=True)
 
     @contextmanager
