@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from pool import Pool
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from zeroshard.cli.main import main
 from zeroshard.errors import CheckpointError
 
 pytest.importorskip("transformers")
-from moe.families import FAMILIES, seeded
+from moe.families import FAMILIES, seeded, words
 
 SPLIT = {"mixtral": "block_sparse_moe.experts.3.w3.weight", "olmoe": "mlp.experts.3.up_proj.weight"}
 
@@ -61,6 +62,37 @@ def test_weights_are_read_in_either_form(family: str, form: str, tmp_path: Path)
     state, expected = engine.state_dict(), model.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(values, expected[name]) for name, values in state.items())
+
+
+def train_and_save(mesh: zs.Mesh, family: str, zero: int, path: str) -> dict[str, Tensor]:
+    """Weights after a step with experts on two ranks, which are saved."""
+    plan = zs.Plan(zero=zero, expert_parallel=2)
+    engine = zs.Engine(seeded(family, experts=6), torch.optim.AdamW, plan, mesh=mesh)
+    engine.train_step(words(mesh.rank))
+    engine.save(path, wait=True)
+    return engine.state_dict()
+
+
+def load_elsewhere(mesh: zs.Mesh, family: str, zero: int, path: str) -> dict[str, Tensor]:
+    """Weights that were read from files with experts on two ranks."""
+    torch.manual_seed(mesh.rank)
+    plan = zs.Plan(zero=zero, expert_parallel=2)
+    engine = zs.Engine(FAMILIES[family](experts=6), torch.optim.AdamW, plan, mesh=mesh)
+    engine.load_weights(path)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    "zero, family", [(0, "mixtral"), (3, "deepseek_v3"), (2, "gpt_oss"), (3, "switch_transformers")]
+)
+def test_experts_of_several_ranks_are_exported_and_read(pool: Pool, family: str, zero: int, tmp_path: Path) -> None:
+    state = pool.run(train_and_save, 2, family, zero, str(tmp_path / "c"))[0]
+    main(["export", str(tmp_path / "c"), "--out", str(tmp_path / "w")])
+    model, facts = type(FAMILIES[family]()).from_pretrained(tmp_path / "w", output_loading_info=True)  # type: ignore[attr-defined]
+    assert not facts["missing_keys"] and not facts["unexpected_keys"] and not facts["mismatched_keys"]
+    assert all(torch.equal(values, state[name]) for name, values in model.state_dict().items())
+    for found in pool.run(load_elsewhere, 2, family, 3 - zero, str(tmp_path / "w")):
+        assert all(torch.equal(values, state[name]) for name, values in found.items())
 
 
 @pytest.mark.parametrize("damage", ["missing", "last", "unknown", "shape"])

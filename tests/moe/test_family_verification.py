@@ -1,13 +1,17 @@
 """`zeroshard verify` finds nothing on models of transformers under expert parallelism, and names its published bugs."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from pool import Pool
+from verification.injected import around
 
 import zeroshard as zs
+from zeroshard.parts.axes import Axes, PlaceKind
+from zeroshard.parts.place import Place
 from zeroshard.verification.job import VerificationJob
 from zeroshard.verification.observe import RankRecord, observe
 from zeroshard.verification.run import compared
@@ -19,9 +23,12 @@ from moe.families import FAMILIES, seeded, words
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-zero0": (2, {"expert_parallel": 2, "zero": 0}),
-    "ep2-zero3-m2": (2, {"expert_parallel": 2, "zero": 3, "transport": "network", "microbatches": 2}),
-    "ep4-zero2-clip": (4, {"expert_parallel": 4, "zero": 2, "clip_norm": 0.05}),
-    "ep2x2-zero3": (4, {"expert_parallel": 2, "zero": 3}),
+    "ep2-zero3-m2": (
+        2,
+        {"expert_parallel": 2, "zero": 3, "transport": "network", "microbatches": 2, "clip_norm": 0.05},
+    ),
+    "ep4-zero2": (4, {"expert_parallel": 4, "zero": 2}),
+    "ep2x2-zero3": (4, {"expert_parallel": 2, "zero": 3, "clip_norm": 0.05}),
 }
 
 
@@ -45,3 +52,25 @@ def test_families_give_no_false_alarm(pool: Pool, plan: str) -> None:
         found = compared(made, [answer[number] for answer in answers])
         assert found.ok, f"{family}: {found}"
         assert sum(row.count for row in found.table) > 30
+
+
+def observe_multiplied(mesh: zs.Mesh, made: VerificationJob) -> RankRecord:
+    """What a rank sees while gradients of experts are divided by the ranks that hold the same ones (pytorch#160285)."""
+
+    def place(original: Any, self: Axes, kind: PlaceKind) -> Place:
+        found: Place = original(self, kind)
+        return replace(found, divisor=found.divisor // made.plan.experts.ranks) if kind.axis else found
+
+    with around(Axes, "_place", place):
+        return observe(mesh, made)
+
+
+@pytest.mark.parametrize("plan", ["ep2-zero0", "ep2-zero3-m2", "ep4-zero2", "ep2x2-zero3"])
+@pytest.mark.parametrize("family", ["mixtral", "switch_transformers"])
+def test_gradients_of_experts_that_are_multiplied_are_named(pool: Pool, family: str, plan: str) -> None:
+    broken = job(family, plan)
+    found = compared(broken, pool.run(observe_multiplied, broken.ranks, broken))
+    assert found.first is not None and found.first.what == "gradient", str(found)
+    assert ".mlp.experts" in found.first.module
+    times = broken.plan.experts.ranks
+    assert f"it is {times} times the mean: the sum is divided by a wrong number of ranks" in found.first.cause

@@ -1,13 +1,18 @@
 """Dense models become mixtures: what is replaced, what stays, and what the experts begin as."""
 
 import copy
+import dataclasses
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pool import Pool
 from torch import Tensor, nn
 
+import zeroshard as zs
 from zeroshard.errors import ModelError
 from zeroshard.moe.experts import ExpertModules, Experts
 from zeroshard.moe.gating import Gating
@@ -17,6 +22,7 @@ from zeroshard.moe.router import Router
 from zeroshard.train.gpt import GPT, GPTConfig
 
 transformers = pytest.importorskip("transformers")
+OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 TEXT: dict[str, Any] = {"vocab_size": 29, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 LLAMA: dict[str, Any] = {
     **{"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4, "num_attention_heads": 2},
@@ -227,6 +233,59 @@ def test_replaced_models_write_train_with_recomputation_and_are_saved(tmp_path: 
 
     again.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def upcycled(name: str) -> Any:
+    """A model with mixtures in training."""
+    model = drawn(name)
+    replace_ffn(model, experts=4, router="switch", capacity=math.inf, upcycling=Upcycling(noise=0.1))
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.gating = dataclasses.replace(module.gating, noise=None)  # which would differ from one process
+    return model.train()
+
+
+def train_upcycled(mesh: zs.Mesh, name: str, plan: dict[str, Any]) -> Any:
+    """Losses of this rank and the weights after three steps."""
+    engine = zs.Engine(upcycled(name), OPTIMIZER, zs.Plan.from_dict(plan), mesh=mesh)
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(2, 29, (4, 9), generator=torch.Generator().manual_seed(step)).chunk(mesh.ranks)[
+            mesh.rank
+        ]
+        losses.append(float(engine.train_step({"input_ids": tokens, "labels": tokens}).loss))
+    return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 3}], ids=["zero0", "zero3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_replaced_models_train_on_several_ranks_as_on_one(pool: Pool, name: str, plan: dict[str, Any]) -> None:
+    # losses of balance are those of microbatches
+    losses, weights = pool.run(train_upcycled, 1, name, {"zero": 0, "microbatches": 2})[
+        0
+    ]  # losses of balance are of those
+    answers = pool.run(train_upcycled, 2, name, {**plan, "expert_parallel": 2})
+    for step, loss in enumerate(losses):
+        assert sum(mine[step] for mine, _ in answers) / 2 == pytest.approx(loss, rel=1e-5)
+    for _, found in answers:
+        assert found.keys() == weights.keys()
+        assert all(torch.allclose(found[each], weights[each], rtol=1e-4, atol=1e-5) for each in weights)
+
+
+def from_meta(mesh: zs.Mesh) -> list[float]:
+    """Sums of the experts' weights of a model that was on the meta device; each expert was drawn by itself."""
+    with torch.device("meta"):
+        model = ours()
+    replace_ffn(model, experts=4, router="gshard")
+    engine = zs.Engine(model, OPTIMIZER, zs.Plan(zero=3, expert_parallel=mesh.ranks), mesh=mesh)
+    ups = [values for key, values in engine.state_dict().items() if key.endswith("experts.up")]
+    assert ups and all(float((up[0] - up[1]).abs().max()) > 1e-3 for up in ups)
+    return [float(up.sum()) for up in ups]
+
+
+def test_experts_of_meta_models_are_drawn_alike_on_any_ranks(pool: Pool) -> None:
+    one, two = pool.run(from_meta, 1), pool.run(from_meta, 2)
+    assert two == one * 2
 
 
 @pytest.mark.parametrize("name", ["llama", "ours"])
