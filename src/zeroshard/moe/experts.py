@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from zeroshard.errors import ModelError
 from zeroshard.moe.activations import activation_of
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
+from zeroshard.moe.grouped import fits, grouped_rows
 from zeroshard.moe.kernels import Stack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
@@ -83,7 +84,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """[T, D] -> [T, D]: the sum of the kept choices of each token, times their gates."""
         order = order_of(routing, self.experts)
-        if not self._drops:
+        if not (self._drops or fits(x, self._stack)):
             return expert_tokens(x, order, routing.gates, self._stack)
         return combine(self.compute(gather_rows(x, order), order.counts, gather_gates(routing.gates, order)), order)
 
@@ -95,9 +96,11 @@ class Experts(nn.Module):
             counts: rows of each of them.
             gates: [R]; None for 1.
         """
-        if not self._drops:
-            return expert_rows(rows, counts, gates, self._stack)
-        return weighed(plain_rows(rows, counts, self._stack, self.dropout), gates)
+        if self._drops:
+            return weighed(plain_rows(rows, counts, self._stack, self.dropout), gates)
+        if fits(rows, self._stack):
+            return weighed(grouped_rows(rows, counts, self._stack), gates)
+        return expert_rows(rows, counts, gates, self._stack)
 
     @property
     def _drops(self) -> bool:

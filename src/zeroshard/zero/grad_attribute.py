@@ -145,7 +145,7 @@ class ShownGradients:
             name = self._flat.index.entries[next(iter(self.lent))].name
             raise PlanError(
                 f"The gradient of '{name}' is made by two backwards, one inside of the other: its module is called "
-                f"both in a re-entrant recomputation and outside of it. Use torch.utils.checkpoint with use_reentrant=False."
+                f"both in a re-entrant recomputation and outside of it. Use checkpoint(use_reentrant=False)."
             )
 
     def refuse_late(self) -> None:

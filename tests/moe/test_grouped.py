@@ -1,0 +1,73 @@
+"""All experts in one product: equal to experts one at a time, behind checks of what the operator does not check."""
+
+import pytest
+import torch
+from torch import nn
+
+from moe.routings import routing_of
+from zeroshard.errors import ModelError
+from zeroshard.moe.activations import activation_of
+from zeroshard.moe.dispatch import gather_gates, gather_rows, order_of
+from zeroshard.moe.experts import Experts, weighed
+from zeroshard.moe.grouped import aligned, fits, grouped_rows
+from zeroshard.moe.kernels import Stack, expert_rows
+
+
+def stack_of(width: int, hidden: int, bias: bool, transposed: bool, dtype: torch.dtype) -> Stack:
+    activation = activation_of("silu", True)
+    made = 2 * hidden
+    up, down = torch.randn(4, made, width, dtype=dtype), torch.randn(4, width, hidden, dtype=dtype)
+    up, down = (w.mT.contiguous() if transposed else w for w in (up, down))
+    biases = (torch.randn(4, made, dtype=dtype), torch.randn(4, width, dtype=dtype)) if bias else (None, None)
+    parameters = [None if each is None else nn.Parameter(each / 4) for each in (up, down, *biases)]
+    return Stack(parameters[0], parameters[1], activation, parameters[2], parameters[3], transposed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 3, 1), (0, 0, 0, 9), (0, 0, 0, 0)])
+@pytest.mark.parametrize("bias, transposed", [(False, False), (True, True)])
+def test_one_product_equals_experts_one_at_a_time(counts: tuple[int, ...], bias: bool, transposed: bool) -> None:
+    stack = stack_of(8, 4, bias, transposed, torch.float32)
+    rows, gates = torch.randn(sum(counts), 8, requires_grad=True), torch.rand(sum(counts), requires_grad=True)
+    inputs = [rows, gates, *(p for p in (stack.up, stack.down, stack.up_bias, stack.down_bias) if p is not None)]
+    found, expected = weighed(grouped_rows(rows, counts, stack), gates), expert_rows(rows, counts, gates, stack)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.isfinite().all()
+
+
+def test_counts_that_leave_rows_uninitialised_are_refused() -> None:
+    stack = stack_of(8, 4, False, False, torch.float32)
+    for counts in ((1, 1, 1, 0), (5, -1, 0, 0), (9, 0, 0, 0)):
+        with pytest.raises(ModelError, match="add up to 4"):
+            grouped_rows(torch.randn(4, 8), counts, stack)
+
+
+def test_it_is_for_accelerators_in_16_bits_and_whole_strides() -> None:
+    assert aligned(stack_of(16, 8, False, False, torch.bfloat16), torch.bfloat16)
+    assert not aligned(stack_of(16, 6, False, False, torch.bfloat16), torch.bfloat16)
+    assert not fits(torch.randn(4, 16, dtype=torch.bfloat16), stack_of(16, 8, False, False, torch.bfloat16))
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_experts_on_an_accelerator_equal_those_of_the_host() -> None:
+    device = torch.accelerator.current_accelerator()
+    torch.manual_seed(0)
+    host = Experts(64, 128, 4, "silu", gated=True)
+    routing, x = routing_of(96, 4, 2, 0.2), torch.randn(96, 64)
+    there = Experts(64, 128, 4, "silu", gated=True).to(device, torch.bfloat16)
+    there.load_state_dict(host.state_dict())
+    order = order_of(routing, 4)
+    rows = gather_rows(x, order).to(device, torch.bfloat16)
+    assert fits(rows, there._stack)
+    gates = gather_gates(routing.gates, order)
+    output = there.compute(rows, order.counts, gates.to(device))
+    expected = host.compute(gather_rows(x, order), order.counts, gates)
+    torch.testing.assert_close(output.float().cpu(), expected, rtol=0.05, atol=0.05)
+    output.float().sum().backward()
+    expected.sum().backward()
+    for ours, theirs in zip(there.parameters(), host.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad.float().cpu(), theirs.grad, rtol=0.1, atol=0.2)
