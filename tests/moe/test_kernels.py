@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from moe.large_tensors import made_by
 from moe.routings import mixture_by_tokens, routing_of
 from zeroshard.errors import ModelError
 from zeroshard.moe import kernels
@@ -233,36 +232,12 @@ def test_an_unknown_activation_is_refused_by_name() -> None:
         activation_of("swish", True)
 
 
-class LargeTensors(TorchDispatchMode):
-    """Counts the tensors of at least `nbytes` whose memory is made."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__()
-        self.nbytes, self.seen = nbytes, set[int]()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in (t for t in tree_leaves(result) if isinstance(t, Tensor)):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() >= self.nbytes and storage.data_ptr() not in given:
-                self.seen.add(storage.data_ptr())
-                self.kept = [*getattr(self, "kept", []), tensor]  # so that no memory is used twice
-        return result
-
-
 def test_no_backward_makes_a_gradient_of_the_stack_for_each_expert() -> None:
     """As autograd does for `stack[expert]` in a loop."""
-    stack = stack_of(FORMS["relu"], bias=False, dtype=torch.float32)
-    rows = torch.randn(4, D)
-
-    def made(loss: Tensor) -> int:
-        with LargeTensors(stack.up.nbytes) as large:
-            loss.backward()
-        return len(large.seen)
-
+    stack, rows = stack_of(FORMS["relu"], bias=False, dtype=torch.float32), torch.randn(4, D)
     loop = torch.stack([F.linear(F.relu(F.linear(rows[e], stack.up[e])), stack.down[e]) for e in range(E)])
-    assert made(loop.sum()) >= 2 * E
+    assert made_by(loop.sum().backward, stack.up.nbytes) >= 2 * E
     stack.up.grad = stack.down.grad = None
-    assert made(expert_rows(rows, (1, 1, 1, 1), None, stack).sum()) == 2  # the gradients themselves
-    assert made(expert_rows(rows, (1, 1, 1, 1), None, stack).sum()) == 0  # in the place of those that are there
+    losses = [expert_rows(rows, (1, 1, 1, 1), None, stack).sum() for _ in range(2)]
+    assert made_by(losses[0].backward, stack.up.nbytes) == 2  # the gradients themselves
+    assert made_by(losses[1].backward, stack.up.nbytes) == 0  # in the place of those that are there

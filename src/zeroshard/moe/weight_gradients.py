@@ -34,7 +34,7 @@ class Target:
         """
         lent = None if self._room is None else self._room.lend(self._parameter)
         if lent is not None:
-            return StackGradient(lent.tensor, lent.tensor if lent.hands_over else None, lent.adds, dtype, transposed)
+            return StackGradient(lent.tensor, lent.tensor, lent.adds, dtype, transposed)
         grad = self._parameter.grad if self._parameter.is_leaf else None
         if grad is not None and _may_be_written(self._parameter, grad):
             return StackGradient(grad, None, True, dtype, transposed)

@@ -3,7 +3,8 @@
 [Note: gradients in place] The gradients of a stack of experts are as large as the stack, and a fresh tensor of that
 size costs a fifth of a step on a CPU. A function that borrows the room of a parameter writes there and hands the
 borrowed tensor itself to autograd, which takes it as the gradient and calls its hooks as ever; who lent the room finds
-the gradient in its place. Only big parameters have rooms, and only while nobody's hook may change the gradient on the
+the gradient in its place. A second function of the same backward gets no room, since autograd may have summed the first
+gradient already. Only big parameters have rooms, and only while nobody's hook may change the gradient on the
 way.
 """
 
@@ -21,12 +22,10 @@ class Lent:
     Attributes:
         tensor: in the shape of the parameter, and of its dtype.
         adds: whether the gradient is to be added to what is there, and else takes its place.
-        hands_over: whether the tensor is to be handed to autograd; else this backward has it already, and gets None.
     """
 
     tensor: Tensor
     adds: bool
-    hands_over: bool
 
 
 class GradientRoom(Protocol):

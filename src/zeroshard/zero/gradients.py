@@ -148,23 +148,22 @@ class BufferedGradients:
                 f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
             )
         view = self.flat.view(self._ready(), number)
-        if self.shown.lent.pop(number, None) == torch._C._current_graph_task_id():  # what came before is in it already
+        if self.shown.lent.get(number) == torch._C._current_graph_task_id():  # what came before is in it already
+            del self.shown.lent[number]
             if not torch._C._is_alias_of(gradient, view):
                 view.copy_(gradient)
-        elif self.written[number] or self.shown.opened:
+        elif self.written[number] or self.shown.opened or number in self.shown.lent:
             view.add_(gradient)
         else:
             view.copy_(gradient)
         self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
 
     def lend(self, number: int) -> Lent | None:
-        """The room of the gradient of parameter `number` ([Note: gradients in place]); None where dtypes differ."""
-        if self.shown.opened or self._buffer.dtype is not self.flat.dtype:
+        """The room of the gradient of parameter `number` ([Note: gradients in place]); None if it cannot be lent."""
+        if self.shown.opened or self._buffer.dtype is not self.flat.dtype or number in self.shown.lent:
             return None
-        view, task = self.flat.view(self._ready(), number), torch._C._current_graph_task_id()
-        first = self.shown.lent.get(number) != task
-        self.shown.lent[number] = task
-        return Lent(view, adds=bool(self.written[number]) or not first, hands_over=first)
+        self.shown.lent[number] = torch._C._current_graph_task_id()
+        return Lent(self.flat.view(self._ready(), number), adds=bool(self.written[number]))
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on ([Note: fp32 accumulation])."""
