@@ -157,7 +157,7 @@ class Plan:
         pipeline, scales, every = self.pipeline, self.scales_loss, self.reduce_every
         yield from pipeline.refusals(self.zero, self.microbatches, self.transport, scales, every, self.recompute)
         yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
-        yield from self.experts.refusals(self.tensor.ranks)
+        yield from self.experts.refusals()
         yield from self._overlap_refusals() if self.overlap_gather else ()
         if self.precision == "fp16" and self.loss_scaling.value == "off" and self.nonfinite == "raise":
             yield (

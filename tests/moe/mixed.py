@@ -78,16 +78,28 @@ class Mixture(nn.Module):
         return output.view(x.shape)
 
 
+class Dense(nn.Module):
+    """A feed-forward layer, which ranks may split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D]."""
+        return self.down(torch.tanh(self.up(x)))
+
+
 class Block(nn.Module):
     """A residual block with a dense layer and a mixture."""
 
     def __init__(self, kind: str, modules: bool, experts: int, checkpointed: bool) -> None:
         super().__init__()
-        self.norm, self.dense = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.dense = nn.LayerNorm(WIDTH), Dense()
         self.mixture, self.checkpointed = Mixture(kind, modules, experts), checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.tanh(self.dense(self.norm(x)))
+        x = x + self.dense(self.norm(x))
         if self.checkpointed and x.requires_grad:
             return x + checkpoint(self.mixture, x, use_reentrant=False)
         return x + self.mixture(x)

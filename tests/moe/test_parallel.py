@@ -118,6 +118,26 @@ def test_with_other_techniques(pool: Pool, ranks: int) -> None:
         same([answer[number] for answer in answers], model, plan, data_ranks)
 
 
+TENSOR = {"tensor_parallel": 2}
+LAYOUTS = {  # of Switch's figure 9 (2101.03961, section 5), and more
+    "data": ({"zero": 1}, 4),
+    "model": ({"tensor_parallel": 4, "zero": 0}, 1),
+    "model and data": ({**TENSOR, "zero": 2}, 2),
+    "expert and data": ({**EP4, "zero": 1}, 4),
+    "expert, model and data": ({**TENSOR, **EP4, "zero": 3, "transport": "network"}, 2),
+    "experts twice among ranks that split a layer": ({"tensor_parallel": 4, **EP2, "zero": 2}, 1),
+    "whole sequences": ({"tensor_parallel.ranks": 2, "tensor_parallel.sequence": False, **EP2, "zero": 1}, 2),
+    "stages": ({**STAGES, **TENSOR, **EP2, "zero": 1}, 1),
+}
+
+
+@pytest.mark.parametrize("model", [STACKED, {**STARVED, "summed": True}], ids=["stacked", "modules"])
+def test_all_layouts_agree_on_one_script(pool: Pool, model: Settings) -> None:
+    answers = pool.run(follow_all, 4, [(model, plan) for plan, _ in LAYOUTS.values()], STEPS)
+    for number, (plan, data_ranks) in enumerate(LAYOUTS.values()):
+        same([answer[number] for answer in answers], model, plan, data_ranks)
+
+
 @pytest.mark.filterwarnings("ignore:schedule='zb-h1' leaves")
 def test_split_backwards(pool: Pool) -> None:
     model, plan = {**STACKED, "summed": True}, {**STAGES, **EP2, "pipeline_parallel.schedule": "zb-h1"}
@@ -272,7 +292,7 @@ def balanced(mesh: zs.Mesh, plan: Settings) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("transport", ["network", "shared"])
 def test_bytes_of_the_exchange_are_those_of_the_formula(pool: Pool, transport: str) -> None:
-    """k·T·(4·d + 2)·(n-1)/n in each layer: rows there and back, forward and backward, and gates; E counts of n ranks."""
+    """k·T·(4·d + 2)·(n-1)/n in each layer: rows there and back, in both passes, and gates; and n·E counts."""
     tokens, choices, layers, ranks = 3 * 5, 2, 2, 2
     rows = choices * tokens * (4 * WIDTH + 2) * (ranks - 1) // ranks * layers
     for found in pool.run(balanced, ranks, {**EP2, "zero": 2, "transport": transport}):

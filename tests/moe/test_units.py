@@ -30,7 +30,7 @@ class Alone(nn.Module):
 
 def test_experts_are_no_units() -> None:
     assert [unit.name for unit in find_units(Alone())] == [""]
-    with pytest.raises(zs.PlanError, match="The unit 'experts.networks.0' is inside of 'experts'"):
+    with pytest.raises(zs.PlanError, match=r"The unit 'experts\.networks\.0' is inside of 'experts'"):
         find_units(Alone(), ["experts.networks.0"])
 
 

@@ -25,7 +25,7 @@ def _experts(plan: Plan) -> Technique | None:
     return ExpertTechnique(plan.experts, plan.transport) if plan.experts.divides else None
 
 
-TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_tensor, _experts]  # makes those that a plan asks for
+TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_experts, _tensor]  # makes those that a plan asks for
 
 
 def techniques_of(plan: Plan) -> list[Technique]:
@@ -33,13 +33,16 @@ def techniques_of(plan: Plan) -> list[Technique]:
     return [technique for make in TECHNIQUES if (technique := make(plan)) is not None]
 
 
-def step_ends_of(model: nn.Module, stage: Stage | WholeModel, comm: Comm) -> list[StepEnd]:
+def step_ends_of(
+    model: nn.Module, stage: Stage | WholeModel, comm: Comm, techniques: Sequence[Technique]
+) -> list[StepEnd]:
     """What techniques do at the end of each step.
 
     Args:
         comm: of the ranks of the stage.
     """
-    return [MixtureSteps(model, comm, stage.is_elsewhere)]
+    together = ranks_together(techniques, comm.mesh.ranks)
+    return [MixtureSteps(model, comm, stage.is_elsewhere, together)]
 
 
 def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:

@@ -30,13 +30,8 @@ class ExpertParallel:
         """Whether experts are on several ranks."""
         return self.ranks > 1
 
-    def refusals(self, tensor_ranks: int) -> Iterator[str]:
+    def refusals(self) -> Iterator[str]:
         """Sentences about settings of the plan that do not combine with these, each with the way out."""
-        if self.divides and tensor_ranks > 1:
-            yield (
-                f"expert_parallel={self.ranks} and tensor_parallel={tensor_ranks} do not combine: ranks that split "
-                f"layers have the same tokens. Leave one of them at 1."
-            )
         if self.two_level and not self.divides:
             yield "expert_parallel.two_level=True is for experts on several ranks; set expert_parallel to 2 or more."
 

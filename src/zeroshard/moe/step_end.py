@@ -26,10 +26,11 @@ class MixtureSteps:
     Args:
         comm: of the ranks that have these layers.
         elsewhere: whether a module runs on other ranks alone.
+        together: how many ranks have the same tokens.
     """
 
-    def __init__(self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool]) -> None:
-        self._comm = comm
+    def __init__(self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool], together: int = 1) -> None:
+        self._comm, self._together = comm, together
         mine = [found for found in _layers(model) if not elsewhere(found[0])]
         self._layers = [(statistics, router) for _, statistics, router in mine]
         paths = {module: path for path, module in model.named_modules()}
@@ -41,7 +42,7 @@ class MixtureSteps:
             own = Comm(part_of(comm.mesh, everyone, "loads of experts"))
             own.counts = comm.counts
             for router in routers:
-                router.summed = _Sum(own)
+                router.summed = _Sum(own, together)
 
     def end_step(self, skipped: bool) -> None:
         """Add up the statistics of all ranks, and move biases unless the step was skipped; a collective call.
@@ -77,6 +78,7 @@ class MixtureSteps:
         flat = torch.cat([buffer.reshape(-1).double() for buffers in found for buffer in buffers.values()])
         if self._comm.mesh.ranks > 1:
             self._comm.all_reduce(flat, Purpose.CONTROL, "loads of experts").wait()
+        flat /= self._together
         values = iter(flat.split([buffer.numel() for buffers in found for buffer in buffers.values()]))
         return [
             {name: next(values).view(buffer.shape).to(buffer.dtype) for name, buffer in buffers.items()}
@@ -102,15 +104,15 @@ def _reading(total: Mapping[str, Tensor]) -> dict[str, Any]:
 class _Sum:
     """The counts of one forward over all ranks, for losses over the global batch."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, together: int) -> None:
+        self._comm, self._together = comm, together
 
     def __call__(self, counts: Tensor) -> Tensor:
         total = counts.clone()
         if counts.is_meta:
             return total
         self._comm.all_reduce(total, Purpose.COUNT_TOKENS, "loads of a forward").wait()
-        return total
+        return total // self._together
 
 
 def _sums(router: Any) -> bool:

@@ -15,12 +15,14 @@ from zeroshard.errors import ModelError, PlanError
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.exchange import ExpertRanks, returned, sent, shared_out
 from zeroshard.moe.families import FoundExperts, find_experts
+from zeroshard.moe.own_tokens import OwnTokens
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.moe.routing import Routing
 from zeroshard.parts.place import Axis, Piece, Split
-from zeroshard.parts.technique import NewAxis
+from zeroshard.parts.technique import CUT, NewAxis
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_memory import machine
+from zeroshard.tensor.technique import AXIS as TENSOR
 
 AXIS = "experts"
 
@@ -68,6 +70,8 @@ class ExpertTechnique:
         axis, found = axes[AXIS], find_experts(model)
         self._check(found, type(model).__name__)
         self._share_memory(axis)
+        tensor = axes.get(TENSOR)
+        tokens = None if tensor is None else OwnTokens(tensor)
         ranks = ExpertRanks(axis, self._machines(axis) if self._policy.two_level else None)
         places: dict[nn.Parameter, Split] = {}
         for each in found:
@@ -75,7 +79,8 @@ class ExpertTechnique:
             cuts = {p: _split(p, pieces) for p, pieces in _pieces(each, first, stop)}
             places |= _replace(model, cuts)
             each.count()
-            each.install(ExchangedForward(each, ranks))
+            each.install(ExchangedForward(each, ranks, tokens))
+            setattr(each.module, CUT, True)
         return places
 
     def _check(self, found: Sequence[FoundExperts], name: str) -> None:
@@ -89,8 +94,7 @@ class ExpertTechnique:
             if each.experts < ranks:
                 raise PlanError(
                     f"expert_parallel={ranks} is more than the {each.experts} experts of {each.path!r}. Set it to "
-                    f"{each.experts} at most; more ranks share a layer with tensor_parallel, which splits each "
-                    f"expert."
+                    f"{each.experts} at most; more ranks can split the layers around it, with tensor_parallel."
                 )
 
     def _share_memory(self, axis: Axis) -> None:
@@ -124,13 +128,22 @@ class ExchangedForward:
     """The forward of experts that lie on several ranks; a collective call of these.
 
     Gates go with their rows: where an expert multiplies by them, nothing keeps its outputs for the gates' gradients.
+
+    Args:
+        tokens: of this rank, where others have the same; None where none have.
     """
 
-    def __init__(self, found: FoundExperts, ranks: ExpertRanks) -> None:
-        self._found, self._ranks = found, ranks
+    def __init__(self, found: FoundExperts, ranks: ExpertRanks, tokens: OwnTokens | None = None) -> None:
+        self._found, self._ranks, self._tokens = found, ranks, tokens
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """[T, D] -> [T, D]."""
+        if self._tokens is None:
+            return self._exchange(x, routing)
+        own = self._exchange(*self._tokens.cut(x, routing, f"input of {self._found.path}"))
+        return self._tokens.join(own, len(x), f"output of {self._found.path}")
+
+    def _exchange(self, x: Tensor, routing: Routing) -> Tensor:
         found, ranks, label = self._found, self._ranks, self._found.path
         order = order_of(routing, found.experts)
         delivery = ranks.delivery(order.counts, x, f"rows of {label}")

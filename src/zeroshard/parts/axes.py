@@ -140,6 +140,11 @@ class Axes:
         copies = self._axis(f"replicas{label}", partial(self._copies, kind))
         twins = self._axis(f"twins{label}", partial(self._twins, kind))
         data_ranks = ranks // ranks_together(self._techniques, ranks)
+        if data_ranks % copies.size:
+            raise PlanError(
+                f"shard_group={self._size} makes {copies.size} copies of each slice{label}, and there are {data_ranks} "
+                f"data ranks{self._stage.called}. Leave shard_group out."
+            )
         return Place(
             slices,
             owners,
@@ -160,6 +165,8 @@ class Axes:
         new = self._new(ranks)
         dense = [name for name, axis in new.items() if not axis.data and name != kind.axis]
         names = dense if kind.axis is None or kind.partial else [*dense, kind.axis]
+        if kind.axis is not None and new[kind.axis].data:
+            names = [kind.axis]  # ranks that split other layers have tokens of their own there
         places = [_places_in(new[name]) for name in names]
         return [tuple(of[rank] for of in places) for rank in range(ranks)]
 
@@ -197,6 +204,8 @@ class Axes:
 
     def _twins(self, kind: PlaceKind, ranks: int) -> Partition:
         """Of ranks on the same data, those with the same part or slice."""
+        if kind.axis is not None and self._new(ranks)[kind.axis].data:
+            return [[rank] for rank in range(ranks)]
         twins: Partition = []
         places = dict.fromkeys(range(ranks), 0) if kind.axis is None else _places_in(self._new(ranks)[kind.axis])
         for members in self._on_same_data(ranks):

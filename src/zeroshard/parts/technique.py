@@ -12,6 +12,7 @@ from zeroshard.parts.place import Axis, Cuts
 from zeroshard.parts.zones import ActivationZones
 
 ROWS_OF_OTHERS = "gets_rows_of_others"  # an attribute, true of modules that get rows of other data ranks
+CUT = "cut_by_a_technique"  # an attribute, true of modules with parameters that are cut: other techniques pass by
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class WholeModel:
     def __init__(self, model: nn.Module, cut: Cut, mesh: Mesh) -> None:
         self._model, self._cut, self.mesh, self.world = model, cut, mesh, Comm(mesh)
         self.skipped_modules: set[nn.Module] = set()
+        self._alike = False  # whether all ranks have rank 0's values
 
     @property
     def units(self) -> list[Unit]:
@@ -61,11 +62,13 @@ class WholeModel:
         return {}
 
     def cut(self, technique: Technique, axes: Mapping[str, Axis]) -> Replaced:
-        """Let a technique put parts in the place of parameters, which are rank 0's before.
+        """Let a technique put parts in the place of parameters, which are rank 0's before the first does.
 
         Those on the meta device get their values later, by their names.
         """
-        take_from_rank_0(self._model, self.world)
+        if not self._alike:
+            take_from_rank_0(self._model, self.world)
+        self._alike = True
         return replaced(self._model, technique, axes)
 
     def stage_of_buffer(self, module: nn.Module, name: str) -> int:

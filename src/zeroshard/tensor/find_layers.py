@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.errors import PlanError
+from zeroshard.parts.technique import CUT
 from zeroshard.tensor.attention import KNOWN_ORDERS, attention_layouts
 from zeroshard.tensor.feed_forward import IN_PARTS, feed_forward_layouts
 from zeroshard.tensor.find_stacks import stacks_of, why_whole_sequences
@@ -95,9 +96,10 @@ class _Search:
 
     def _known_whole(self) -> Iterator[tuple[str, str]]:
         for path, module in self._modules.items():
-            for kind, reason in WHOLE:
-                if isinstance(module, kind):
-                    yield from ((f"{path}.{inner}".strip("."), reason) for inner, _ in module.named_modules())
+            reasons = [reason for kind, reason in WHOLE if isinstance(module, kind)]
+            reasons += ["its parameters are shared out over ranks by another technique"] if hasattr(module, CUT) else []
+            for reason in reasons:
+                yield from ((f"{path}.{inner}".strip("."), reason) for inner, _ in module.named_modules())
 
     def _groups(
         self, user: dict[str, PlannedLayer], plan: dict[str, PlannedLayer], outputs: set[str]
