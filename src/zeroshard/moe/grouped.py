@@ -56,8 +56,7 @@ def _product(
 ) -> Tensor:
     weight = weight.to(rows.dtype)
     weight = weight if transposed else weight.mT
-    product = F.grouped_mm(rows.contiguous(), weight, offs=offsets)
-    product = _Whole.apply(product)  # type: ignore[no-untyped-call]
+    product: Tensor = _Whole.apply(F.grouped_mm(rows.contiguous(), weight, offs=offsets))  # type: ignore[no-untyped-call]
     if bias is None:
         return product
     return product + bias.to(rows.dtype).repeat_interleave(sizes, 0, output_size=len(rows))

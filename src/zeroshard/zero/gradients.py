@@ -150,7 +150,7 @@ class BufferedGradients:
         view = self.flat.view(self._ready(), number)
         if self.shown.lent.get(number) == torch._C._current_graph_task_id():  # what came before is in it already
             del self.shown.lent[number]
-            if not torch._C._is_alias_of(gradient, view):
+            if gradient.untyped_storage()._cdata != view.untyped_storage()._cdata:
                 view.copy_(gradient)
         elif self.written[number] or self.shown.opened or number in self.shown.lent:
             view.add_(gradient)
