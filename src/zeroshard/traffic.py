@@ -67,6 +67,7 @@ class Count:
         sent_nbytes: bytes that this rank itself sent.
         calls: number of collectives.
         seconds: time that this rank waited.
+        planned: elements by a formula that is entered in the step; None where there is none.
     """
 
     elements: int = 0
@@ -75,6 +76,7 @@ class Count:
     sent_nbytes: int = 0
     calls: int = 0
     seconds: float = 0.0
+    planned: int | None = None
 
     def add(self, other: "Count") -> None:
         """Add the traffic of another count."""
@@ -84,6 +86,8 @@ class Count:
         self.sent_nbytes += other.sent_nbytes
         self.calls += other.calls
         self.seconds += other.seconds
+        if other.planned is not None:
+            self.planned = (self.planned or 0) + other.planned
 
 
 def merged(counts: Iterable[Mapping[Purpose, Count]]) -> dict[Purpose, Count]:

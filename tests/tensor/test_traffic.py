@@ -1,16 +1,23 @@
 """Traffic inside of layers as `engine.traffic()` shows it."""
 
 import re
+import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from pool import Pool
-from split_models.training import Run, batch, between, make_engine
+from split_models import training
+from split_models.small_models import LAYERS
+from split_models.training import Run, Seen, batch, between, make_engine, take_steps
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
+from zeroshard.tensor.byte_formulas import BlockShape, block_messages
+from zeroshard.tensor.planned_messages import Pair
 
+INSIDE = ("sum activations", "gather activations")
 STAGED = (("pipeline_parallel", 2), ("pipeline_parallel.balance", "parameters"), ("microbatches", 2))
 
 
@@ -65,3 +72,82 @@ def refused(mesh: zs.Mesh, plan: tuple[tuple[str, Any], ...]) -> str:
 def test_ranks_that_do_not_divide(pool: Pool, ranks: int, plan: tuple[Any, ...], words: str) -> None:
     for message in pool.run(refused, ranks, plan):
         assert re.search(words, message), message
+
+
+def counted(mesh: zs.Mesh, runs: list[Run]) -> list[dict[str, tuple[int | None, int]]]:
+    """Planned and measured elements of what is sent inside of layers in a step of each run."""
+    found = []
+    for run in runs:
+        engine = make_engine(mesh, run)
+        take_steps(engine, run, Seen(), 1)
+        rows = {row.purpose: row for row in engine.traffic()}
+        inside = [rows[name] for name in INSIDE if name in rows]
+        found.append({row.purpose: (row.planned_elements, row.measured_elements) for row in inside})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("positions", [12, 13])
+def test_a_step_sends_what_the_papers_say(pool: Pool, ranks: int, positions: int) -> None:
+    """Blocks by their formula; the embedding and the output layer a sum each; the stack its ends."""
+    microbatches = 2
+    runs = [
+        Run(
+            "gpt",
+            (("tensor_parallel", ranks), ("tensor_parallel.sequence", sequence), ("microbatches", microbatches)),
+            microbatches,
+            1,
+            positions,
+        )
+        for sequence in (True, False)
+    ]
+    shape = BlockShape(rows=2, positions=positions, width=32, heads=4)
+    for answer in pool.run(counted, ranks, runs):
+        for sequence, found in zip((True, False), answer, strict=True):
+            block = block_messages(sequence).wire_elements(shape)
+            ends = {"sum activations": 4 * shape.elements, "gather activations": 2 * sequence * shape.elements}
+            wanted = {name: microbatches * (LAYERS * block[name] + ends[name]) for name in block}
+            assert found == {name: (n, n) for name, n in wanted.items() if n}
+
+
+def test_formulas_of_all_families_but_those_of_several_stacks(pool: Pool) -> None:
+    """Also with key heads that several ranks hold; a T5 has two stacks, and cross attention."""
+    pytest.importorskip("transformers")
+    runs = [Run(name, (("tensor_parallel", 4),), positions=12) for name in training.MODELS]
+    for answer in pool.run(counted, 4, runs):
+        for run, found in zip(runs, answer, strict=True):
+            assert len(found) == 2
+            assert all((planned is None) == (run.name == "t5") for planned, _ in found.values())
+            assert all(planned in (None, measured) for planned, measured in found.values()), (run.name, found)
+
+
+def test_the_pairs_of_a_block_make_its_formula() -> None:
+    shape, pair = BlockShape(3, 5, 16, 4), Pair("down", 16, 16)
+    for sequence in (True, False):
+        found: Counter[str] = Counter()
+        for elements in 2 * [pair.forward(sequence), pair.backward(sequence)]:
+            found.update({str(purpose): each * 15 for purpose, each in elements.items()})
+        assert found == {k: v for k, v in block_messages(sequence).wire_elements(shape).items() if v}
+
+
+def without(mesh: zs.Mesh, plan: tuple[tuple[str, Any], ...], kind: str) -> list[int | None]:
+    """The formulas of a model that has none, or of a step in which something else is sent."""
+    model: Any = training.build("gpt2")
+    if kind == "frozen":
+        model.transformer.wte.weight.requires_grad_(False)
+    elif kind == "recomputed":
+        model.gradient_checkpointing_enable()
+    loss = (lambda output, rows: output.logits.square().mean()) if kind == "whole logits" else None
+    engine = zs.Engine(model, training.ADAMW, zs.Plan.from_dict(dict(plan)), mesh=mesh, loss=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(2):
+            rows = batch("gpt2", step, 2)
+            engine.train_step({"input_ids": rows["input_ids"]} if loss else rows)
+    return [row.planned_elements for row in engine.traffic() if row.purpose in INSIDE]
+
+
+@pytest.mark.parametrize("kind", ["frozen", "recomputed", "whole logits"])
+def test_where_there_is_no_formula(pool: Pool, kind: str) -> None:
+    pytest.importorskip("transformers")
+    assert pool.run(without, 2, (("tensor_parallel", 2),), kind) == [[None] * 2] * 2

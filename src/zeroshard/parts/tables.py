@@ -149,7 +149,7 @@ def traffic_table(
     rows = []
     for purpose in Purpose:
         count = counts.get(purpose, Count())
-        formula = planned.get(purpose)
+        formula = planned.get(purpose, count.planned)
         if formula is not None or count.calls:
             measured = (count.elements, count.padding, count.nbytes, count.sent_nbytes, count.calls, count.seconds)
             rows.append(TrafficRow(str(purpose), formula, *measured))

@@ -30,11 +30,13 @@ class TensorRanks:
 
     Attributes:
         size: how many they are; rank: this one among them.
+        has_formulas: whether what is sent in training is entered by formulas, too.
     """
 
     def __init__(self, axis: Axis) -> None:
         self._comm = axis.comm
         self.size, self.rank = axis.size, axis.rank
+        self.has_formulas = False
 
     def rows(self, total: int, rank: int | None = None) -> tuple[int, int]:
         """The positions [start, stop) of `total` that a rank has, this one by default."""
@@ -76,6 +78,18 @@ class TensorRanks:
     def counted_as(self, purpose: Purpose) -> Purpose:
         """The purpose of a collective, which is another while the model is evaluated."""
         return TO_EVALUATE[purpose] if self._comm.evaluates else purpose
+
+    def plan(self, purpose: Purpose, elements: int) -> None:
+        """Enter elements by a formula, as counts have them."""
+        if self.has_formulas and not self._comm.evaluates:
+            count = self._comm.counts[purpose]
+            count.planned = (count.planned or 0) + elements
+
+    def forget_formulas(self) -> None:
+        """Something is sent of which there is no formula."""
+        self.has_formulas = False
+        for purpose in (Purpose.SUM_ACTIVATIONS, Purpose.GATHER_ACTIVATIONS):
+            self._comm.counts[purpose].planned = None
 
     @property
     def comm(self) -> Comm:

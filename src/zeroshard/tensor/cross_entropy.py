@@ -88,6 +88,7 @@ class SplitVocabulary(Vocabulary):
 
     def start_sum(self, gradient: Tensor) -> Any:
         """One message of a hidden state for each row."""
+        self.ranks.plan(Purpose.SUM_ACTIVATIONS, 2 * gradient.numel())
         return self.ranks.start_sum(gradient, f"gradient of {self.name}")
 
     def __deepcopy__(self, memo: Any) -> "SplitVocabulary":

@@ -47,6 +47,11 @@ class Segment:
     parts: int
     ranks: tuple[int, int] | None = None
 
+    def copies(self, ranks: int) -> int:
+        """On how many of so many ranks each part is."""
+        first, stop = self.ranks or (0, ranks)
+        return (stop - first) // self.parts
+
     def piece(self, rank: int, ranks: int) -> Piece:
         """The features of a rank of so many; none, [0, 0), for one that has no part in it."""
         first, stop = self.ranks or (0, ranks)

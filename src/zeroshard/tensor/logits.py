@@ -84,6 +84,8 @@ class ShardedLogits(TensorLike):
                     f"zeroshard.losses.linear_cross_entropy; call logits.whole() to say that it is meant.",
                     stacklevel=4,
                 )
+            if learns:
+                vocabulary.ranks.forget_formulas()
             gathering = (vocabulary.ranks, self._dimension, vocabulary.total, f"logits of {vocabulary.name}")
             whole: Tensor = JoinRows.apply(self.local, *gathering)  # type: ignore[no-untyped-call]
             self._whole = (whole.log_softmax(self._dimension) if self._normalised else whole).contiguous()
@@ -169,6 +171,7 @@ class ShardedLogits(TensorLike):
         if size not in (1, vocabulary.total):
             return operand if size == width else NotImplemented  # a bias that is split likewise
         if operand.requires_grad and torch.is_grad_enabled():
+            vocabulary.ranks.forget_formulas()
             operand = CopyIn.apply(operand, vocabulary.ranks, f"operand of {vocabulary.name}")  # type: ignore[no-untyped-call]
         return operand if size == 1 else operand.narrow(dimension, vocabulary.start, width)
 

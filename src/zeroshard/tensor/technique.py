@@ -24,6 +24,7 @@ from zeroshard.tensor.found import FoundLayer, FoundLayers, Segment, Style, chec
 from zeroshard.tensor.layers import ColumnForward, Entrance, RowForward
 from zeroshard.tensor.linear import linear_features
 from zeroshard.tensor.overlap import Parameters
+from zeroshard.tensor.planned_messages import PlannedMessages, pairs_of
 from zeroshard.tensor.policy import TensorParallel
 from zeroshard.tensor.sequence import SequenceBlocks, open_attention
 from zeroshard.tensor.vocabulary import split_embedding, split_output
@@ -87,11 +88,21 @@ class TensorTechnique:
                 SequenceBlocks([(name, modules[name]) for name in stack], ranks, self.zones)
             for holder in forwards.opened:
                 open_attention(modules[holder], holder, forwards.entrances[holder], self.zones)
+        self._plan_messages(model, modules, forwards, ranks)
         model.register_forward_pre_hook(Hook(lambda *_: self.zones.reset()), prepend=True)
         named = {name: places[p] for name, p in model.named_parameters(remove_duplicate=False) if p in places}
         for name in (name for stack in found.blocks for name in stack):
             GradientCheck(modules[name], name, named, self.zones)
         return places
+
+    def _plan_messages(
+        self, model: nn.Module, modules: Mapping[str, nn.Module], forwards: "_Forwards", ranks: TensorRanks
+    ) -> None:
+        """Let blocks enter the formulas of what they send, where there are some."""
+        assert self.found is not None
+        pairs = pairs_of(self.found, modules, ranks.size)
+        if pairs and forwards.overlap and all(p.requires_grad for p in model.parameters()):
+            PlannedMessages(pairs, modules, ranks, self.zones)
 
     def _share_memory(self, comm: Comm) -> None:
         """Where the plan lets them and the machine can, let the ranks see each other's activations."""
@@ -198,6 +209,7 @@ class _Forwards:
     Attributes:
         entrances: of column-parallel layers, by the module that holds them.
         opened: of these modules, those that mix positions.
+        overlap: whether sums of all of them run beside the gradients of weights.
     """
 
     def __init__(self, model: nn.Module, found: FoundLayers, ranks: TensorRanks, zones: Zones) -> None:
@@ -206,6 +218,7 @@ class _Forwards:
         self._rows = {column: layer for layer in found.layers for column in layer.columns}
         self.entrances: dict[str, Entrance] = {}
         self.opened: list[str] = []
+        self.overlap = True
 
     def install(self) -> None:
         """Give each split layer its forward."""
@@ -242,6 +255,7 @@ class _Forwards:
             for module, layer in zip(modules, layers, strict=True)
         ]
         overlaps = all(_replaced(module) is None for module in modules)
+        self.overlap &= overlaps
         label = f"input of {layers[0].name}"
         entrance = Entrance(self._ranks, self._zones, label, parameters, opened, overlaps)
         self.entrances[holder] = entrance
@@ -251,7 +265,7 @@ class _Forwards:
 
     def _sums(self, layer: FoundLayer) -> Any:
         """Adds up gradients of features that several ranks hold; None where none are."""
-        if all(_copies(segment, self._ranks.size) == 1 for segment in layer.segments):
+        if all(segment.copies(self._ranks.size) == 1 for segment in layer.segments):
             return None
         return partial(sum_copies, layer.segments, self._ranks, layer.name)
 
@@ -297,7 +311,7 @@ def sum_copies(
     at = [0]
     for piece in own:
         at.append(at[-1] + piece.stop - piece.start)
-    copied = [n for n, segment in enumerate(segments) if _copies(segment, ranks.size) > 1]
+    copied = [n for n, segment in enumerate(segments) if segment.copies(ranks.size) > 1]
     parts = [gradient.narrow(dimension, at[n], at[n + 1] - at[n]) for n in copied]
     firsts = [sum(segment.size for segment in segments[:n]) for n in range(len(segments))]
     shape = list(gradient.shape)
@@ -312,12 +326,6 @@ def sum_copies(
     for part, place in zip(parts, places, strict=True):
         part.copy_(place)
     return gradient
-
-
-def _copies(segment: Segment, ranks: int) -> int:
-    """On how many ranks each part of a segment is."""
-    first, stop = segment.ranks or (0, ranks)
-    return (stop - first) // segment.parts
 
 
 def _replaced(module: nn.Module) -> Any:

@@ -26,6 +26,8 @@ from zeroshard.tensor.collectives import CopyIn, SumOut, TensorRanks
 from zeroshard.tensor.cross_entropy import SplitVocabulary
 from zeroshard.tensor.logits import ShardedLogits
 from zeroshard.tensor.overlap import Input, Parameters, column_product
+from zeroshard.traffic import Purpose
+from zeroshard.units.hooks import listen
 
 
 class _SplitForward:
@@ -103,6 +105,7 @@ class SplitEmbedding(_SplitForward):
             rows = rows.masked_fill_(elsewhere.unsqueeze(-1), 0)
         else:
             rows = weight.sum() + weight.new_zeros(*input.shape, weight.shape[1])
+        self.vocabulary.ranks.plan(Purpose.SUM_ACTIVATIONS, 0 if rows.is_meta else 2 * rows.numel())
         summed: Tensor = SumOut.apply(rows, self.vocabulary.ranks, self.vocabulary.name)  # type: ignore[no-untyped-call]
         return summed
 
@@ -130,6 +133,8 @@ class SplitOutput(_SplitForward):
         """[..., D] -> [..., V/t]."""
         ranks, name = self.vocabulary.ranks, self.vocabulary.name
         local: Tensor
+        if not input.is_meta:
+            listen(input, lambda gradient: ranks.plan(Purpose.SUM_ACTIVATIONS, 2 * gradient.numel()))
         if self._product is not None:
             local = self._product(CopyIn.apply(input, ranks, name))  # type: ignore[no-untyped-call]
         elif input.is_meta or not torch.is_grad_enabled():
