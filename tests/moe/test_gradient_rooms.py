@@ -15,6 +15,7 @@ from moe.routings import TopRouter
 from zeroshard.engine.backward import Backward
 from zeroshard.errors import PlanError
 from zeroshard.parts.gradient_room import Lent, offer_room, room_of
+from zeroshard.zero.gradient_rooms import GradientRooms
 
 WIDTH, E = 48, 8  # stacks of more elements than small parameters have
 
@@ -150,10 +151,14 @@ def test_a_layer_inside_and_outside_of_a_re_entrant_recomputation_trains_as_with
 
 def test_a_gradient_that_is_still_being_made_is_not_sent() -> None:
     engine = zs.Engine(Net(), partial(torch.optim.SGD, lr=0.1), zs.Plan())
-    shown = next(g.shown for g in engine._backward.gradients if g.flat.index.entries[0].name.startswith("mixture"))
-    shown.lent[0] = 7  # type: ignore[attr-defined]
+    name = "mixture.experts"
+    rooms = next(g.rooms for g in engine._backward.gradients if g.flat.index.entries[0].name.startswith(name))
+    assert isinstance(rooms, GradientRooms)
+    assert rooms.lend(0, False) is not None and rooms.lend(0, False) is None
     with pytest.raises(PlanError, match=r"'mixture.experts.*' is made by two backwards.*use_reentrant=False"):
-        shown.refuse_lent()  # type: ignore[attr-defined]
+        rooms.refuse_lent()
+    rooms.begin()
+    rooms.refuse_lent()
 
 
 def test_rooms_go_with_their_parameters() -> None:

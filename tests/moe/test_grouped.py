@@ -10,17 +10,17 @@ from zeroshard.moe.activations import activation_of
 from zeroshard.moe.dispatch import gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, weighed
 from zeroshard.moe.grouped import aligned, fits, grouped_rows
-from zeroshard.moe.kernels import Stack, expert_rows
+from zeroshard.moe.kernels import ExpertStack, expert_rows
 
 
-def stack_of(width: int, hidden: int, bias: bool, transposed: bool, dtype: torch.dtype) -> Stack:
+def stack_of(width: int, hidden: int, bias: bool, transposed: bool, dtype: torch.dtype) -> ExpertStack:
     activation = activation_of("silu", True)
     made = 2 * hidden
     up, down = torch.randn(4, made, width, dtype=dtype), torch.randn(4, width, hidden, dtype=dtype)
     up, down = (w.mT.contiguous() if transposed else w for w in (up, down))
     biases = (torch.randn(4, made, dtype=dtype), torch.randn(4, width, dtype=dtype)) if bias else (None, None)
     parameters = [None if each is None else nn.Parameter(each / 4) for each in (up, down, *biases)]
-    return Stack(parameters[0], parameters[1], activation, parameters[2], parameters[3], transposed)  # type: ignore[arg-type]
+    return ExpertStack(parameters[0], parameters[1], activation, parameters[2], parameters[3], transposed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("counts", [(5, 0, 3, 1), (0, 0, 0, 9), (0, 0, 0, 0)])

@@ -12,7 +12,7 @@ from zeroshard.moe import kernels
 from zeroshard.moe.activations import Activation, Traced, activation_of
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, plain_rows
-from zeroshard.moe.kernels import Stack, check_counts, expert_rows, expert_tokens
+from zeroshard.moe.kernels import ExpertStack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing import Routing
 
 T, D, H, E = 23, 6, 5, 4
@@ -32,20 +32,20 @@ FORMS: dict[str, Activation] = {
 }
 
 
-def stack_of(activation: Activation, bias: bool = True, transposed: bool = False, dtype=torch.float64) -> Stack:
+def stack_of(activation: Activation, bias: bool = True, transposed: bool = False, dtype=torch.float64) -> ExpertStack:
     made = round(H / activation.features)
     shapes = [(E, made, D), (E, D, H), (E, made), (E, D)]
     up, down, up_bias, down_bias = (nn.Parameter(torch.randn(shape, dtype=dtype) / 2) for shape in shapes)
     if transposed:
         up, down = (nn.Parameter(w.detach().mT.contiguous()) for w in (up, down))
-    return Stack(up, down, activation, up_bias if bias else None, down_bias if bias else None, transposed)
+    return ExpertStack(up, down, activation, up_bias if bias else None, down_bias if bias else None, transposed)
 
 
-def parameters(stack: Stack) -> list[nn.Parameter]:
+def parameters(stack: ExpertStack) -> list[nn.Parameter]:
     return [p for p in (stack.up, stack.up_bias, stack.down, stack.down_bias) if isinstance(p, nn.Parameter)]
 
 
-def by_tokens(x: Tensor, routing: Routing, stack: Stack) -> Tensor:
+def by_tokens(x: Tensor, routing: Routing, stack: ExpertStack) -> Tensor:
     def expert(e: int, row: Tensor) -> Tensor:
         up, down = (w[e].mT if stack.transposed else w[e] for w in (stack.up, stack.down))
         made = up @ row + (0 if stack.up_bias is None else stack.up_bias[e])
@@ -85,7 +85,7 @@ def test_gradients_pass_gradcheck(form: str, tile: int) -> None:
     x, order = torch.randn(7, D, dtype=torch.float64, requires_grad=True), order_of(routing, E)
 
     def function(x: Tensor, gates: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
-        return expert_tokens(x, order, gates, Stack(up, down, stack.activation, up_bias, down_bias))
+        return expert_tokens(x, order, gates, ExpertStack(up, down, stack.activation, up_bias, down_bias))
 
     assert torch.autograd.gradcheck(function, (x, routing.gates, *parameters(stack)))
 
@@ -133,7 +133,7 @@ def test_experts_without_rows_get_zeros_and_never_none(counts: tuple[int, ...]) 
 
 
 def test_gradients_are_added_to_grad_in_place_and_round_as_autograd_rounds(tile: int) -> None:
-    def run(stack: Stack, clear: bool) -> list[Tensor]:
+    def run(stack: ExpertStack, clear: bool) -> list[Tensor]:
         for parameter in parameters(stack):
             parameter.grad = None
         sums = [torch.zeros_like(p) for p in parameters(stack)]
@@ -210,7 +210,7 @@ def test_autocast_makes_products_in_16_bits_and_leaves_weights_as_they_are() -> 
     rows, gates = torch.randn(10, D, requires_grad=True), torch.rand(10, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         output = expert_rows(rows, (5, 0, 4, 1), gates, stack)
-    narrow = Stack(*(None if w is None else w if w is stack.activation else w.to(torch.bfloat16) for w in (
+    narrow = ExpertStack(*(None if w is None else w if w is stack.activation else w.to(torch.bfloat16) for w in (
         stack.up, stack.down, stack.activation, stack.up_bias, stack.down_bias)))  # fmt: skip
     assert output.dtype is torch.bfloat16
     assert torch.equal(output, expert_rows(rows.bfloat16(), (5, 0, 4, 1), gates, narrow))

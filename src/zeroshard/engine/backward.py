@@ -102,6 +102,7 @@ class Backward:
             self.losses.kinds |= BY_MEAN  # loss.backward() of the user's own
         for gradients in self.gradients:
             gradients.shown.begin()
+            gradients.rooms.begin()
             if not self.explicit:
                 gradients.arrived = bytearray(len(gradients.written))
         self.count += 1
@@ -176,7 +177,7 @@ class Backward:
         self.begin()
         if gradients.reduction.in_flight:
             self.reductions.finish()
-        return gradients.lend(number)
+        return gradients.rooms.lend(number, bool(gradients.written[number]))
 
     def receive(self, gradients: Gradients, number: int, gradient: torch.Tensor) -> None:
         """Move one parameter's gradient into its flat buffer; reduce the unit if it is complete and in turn."""

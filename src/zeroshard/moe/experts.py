@@ -16,7 +16,7 @@ from zeroshard.errors import ModelError
 from zeroshard.moe.activations import activation_of
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.grouped import fits, grouped_rows
-from zeroshard.moe.kernels import Stack, check_counts, expert_rows, expert_tokens
+from zeroshard.moe.kernels import ExpertStack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
 
@@ -107,8 +107,8 @@ class Experts(nn.Module):
         return self.training and self.dropout > 0
 
     @property
-    def _stack(self) -> Stack:
-        return Stack(self.up, self.down, self.activation, self.up_bias, self.down_bias)
+    def _stack(self) -> ExpertStack:
+        return ExpertStack(self.up, self.down, self.activation, self.up_bias, self.down_bias)
 
     def extra_repr(self) -> str:
         """Shapes and options."""
@@ -116,7 +116,7 @@ class Experts(nn.Module):
         return f"width={width}, hidden={hidden}, experts={self.experts}, {self._kind}"
 
 
-def plain_rows(rows: Tensor, counts: Sequence[int], stack: Stack, dropout: float = 0.0) -> Tensor:
+def plain_rows(rows: Tensor, counts: Sequence[int], stack: ExpertStack, dropout: float = 0.0) -> Tensor:
     """The same products as plain operations of autograd, to read and to compare with; with dropout of hidden features.
 
     Weights are unbound once: indexing a stack in a loop would make a gradient of the stack's size for each expert.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zeroshard.moe.activations import ACTIVATIONS, Activation, Function, Gated, Traced
 from zeroshard.moe.experts import compute_modules, with_gradients
-from zeroshard.moe.kernels import Stack, expert_rows
+from zeroshard.moe.kernels import ExpertStack, expert_rows
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
 from zeroshard.parts.technique import ROWS_OF_OTHERS
@@ -148,7 +148,7 @@ def _compute_by_kernels(
 ) -> Tensor:
     up, parameters = _up(module), module._parameters
     biases = parameters.get(f"{up}_bias"), parameters.get(f"{DOWN}_bias")
-    stack = Stack(parameters[up], parameters[DOWN], activation, *biases, transposed=module.is_transposed)
+    stack = ExpertStack(parameters[up], parameters[DOWN], activation, *biases, transposed=module.is_transposed)
     return expert_rows(rows, counts, gates, stack)
 
 

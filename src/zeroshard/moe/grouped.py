@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zeroshard.moe.kernels import Stack, check_counts
+from zeroshard.moe.kernels import ExpertStack, check_counts
 
 STRIDE = 16  # bytes of which the operator needs rows to be multiples
 
 
-def fits(rows: Tensor, stack: Stack) -> bool:
+def fits(rows: Tensor, stack: ExpertStack) -> bool:
     """Whether these experts can and should be computed in one product."""
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
     return device not in ("cpu", "meta") and dtype is torch.bfloat16 and aligned(stack, dtype)
 
 
-def aligned(stack: Stack, dtype: torch.dtype) -> bool:
+def aligned(stack: ExpertStack, dtype: torch.dtype) -> bool:
     """Whether all rows are of whole strides."""
     return all(n * dtype.itemsize % STRIDE == 0 for weight in (stack.up, stack.down) for n in weight.shape[1:])
 
 
-def grouped_rows(rows: Tensor, counts: Sequence[int], stack: Stack) -> Tensor:
+def grouped_rows(rows: Tensor, counts: Sequence[int], stack: ExpertStack) -> Tensor:
     """Rows [R, D] -> [R, D], sorted by expert.
 
     Args:

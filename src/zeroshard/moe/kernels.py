@@ -24,7 +24,7 @@ TILE = 1024  # rows whose hidden features are made at once
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertStack:
     """The parameters of E experts.
 
     Attributes:
@@ -44,7 +44,7 @@ class Stack:
     transposed: bool = False
 
 
-def expert_tokens(x: Tensor, order: RowOrder, gates: Tensor, stack: Stack) -> Tensor:
+def expert_tokens(x: Tensor, order: RowOrder, gates: Tensor, stack: ExpertStack) -> Tensor:
     """Tokens [T, D] -> [T, D]: the sum over the kept choices of gate * expert(token).
 
     Args:
@@ -53,7 +53,7 @@ def expert_tokens(x: Tensor, order: RowOrder, gates: Tensor, stack: Stack) -> Te
     return _apply(x, gates, stack, order, order.counts)
 
 
-def expert_rows(rows: Tensor, counts: Sequence[int], gates: Tensor | None, stack: Stack) -> Tensor:
+def expert_rows(rows: Tensor, counts: Sequence[int], gates: Tensor | None, stack: ExpertStack) -> Tensor:
     """Rows [R, D] -> [R, D], sorted by expert: gate * expert(row).
 
     Args:
@@ -76,7 +76,9 @@ def check_counts(counts: Sequence[int], experts: int, rows: int) -> None:
         )
 
 
-def _apply(x: Tensor, gates: Tensor | None, stack: Stack, order: RowOrder | None, counts: tuple[int, ...]) -> Tensor:
+def _apply(
+    x: Tensor, gates: Tensor | None, stack: ExpertStack, order: RowOrder | None, counts: tuple[int, ...]
+) -> Tensor:
     check_counts(counts, len(stack.up), len(x) if order is None else order.rows)
     device = x.device.type
     known = torch.amp.is_autocast_available(device)  # not of the meta device

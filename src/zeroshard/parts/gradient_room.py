@@ -35,6 +35,16 @@ class GradientRoom(Protocol):
         """The room of this parameter, inside of a backward; None where the gradient has to be a tensor of its own."""
 
 
+class LentRooms(Protocol):
+    """The rooms of the parameters of one flat, by their numbers."""
+
+    def begin(self) -> None:
+        """A backward begins."""
+
+    def lend(self, number: int, adds: bool) -> Lent | None:
+        """The room of one gradient, which is to be added where `adds`; None where it has to be a tensor of its own."""
+
+
 _rooms: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters; an attribute would be pickled with them
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from zeroshard.parts.gradient_room import Lent
+from zeroshard.parts.gradient_room import LentRooms
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 
@@ -130,6 +130,10 @@ class Gradients(Protocol):
         """The values of `p.grad` of its parameters."""
 
     @property
+    def rooms(self) -> LentRooms:
+        """Where functions may make gradients themselves."""
+
+    @property
     def layout(self) -> tuple[bool, bool]:
         """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
 
@@ -148,9 +152,6 @@ class Gradients(Protocol):
 
     def receive(self, number: int, gradient: torch.Tensor) -> None:
         """Take in the gradient of parameter `number`."""
-
-    def lend(self, number: int) -> Lent | None:
-        """The room of the gradient of parameter `number`, for a function that makes it there; None where it cannot."""
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on."""

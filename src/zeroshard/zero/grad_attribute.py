@@ -31,7 +31,6 @@ class ShownGradients:
         opened: whether it does so for all parameters, in a buffer that `open` was given.
         fresh: parameters for which it did so since the last `collect`.
         earlier: how many of these before the backward under way.
-        lent: by number, the backward that made a gradient in its room and did not hand it over yet.
     """
 
     def __init__(self, flat: Flat, ledger: Ledger, first_small: int) -> None:
@@ -40,7 +39,6 @@ class ShownGradients:
         self.opened = False
         self.fresh: list[nn.Parameter] = []
         self.earlier = 0
-        self.lent: dict[int, int] = {}
         self._direct: dict[int, tuple[int, Tensor, Tensor]] = {}  # by id of parameter, since hashing one is slow
         self._collected: tuple[list[nn.Parameter], list[Tensor], list[int]] = [], [], []
         self._held: list[Tensor | None] = []  # of the parameters last listened to
@@ -110,7 +108,6 @@ class ShownGradients:
     def begin(self) -> None:
         """A backward begins: what was zeroed before the first of a step was of no gradient."""
         self._zeroed.clear()
-        self.lent.clear()
         self.earlier = len(self.fresh)
 
     def hide(self, parameter: Tensor, number: int) -> None:
@@ -134,19 +131,6 @@ class ShownGradients:
         if self.small is not None and self.fresh:
             self.small.zero_()
         self.fresh.clear()
-
-    def refuse_lent(self) -> None:
-        """Refuse to send a gradient that a backward around this one is still making ([Note: gradients in place]).
-
-        Raises:
-            PlanError: with the name of a parameter.
-        """
-        if self.lent:
-            name = self._flat.index.entries[next(iter(self.lent))].name
-            raise PlanError(
-                f"The gradient of '{name}' is made by two backwards, one inside of the other: its module is called "
-                f"both in a re-entrant recomputation and outside of it. Use checkpoint(use_reentrant=False)."
-            )
 
     def refuse_late(self) -> None:
         """Refuse what autograd has added to gradients that are on their way to other ranks.

@@ -20,12 +20,12 @@ import torch
 
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.parts.gradient_room import Lent
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.units import Flat
 from zeroshard.zero.grad_attribute import ShownGradients
 from zeroshard.zero.gradient_buffer import GradientBuffer
+from zeroshard.zero.gradient_rooms import GradientRooms
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class BufferedGradients:
     Attributes:
         reduction: how they get to the rank that owns the slice.
         shown: what `p.grad` of its parameters is.
+        rooms: where functions may make gradients themselves.
         first_small: the number from which on autograd adds gradients up itself ([Note: small parameters]).
         arrived: per parameter, whether its gradient came in the backward under way, as far as that was collected.
         written: per parameter, whether it got a gradient since the last reduction.
@@ -76,6 +77,7 @@ class BufferedGradients:
         self._buffer, self._sum, self._interval = buffer, total, interval
         self.first_small = 0 if opens else flat.first_small if batches else len(flat.parameters)
         self.shown = ShownGradients(flat, ledger, self.first_small)
+        self.rooms = GradientRooms(flat, buffer, total, reduction)
         self.arrived = bytearray(len(flat.parameters))
         self.written = bytearray(len(flat.parameters))
         self.written_in_step = bytearray(len(flat.parameters))
@@ -104,7 +106,7 @@ class BufferedGradients:
         if not numbers:
             return
         if small is not None:
-            buffer, index, first = self._ready(), self.flat.index, self.first_small
+            buffer, index, first = self.rooms.ready(), self.flat.index, self.first_small
             region = buffer[index.entries[first].offset : index.numel]
             region.add_(small) if any(self.written[first:]) else region.copy_(small)
             small.zero_()
@@ -147,23 +149,15 @@ class BufferedGradients:
             raise PlanError(
                 f"The gradient of '{name}' is sparse; flat buffers are dense. Build its layer with sparse=False."
             )
-        view = self.flat.view(self._ready(), number)
-        if self.shown.lent.get(number) == torch._C._current_graph_task_id():  # what came before is in it already
-            del self.shown.lent[number]
+        view = self.flat.view(self.rooms.ready(), number)
+        if self.rooms.take_back(number):
             if gradient.untyped_storage()._cdata != view.untyped_storage()._cdata:
-                view.copy_(gradient)
-        elif self.written[number] or self.shown.opened or number in self.shown.lent:
+                view.copy_(gradient)  # it was summed with others, or copied
+        elif self.written[number] or self.shown.opened or self.rooms.holds(number):
             view.add_(gradient)
         else:
             view.copy_(gradient)
         self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
-
-    def lend(self, number: int) -> Lent | None:
-        """The room of the gradient of parameter `number` ([Note: gradients in place]); None if it cannot be lent."""
-        if self.shown.opened or self._buffer.dtype is not self.flat.dtype or number in self.shown.lent:
-            return None
-        self.shown.lent[number] = torch._C._current_graph_task_id()
-        return Lent(self.flat.view(self._ready(), number), adds=bool(self.written[number]))
 
     def widen(self) -> None:
         """Keep sums over several backwards in fp32 from now on ([Note: fp32 accumulation])."""
@@ -195,8 +189,8 @@ class BufferedGradients:
         self.collect()
         if self.reduction.local and not any(self.written):
             return
-        self.shown.refuse_lent()
-        self._zero_unwritten(self._ready())
+        self.rooms.refuse_lent()
+        self._zero_unwritten(self.rooms.ready())
         self.reduction.start()
         self.written = bytearray(len(self.written))
 
@@ -244,14 +238,6 @@ class BufferedGradients:
         """Planned elements that reductions and the sum send in a step."""
         yield from self.reduction.wire(work)
         yield from self._sum.wire(work)
-
-    def _ready(self) -> torch.Tensor:
-        """The gradient buffer, free to be written."""
-        self.reduction.finish()  # the caller finishes reductions of several flats in order
-        self.reduction.release()
-        buffer = self._buffer.ready()
-        self._sum.make_way()
-        return buffer
 
     def _zero(self, numbers: Sequence[int]) -> None:
         """Zero the gradients of these parameters in this step, on this rank: in the buffer and in the sum."""
