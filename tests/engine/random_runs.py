@@ -346,7 +346,13 @@ class Plain:
         if not self.pending:
             self.seen = self.copy()
         tick(self.scheduler)
-        self.log += [("loss", loss.item()), ("norm", norm), ("skipped", skip), ("scale", None)]
+        overflown = skip and sound  # in fp16, which the run has told
+        self.log += [
+            ("loss", loss.item()),
+            ("norm", math.inf if overflown else norm),
+            ("skipped", skip),
+            ("scale", None),
+        ]
         return True
 
     def between(self, event: str, number: int) -> None:

@@ -26,7 +26,7 @@ UP = "blocks.1.up.weight"
 def make(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
     example = (data(0, 0, 1, 2), 0) if plan.get("pipeline_parallel", 1) > 1 else None
     return zs.Engine(
-        build("TiedFive" if example else "Frozen"),
+        build("Attending" if "tensor_parallel" in plan else "TiedFive" if example else "Frozen"),
         lambda ps: OPTIMIZERS["adamw"]([p for p in ps if p.requires_grad]),
         zs.Plan.from_dict(plan),
         mesh=mesh,
@@ -84,7 +84,7 @@ def flip(mesh: zs.Mesh, plan: dict[str, Any], where: tuple[str, str], rank: int,
     return answers[0], answers[1]
 
 
-HEAD = "head.weight"
+HEAD, KEY = "head.weight", "blocks.1.attention.key.weight"
 CASES: list[tuple[int, dict[str, Any], tuple[str, str], int, str]] = [
     (2, {"zero": 0, **NETWORK}, (UP, "weights"), 1, "parameter {}, rank 0 against rank 1"),
     (3, {"zero": 0}, (UP, "weights"), 0, "parameter {} on rank 0, where ranks 1, 2 agree"),
@@ -101,6 +101,14 @@ CASES: list[tuple[int, dict[str, Any], tuple[str, str], int, str]] = [
     (4, {"zero": 0, **PIPELINE}, ("blocks.4.up.weight", "exp_avg"), 2, "exp_avg of {}, rank 2 against rank 3"),
     (4, {"zero": 0, **PIPELINE, "pipeline_parallel.schedule": "2bw"}, ("blocks.4.up.weight", "weights"), 3,
      "parameter {}, rank 2 against rank 3"),
+    (4, {"zero": 0, "tensor_parallel": 4}, (KEY, "weights"), 1, "parameter {}[0:2,0:8], rank 0 against rank 1"),
+    (4, {"zero": 1, "tensor_parallel": 4, **HALF}, (KEY, "exp_avg"), 2,
+     "exp_avg of {}[2:4,0:8], rank 2 against rank 3"),
+    (4, {"zero": 0, "tensor_parallel": 4, **HALF}, (KEY, "masters"), 0,
+     "master weights of {}[0:2,0:8], rank 0 against rank 1"),
+    (4, {"zero": 0, "tensor_parallel": 2}, ("blocks.0.norm.weight", "weights"), 3,
+     "parameter {}, rank 1 against rank 3"),
+    (4, {"zero": 0, "tensor_parallel": 2}, (UP, "weights"), 3, "parameter {}, rank 1 against rank 3"),
 ]  # fmt: skip
 
 

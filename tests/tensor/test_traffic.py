@@ -122,7 +122,7 @@ def test_formulas_of_all_families_but_those_of_several_stacks(pool: Pool) -> Non
 
 
 def test_the_pairs_of_a_block_make_its_formula() -> None:
-    shape, pair = BlockShape(3, 5, 16, 4), Pair("down", 16, 16)
+    shape, pair = BlockShape(3, 5, 16, 4), Pair(16, 16)
     for sequence in (True, False):
         found: Counter[str] = Counter()
         for elements in 2 * [pair.forward(sequence), pair.backward(sequence)]:

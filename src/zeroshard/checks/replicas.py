@@ -13,7 +13,7 @@ import torch
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import DivergenceError
 from zeroshard.parts.part import Part, Parts
-from zeroshard.parts.place import Axis
+from zeroshard.parts.place import Axis, boxes_of
 from zeroshard.units.digest import digest_of
 
 SHOWN = 5  # differences in an error
@@ -49,8 +49,8 @@ def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
     """Compare values that must be the same on several ranks: a collective call of all ranks that train.
 
     These are full parameters at the stages that keep them, slices that several groups of ranks hold, and optimizer
-    states that several ranks hold. Of weights with versions, the latest is compared. Pieces of a split tensor that
-    several ranks have beside other pieces of it are not.
+    states that several ranks hold, and pieces of split tensors that several ranks have beside other pieces of them. Of
+    weights with versions, the latest is compared.
 
     Raises:
         DivergenceError: on every rank, with the names of the parameters and the differing ranks.
@@ -66,17 +66,57 @@ def check_replicas(parts: Parts, world: Comm, axes: Sequence[Axis]) -> None:
         for ranks in (group for group in axis.groups if len(group) > 1):
             places = [n for n, (axis_number, _) in enumerate(by_rank[ranks[0]]) if axis_number == number]
             differing += [(ranks, n) for n in places if len({by_rank[rank][n] for rank in ranks}) > 1]
-    if not differing:
+    found = _differing_pieces(parts, world)
+    if not differing and not found:
         return
     own = {n for ranks, n in differing if world.mesh.rank in ranks}
     details = {str(n): _details(mine[n].pieces) for n in sorted(own)}
     answers = world.agree_on(details, "which parameters differ")
-    found = [text for ranks, n in differing for text in _compare(ranks, [answers[rank][str(n)] for rank in ranks])]
+    found += [text for ranks, n in differing for text in _compare(ranks, [answers[rank][str(n)] for rank in ranks])]
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     raise DivergenceError(
         f"Replicas are not the same any more: {'; '.join(found[:SHOWN])}{more}. Go on from an earlier checkpoint; if "
         f"nothing wrote into the weights of single ranks, look for a fault in the machine of the rank that differs."
     )
+
+
+def _differing_pieces(parts: Parts, world: Comm) -> list[str]:
+    """Texts about differing pieces of split tensors (few key heads, each on several ranks)."""
+    here = {name for part in parts.all for name, split in part.splits.items() if not split.counted}
+    names = {name for told in world.agree_on(sorted(here), "pieces that several ranks have") for name in told}
+    if not names:
+        return []
+    mine = {key: digest for part in parts.all for key, digest in _split_pieces(part, names)}
+    answers = world.agree_on(mine, "digests of the pieces")
+    holders: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        for key in answer:
+            holders.setdefault(key, []).append(rank)
+    texts = (_compare(ranks, [{key: answers[rank][key]} for rank in ranks]) for key, ranks in holders.items())
+    return [text for each in texts for text in each]
+
+
+def _split_pieces(part: Part, names: set[str]) -> Iterator[tuple[str, int]]:
+    """The digests of this rank's pieces of some tensors, by kind, name and box."""
+    index, weights = part.flat.index, part.weights
+    numbers = {entry.name: number for number, entry in enumerate(index.entries)}
+
+    def boxes(pieces: Pieces, start: int) -> Iterator[tuple[str, int]]:
+        for text, values in pieces:
+            name = text.rpartition(" ")[2]
+            entry = index.entries[numbers[name]]
+            split = part.splits.get(name) if name in names else None
+            first = max(start - entry.offset, 0)
+            for (box, inside), _ in boxes_of(entry.shape, split, first, values) if split is not None else ():
+                yield f"{text}[{box}]", digest_of([inside.contiguous()])
+
+    with part.updater.at_hand():
+        own = index.interval(weights.rank)[0]
+        yield from boxes(_pieces(part, "parameter", weights.own, own), own)
+        yield from boxes(_masters(part), part.updater.start)
+        for span in part.updater.spans:
+            for key, value in part.updater.elements(span).items():
+                yield from boxes(_pieces(part, f"{key} of", value, span.start), span.start)
 
 
 def _compare(ranks: Sequence[int], answers: list[dict[str, int]]) -> Iterator[str]:

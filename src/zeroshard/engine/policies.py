@@ -18,7 +18,7 @@ from zeroshard.tensor.technique import TensorTechnique
 
 
 def _tensor(plan: Plan) -> Technique | None:
-    return TensorTechnique(plan.tensor, plan.transport) if plan.tensor.splits else None
+    return TensorTechnique(plan.tensor, plan.transport, plan.offloading.moments) if plan.tensor.splits else None
 
 
 def _experts(plan: Plan) -> Technique | None:

@@ -30,13 +30,14 @@ class TensorRanks:
 
     Attributes:
         size: how many they are; rank: this one among them.
+        sums_rows: whether a row-parallel layer has run on this rank, and not for shapes alone, since this was reset.
         has_formulas: whether what is sent in training is entered by formulas, too.
     """
 
     def __init__(self, axis: Axis) -> None:
         self._comm = axis.comm
         self.size, self.rank = axis.size, axis.rank
-        self.has_formulas = False
+        self.has_formulas = self.sums_rows = False
 
     def rows(self, total: int, rank: int | None = None) -> tuple[int, int]:
         """The positions [start, stop) of `total` that a rank has, this one by default."""
@@ -78,6 +79,12 @@ class TensorRanks:
     def counted_as(self, purpose: Purpose) -> Purpose:
         """The purpose of a collective, which is another while the model is evaluated."""
         return TO_EVALUATE[purpose] if self._comm.evaluates else purpose
+
+    def note_row(self, x: Tensor) -> None:
+        """A row-parallel layer reads x."""
+        self.sums_rows |= not x.is_meta
+        if torch._C._current_graph_task_id() != -1:
+            self.forget_formulas()  # computed again in a backward, perhaps only in part
 
     def plan(self, purpose: Purpose, elements: int) -> None:
         """Enter elements by a formula, as counts have them."""

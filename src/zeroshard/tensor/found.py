@@ -152,3 +152,19 @@ def check_splits(found: FoundLayers, model: str, ranks: int) -> None:
         f"({'; '.join(whole[:MOST_REASONS])}{more}). Leave tensor_parallel out, or name layers: "
         f"TensorParallel({ranks}, layers={{path: 'column', path: 'row'}})."
     )
+
+
+def refuse_copies(found: FoundLayers, ranks: int) -> None:
+    """Refuse features that several ranks hold where each rank would round their moments beside others.
+
+    Raises:
+        PlanError: naming the layer.
+    """
+    for layer in found.layers:
+        if layer.style is Style.COLUMN and any(segment.copies(ranks) > 1 for segment in layer.segments):
+            raise PlanError(
+                f"offload.moments='8bit' and tensor_parallel={ranks} do not combine here: {layer.name!r} has features "
+                f"that several ranks hold (fewer key-value heads than ranks), and moments are rounded in blocks with "
+                f"unlike neighbours on each, so that the copies would drift apart. Set moments='bf16', or split layers "
+                f"over no more ranks than there are key-value heads."
+            )

@@ -138,6 +138,7 @@ class RowForward:
         module: Any = self._module()
         for entrance in self._entrances:
             entrance.close()
+        self._ranks.note_row(x)
         if self._plain is not None:
             y: Tensor = self._plain(x, biased=False)
         else:

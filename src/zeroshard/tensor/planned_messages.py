@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zeroshard.tensor.collectives import SEQUENCE, TensorRanks
@@ -37,13 +36,11 @@ class Pair:
     """A row-parallel layer and the column-parallel layers of which it reads the output.
 
     Attributes:
-        row: the path of the former.
         inputs: features that the column-parallel layers read, I.
         outputs: features that the row-parallel layer makes, O.
         copied: elements of their gradients that several ranks hold and add up (few key heads).
     """
 
-    row: str
     inputs: int
     outputs: int
     copied: int = 0
@@ -86,7 +83,7 @@ def _pair(modules: Mapping[str, nn.Module], columns: list[FoundLayer], row: Foun
     for layer in columns:
         whole = sum(segment.size for segment in layer.segments if segment.copies(ranks) > 1)
         copied += whole * (read.inputs + (getattr(modules[layer.name], "bias", None) is not None))
-    return Pair(row.name, read.inputs, made.outputs, copied)
+    return Pair(read.inputs, made.outputs, copied)
 
 
 class PlannedMessages:
@@ -102,11 +99,8 @@ class PlannedMessages:
         self._ranks, self._zones = ranks, zones
         self._first, self._last = next(iter(pairs)), list(pairs)[-1]
         self._entered = (0, False)  # positions of all rows in the block under way; whether each rank has some of them
-        self._ran = False  # whether it runs here, and not on another stage
         for name, of_block in pairs.items():
             modules[name].register_forward_pre_hook(Hook(partial(self._enter, name)), with_kwargs=True)
-            for pair in of_block:
-                modules[pair.row].register_forward_pre_hook(Hook(self._run))
             modules[name].register_forward_hook(Hook(partial(self._leave, name, of_block)))
         ranks.has_formulas = True
 
@@ -115,17 +109,12 @@ class PlannedMessages:
         positions = 0 if x.is_meta else x.shape[:-1].numel()
         if sequence and positions:
             positions = x.shape[:SEQUENCE].numel() * self._zones.positions
-        self._entered, self._ran = (positions, sequence), False
-
-    def _run(self, module: nn.Module, args: Any) -> None:
-        self._ran = True
-        if torch._C._current_graph_task_id() != -1:
-            self._ranks.forget_formulas()  # computed again in a backward, perhaps only in part
+        self._entered, self._ranks.sums_rows = (positions, sequence), False
 
     def _leave(self, name: str, pairs: list[Pair], module: nn.Module, args: Any, output: Any) -> None:
         positions, sequence = self._entered
         x = output[0] if isinstance(output, tuple) else output
-        if not positions or not self._ran:
+        if not positions or not self._ranks.sums_rows:
             return
         for pair in pairs:
             self._add(pair.forward(sequence), positions)

@@ -20,7 +20,15 @@ from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.tensor.check_gradients import GradientCheck
 from zeroshard.tensor.collectives import TensorRanks
 from zeroshard.tensor.find_layers import find
-from zeroshard.tensor.found import FoundLayer, FoundLayers, Segment, Style, check_splits, pieces_of
+from zeroshard.tensor.found import (
+    FoundLayer,
+    FoundLayers,
+    Segment,
+    Style,
+    check_splits,
+    pieces_of,
+    refuse_copies,
+)
 from zeroshard.tensor.layers import ColumnForward, Entrance, RowForward
 from zeroshard.tensor.linear import linear_features
 from zeroshard.tensor.overlap import Parameters
@@ -39,14 +47,15 @@ class TensorTechnique:
 
     Args:
         transport: of the plan.
+        moments: how it keeps those of the optimizer.
 
     Attributes:
         zones: of the model's forwards.
         found: what was found in the model, once it is cut.
     """
 
-    def __init__(self, policy: TensorParallel, transport: str = "network") -> None:
-        self._policy, self._transport = policy, transport
+    def __init__(self, policy: TensorParallel, transport: str = "network", moments: str = "fp32") -> None:
+        self._policy, self._transport, self._moments = policy, transport, moments
         self.zones = Zones()
         self.found: FoundLayers | None = None
 
@@ -79,6 +88,8 @@ class TensorTechnique:
         self._share_memory(ranks.comm)
         self.found = found = find(model, ranks.size, self._policy)
         check_splits(found, type(model).__name__, ranks.size)
+        if self._moments == "8bit":
+            refuse_copies(found, ranks.size)
         places = _Cutting(model, found, ranks, self._policy.sequence).places
         modules = dict(model.named_modules())
         forwards = _Forwards(model, found, ranks, self.zones)
