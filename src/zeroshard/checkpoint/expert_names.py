@@ -38,7 +38,7 @@ class ExpertNames:
     parts: Mapping[str, tuple[str, ...]]
 
     @property
-    def of_expert(self) -> frozenset[str]:
+    def singles(self) -> frozenset[str]:
         """The names of all weights of an expert."""
         return frozenset(part for parts in self.parts.values() for part in parts)
 
@@ -91,9 +91,11 @@ class Tensors(Protocol):
 
     shapes: dict[str, Shape]
 
-    def fill(self, name: str, targets: Sequence[BoxValues]) -> None: ...
+    def fill(self, name: str, targets: Sequence[BoxValues]) -> None:
+        """Fill boxes with elements of a tensor."""
 
-    def whole(self, name: str) -> torch.Tensor: ...
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a tensor, flat and in its own dtype."""
 
 
 class StackedTensors:
@@ -115,8 +117,8 @@ class StackedTensors:
         blocks = set()
         for mixture, experts in mixtures.items():
             held = {part for parts in experts.values() for part in parts}
-            family = next((each for each in (MIXTRAL, USUAL) if each.of_expert & held), None)
-            known = family.of_expert if family is not None else frozenset()
+            family = next((each for each in (MIXTRAL, USUAL) if each.singles & held), None)
+            known = family.singles if family is not None else frozenset()
             others += [name for parts in experts.values() for part, name in parts.items() if part not in known]
             if family is not None:
                 blocks.add(family.block)
