@@ -11,7 +11,7 @@ import zeroshard as zs
 from zeroshard.moe.families import find_experts
 
 pytest.importorskip("transformers")
-from engine.zoo import Case, alone, check, train
+from engine.zoo import STEPS, Case, alone, batch, check, engine_for, train
 
 from moe.families import FAMILIES, VOCABULARY, routed, seeded
 
@@ -53,6 +53,33 @@ def train_family(mesh: zs.Mesh, family: str, plan: str) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_as_in_one_process(pool: Pool, family: str, plan: str) -> None:
     check(pool.run(train_family, PLANS[plan][0], family, plan), *reference(family))
+
+
+def recomputing(family: str) -> Case:
+    """The same, recomputing its blocks in the way that the library offers."""
+    made = case(family)
+
+    def build() -> Any:
+        model: Any = made.build()
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        return model
+
+    return Case(build, pairs)
+
+
+def train_recomputing(mesh: zs.Mesh, family: str) -> Any:
+    """As `train_family`, with recomputation."""
+    engine = engine_for(mesh, recomputing(family), zero=2, expert_parallel=2)
+    losses = []
+    for step in range(STEPS):
+        rows = batch(recomputing(family), step, mesh.rank, mesh.ranks)
+        losses.append(float(engine.train_step(rows).loss))
+    return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_recomputation_of_the_library_changes_nothing(pool: Pool, family: str) -> None:
+    check(pool.run(train_recomputing, 2, family), *reference(family))
 
 
 def held_by(mesh: zs.Mesh, family: str) -> tuple[list[str], set[int], str]:

@@ -30,11 +30,18 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-zero2": (4, {"expert_parallel": 4, "zero": 2}),
     "ep2x2-zero3": (4, {"expert_parallel": 2, "zero": 3, "clip_norm": 0.05}),
 }
+SAMPLE: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
+    ("mixtral", "stages"): (4, {"expert_parallel": 2, "pipeline_parallel": 2, "microbatches": 2}),
+    ("gpt_oss", "stages"): (4, {"expert_parallel": 2, "pipeline_parallel": 2, "microbatches": 2, "recompute": "chunk"}),
+    ("qwen3_moe", "tensor"): (4, {"expert_parallel": 2, "tensor_parallel": 2}),
+    ("deepseek_v3", "tensor"): (4, {"expert_parallel": 2, "tensor_parallel": 2}),
+    ("olmoe", "offload"): (2, {"expert_parallel": 2, "zero": 3, "offload": "optimizer,parameters"}),
+}
 
 
 def job(family: str, plan: str) -> VerificationJob:
     """Two steps of a family under a plan."""
-    ranks, settings = PLANS[plan]
+    ranks, settings = SAMPLE.get((family, plan)) or PLANS[plan]
     functions = partial(seeded, family), zs.Plan.from_dict(settings), partial(words, rows=16), OPTIMIZER
     return VerificationJob(*functions, None, ranks, steps=2).exact()
 
@@ -52,6 +59,15 @@ def test_families_give_no_false_alarm(pool: Pool, plan: str) -> None:
         found = compared(made, [answer[number] for answer in answers])
         assert found.ok, f"{family}: {found}"
         assert sum(row.count for row in found.table) > 30
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sample_of_other_plans_gives_no_false_alarm(pool: Pool, ranks: int) -> None:
+    jobs = [job(*name) for name, (count, _) in SAMPLE.items() if count == ranks]
+    answers = pool.run(observe_all, ranks, jobs)
+    for number, made in enumerate(jobs):
+        found = compared(made, [answer[number] for answer in answers])
+        assert found.ok, str(found)
 
 
 def observe_multiplied(mesh: zs.Mesh, made: VerificationJob) -> RankRecord:
