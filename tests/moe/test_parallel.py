@@ -11,9 +11,12 @@ import torch
 from pool import Pool
 
 import zeroshard as zs
-from moe.mixed import EXPERTS, WIDTH, batch, engine_of, follow, follow_all, plain, take
+from moe.mixed import EXPERTS, WIDTH, batch, build, engine_of, follow, follow_all, plain, take
 from zeroshard.moe import technique
+from zeroshard.moe.byte_formulas import balanced as balanced_formula
+from zeroshard.moe.byte_formulas import states_of
 from zeroshard.parts.axes import Axes
+from zeroshard.zero.byte_formulas import BytesPerParameter
 
 STEPS = 3
 Settings = Mapping[str, Any]
@@ -295,6 +298,34 @@ def test_bytes_of_the_exchange_are_those_of_the_formula(pool: Pool, transport: s
     """k·T·(4·d + 2)·(n-1)/n in each layer: rows there and back, in both passes, and gates; and n·E counts."""
     tokens, choices, layers, ranks = 3 * 5, 2, 2, 2
     rows = choices * tokens * (4 * WIDTH + 2) * (ranks - 1) // ranks * layers
+    formula = balanced_formula(tokens, choices, WIDTH, ranks)
+    assert layers * (formula.forward + formula.backward) == rows
     for found in pool.run(balanced, ranks, {**EP2, "zero": 2, "transport": transport}):
         assert found["exchange tokens"] == (rows, 4 * rows if transport == "network" else 0)
         assert found["count tokens"][0] == layers * ranks * EXPERTS
+
+
+def states(mesh: zs.Mesh, plans: Sequence[Settings]) -> list[tuple[int, int, dict[str, int]]]:
+    """Parameters of dense layers and of experts, and the ledger's bytes of states without padding, under each plan."""
+    found = []
+    for plan in plans:
+        whole = {name: p.numel() for name, p in build(STACKED).named_parameters()}
+        experts = sum(numel for name, numel in whole.items() if ".experts." in name)
+        engine = engine_of(mesh, STACKED, plan)
+        take(engine, 0, 1)
+        rows = engine.memory()
+        held = {row.category: int(row.measured_bytes - (row.padding_bytes or 0)) for row in rows if row.planned_bytes}
+        found.append((sum(whole.values()) - experts, experts, held))
+    return found
+
+
+@pytest.mark.parametrize("ranks, experts", [(4, 2), (2, 2)])
+def test_memory_of_states_is_that_of_the_formula(pool: Pool, ranks: int, experts: int) -> None:
+    """SGD with momentum in fp32: 12 bytes a parameter, of experts among the ranks that hold the same."""
+    plans = [{"zero": zero, "expert_parallel": experts, "transport": "network"} for zero in range(4)]
+    for answers in pool.run(states, ranks, plans):
+        for zero, (dense, of_experts, held) in enumerate(answers):
+            wanted = states_of(dense, of_experts, experts, ranks, zero, BytesPerParameter(4, 4, 0, 4))
+            assert held["parameters"] == wanted.parameters
+            assert held["gradients"] == wanted.gradients
+            assert held["optimizer states"] == wanted.optimizer_states

@@ -101,6 +101,7 @@ class ExpertRanks:
         self.size, self.rank = axis.size, axis.rank
         self._comm = axis.comm
         self._levels = None if machines is None else _Levels(axis.comm, machines)
+        self._has_formula = machines is None
 
     def delivery(self, counts: Sequence[int], like: Tensor, label: str) -> Delivery:
         """Tell all ranks how many rows this one has for each expert; a collective call.
@@ -124,6 +125,17 @@ class ExpertRanks:
         comm.gather(everyone, own, Purpose.COUNT_TOKENS, label).wait()
         table = [counts] * self.size if without_values(own) else everyone.view(self.size, -1).tolist()
         return Delivery(table, held, self.rank)
+
+    def plan(self, elements: int) -> None:
+        """Enter elements by a formula beside those that are sent."""
+        if self._has_formula and not self._comm.evaluates:
+            count = self._comm.counts[Purpose.EXCHANGE_TOKENS]
+            count.planned = (count.planned or 0) + elements
+
+    def forget_formula(self) -> None:
+        """A forward is computed again in a backward, perhaps only in part: there is no formula of what it sends."""
+        self._has_formula = False
+        self._comm.counts[Purpose.EXCHANGE_TOKENS].planned = None
 
     def there(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
         """[R, D] -> [M, D]: bring rows to the ranks of their experts; a collective call."""

@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import ModelError, PlanError
+from zeroshard.moe.byte_formulas import Exchanged
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
-from zeroshard.moe.exchange import ExpertRanks, returned, sent, shared_out
+from zeroshard.moe.exchange import Delivery, ExpertRanks, returned, sent, shared_out
 from zeroshard.moe.families import FoundExperts, find_experts
 from zeroshard.moe.own_tokens import OwnTokens
 from zeroshard.moe.policy import ExpertParallel
@@ -23,6 +25,7 @@ from zeroshard.parts.technique import CUT, NewAxis
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_memory import machine
 from zeroshard.tensor.technique import AXIS as TENSOR
+from zeroshard.units.hooks import listen
 
 AXIS = "experts"
 
@@ -145,6 +148,8 @@ class ExchangedForward:
 
     def _exchange(self, x: Tensor, routing: Routing) -> Tensor:
         found, ranks, label = self._found, self._ranks, self._found.path
+        if torch._C._current_graph_task_id() != -1:
+            ranks.forget_formula()
         order = order_of(routing, found.experts)
         delivery = ranks.delivery(order.counts, x, f"rows of {label}")
         gates = sent(gather_gates(routing.gates, order).unsqueeze(-1), ranks, delivery, f"gates of {label}")
@@ -154,7 +159,17 @@ class ExchangedForward:
         if found.modules:  # those of other ranks' experts are there, and empty
             counts = [*(0,) * first, *counts, *(0,) * (found.experts - stop)]
         made = found.compute(rows, counts, gates.squeeze(-1))
-        return combine(returned(made, ranks, delivery, f"outputs of {label}"), order)
+        outputs = returned(made, ranks, delivery, f"outputs of {label}")
+        self._plan(delivery, outputs)
+        return combine(outputs, order)
+
+    def _plan(self, delivery: Delivery, outputs: Tensor) -> None:
+        """Enter the formula of a forward, and with its backward that of this."""
+        own, plan = delivery.rows(self._ranks.rank, self._ranks.rank), self._ranks.plan
+        formula = Exchanged(sum(delivery.sends) - own, sum(delivery.receives) - own, outputs.shape[-1])
+        if not outputs.is_meta:
+            plan(formula.forward)
+            listen(outputs, lambda gradient: plan(formula.backward))
 
 
 def _pieces(found: FoundExperts, first: int, stop: int) -> Iterator[tuple[nn.Parameter, tuple[Piece, ...]]]:
