@@ -42,6 +42,8 @@ TO_EVALUATE = {  # what collectives inside of layers are for while a model is ev
     Purpose.SUM_ACTIVATIONS: Purpose.SUM_TO_EVALUATE,
     Purpose.SUM_LOSSES: Purpose.SUM_TO_EVALUATE,
     Purpose.GATHER_ACTIVATIONS: Purpose.GATHER_TO_EVALUATE,
+    Purpose.COUNT_TOKENS: Purpose.GATHER_TO_EVALUATE,
+    Purpose.EXCHANGE_TOKENS: Purpose.SEND_TO_EVALUATE,
 }
 UPDATE, DISK, COMPUTE = "update", "disk", "compute"
 QUEUES = {  # tasks of one queue run one after the other

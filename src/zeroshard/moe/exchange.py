@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Comm
 from zeroshard.moe.dispatch import without_values
 from zeroshard.parts.place import Axis
-from zeroshard.traffic import Purpose
+from zeroshard.traffic import TO_EVALUATE, Purpose
 
 Table = Sequence[Sequence[int]]
 
@@ -115,14 +115,14 @@ class ExpertRanks:
         table: Table
         own, comm = torch.tensor(counts, dtype=torch.int64, device=like.device), self._comm
         if comm.operands is not None:
-            shown = comm.side_by_side(own, self.size * len(counts), Purpose.COUNT_TOKENS, label)
+            shown = comm.side_by_side(own, self.size * len(counts), _purpose(comm, Purpose.COUNT_TOKENS), label)
             shown.wait()
             tables = [shown.of(rank, own.shape) for rank in range(self.size)]
             table = [counts if without_values(each) else each.tolist() for each in tables]
             shown.done()
             return Delivery(table, held, self.rank)
         everyone = own.new_empty(self.size * len(counts))
-        comm.gather(everyone, own, Purpose.COUNT_TOKENS, label).wait()
+        comm.gather(everyone, own, _purpose(comm, Purpose.COUNT_TOKENS), label).wait()
         table = [counts] * self.size if without_values(own) else everyone.view(self.size, -1).tolist()
         return Delivery(table, held, self.rank)
 
@@ -147,7 +147,8 @@ class ExpertRanks:
             return delivery.by_expert(self._levels.there(rows.contiguous(), delivery, label))
         received = rows.new_empty((sum(delivery.receives), *rows.shape[1:]))
         sizes = delivery.receives, delivery.sends
-        self._comm.all_to_all(received, rows.contiguous(), *sizes, Purpose.EXCHANGE_TOKENS, label).wait()
+        purpose = _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
+        self._comm.all_to_all(received, rows.contiguous(), *sizes, purpose, label).wait()
         return delivery.by_expert(received.split(delivery.receives))
 
     def back(self, local: Tensor, delivery: Delivery, label: str) -> Tensor:
@@ -161,7 +162,8 @@ class ExpertRanks:
             return self._levels.back(list(map(torch.cat, delivery.by_source(local))), delivery, label)
         out = torch.cat([piece for pieces in delivery.by_source(local) for piece in pieces])
         sizes = delivery.sends, delivery.receives
-        self._comm.all_to_all(rows, out, *sizes, Purpose.EXCHANGE_TOKENS, label).wait()
+        purpose = _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
+        self._comm.all_to_all(rows, out, *sizes, purpose, label).wait()
         return rows
 
     def _read_there(self, rows: Tensor, delivery: Delivery, label: str) -> Tensor:
@@ -197,7 +199,7 @@ class _Shown:
     def __init__(self, comm: Comm, pieces: Sequence[Tensor], like: Tensor, label: str) -> None:
         filled = [piece for piece in pieces if piece.numel()] or [like[:0]]
         elements = sum(piece.numel() for piece in filled)
-        self._shown = comm.side_by_side(filled, elements, Purpose.EXCHANGE_TOKENS, label)
+        self._shown = comm.side_by_side(filled, elements, _purpose(comm, Purpose.EXCHANGE_TOKENS), label)
 
     def __enter__(self) -> Any:
         self._shown.wait()
@@ -219,11 +221,15 @@ class _Levels:
 
     def __init__(self, comm: Comm, machines: Sequence[Sequence[int]]) -> None:
         rank = comm.mesh.rank
-        self._machines = machines
+        self._comm, self._machines = comm, machines
         self._inside = comm.part(machines, "experts of a machine")
         self._across = comm.part(list(zip(*machines, strict=True)), "experts at one place of machines")
         self._machine = next(members for members in machines if rank in members)
         self._places = [members[self._machine.index(rank)] for members in machines]
+
+    @property
+    def _purpose(self) -> Purpose:
+        return _purpose(self._comm, Purpose.EXCHANGE_TOKENS)
 
     def there(self, rows: Tensor, delivery: Delivery, label: str) -> list[Tensor]:
         """The rows of each source for this rank, from this rank's rows in the order of their destinations."""
@@ -231,10 +237,10 @@ class _Levels:
         columns = list(zip(*self._machines, strict=True))  # the ranks at each place of a machine
         out = [[parts[rank] for rank in column] for column in columns]
         sizes = [[delivery.rows(source, rank) for rank in self._places] for source in self._machine]
-        near = _exchanged(self._inside, out, sizes, label)
+        near = _exchanged(self._inside, out, sizes, self._purpose, label)
         out = [[near[source][number] for source in range(len(near))] for number in range(len(self._machines))]
         sizes = [[delivery.rows(source, delivery.rank) for source in members] for members in self._machines]
-        far = _exchanged(self._across, out, sizes, label)
+        far = _exchanged(self._across, out, sizes, self._purpose, label)
         found = {source: far[m][i] for m, members in enumerate(self._machines) for i, source in enumerate(members)}
         return [found[source] for source in delivery.ranks]
 
@@ -242,16 +248,18 @@ class _Levels:
         """This rank's rows in the order of their destinations, from those of each source."""
         out = [[parts[source] for source in members] for members in self._machines]
         sizes = [[delivery.rows(source, rank) for source in self._machine] for rank in self._places]
-        far = _exchanged(self._across, out, sizes, label)
+        far = _exchanged(self._across, out, sizes, self._purpose, label)
         out = [[far[number][i] for number in range(len(self._machines))] for i in range(len(self._machine))]
         columns = list(zip(*self._machines, strict=True))
         sizes = [[delivery.rows(delivery.rank, rank) for rank in column] for column in columns]
-        near = _exchanged(self._inside, out, sizes, label)
+        near = _exchanged(self._inside, out, sizes, self._purpose, label)
         found = {rank: near[i][m] for i, column in enumerate(columns) for m, rank in enumerate(column)}
         return torch.cat([found[rank] for rank in delivery.ranks])
 
 
-def _exchanged(comm: Comm, out: Sequence[Sequence[Tensor]], sizes: Table, label: str) -> list[Sequence[Tensor]]:
+def _exchanged(
+    comm: Comm, out: Sequence[Sequence[Tensor]], sizes: Table, purpose: Purpose, label: str
+) -> list[Sequence[Tensor]]:
     """The pieces that each rank has for this one, whose rows are `sizes`, from this one's pieces for each rank."""
     rows = torch.cat([piece for pieces in out for piece in pieces])
     receives, sends = [sum(each) for each in sizes], [sum(map(len, pieces)) for pieces in out]
@@ -259,8 +267,13 @@ def _exchanged(comm: Comm, out: Sequence[Sequence[Tensor]], sizes: Table, label:
     if comm.mesh.ranks == 1:
         into = rows
     else:
-        comm.all_to_all(into, rows, receives, sends, Purpose.EXCHANGE_TOKENS, label).wait()
+        comm.all_to_all(into, rows, receives, sends, purpose, label).wait()
     return [part.split(list(each)) for part, each in zip(into.split(receives), sizes, strict=True)]
+
+
+def _purpose(comm: Comm, purpose: Purpose) -> Purpose:
+    """The purpose of a collective, which is another while the model is evaluated."""
+    return TO_EVALUATE[purpose] if comm.evaluates else purpose
 
 
 def sent(rows: Tensor, ranks: ExpertRanks, delivery: Delivery, label: str) -> Tensor:
