@@ -346,13 +346,8 @@ class Plain:
         if not self.pending:
             self.seen = self.copy()
         tick(self.scheduler)
-        overflown = skip and sound  # in fp16, which the run has told
-        self.log += [
-            ("loss", loss.item()),
-            ("norm", math.inf if overflown else norm),
-            ("skipped", skip),
-            ("scale", None),
-        ]
+        shown = math.inf if skip and sound else norm  # of an overflow in fp16, which the run has told
+        self.log += [("loss", loss.item()), ("norm", shown), ("skipped", skip), ("scale", None)]
         return True
 
     def between(self, event: str, number: int) -> None:

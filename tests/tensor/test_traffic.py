@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine import models
 from pool import Pool
 from split_models import training
 from split_models.small_models import LAYERS
@@ -151,3 +152,22 @@ def without(mesh: zs.Mesh, plan: tuple[tuple[str, Any], ...], kind: str) -> list
 def test_where_there_is_no_formula(pool: Pool, kind: str) -> None:
     pytest.importorskip("transformers")
     assert pool.run(without, 2, (("tensor_parallel", 2),), kind) == [[None] * 2] * 2
+
+
+def rounded(mesh: zs.Mesh, ranks: int) -> str:
+    settings = {"tensor_parallel": ranks, "offload": "optimizer", "offload.moments": "8bit"}
+    try:
+        engine = zs.Engine(models.build("Attending"), training.ADAMW, zs.Plan.from_dict(settings), mesh=mesh)
+    except PlanError as error:
+        return str(error)
+    for number in range(2):
+        engine.train_step((models.batch(number, 0, 1), number))
+        engine.check_replicas()
+    return ""
+
+
+def test_copies_of_heads_have_no_moments_that_are_rounded_by_blocks(pool: Pool) -> None:
+    """Two key heads: on two ranks each has one, on four two ranks have one of them."""
+    assert pool.run(rounded, 2, 2) == ["", ""]
+    for message in pool.run(rounded, 4, 4):
+        assert "has features that several ranks hold" in message
