@@ -128,6 +128,13 @@ class Readings:
         """
         return {layer: reading for each in self._step_ends for layer, reading in each.readings.items()}
 
+    def all_layer_readings(self) -> dict[str, Mapping[str, Any]]:
+        """`layer_readings` of all stages on every rank; a collective call, if the model has such layers."""
+        if not any(each.reads for each in self._step_ends):
+            return {}
+        everyone = self._axes.world.agree_on(self.layer_readings, "readings of layers")
+        return {layer: reading for readings in everyone for layer, reading in readings.items()}
+
     @property
     def data_rank(self) -> int:
         """Which batch this rank works on: its rank, or in a pipeline which replica of its stage it is."""

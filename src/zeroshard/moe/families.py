@@ -57,7 +57,7 @@ class FoundExperts:
     compute: Compute
 
     def install(self, forward: Forward) -> None:
-        """Put a forward of tokens [T, D] and their routing, which may be exchanged, in the place of the module's own."""
+        """Put a forward of tokens [T, D] and their routing in the place of the module's own; it may exchange rows."""
         for each in self.modules:
             setattr(each, ROWS_OF_OTHERS, True)
         made = RoutedForward(self.module, self.experts, forward) if _takes_choices(self.module) else forward

@@ -31,7 +31,9 @@ class MixtureSteps:
 
     def __init__(self, model: nn.Module, comm: Comm, elsewhere: Callable[[nn.Module], bool], together: int = 1) -> None:
         self._comm, self._together = comm, together
-        mine = [found for found in _layers(model) if not elsewhere(found[0])]
+        found = list(_layers(model))
+        self.reads = bool(found)
+        mine = [layer for layer in found if not elsewhere(layer[0])]
         self._layers = [(statistics, router) for _, statistics, router in mine]
         paths = {module: path for path, module in model.named_modules()}
         self._watches = {paths[module]: RoutingWatch(paths[module]) for module, _, _ in mine}

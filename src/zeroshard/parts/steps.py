@@ -154,7 +154,13 @@ class Decides(Protocol):
 
 
 class StepEnd(Protocol):
-    """What a technique does when a step is over."""
+    """What a technique does when a step is over.
+
+    Attributes:
+        reads: whether the model has layers that are read, on any stage.
+    """
+
+    reads: bool
 
     def end_step(self, skipped: bool) -> None:
         """A step was taken or skipped; a collective call."""

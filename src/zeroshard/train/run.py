@@ -20,7 +20,6 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.engine import Engine, StepResult, Trace
 from zeroshard.engine.policies import together_of
 from zeroshard.errors import BudgetExceeded, CheckpointWarning, NonFiniteError, RoutingWarning, Stopped
-from zeroshard.moe.statistics import Statistics
 from zeroshard.pipeline.cluster import format_size
 from zeroshard.planner.search.text import short
 from zeroshard.resilience import Stragglers
@@ -139,7 +138,6 @@ class Run:
         self._outlook = outlook or Outlook()
         self._forecast: Forecast | None = None
         self._exposed = Exposed(self.engine)
-        self._mixed = any(isinstance(module, Statistics) for module in self.built.module.modules())
         self._offload_trace: OffloadTrace | None = None
         self._tracing, self._trace = ExitStack(), Trace()
         self._stragglers = Stragglers(mesh.ranks)
@@ -339,14 +337,7 @@ class Run:
                 self.progress.note(f"warning: {slow}")
                 self.folder.write_metrics({"step": step + 1, "event": str(slow)})
         mean = sum(loss for loss, _, _ in answers) / len(answers)
-        return _Done(mean, max(stop for _, _, stop in answers), self._loads())
-
-    def _loads(self) -> dict[str, Any]:
-        """Readings of the mixtures of experts of all stages; a collective call if the model has any."""
-        if not self._mixed:
-            return {}
-        everyone = self.engine.world.agree_on(self.engine.layer_readings, "loads of experts")
-        return {layer: reading for readings in everyone for layer, reading in readings.items()}
+        return _Done(mean, max(stop for _, _, stop in answers), self.engine.all_layer_readings())
 
     def _validate(self, step: int, rows: int) -> float:
         """Mean loss on held-out text, in nats per token."""
