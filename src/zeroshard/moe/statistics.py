@@ -15,7 +15,7 @@ from zeroshard.errors import ModelError
 from zeroshard.moe.routing import Routing
 
 LOSSES = ("balance", "z", "importance", "load", "other")  # names of penalties that are summed apart
-REMEMBERED = 4096  # forwards whose choices a recomputation is compared with
+REMEMBERED = 1024  # forwards, more than are under way at once, whose choices a recomputation is compared with
 
 
 class Statistics(nn.Module):
@@ -96,7 +96,7 @@ class Statistics(nn.Module):
         known = self._fingerprints
         if type(fingerprint) is not Tensor:  # without values, in a rehearsal
             return
-        if not known or len(known) == REMEMBERED or bool((torch.stack(list(known)) == fingerprint).all(-1).any()):
+        if not known or bool((torch.stack(list(known)) == fingerprint).all(-1).any()):
             return
         raise ModelError(
             "A recomputed forward chose other experts than its forward did, so its gradients would belong to other "
