@@ -33,8 +33,8 @@ class Activation(Protocol):
     def hidden(self, made: Tensor, into: Tensor) -> Tensor:
         """The hidden features, in `into` [n, F] or, if it overwrites, in `made`."""
 
-    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
-        """The gradient of `made`, perhaps in the memory of `of_hidden`."""
+    def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
+        """The gradient of `made`, in the memory of `of_hidden` or in `into` [n, M], which is needed where gated."""
 
 
 class Relu:
@@ -51,7 +51,7 @@ class Relu:
         """In the place of `made`."""
         return made.relu_()
 
-    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
+    def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
         """In the place of `of_hidden`."""
         result: Tensor = aten.threshold_backward.grad_input(of_hidden, made, 0, grad_input=of_hidden)
         return result
@@ -72,7 +72,7 @@ class ReluSquared:
         torch.clamp(made, min=0, out=into)
         return into.mul_(into)
 
-    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
+    def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
         """In the place of `of_hidden`."""
         of_positive: Tensor = aten.threshold_backward.grad_input(of_hidden, made, 0, grad_input=of_hidden)
         return of_positive.mul_(made).mul_(2)
@@ -96,7 +96,7 @@ class Gelu:
         result: Tensor = aten.gelu.out(made, approximate=self._approximate, out=into)
         return result
 
-    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
+    def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
         """In the place of `of_hidden`."""
         result: Tensor = aten.gelu_backward.grad_input(
             of_hidden, made, approximate=self._approximate, grad_input=of_hidden
@@ -119,7 +119,7 @@ class Silu:
         result: Tensor = aten.silu.out(made, out=into)
         return result
 
-    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
+    def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
         """In the place of `of_hidden`."""
         result: Tensor = aten.silu_backward.grad_input(of_hidden, made, grad_input=of_hidden)
         return result
@@ -142,20 +142,24 @@ class Gated:
     def hidden(self, made: Tensor, into: Tensor) -> Tensor:
         """In `into`."""
         gate, value = made.chunk(2, -1)
-        if self._of_gate.overwrites:
-            return torch.mul(self._of_gate(gate), value, out=into)
-        return self._of_gate.hidden(gate, into).mul_(value)
+        return self._active(gate, into).mul_(value)
 
-    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
-        """A tensor of its own."""
+    def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
+        """In `into`."""
         gate, value = made.chunk(2, -1)
-        result = torch.empty_like(made)
-        of_gate, of_value = result.chunk(2, -1)
-        torch.mul(of_hidden, self._of_gate(gate), out=of_value)
+        of_gate, of_value = into.chunk(2, -1)
+        active = self._active(gate, of_gate)
+        torch.mul(of_hidden, active, out=of_value)
+        reads = active.clone() if self._of_gate.overwrites else gate
         torch.mul(of_hidden, value, out=of_gate)
-        reads = self._of_gate(gate) if self._of_gate.overwrites else gate
-        self._of_gate.gradient(of_gate, reads)
-        return result
+        self._of_gate.gradient(of_gate, reads, of_gate)
+        return into
+
+    def _active(self, gate: Tensor, into: Tensor) -> Tensor:
+        """The activation of the gate, in `into`; `gate` stays as it is."""
+        if self._of_gate.overwrites:
+            return self._of_gate.hidden(into.copy_(gate), into)
+        return self._of_gate.hidden(gate, into)
 
 
 class Traced:
@@ -179,7 +183,7 @@ class Traced:
         """A tensor of its own."""
         return self._function(made)
 
-    def gradient(self, of_hidden: Tensor, made: Tensor) -> Tensor:
+    def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
         """A tensor of its own."""
         with torch.enable_grad():
             made = made.detach().requires_grad_()

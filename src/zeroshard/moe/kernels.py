@@ -238,6 +238,7 @@ def _backward(
     hidden_features = int(made.shape[-1] * job.activation.features)
     first, second = x.new_empty(job.largest, x.shape[-1]), x.new_empty(job.largest, x.shape[-1])
     hidden_room, other_room = (x.new_empty(job.largest, hidden_features) for _ in range(2))
+    made_room = x.new_empty(job.largest if job.activation.features < 1 else 0, made.shape[-1])
     for tile in job.tiles():
         n, e = tile.size, tile.expert
         part, g = made[tile.rows], None if column is None else column[tile.rows]
@@ -251,7 +252,7 @@ def _backward(
             torch.sum(products, -1, keepdim=True, dtype=of_column.dtype, out=of_column[tile.rows])
             if down_bias is not None:
                 of_column[tile.rows] += (of_output @ down_bias[e].to(x.dtype)).unsqueeze(-1)
-        of_made = job.activation.gradient(of_hidden, part)
+        of_made = job.activation.gradient(of_hidden, part, made_room[:n])
         rows = job.take(x, tile, first[:n])
         _add(sums[:2], tile, of_made, rows, g, first[:n])
         if room is not None:
