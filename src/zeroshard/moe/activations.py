@@ -30,11 +30,15 @@ class Activation(Protocol):
     def __call__(self, made: Tensor) -> Tensor:
         """The hidden features, for autograd."""
 
-    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
-        """The hidden features, in `into` [n, F] or, if it overwrites, in `made`."""
+    def hidden(self, made: Tensor, into: Tensor, room: Tensor | None = None) -> Tensor:
+        """The hidden features, in `into` [n, F] or, if it overwrites, in `made`.
+
+        Args:
+            room: [n, M], where something may be left for `gradient`.
+        """
 
     def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
-        """The gradient of `made`, in the memory of `of_hidden` or in `into` [n, M], which is needed where gated."""
+        """The gradient of `made`, in the memory of `of_hidden` or in `into` [n, M], the room of `hidden`."""
 
 
 class Relu:
@@ -47,7 +51,7 @@ class Relu:
         """For autograd."""
         return F.relu(made)
 
-    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
+    def hidden(self, made: Tensor, into: Tensor, room: Tensor | None = None) -> Tensor:
         """In the place of `made`."""
         return made.relu_()
 
@@ -67,7 +71,7 @@ class ReluSquared:
         """For autograd."""
         return F.relu(made).square()
 
-    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
+    def hidden(self, made: Tensor, into: Tensor, room: Tensor | None = None) -> Tensor:
         """In `into`."""
         torch.clamp(made, min=0, out=into)
         return into.mul_(into)
@@ -91,7 +95,7 @@ class Gelu:
         """For autograd."""
         return F.gelu(made, approximate=self._approximate)
 
-    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
+    def hidden(self, made: Tensor, into: Tensor, room: Tensor | None = None) -> Tensor:
         """In `into`."""
         result: Tensor = aten.gelu.out(made, approximate=self._approximate, out=into)
         return result
@@ -114,7 +118,7 @@ class Silu:
         """For autograd."""
         return F.silu(made)
 
-    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
+    def hidden(self, made: Tensor, into: Tensor, room: Tensor | None = None) -> Tensor:
         """In `into`."""
         result: Tensor = aten.silu.out(made, out=into)
         return result
@@ -139,18 +143,18 @@ class Gated:
         gate, value = made.chunk(2, -1)
         return self._of_gate(gate) * value
 
-    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
+    def hidden(self, made: Tensor, into: Tensor, room: Tensor | None = None) -> Tensor:
         """In `into`."""
         gate, value = made.chunk(2, -1)
-        return self._active(gate, into).mul_(value)
+        active = self._active(gate, into if room is None else room.chunk(2, -1)[0])
+        return torch.mul(active, value, out=into)
 
     def gradient(self, of_hidden: Tensor, made: Tensor, into: Tensor) -> Tensor:
-        """In `into`."""
+        """In `into`, whose first half is the activation of the gate."""
         gate, value = made.chunk(2, -1)
         of_gate, of_value = into.chunk(2, -1)
-        active = self._active(gate, of_gate)
-        torch.mul(of_hidden, active, out=of_value)
-        reads = active.clone() if self._of_gate.overwrites else gate
+        torch.mul(of_hidden, of_gate, out=of_value)
+        reads = of_gate.clone() if self._of_gate.overwrites else gate
         torch.mul(of_hidden, value, out=of_gate)
         self._of_gate.gradient(of_gate, reads, of_gate)
         return into
@@ -179,7 +183,7 @@ class Traced:
         """For autograd."""
         return self._function(made)
 
-    def hidden(self, made: Tensor, into: Tensor) -> Tensor:
+    def hidden(self, made: Tensor, into: Tensor, room: Tensor | None = None) -> Tensor:
         """A tensor of its own."""
         return self._function(made)
 

@@ -244,7 +244,7 @@ def _backward(
         part, g = made[tile.rows], None if column is None else column[tile.rows]
         of_output = job.take(gradient, tile, first[:n])
         weighed = of_output if g is None else torch.mul(of_output, g, out=second[:n])
-        hidden = part if job.activation.overwrites else job.activation.hidden(part, hidden_room[:n])
+        hidden = part if job.activation.overwrites else job.activation.hidden(part, hidden_room[:n], made_room[:n])
         _add(sums[2:], tile, weighed, hidden)
         of_hidden = torch.mm(of_output, _weight(down, e, x, job.transposed), out=other_room[:n])
         if of_column is not None:
