@@ -40,7 +40,9 @@ WRONG: dict[str, list[Any]] = {
     "pipeline_parallel.replicas": [(1,), (1, 0), 7, "12"],
     "pipeline_parallel.split": ["blocks.1", 7, (7,)],
     "pipeline_parallel.balance": ["luck", None],
-    "recompute": ["all", None, True],
+    "activations": ["all", "auto", None, True],
+    "activations.operations": ["norms", ("adds",), 7],
+    "activations.save_sums": [1, "yes", None],
     "pipeline_parallel.vertical_sync": [True, 1, "yes"],
     "tensor_parallel": [0, -1, 1.5, "2", True, None],
     "tensor_parallel.sequence": [1, "yes", None],
@@ -100,6 +102,7 @@ def test_every_field_has_a_wrong_value_here() -> None:
         "pipeline_parallel.stages": "pipeline_parallel",
         "tensor_parallel.ranks": "tensor_parallel",
         "expert_parallel.ranks": "expert_parallel",
+        "activations.recompute": "activations",
         "offload.parts": "offload",
         "loss_scale.value": "loss_scale",
     }

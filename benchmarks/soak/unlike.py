@@ -45,7 +45,7 @@ PLANS: dict[str, dict[str, Any]] = {  # by the field that the error must name: w
     "pipeline_parallel.replicas": {"pipeline_parallel": 2, "pipeline_parallel.replicas": (1, 1)},
     "pipeline_parallel.split": {"pipeline_parallel": 2, "pipeline_parallel.split": ("2",)},
     "pipeline_parallel.balance": {"pipeline_parallel.balance": "parameters"},
-    "recompute": {"pipeline_parallel": 2, "recompute": "chunk"},
+    "recompute": {"pipeline_parallel": 2, "recompute": "blocks"},
     "pipeline_parallel.vertical_sync": {
         "pipeline_parallel": 2,
         "pipeline_parallel.schedule": "pipedream",

@@ -27,6 +27,7 @@ from zeroshard.platform.imports import uncollected
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
+    from zeroshard.activations.policy import Activations
     from zeroshard.comm.mesh import Mesh, init_mesh
     from zeroshard.engine import Engine, StepResult, Trace
     from zeroshard.interop import DeepSpeedWeights, from_deepspeed
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 else:
     # modules that need torch are loaded on first use, so that commands without torch start at once (PEP 562)
     _MODULES = {
+        "Activations": "activations.policy",
         "DeepSpeedWeights": "interop",
         "from_deepspeed": "interop",
         "AsynchronousTrainer": "parameter_server",
@@ -86,6 +88,7 @@ else:
 
 
 __all__ = [
+    "Activations",
     "AsynchronousTrainer",
     "BatchError",
     "BudgetExceeded",

@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from zeroshard.activations.policy import RECOMPUTE, Activations, RecomputeName
 from zeroshard.errors import PlanError
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.offload.policy import Offload
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 UNITS_OF_SIZE = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 SEARCHED = (  # by `Plan.auto`, which keeps all other settings
-    *("zero", "shard_group", "microbatches", "recompute", "overlap_gather", "offload.parts", "offload.fraction"),
+    *("zero", "shard_group", "microbatches", "activations.recompute", "overlap_gather"),
+    *("offload.parts", "offload.fraction"),
     *(f"pipeline_parallel.{name}" for name in ("stages", "schedule", "virtual_stages", "replicas", "split")),
     *("pipeline_parallel.vertical_sync", "tensor_parallel.ranks"),
 )
@@ -42,6 +44,7 @@ GROUPS: dict[str, Any] = {
     "pipeline_parallel": Pipeline,
     "tensor_parallel": TensorParallel,
     "expert_parallel": ExpertParallel,
+    "activations": Activations,
     "offload": Offload,
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -51,7 +54,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": (None, "fp32", "bf16", "fp16"),
     "reduce_every": ("auto", "microbatch", "step"),
     "nonfinite": ("raise", "skip", "ignore"),
-    "recompute": ("auto", "chunk", "off"),
+    "recompute": (None, *RECOMPUTE),
     "rng": ("fast", "exact"),
 }
 RENAMED = {  # settings by their names of earlier versions, in stored plans and on the command line
@@ -66,6 +69,10 @@ RENAMED = {  # settings by their names of earlier versions, in stored plans and 
         f"loss_scale_{name}": f"loss_scale.{name}"
         for name in ("initial", "growth", "backoff", "window", "hysteresis", "floor")
     },
+}
+SHORT_FORMS = {"recompute": "activations.recompute"}  # settings by the names of fields of the plan that say the same
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {  # of settings of earlier versions, by their names then
+    "recompute": {"auto": "schedule", "chunk": "blocks"},
 }
 
 
@@ -114,8 +121,11 @@ class Plan:
     expert_parallel: int | ExpertParallel = 1
     """Ranks that share out the experts of each mixture among themselves; `ExpertParallel(ranks, two_level=...)` sets
     how."""
-    recompute: Literal["auto", "chunk", "off"] = "auto"
-    """Recomputation in the backward: its chunk's forward ("chunk") or none ("off"); "auto" is "chunk" for "gpipe"."""
+    activations: RecomputeName | Activations = "schedule"
+    """What a backward computes again of the activations; `Activations(recompute, operations=...)` sets how."""
+    recompute: RecomputeName | None = None
+    """Short form of `activations` for its first setting, which the plan then has: "off", "blocks", "sqrt" or
+    "selective"."""
     loss_chunk: int | None = None
     """Rows (tokens) of which logits exist together while the loss of a language model is computed (docs/losses.md): of
     the built-in model, which chooses by default, and of causal models of transformers, which else hold all logits."""
@@ -144,10 +154,11 @@ class Plan:
     """Seconds that a collective may wait before it is an error."""
 
     def __post_init__(self) -> None:
+        self._check_choices()
         for name, kind in GROUPS.items():
             group = group_from(kind, name, getattr(self, name))
             object.__setattr__(self, name, short_form(group))
-        self._check_choices()
+        self._take_short_forms()
         self._check_ranges()
         for refusal in self._refusals():
             raise PlanError(refusal)
@@ -155,7 +166,7 @@ class Plan:
     def _refusals(self) -> Iterator[str]:
         """Sentences about two settings that do not combine, each with the way out."""
         pipeline, scales, every = self.pipeline, self.scales_loss, self.reduce_every
-        yield from pipeline.refusals(self.zero, self.microbatches, self.transport, scales, every, self.recompute)
+        yield from pipeline.refusals(self.zero, self.microbatches, self.transport, scales, every)
         yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
         yield from self.experts.refusals()
         yield from self._overlap_refusals() if self.overlap_gather else ()
@@ -211,7 +222,7 @@ class Plan:
                 it, else as its GPU is known by name, else with rates that are assumed.
             ranks: how many ranks there will be; by default as many as the launcher started.
             base: settings to keep, such as precision, clipping and seed. It leaves the settings that are searched at
-                their defaults: zero, shard_group, microbatches, recompute, overlap_gather, offload.parts,
+                their defaults: zero, shard_group, microbatches, activations.recompute, overlap_gather, offload.parts,
                 offload.fraction, of pipeline_parallel stages, schedule, virtual_stages, replicas, split and
                 vertical_sync, and of tensor_parallel ranks.
             say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason.
@@ -273,6 +284,12 @@ class Plan:
         return group
 
     @cached_property
+    def saving(self) -> Activations:
+        """The settings of activations, all spelled out."""
+        group: Activations = group_from(Activations, "activations", self.activations)
+        return group
+
+    @cached_property
     def loss_scaling(self) -> LossScale:
         """The loss-scale settings, all spelled out."""
         group: LossScale = group_from(LossScale, "loss_scale", self.loss_scale)
@@ -296,7 +313,7 @@ class Plan:
     @property
     def recomputes(self) -> bool:
         """Whether backwards compute their chunk's forward again."""
-        return self.pipeline.recomputes(self.recompute)
+        return self.saving.of_chunks(self.pipeline.stages, self.pipeline.schedule)
 
     @property
     def reduces_each_microbatch(self) -> bool:
@@ -339,12 +356,30 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and TOML hold them; groups as tables, all settings spelled out."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {
-            name: dataclasses.asdict(group_from(kind, name, values[name])) for name, kind in GROUPS.items()
-        }
+        values |= {name: dataclasses.asdict(group_from(kind, name, values[name])) for name, kind in GROUPS.items()}
+        return {name: value for name, value in values.items() if name not in SHORT_FORMS}
 
     def __repr__(self) -> str:
         return shown(self)
+
+    def _take_short_forms(self) -> None:
+        """Let groups have what fields that are short forms say.
+
+        Raises:
+            PlanError: the group says something else.
+        """
+        for name, setting in SHORT_FORMS.items():
+            value, (group, _, inner) = getattr(self, name), setting.partition(".")
+            given = group_from(GROUPS[group], group, getattr(self, group))
+            said, usual = getattr(given, inner), type(given).__dataclass_fields__[inner].default
+            if value is not None and said not in (usual, value):
+                raise PlanError(
+                    f"{name}={value!r} and {group}={getattr(self, group)!r} contradict each other: {name} is the short "
+                    f"form of {setting}. Leave one of them out."
+                )
+            if value is not None:
+                object.__setattr__(self, group, short_form(dataclasses.replace(given, **{inner: value})))
+                object.__setattr__(self, name, None)
 
     def _check_choices(self) -> None:
         check_flag("overlap_gather", self.overlap_gather)
@@ -374,8 +409,11 @@ class Plan:
 def upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored plan with all groups as tables, and settings of earlier versions under their current names."""
     settings: dict[str, Any] = {}
-    for name, value in stored.items():
-        group, _, inner = RENAMED.get(name, name).partition(".")
+    for name, given in stored.items():
+        value = RENAMED_VALUES.get(name, {}).get(given, given) if isinstance(given, str) else given
+        if name in SHORT_FORMS and value is None:
+            continue
+        group, _, inner = (RENAMED | SHORT_FORMS).get(name, name).partition(".")
         if group not in GROUPS:
             settings[group] = value
         elif isinstance(value, (Mapping, GROUPS[group])):

@@ -23,6 +23,7 @@ from zeroshard.schedule.orders import CHUNKED, SCHEDULES, STREAMING
 
 GROUPS = {
     "pipeline_parallel.stages",
+    "activations.recompute",
     "offload.parts",
     "loss_scale.value",
     "tensor_parallel.ranks",
@@ -281,8 +282,18 @@ def _draw_pipeline(d: _Draw, on: bool, ranks: int) -> None:
     elif rng.random() < odd:
         d.settings["pipeline_parallel.split"] = ("blocks.1",)
     d.maybe("pipeline_parallel.balance", 0.6 if on else 0.1, "parameters", "parameters", "time")
-    d.maybe("recompute", 0.4 if on else odd, "chunk", "off")
+    _draw_activations(d)
     d.maybe("pipeline_parallel.vertical_sync", 0.4 if on and schedule == "pipedream" else 0.02 if on else odd, True)
+
+
+def _draw_activations(d: _Draw) -> None:
+    policies = ("blocks", "off", "sqrt", "selective", "selective")
+    chosen = d.maybe("activations", 0.3, *policies)
+    if "activations" not in d.settings:
+        d.maybe("recompute", 0.15, *policies)
+    if chosen == "selective":
+        d.maybe("activations.operations", 0.4, ("norms",), ("attention", "activations"), ())
+    d.maybe("activations.save_sums", 0.1, False)
 
 
 def _draw_offload(d: _Draw, on: bool) -> None:

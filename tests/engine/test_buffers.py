@@ -118,7 +118,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "gpipe": (2, {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe"}),
     "gpipe-kept": (2, {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe", "recompute": "off"}),
-    "1f1b-recompute": (3, {"pipeline_parallel": 3, "recompute": "chunk"}),
+    "1f1b-recompute": (3, {"pipeline_parallel": 3, "recompute": "blocks"}),
     "1f1b": (2, {"pipeline_parallel": 2}),
     "replicas": (4, {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe", "zero": 1}),
 }
@@ -141,7 +141,7 @@ def test_several_chunks_on_a_stage(pool: Pool) -> None:
         "pipeline_parallel": 2,
         "pipeline_parallel.virtual_stages": 2,
         "pipeline_parallel.schedule": "interleaved",
-        "recompute": "chunk",
+        "recompute": "blocks",
     }
     for _, state, _ in pool.run(trained, 2, plan, False):
         check(state, plain(False)[0])
@@ -151,7 +151,7 @@ def test_copies_for_a_recomputation_are_given_back(pool: Pool) -> None:
     """What the ledger holds after a step does not know of recomputation."""
     plans = (
         {"pipeline_parallel": 2, "pipeline_parallel.schedule": "gpipe", "recompute": recompute}
-        for recompute in ("chunk", "off")
+        for recompute in ("blocks", "off")
     )
     one, other = (pool.run(trained, 2, plan) for plan in plans)
     assert [held for *_, held in one] == [held for *_, held in other]

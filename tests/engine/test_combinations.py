@@ -355,7 +355,7 @@ def reshaped(mesh: zs.Mesh, model: str, plan: zs.Plan) -> tuple[list[float], dic
     [
         (2, 2, {"zero": 3, "transport": "network", "microbatches": 2}),
         (2, 1, {**TWO}),
-        (2, 1, {**TWO, "pipeline_parallel.schedule": "zb-h1", "recompute": "chunk"}),
+        (2, 1, {**TWO, "pipeline_parallel.schedule": "zb-h1", "recompute": "blocks"}),
         (2, 1, {**TWO, **STREAMED, "pipeline_parallel.schedule": "gpipe"}),
         (1, 1, {"offload": "optimizer,activations", "microbatches": 4}),
     ],

@@ -218,7 +218,7 @@ PLANS: dict[str, dict[str, Any]] = {
     **{f"zero{zero}": {"zero": zero, **NETWORK} for zero in range(4)},
     **{f"zero{zero}-shared": {"zero": zero, "transport": "shared"} for zero in (0, 1, 3)},
     "gpipe-recomputed": {"pipeline_parallel.schedule": "gpipe", "zero": 1, **NETWORK},
-    "1f1b-recomputed": {"recompute": "chunk", "zero": 0, **NETWORK},
+    "1f1b-recomputed": {"recompute": "blocks", "zero": 0, **NETWORK},
     "naive": {"pipeline_parallel.schedule": "naive", "zero": 0, **NETWORK},
     "bf16": {"precision": "bf16", "zero": 1, **NETWORK},
     "bf16-once": {"precision": "bf16", "microbatches": 1, "zero": 0, **NETWORK},

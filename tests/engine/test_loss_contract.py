@@ -41,7 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "activations": {"zero": 1, "offload": "activations"},
     "gpipe": {**TWO, "zero": 0, "pipeline_parallel.schedule": "gpipe"},
     "1f1b": {**TWO, "zero": 1, "clip_norm": 0.5},
-    "1f1b recomputed": {**TWO, "zero": 0, "recompute": "chunk"},
+    "1f1b recomputed": {**TWO, "zero": 0, "recompute": "blocks"},
     "1f1b zero 3": {**TWO, "zero": 3, **NETWORK},
     "interleaved": {
         **TWO,

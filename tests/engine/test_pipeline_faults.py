@@ -125,10 +125,6 @@ PLANS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"pipeline_parallel.split": ("blocks.1",)},
         ["split=('blocks.1',) is for pipelines", "pipeline_parallel to 2 or more"],
     ),
-    "one-stage-recompute": (
-        {"recompute": "chunk"},
-        ["recompute='chunk' is for pipelines", "pipeline_parallel to 2 or more"],
-    ),
 }
 
 
@@ -263,7 +259,7 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str, list[str]]] = {
         "Checkpointed",
         TWO,
         "ModelError",
-        ["'blocks.0' runs under torch.no_grad or torch.utils.checkpoint", "recompute='chunk'", "pipeline_parallel=1"],
+        ["'blocks.0' runs under torch.no_grad or torch.utils.checkpoint", "recompute='blocks'", "pipeline_parallel=1"],
     ),
     "idle": (2, "Idle", TWO, "ModelError", ["'blocks.1' did not run", "units=(...)"]),
     "no-blocks": (2, "Tiny", TWO, "ModelError", ["no repeated blocks", "units=(...)", "pipeline_parallel=1"]),

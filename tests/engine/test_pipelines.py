@@ -153,7 +153,7 @@ def test_the_same_bits_as_one_stage(pool: Pool, schedule: str, precision: str) -
     }
     rows = (8,) * 6
     if precision not in _wholes:
-        one = {**plan, "pipeline_parallel.schedule": "1f1b", "recompute": "auto"}
+        one = {**plan, "pipeline_parallel.schedule": "1f1b", "recompute": "schedule"}
         _wholes[precision] = pool.run(train, 1, "Five", one, rows, "adamw")[0]
     whole = _wholes[precision]
     for losses, _, weights in pool.run(train, 2, "Five", {**plan, "pipeline_parallel": 2}, rows, "adamw"):
@@ -180,7 +180,7 @@ def test_awkward_models(pool: Pool, name: str) -> None:
                 },
                 rows,
             )
-            for recompute in ("chunk", "off")
+            for recompute in ("blocks", "off")
         ]
         for (losses, _, weights), (others, _, other_weights) in zip(*runs, strict=True):
             assert losses == others
@@ -193,7 +193,7 @@ def test_awkward_models(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_recomputation_changes_nothing(pool: Pool, schedule: str) -> None:
     """The other way than the schedule's own: only gpipe recomputes unless it is told not to."""
-    recompute = "off" if schedule == "gpipe" else "chunk"
+    recompute = "off" if schedule == "gpipe" else "blocks"
     plan = {"pipeline_parallel": 2, "pipeline_parallel.schedule": schedule, "microbatches": 4, "recompute": recompute}
     plan |= {"pipeline_parallel.virtual_stages": 2} if schedule == "interleaved" else {}
     rows = (8,) * 6

@@ -141,7 +141,7 @@ def test_messages_that_do_not_divide(wide_pool: Pool) -> None:
         assert mine["send their gradients" if n > 2 else "send activations"] == 4 * 34
 
 
-@pytest.mark.parametrize("recompute", ["chunk", "off"])
+@pytest.mark.parametrize("recompute", ["blocks", "off"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_recomputation(pool: Pool, schedule: str, recompute: str) -> None:
     plan = {"pipeline_parallel.schedule": schedule, "recompute": recompute}

@@ -32,7 +32,10 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 SAMPLE: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
     ("mixtral", "stages"): (4, {"expert_parallel": 2, "pipeline_parallel": 2, "microbatches": 2}),
-    ("gpt_oss", "stages"): (4, {"expert_parallel": 2, "pipeline_parallel": 2, "microbatches": 2, "recompute": "chunk"}),
+    ("gpt_oss", "stages"): (
+        4,
+        {"expert_parallel": 2, "pipeline_parallel": 2, "microbatches": 2, "recompute": "blocks"},
+    ),
     ("qwen3_moe", "tensor"): (4, {"expert_parallel": 2, "tensor_parallel": 2}),
     ("deepseek_v3", "tensor"): (4, {"expert_parallel": 2, "tensor_parallel": 2}),
     ("olmoe", "offload"): (2, {"expert_parallel": 2, "zero": 3, "offload": "optimizer,parameters"}),

@@ -403,7 +403,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: build("Tiny"), "The model has no repeated blocks to cut between; name its blocks with units=(...), or use "
      "pipeline_parallel=1."),
     *((kind, "The block 'blocks.0' runs under torch.no_grad or torch.utils.checkpoint, which hide from a stage what "
-       "its backward needs; switch that off in the model (recompute='chunk' recomputes whole chunks instead), name "
+       "its backward needs; switch that off in the model (recompute='blocks' recomputes whole chunks instead), name "
        "other blocks with units=(...), or use pipeline_parallel=1.")
       for kind in (WithoutGradients, lambda: build("Checkpointed"), lambda: build("CheckpointedReentrant"))),
     (Integers, "The block 'blocks.0' takes or returns no floating-point tensor to hand on to the next stage; name "

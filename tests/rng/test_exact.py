@@ -109,10 +109,10 @@ def test_two_ranks_are_one_process_bit_for_bit(pool: Pool, reference: Any, zero:
     "plan",
     [
         PIPED,
-        {**PIPED, "recompute": "chunk"},
+        {**PIPED, "recompute": "blocks"},
         {**PIPED, "pipeline_parallel.schedule": "gpipe"},
         {**PIPED, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
-        {**PIPED, "pipeline_parallel.schedule": "zb-h1", "recompute": "chunk"},
+        {**PIPED, "pipeline_parallel.schedule": "zb-h1", "recompute": "blocks"},
     ],
     ids=["1f1b", "recomputed", "gpipe", "interleaved", "split backward"],
 )
@@ -126,7 +126,7 @@ def test_recomputation_is_one_process_bit_for_bit(pool: Pool, reference: Any) ->
     for kind in (RecomputedInside, Recomputed):
         losses, weights = train(None, {"zero": 0, "microbatches": 2}, 20, kind)
         assert losses == reference[0] and torch.equal(weights, reference[1])
-    for losses, weights in pool.run(train, 2, {**PIPED, "recompute": "chunk"}, 20, RecomputedInside):
+    for losses, weights in pool.run(train, 2, {**PIPED, "recompute": "blocks"}, 20, RecomputedInside):
         assert losses == reference[0] and torch.equal(weights, reference[1])
 
 

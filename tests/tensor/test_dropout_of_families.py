@@ -129,7 +129,7 @@ def test_dropout_in_stages_of_two_ranks_each(pool: Pool, sequence: bool) -> None
     wanted = train_in_stages(None, {})
     split = {"tensor_parallel": 2, "tensor_parallel.sequence": sequence, "pipeline_parallel": 2}
     fast = []
-    for recompute in ("off", "chunk"):
+    for recompute in ("off", "blocks"):
         for losses in pool.run(train_in_stages, 4, {**split, "recompute": recompute}):
             assert losses == pytest.approx(wanted, rel=1e-5)
         fast += pool.run(train_in_stages, 4, {**split, "recompute": recompute, "rng": "fast"})

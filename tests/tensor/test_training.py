@@ -70,7 +70,7 @@ def test_with_stages(pool: Pool) -> None:
     two = {"pipeline_parallel": 2, **TWO}
     runs = [
         run("gpt2", 2, pipeline_parallel__schedule="gpipe", recompute="off", **two),
-        run("llama-2", 2, pipeline_parallel__schedule="naive", recompute="chunk", **two),
+        run("llama-2", 2, pipeline_parallel__schedule="naive", recompute="blocks", **two),
         run("falcon-groups", 2, pipeline_parallel__schedule="1f1b", loss_chunk=6, transport="network", **two),
         run("opt", 2, positions=12, pipeline_parallel__schedule="zb-h1", **two),
     ]
@@ -90,7 +90,7 @@ def test_with_stages_and_data_ranks(wide_pool: Pool) -> None:
         run("gpt", 4, zero=1, pipeline_parallel__schedule="zb-h1", transport="network", **three),
         run("gpt", 4, zero=2, pipeline_parallel__schedule="1f1b", offload="optimizer", **three),
         run("llama-2", 4, zero=3, pipeline_parallel__schedule="1f1b", transport="network", **three),
-        run("llama-1", 4, zero=2, pipeline_parallel__schedule="zb-h1", recompute="chunk", **three),
+        run("llama-1", 4, zero=2, pipeline_parallel__schedule="zb-h1", recompute="blocks", **three),
         run("llama-tied", 4, zero=2, pipeline_parallel__schedule="interleaved", pipeline_parallel__virtual_stages=2,
             **three),
     ]  # fmt: skip

@@ -17,9 +17,16 @@ from zeroshard.train.options import parse
 from zeroshard.train.toml_config import dump_toml, load_toml
 
 BOXES = [
-    *("model and text", "training", "validation and generated text", "run folder and checkpoints", "bad steps"),
+    *(
+        "model and text",
+        "training",
+        "mixtures of experts",
+        "validation and generated text",
+        "run folder and checkpoints",
+        "bad steps",
+    ),
     *("checks and records", "ranks and device", "choice of the plan"),
-    *("plan", "loss-scale", "pipeline-parallel", "tensor-parallel", "offload"),
+    *("plan", "loss-scale", "pipeline-parallel", "tensor-parallel", "expert-parallel", "activations", "offload"),
 ]
 
 

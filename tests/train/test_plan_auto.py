@@ -113,7 +113,7 @@ def test_stages_leave_the_rows_of_a_step_as_they_are(
     assert "2 stages 1f1b x 2, zero 1, fp32, 4 microbatches" in capsys.readouterr().out
 
 
-FIRSTS = {"offload": "parts", "pipeline_parallel": "stages", "tensor_parallel": "ranks"}
+FIRSTS = {"offload": "parts", "pipeline_parallel": "stages", "tensor_parallel": "ranks", "activations": "recompute"}
 
 
 def test_what_a_search_chooses_cannot_be_given(words: list[str]) -> None:

@@ -43,7 +43,7 @@ WIDE: dict[str, dict[str, Any]] = {  # on four ranks
     **{f"group2-zero{z}": {"zero": z, "shard_group": 2, "transport": "network"} for z in (1, 2, 3)},
     "replicas-zero0": {"zero": 0, "pipeline_parallel": 2, "microbatches": 2},
     "replicas-zero2-clip": {"zero": 2, "pipeline_parallel": 2, "microbatches": 2, "clip_norm": 0.05},
-    "replicas-zero3-again": {"zero": 3, "pipeline_parallel": 2, "microbatches": 2, "recompute": "chunk"},
+    "replicas-zero3-again": {"zero": 3, "pipeline_parallel": 2, "microbatches": 2, "recompute": "blocks"},
     "interleaved": {
         **{"zero": 2, "pipeline_parallel": 2, "pipeline_parallel.schedule": "interleaved"},
         **{"pipeline_parallel.virtual_stages": 2, "microbatches": 4},
@@ -71,7 +71,7 @@ SPLIT: dict[int, dict[str, dict[str, Any]]] = {  # plans that split layers, by r
         "tensor2-zero3-host-all": {**TWO, "zero": 3, "offload": "optimizer,parameters"},
         **{f"tensor2-{s}": {**STAGED, "pipeline_parallel.schedule": s} for s in ("gpipe", "1f1b", "zb-h1")},
         **{f"tensor2-whole-{s}": {**STAGED, **WHOLE, "pipeline_parallel.schedule": s} for s in ("naive", "zb-h1")},
-        "tensor2-1f1b-again-clip": {**STAGED, "recompute": "chunk", "clip_norm": 0.05},
+        "tensor2-1f1b-again-clip": {**STAGED, "recompute": "blocks", "clip_norm": 0.05},
         "tensor2-interleaved": {
             **{**STAGED, "pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
         },

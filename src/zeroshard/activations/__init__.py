@@ -1,9 +1,7 @@
-"""Activations: where tensors saved for backward are kept (vDNN, 1602.08124).
+"""Activations: where tensors saved for backward are kept, and which are computed again (1602.08124, 1604.06174).
 
-Read `keep` (on the device, as autograd does) and `offload` (in host memory until the backward reads them).
+Read `keep` (on the device, as autograd does) and `offload` (in host memory until the backward reads them). Then
+`policy` (the settings), `segments` (forwards of blocks of which the input alone is kept), `recomputation` (which puts
+itself around the blocks of a model), `operations` (results that a block keeps, to compute the cheap ones alone), and
+`rotor` (the cheapest order of a chain's forwards and backwards under a budget); `choice` answers the planner.
 """
-
-from zeroshard.activations.keep import Keep, Kept
-from zeroshard.activations.offload import ActivationStore
-
-__all__ = ["ActivationStore", "Keep", "Kept"]

@@ -8,12 +8,17 @@ from zeroshard.errors import OffloadError
 
 
 class Kept:
-    """A saved tensor that stays where it is; detached, because a graph that holds its own output is never freed."""
+    """A saved tensor that stays where it is; detached, because a graph that holds its own output is never freed.
 
-    __slots__ = ("saved", "version")
+    Attributes:
+        counted: what strikes it out of a count when this is gone, if there is one.
+    """
+
+    __slots__ = ("counted", "saved", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.saved, self.version = tensor.detach(), tensor._version
+        self.counted: object = None
 
     def tensor(self) -> torch.Tensor:
         """The tensor; raises `OffloadError` if it was changed in place."""

@@ -8,7 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeroshard.activations import ActivationStore, Keep
+from zeroshard.activations.keep import Keep
+from zeroshard.activations.offload import ActivationStore
+from zeroshard.activations.recomputation import Recomputation
 from zeroshard.checks.optimizer_groups import groups_of, refuse_used
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.room_checks import RoomChecks
@@ -60,6 +62,7 @@ class Assembly:
         gatherer: brings units that are sliced.
         late: updates that run beside the steps.
         saver: keeps what autograd saves.
+        recomputation: computes blocks again, if anything does.
     """
 
     parts: Parts
@@ -68,6 +71,7 @@ class Assembly:
     gatherer: Gatherer
     late: LateUpdates
     saver: Saver
+    recomputation: Recomputation | None = None
 
 
 class Builder:

@@ -28,7 +28,7 @@ from zeroshard.engine.build import Builder, OptimizerLike
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.forward import Forward
 from zeroshard.engine.gradient_accumulation import OneStage
-from zeroshard.engine.policies import cut_of, step_ends_of, techniques_of
+from zeroshard.engine.policies import cut_of, saving_of, step_ends_of, techniques_of
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
 from zeroshard.engine.update import Update
@@ -121,6 +121,7 @@ class Engine(Readings):
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
         self._backward = Backward(self._assembly, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
+        self._assembly.recomputation = saving_of(self.plan, model, self._stage, self._assembly.parts, self._forward)
         writes = self._forward.writes
         self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
         self._update = Update(self._assembly, self._backward, self._axes, writes)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.activations import Kept
+from zeroshard.activations.keep import Kept
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
@@ -191,7 +191,16 @@ class Forward:
         if place_of(tensor) in self._known:
             return tensor
         packed = self._saver.pack(tensor)
-        counts = self._counts and tensor.layout is torch.strided and isinstance(packed, Kept)
+        return self._counted(tensor, packed) if isinstance(packed, Kept) else _Stored(packed)
+
+    def hold(self, tensor: torch.Tensor) -> Kept:
+        """Keep a tensor on the device until its backward is over."""
+        held = Kept(tensor)
+        held.counted = self._counted(tensor, None)
+        return held
+
+    def _counted(self, tensor: torch.Tensor, packed: Any) -> "_Stored":
+        counts = self._counts and tensor.layout is torch.strided
         return _Activation(tensor, packed, self) if counts else _Stored(packed)
 
     def _unpack(self, saved: Any) -> torch.Tensor:

@@ -5,9 +5,14 @@ from functools import partial
 
 from torch import nn
 
+from zeroshard.activations.make import recomputation_of
+from zeroshard.activations.recomputation import Recomputation
+from zeroshard.activations.segments import Surroundings
 from zeroshard.comm.collectives import Comm
+from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
 from zeroshard.moe.technique import ExpertTechnique
+from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import StepEnd
 from zeroshard.parts.technique import Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
@@ -15,6 +20,7 @@ from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
 from zeroshard.tensor.technique import TensorTechnique
+from zeroshard.units.hooks import place_of
 
 
 def _tensor(plan: Plan) -> Technique | None:
@@ -51,6 +57,20 @@ def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
     together = ranks_together(techniques, ranks * replicas[0] // sum(replicas))
     schedule = partial(plan.pipeline_schedule, together=together)
     return Cut(plan.pipeline, schedule, plan.units, together)
+
+
+def saving_of(
+    plan: Plan, model: nn.Module, stage: Stage | WholeModel, parts: Parts, forward: Forward
+) -> Recomputation | None:
+    """What recomputes blocks under a plan, if anything does."""
+    policy = plan.saving
+    if not policy.of_blocks(plan.pipeline.stages):
+        return None
+    places = lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers}  # noqa: E731
+    draws = parts.random_numbers.again
+    around = Surroundings(stage.mesh.device, parts.arena.ledger, places, forward.hold, forward.need, draws)
+    with stage.blocks() as blocks:
+        return recomputation_of(policy, model, blocks, around, plan.pipelined)
 
 
 def together_of(plan: Plan, ranks: int) -> int:

@@ -76,6 +76,12 @@ class Readings:
         return self._axes.all
 
     @property
+    def recomputed(self) -> int:
+        """How many forwards of blocks backwards have computed again so far; of chunks of a pipeline, none count."""
+        recomputation = self._assembly.recomputation
+        return 0 if recomputation is None else recomputation.recomputed
+
+    @property
     def training(self) -> bool:
         """Whether the model is in training mode."""
         return self.model.training

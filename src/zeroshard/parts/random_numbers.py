@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import nn
+
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchRows:
@@ -30,6 +32,9 @@ class RandomNumbers(Protocol):
     def microbatch(self, rows: MicrobatchRows | None) -> AbstractContextManager[None]:
         """Forwards inside are of these rows."""
 
+    def again(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a module's own forward is computed again in a backward, with torch's generators as at its start."""
+
     def discard(self) -> None:
         """The backwards of the step so far are as if they had not been."""
 
@@ -46,6 +51,10 @@ class TorchStreams:
 
     def microbatch(self, rows: MicrobatchRows | None) -> AbstractContextManager[None]:
         """Nothing changes."""
+        return nullcontext()
+
+    def again(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Torch's generators say all."""
         return nullcontext()
 
     def discard(self) -> None:

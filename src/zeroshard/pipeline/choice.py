@@ -15,7 +15,7 @@ FASTER: tuple[dict[str, Any], ...] = (
     {"pipeline_parallel.schedule": "interleaved", "pipeline_parallel.virtual_stages": 2},
     {"pipeline_parallel.schedule": "zb-h1"},
 )
-LEANER: dict[str, Any] = {"recompute": "chunk"}
+LEANER: dict[str, Any] = {"activations.recompute": "blocks"}
 FINEST = 4  # microbatches per stage, from which on the bubble is small
 WAITING = LeftOut(
     "its waiting for other stages",
@@ -35,8 +35,6 @@ class Stages(Choice):
         microbatches: of one step.
         replicas: ranks of each stage; None for equally many.
         split: layers with which the chunks after the first begin; () where that is open.
-        recompute: what a backward computes again: "auto", "chunk" or "off".
-        recomputes: whether it is the chunk.
         together: ranks of each replica, which work on the same data.
     """
 
@@ -46,16 +44,13 @@ class Stages(Choice):
     microbatches: int = 1
     replicas: tuple[int, ...] | None = None
     split: tuple[str, ...] = ()
-    recompute: str = "auto"
-    recomputes: bool = False
     together: int = 1
 
     def describe(self, ranks: int | None) -> Description:
-        """The stages and their order, their microbatches and chunks, and the recomputation."""
+        """The stages and their order, their microbatches and chunks."""
         cut = (f"{self.stages} stages {self.schedule}{self._replicas(ranks)}",) if self.stages > 1 else ()
         sizes = {"microbatches": self.microbatches, "chunks per stage": self.chunks}
-        again = () if self.recompute == "auto" else ("recompute" if self.recomputes else "no recompute",)
-        return Description(cut, tuple(f"{number} {name}" for name, number in sizes.items() if number > 1), again)
+        return Description(cut, tuple(f"{number} {name}" for name, number in sizes.items() if number > 1))
 
     def _replicas(self, ranks: int | None) -> str:
         replicas = self.replicas

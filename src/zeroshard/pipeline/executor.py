@@ -19,11 +19,11 @@ from zeroshard.parts.losses import Loss
 from zeroshard.parts.part import Parts
 from zeroshard.parts.penalties import weighing
 from zeroshard.parts.random_numbers import MicrobatchRows
+from zeroshard.parts.replay import Replay
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.chunks import Chunks
 from zeroshard.pipeline.deferred import WeightGradients
 from zeroshard.pipeline.messages import Messages, Shape
-from zeroshard.pipeline.replay import Replay
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.tied_weights import TiedWeights
 from zeroshard.schedule import Action, Kind, Schedule

@@ -86,10 +86,6 @@ class Pipeline:
         """Whether the pipeline goes on from step to step without a flush."""
         return self.schedule in STREAMING
 
-    def recomputes(self, recompute: str) -> bool:
-        """Whether backwards compute their chunk's forward again, under "auto", "chunk" or "off"."""
-        return self.cuts and recompute != "off" and (recompute == "chunk" or self.schedule == "gpipe")
-
     def layout(self, ranks: int, together: int = 1) -> Layout:
         """The stages over `ranks` ranks, `together` of which make a replica.
 
@@ -111,7 +107,7 @@ class Pipeline:
         return Layout(replicas, self.virtual_stages, together)
 
     def refusals(
-        self, zero: int, microbatches: int, transport: str, scales_loss: bool, reduce_every: str, recompute: str
+        self, zero: int, microbatches: int, transport: str, scales_loss: bool, reduce_every: str
     ) -> Iterator[str]:
         """Sentences about settings of the plan that do not combine with these, each with the way out.
 
@@ -119,8 +115,6 @@ class Pipeline:
             PlanError: the schedule cannot run so many microbatches.
         """
         if not self.cuts:
-            if recompute != "auto":
-                yield f"recompute={recompute!r} is for pipelines; set pipeline_parallel to 2 or more."
             return
         if transport == "shared" and self.streams:
             yield (

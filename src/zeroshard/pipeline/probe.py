@@ -65,7 +65,7 @@ class Probe:
         if _unseen_by_autograd():
             raise ModelError(
                 f"The block {gate.path!r} runs under torch.no_grad or torch.utils.checkpoint, "
-                f"which hide from a stage what its backward needs; switch that off in the model (recompute='chunk' "
+                f"which hide from a stage what its backward needs; switch that off in the model (recompute='blocks' "
                 f"recomputes whole chunks instead), name other blocks with units=(...), or use pipeline_parallel=1."
             )
         if gate.module in self.order:

@@ -7,6 +7,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -181,6 +182,13 @@ class Stage:
             if axis is not None and axes[axis].size > 1:
                 self.scattered[first] = Scattered(axes[axis].comm)
         return cuts, new
+
+    @contextmanager
+    def blocks(self) -> Iterator[list[tuple[nn.Module, int]]]:
+        """The blocks of this stage, with the numbers of their units; inside they may be given other forwards."""
+        blocks = {layer.name: layer.modules[0] for layer in self.chain.layers[1:-1]}
+        with self.chain.without_gates():
+            yield [(blocks[unit.name], unit.number) for unit in self.units if unit.name in blocks]
 
     def is_elsewhere(self, module: nn.Module) -> bool:
         """Whether a module runs on other stages alone."""

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from zeroshard.activations.choice import Recomputing
 from zeroshard.moe.choice import SharingExperts
 from zeroshard.offload.choice import Offloading
 from zeroshard.pipeline.choice import Stages
@@ -17,6 +18,7 @@ class Choices(NamedTuple):
     """A choice of each technique, in the order in which a plan is described."""
 
     stages: Stages
+    recomputing: Recomputing
     splitting: Splitting
     slicing: Slicing
     sharing_experts: SharingExperts
@@ -35,10 +37,9 @@ def choices_of(plan: Plan) -> Choices:
             microbatches=plan.microbatches,
             replicas=plan.pipeline.replicas,
             split=plan.pipeline.split,
-            recompute=plan.recompute,
-            recomputes=plan.recomputes,
             together=plan.tensor.ranks,
         ),
+        Recomputing(plan.saving.recompute),
         Splitting(plan.tensor.ranks, plan.tensor.sequence, plan.tensor.layers is not None),
         Slicing(
             zero=plan.zero,

@@ -111,6 +111,15 @@ class ExactNumbers:
         """Forwards inside are of these rows."""
         return nullcontext() if rows is None else self._of_order(rows)
 
+    @contextmanager
+    def again(self, module: nn.Module) -> Iterator[None]:
+        """A module's own forward is computed again ([Note: recomputations])."""
+        self._enter(module, (), {})
+        try:
+            yield
+        finally:
+            self._leave(module, (), None)
+
     def discard(self) -> None:
         """The backwards of the step so far are as if they had not been."""
         self._rows.discard()

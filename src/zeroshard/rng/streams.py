@@ -20,7 +20,7 @@ import ctypes
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +80,10 @@ class RankStreams:
         finally:
             self._given = False
             self._end()
+
+    def again(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Torch's generators say all ([Note: seeds of zones])."""
+        return nullcontext()
 
     def discard(self) -> None:
         """Streams go on."""

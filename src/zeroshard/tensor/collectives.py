@@ -11,6 +11,7 @@ backward are (2104.04473, section 2.3; 2205.05198, section 4.2.2):
     cut_rows  own rows, and a gather                    join_rows  a gather, and own rows
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.pending import Exchange, Pending, SideBySide
 from zeroshard.parts.place import Axis
+from zeroshard.parts.results import current
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.traffic import TO_EVALUATE, Purpose
 
@@ -263,7 +265,8 @@ class SumOut(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, label: str) -> Tensor:
         """The sum, in the place of x."""
         ctx.mark_dirty(x)
-        return ranks.sum(x, label)
+        total = _once(lambda: ranks.sum(x, label))
+        return x if total is x else x.copy_(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -293,7 +296,7 @@ class Summed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, label: str) -> Tensor:
         """Sum, and keep own rows along `dim`."""
         ctx.ranks, ctx.dim, ctx.label, ctx.total = ranks, dim, label, x.shape[dim]
-        rows = ranks.scatter_sum(x, dim, label)
+        rows = _once(lambda: ranks.scatter_sum(x, dim, label))
         return rows.data if rows._is_view() else rows  # autograd forbids changes in place to views made here
 
     @staticmethod
@@ -334,6 +337,12 @@ class JoinRows(torch.autograd.Function):
         """Own rows."""
         start, stop = ctx.ranks.rows(ctx.total)
         return gradients[0].narrow(ctx.dim, start, stop - start), None, None, None, None
+
+
+def _once(make: Callable[[], Tensor]) -> Tensor:
+    """A sum that is made in a forward alone, where its block is to be computed again."""
+    results = current()
+    return make() if results is None else results.once(make)
 
 
 def _own(gradient: Tensor) -> Tensor:

@@ -34,6 +34,9 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (4, "adamw", {"zero": 1, "tensor_parallel": 2, **NETWORK}),
     (4, "sgd", {"zero": 3, "tensor_parallel": 2, **NETWORK}),
     (4, "adamw", {"zero": 0, "tensor_parallel": 2, **CUT, **NETWORK}),
+    *((2, "adamw", {"zero": 3, "recompute": recompute, **NETWORK}) for recompute in ("blocks", "sqrt", "selective")),
+    (1, "sgd", {"zero": 0, "recompute": "sqrt", "microbatches": 2}),
+    (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "1f1b", "recompute": "sqrt", **CUT}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
 HELD = 0.25  # with split layers, where gloo's threads hold the operands of a collective a little after its end
@@ -43,6 +46,7 @@ def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
     ranks, optimizer, plan = case
     rest = [plan.get("pipeline_parallel.schedule", ""), plan.get("precision", "")]
     rest.append(f"tensor {plan['tensor_parallel']}" if "tensor_parallel" in plan else "")
+    rest.append(plan.get("recompute", ""))
     return "-".join(filter(None, [f"{ranks}x", f"zero{plan['zero']}", optimizer, *rest]))
 
 

@@ -47,6 +47,9 @@ def six_blocks() -> nn.Module:
         {"zero": 3, "precision": "bf16"},
         {"zero": 0, "precision": "bf16", "tensor_parallel": 2, "microbatches": 6},
         {"zero": 1, "microbatches": 6, "reduce_every": "step"},
+        {"zero": 3, "recompute": "blocks"},
+        {"zero": 0, "recompute": "sqrt"},  # whose blocks are all rehearsed, since they do not cost alike
+        {"zero": 2, "recompute": "selective", "precision": "bf16"},
         {
             "pipeline_parallel": 2,
             "zero": 0,
@@ -197,8 +200,20 @@ def test_a_stage_of_many_blocks_is_rehearsed_with_few(monkeypatch: pytest.Monkey
                 "pipeline_parallel.schedule": "1f1b",
                 "microbatches": 6,
                 "pipeline_parallel.split": ("blocks.4",),
-                "recompute": "chunk",
+                "recompute": "blocks",
             },
+        ),
+        *(
+            (
+                9,
+                {
+                    "pipeline_parallel.schedule": "1f1b",
+                    "microbatches": 6,
+                    "pipeline_parallel.split": ("blocks.4",),
+                    "recompute": recompute,
+                },
+            )
+            for recompute in ("sqrt", "selective")
         ),
     ],
     ids=str,

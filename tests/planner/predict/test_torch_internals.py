@@ -19,7 +19,7 @@ PAIR = Machines.of("A100-80", 2)
 
 @pytest.mark.parametrize(
     "plan",
-    [{"zero": 3, "precision": "bf16"}, {"zero": 0, "pipeline_parallel": 2, "microbatches": 2, "recompute": "chunk"}],
+    [{"zero": 3, "precision": "bf16"}, {"zero": 0, "pipeline_parallel": 2, "microbatches": 2, "recompute": "blocks"}],
     ids=str,
 )
 def test_a_rehearsal_is_the_same_with_remembered_results(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

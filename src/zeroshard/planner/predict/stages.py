@@ -13,7 +13,7 @@ from typing import Any
 from zeroshard.comm.collectives import Purpose
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import schedule_of
+from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, rehearse
 from zeroshard.planner.predict.result import Span
@@ -119,7 +119,8 @@ class _Job:
 
 def _depths(plan: Plan, stacks: Sequence[Stack]) -> tuple[str, tuple[int, ...]] | None:
     """The stack and the blocks of every chunk, if all are of one stack; None if the model is to be rehearsed whole."""
-    if len(stacks) != 1 or not plan.pipeline.split:
+    alike = all(choice.alike for choice in choices_of(plan))
+    if len(stacks) != 1 or not plan.pipeline.split or not alike:
         return None
     (stack,) = stacks
     starts = [name.removeprefix(f"{stack.path}." if stack.path else "") for name in plan.pipeline.split]

@@ -23,11 +23,14 @@ class Replay:
     Args:
         modules: those whose buffers the forward may change.
         ledger: enters the copies that are kept.
+
+    Attributes:
+        device: whose random numbers are replayed, with those of the CPU.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger) -> None:
         self._modules, self._ledger = modules, ledger
-        self._device = device
+        self.device = device
         self._random, self._device_random = torch.get_rng_state(), accelerator.random_state(device)
         copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
         self._before: dict[nn.Module, Values] = {}
@@ -63,9 +66,9 @@ class Replay:
         try:
             for module, values in self._copies.items():
                 _install(module, values)
-            with accelerator.forked_random([self._device]):
+            with accelerator.forked_random([self.device]):
                 torch.set_rng_state(self._random)
-                accelerator.set_random_state(self._device, self._device_random)
+                accelerator.set_random_state(self.device, self._device_random)
                 yield
         finally:
             for module, current in now.items():

@@ -1,0 +1,54 @@
+"""The settings of activations: what is kept for the backward, and what is computed again there."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroshard.errors import PlanError
+from zeroshard.parts.settings import check_choice, check_flag, names_of, shown
+
+RECOMPUTE = ("schedule", "off", "blocks", "sqrt", "selective")
+CLASSES = ("attention", "norms", "activations")  # of operations that "selective" may compute again
+RecomputeName = Literal["schedule", "off", "blocks", "sqrt", "selective"]
+
+
+@dataclass(frozen=True, repr=False)
+class Activations:
+    """What of the tensors saved for backward is computed again there (Chen et al., 1604.06174; 2205.05198).
+
+    Raises:
+        PlanError: a value out of range, or two settings that do not combine.
+    """
+
+    recompute: RecomputeName = "schedule"
+    """What a backward computes again: nothing ("off"), each block from its input ("blocks"; in a pipeline each chunk),
+    about √l segments of the l blocks ("sqrt"), or in each block what is cheap to compute ("selective"); "schedule" is
+    "blocks" for "gpipe" and else "off"."""
+    operations: tuple[str, ...] = CLASSES
+    """Classes of operations that "selective" computes again: attention (products of activations, and softmax), norms,
+    activations (activation functions). Products with weights are never computed again, nor classes left out."""
+    save_sums: bool = True
+    """With layers split by tensor parallelism, keep what the ranks summed and gathered in the forward, so that a
+    recomputation sends nothing."""
+
+    def __post_init__(self) -> None:
+        check_choice("activations.recompute", self.recompute, RECOMPUTE)
+        check_flag("activations.save_sums", self.save_sums)
+        object.__setattr__(self, "operations", names_of("activations.operations", self.operations))
+        for name in self.operations:
+            check_choice("activations.operations", name, CLASSES)
+        if self.operations != CLASSES and self.recompute != "selective":
+            raise PlanError(
+                f"activations.operations={self.operations!r} is for recompute='selective', and recompute is "
+                f"{self.recompute!r}. Set activations=Activations('selective', operations=...), or leave it out."
+            )
+
+    def of_chunks(self, stages: int, schedule: str) -> bool:
+        """Whether backwards compute the whole forward of their chunk of a pipeline again."""
+        return stages > 1 and (self.recompute == "blocks" or (self.recompute == "schedule" and schedule == "gpipe"))
+
+    def of_blocks(self, stages: int) -> bool:
+        """Whether backwards compute blocks again, by themselves or in segments."""
+        return self.recompute in ("sqrt", "selective") or (self.recompute == "blocks" and stages == 1)
+
+    def __repr__(self) -> str:
+        return shown(self)

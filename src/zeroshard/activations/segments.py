@@ -1,0 +1,358 @@
+"""Segments: forwards of consecutive blocks of which only the input is kept (Chen et al., 1604.06174, section 3).
+
+Autograd's graph of the forward stays as it is. Each tensor that a block saves in it is replaced by a slot; the first
+slot that the backward reads has the whole segment computed again, and every slot gets its tensor, in the order in
+which they were saved. So gradients flow through the graph of the forward: hooks, the order in which sums are made and
+what is reduced when are those without recomputation. A slot belongs to the graph, and what it holds is freed with it,
+as a saved tensor is; there is nothing to clean up after a backward, nor where there is none.
+
+[Note: links] A tensor among the arguments of a block that an earlier block of the segment returned, and that nothing
+has written since, is not kept: the recomputation takes it from there. All other tensors are kept, whatever the model
+does between its blocks.
+
+[Note: kept tensors] What is not computed again goes to the hooks of saved tensors around the block, if there are any:
+they count it, bring its unit, or send it to the host.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from zeroshard.activations.keep import Kept
+from zeroshard.errors import PlanError
+from zeroshard.memory.ledger import Ledger
+from zeroshard.parts.replay import Replay
+from zeroshard.parts.results import Using
+from zeroshard.units.hooks import place_of
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What of the engine a recomputation touches.
+
+    Attributes:
+        device: on which blocks compute.
+        ledger: enters what is kept.
+        places: the storages of weights now.
+        hold: holds a tensor on the device for the backward, counted.
+        bring: gathers a unit for a backward.
+        draws: a context in which a module draws what it drew in its forward.
+    """
+
+    device: torch.device
+    ledger: Ledger
+    places: Callable[[], set[int]]
+    hold: Callable[[Tensor], Kept]
+    bring: Callable[[int], None]
+    draws: Callable[[nn.Module], AbstractContextManager[None]]
+
+
+@dataclass(slots=True)
+class Call:
+    """What a block computes: its module with the number of its unit, its own forward, and results that are kept."""
+
+    module: nn.Module
+    unit: int
+    forward: Callable[..., Any]
+    operations: Callable[["Region"], AbstractContextManager[Any] | None]
+    needed: int | None = None  # of kept results, as far as a recomputation is known to ask for them
+
+
+class _KeptBack:
+    """A tensor that is kept ([Note: kept tensors])."""
+
+    __slots__ = ("requires_grad", "saved", "unpack")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
+        self.requires_grad = tensor.requires_grad
+        self.saved = (
+            hooks[0](tensor if isinstance(tensor, nn.Parameter) else tensor.detach()) if hooks else Kept(tensor)
+        )
+        self.unpack = hooks[1] if hooks else Kept.tensor
+
+    def tensor(self) -> Tensor:
+        """The tensor again, cut off from its graph."""
+        return self.unpack(self.saved).detach()
+
+
+class _Linked:
+    """A tensor that an earlier region of the segment makes ([Note: links])."""
+
+    __slots__ = ("leaf", "region", "requires_grad")
+
+    def __init__(self, region: int, leaf: int, requires_grad: bool) -> None:
+        self.region, self.leaf, self.requires_grad = region, leaf, requires_grad
+
+
+class SavedSlot:
+    """Stands in the graph for a tensor that is computed again."""
+
+    __slots__ = ("__weakref__", "dtype", "held", "segment", "shape")
+
+    def __init__(self, segment: "BlockSegment", tensor: Tensor) -> None:
+        self.segment, self.shape, self.dtype = segment, tensor.shape, tensor.dtype
+        self.held: Kept | None = None
+
+    def tensor(self) -> Tensor:
+        """The tensor again; the first that is asked for has the segment computed again."""
+        if self.held is None:
+            self.segment.compute_again()
+        if self.held is None:
+            raise differs(f"a tensor of shape {tuple(self.shape)} was not saved the second time")
+        return self.held.tensor()
+
+
+class Region:
+    """One forward of one block.
+
+    Attributes:
+        call: the block.
+        kept: results that are not computed again, in their order.
+        asked: how many of them the recomputation under way has asked for.
+        again: whether a recomputation is under way.
+    """
+
+    def __init__(self, call: Call, arguments: list[Any], spec: TreeSpec, replay: Replay, hooks: Hooks | None) -> None:
+        self.call, self._arguments, self._spec, self._replay = call, arguments, spec, replay
+        self.hooks = hooks
+        self.slots: list[ReferenceType[SavedSlot] | None] = []
+        self.kept: list[Any] = []
+        self.asked, self.again, self.linked = 0, False, False
+        self._autocast = _autocast_now(replay.device)
+
+    def once(self, make: Callable[[], Tensor]) -> Tensor:
+        """A result that is made in the forward alone; as `parts.results.KeptResults`."""
+        if self.again:
+            found = self.take()
+            return make() if found is None else found
+        result = make()
+        self.keep(result.clone())  # what follows may write into it
+        return result
+
+    def keep(self, result: Any) -> None:
+        """Keep a result, a tensor or several, unless recomputations are known to stop before they ask for it."""
+        needed = self.call.needed is None or len(self.kept) < self.call.needed
+        self.kept.append(tree_map_only(Tensor, lambda each: _KeptBack(each, self.hooks), result) if needed else None)
+
+    def take(self) -> Any:
+        """The next kept result; None where it was not kept."""
+        kept = self.kept[self.asked] if self.asked < len(self.kept) else None
+        self.asked += 1
+        return tree_map_only(_KeptBack, _KeptBack.tensor, kept)
+
+    def copy_kept(self, number: int) -> None:
+        """Keep a copy of a result instead of it, which is about to be written."""
+        kept = self.kept[number] if number < len(self.kept) else None
+        copied = lambda each: _KeptBack(each.tensor().clone(), self.hooks)  # noqa: E731
+        self.kept[number : number + 1] = [tree_map_only(_KeptBack, copied, kept)] if number < len(self.kept) else []
+
+    @property
+    def alive(self) -> int:
+        """How many slots the graph still has."""
+        return sum(slot is not None and slot() is not None for slot in self.slots)
+
+    def arguments(self, made: Sequence[Sequence[Any]]) -> Any:
+        """What the block takes, with what earlier regions of the segment `made`."""
+        leaves = []
+        for each in self._arguments:
+            if isinstance(each, _KeptBack):
+                leaves.append(each.tensor().requires_grad_(each.requires_grad))
+            elif isinstance(each, _Linked):
+                leaves.append(made[each.region][each.leaf].detach().requires_grad_(each.requires_grad))
+            else:
+                leaves.append(each)
+        return tree_unflatten(leaves, self._spec)
+
+    def compute(self, around: Surroundings, made: Sequence[Sequence[Any]]) -> list[Any]:
+        """Compute the forward again, fill the slots, and return the leaves of its output, if others need it."""
+        capture = _Capture(self, around)
+        args, kwargs = self.arguments(made)
+        self.asked, self.again = 0, True
+        try:
+            with ExitStack() as stack:
+                contexts: list[AbstractContextManager[Any]] = [
+                    self._replay.again(),
+                    torch.enable_grad(),
+                    around.draws(self.call.module),
+                ]
+                mode = self.call.operations(self)
+                contexts += [Using(self), capture.hooks(), *self._autocast(), *([mode] if mode is not None else [])]
+                for context in contexts:
+                    stack.enter_context(context)
+                output = self.call.forward(*args, **kwargs)
+        except _Enough:
+            output = None
+        finally:
+            self.again = False
+        self.call.needed = max(self.asked, self.call.needed or 0)
+        return tree_flatten(output)[0]
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._replay.end()
+
+    def drop(self) -> None:
+        """The graph is gone."""
+        self._replay.drop()
+
+
+class _Capture:
+    """Fills the slots of a region with what its recomputation saves."""
+
+    def __init__(self, region: Region, around: Surroundings) -> None:
+        self._region, self._around, self._count = region, around, 0
+        self.waiting = region.alive
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context of the recomputation."""
+        return saved_tensors_hooks(self._pack, _read_again)
+
+    def _pack(self, tensor: Tensor) -> None:
+        slots, number = self._region.slots, self._count
+        self._count += 1
+        if number >= len(slots):
+            raise differs("more tensors were saved the second time")
+        found = slots[number]
+        slot = None if found is None else found()
+        if slot is None:
+            return
+        if (slot.shape, slot.dtype) != (tensor.shape, tensor.dtype):
+            raise differs(
+                f"a tensor of shape {tuple(slot.shape)} and {slot.dtype} is of shape {tuple(tensor.shape)} and "
+                f"{tensor.dtype} the second time"
+            )
+        slot.held = self._around.hold(tensor)
+        self.waiting -= 1
+        if not self.waiting and not self._region.linked:
+            raise _Enough
+
+
+class BlockSegment:
+    """Regions that are computed again together, from the input of the first.
+
+    Args:
+        around: the engine.
+        weights: the storages of weights.
+        count: told of each region that is computed again.
+    """
+
+    def __init__(self, around: Surroundings, weights: set[int], count: Callable[[], None]) -> None:
+        self._around, self._weights, self._count = around, weights, count
+        self._regions: list[Region] = []
+        self._made: dict[int, tuple[ReferenceType[Tensor], int, int, int]] = {}
+        finalize(self, _drop, self._regions).atexit = False
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def begin(self, call: Call, args: Any, kwargs: Any, replay: Replay) -> Region:
+        """A region for the block that is about to run."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        leaves, spec = tree_flatten((args, kwargs))
+        held: dict[int, _KeptBack | _Linked] = {}
+        arguments: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in held:
+                    held[id(leaf)] = self._linked(leaf) or _KeptBack(leaf, hooks)
+                arguments.append(held[id(leaf)])
+            else:
+                arguments.append(leaf)
+        region = Region(call, arguments, spec, replay, hooks)
+        self._regions.append(region)
+        return region
+
+    def cancel(self) -> None:
+        """Leave out the region that was begun last: nothing of it is to be computed again."""
+        self._regions[-1].slots.clear()
+
+    def end(self, output: Any) -> None:
+        """The block has returned its output."""
+        number = len(self._regions) - 1
+        self._regions[-1].end()
+        for leaf, tensor in enumerate(tree_flatten(output)[0]):
+            if isinstance(tensor, Tensor):
+                self._made[id(tensor)] = ref(tensor), tensor._version, number, leaf
+
+    def slot(self, tensor: Tensor) -> Any:
+        """What the graph gets in the place of a tensor that the last region saves."""
+        region = self._regions[-1]
+        if isinstance(tensor, nn.Parameter) or place_of(tensor) in self._weights:
+            region.slots.append(None)
+            return _KeptBack(tensor, region.hooks)
+        slot = SavedSlot(self, tensor)
+        region.slots.append(ref(slot))
+        return slot
+
+    def compute_again(self) -> None:
+        """Compute all regions again, each from what the one before it returned."""
+        asked = [region.linked or bool(region.alive) for region in self._regions]
+        units = [region.call.unit for region, needed in zip(self._regions, asked, strict=True) if needed]
+        for unit in dict.fromkeys(reversed(units)):
+            self._around.bring(unit)  # in the order of backwards, for which each stays
+        made: list[list[Any]] = []
+        for region, needed in zip(self._regions, asked, strict=True):
+            made.append(region.compute(self._around, made) if needed else [])
+            self._count() if needed else None
+
+    def _linked(self, tensor: Tensor) -> _Linked | None:
+        found = self._made.get(id(tensor))
+        if found is None or found[0]() is not tensor or found[1] != tensor._version:
+            return None
+        self._regions[found[2]].linked = True
+        return _Linked(found[2], found[3], tensor.requires_grad)
+
+
+class _Enough(Exception):
+    """Ends a recomputation whose slots are all filled."""
+
+    def __init__(self) -> None:
+        super().__init__("all tensors are there that the backward reads")
+
+
+def read(saved: Any) -> Tensor:
+    """What `BlockSegment.slot` gave for a tensor becomes that tensor."""
+    tensor: Tensor = saved.tensor()
+    return tensor
+
+
+def differs(how: str) -> PlanError:
+    """The error of a recomputation that is not as its forward was."""
+    return PlanError(
+        f"A block computed other tensors in its recomputation than in its forward: {how}. What it computes must depend "
+        f"on its arguments, parameters, buffers and torch's random numbers alone; keep its activations with "
+        f"recompute='off', or leave it out of the units."
+    )
+
+
+def _read_again(saved: Any) -> Tensor:
+    raise differs("it ran a backward in its forward, through tensors that are not kept")
+
+
+def _autocast_now(device: torch.device) -> Callable[[], list[torch.autocast]]:
+    """The contexts in which autocasting is as it is now; none where it is so anyway."""
+    kinds = sorted({"cpu", device.type})
+    then = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+
+    def contexts() -> list[torch.autocast]:
+        return [
+            torch.autocast(kind, dtype, enabled)
+            for kind, (enabled, dtype) in then.items()
+            if enabled or torch.is_autocast_enabled(kind)
+        ]
+
+    return contexts
+
+
+def _drop(regions: list[Region]) -> None:
+    for region in regions:
+        region.drop()
