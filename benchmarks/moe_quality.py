@@ -1,0 +1,121 @@
+"""Quality at equal FLOPs per token: the built-in model with Switch layers beside the dense one, on the real corpus.
+
+    python benchmarks/moe_quality.py [--seeds 3] [--steps 800] [--fraction 0.9] [--out NAME]
+
+The settings were fixed before the first run: those that `zeroshard train` has by default (model "tiny", AdamW, rate
+6e-3 with its warm-up and cosine, clipping at 1) for both, on one rank of one thread with 8 rows of 256 tokens; nothing
+was tuned for either. The Switch model has every feed-forward replaced by 8 experts of the same size with one expert for
+each token: α = 1e-2, capacity 1.25 in training and none in validation, as the paper has them; experts' weights are
+drawn with the deviation of the dense layer's. It has `fraction` of the dense model's steps, with the schedule drawn
+over its own steps, and is to end at the dense model's final validation loss or below, in the mean over seeds. Runs of
+one seed see the same batches in the same order.
+
+So far it does not (results/moe-quality-2026-11-23.json): 1.81 nats after 720 steps, where the dense model has 1.58
+after 800.
+
+Validation is over 512 rows of held-out text. With `--out NAME` curves are kept as benchmarks/results/NAME.json.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import circumstances
+
+import zeroshard as zs
+from zeroshard.moe.replace import Upcycling, replace_ffn
+from zeroshard.moe.statistics import Statistics
+from zeroshard.train.config import TrainConfig
+from zeroshard.train.corpus import Batches, validation_windows
+from zeroshard.train.gpt import GPT, SIZES
+from zeroshard.train.optimizers import make_optimizer
+from zeroshard.train.run import Text, learning_rate, load_text
+
+RESULTS = Path(__file__).parent / "results"
+DRAWN = Upcycling(scale=1.0, reinitialise=1.0)  # each expert its own, with the deviation of the dense layer's weights
+EXPERTS, ROWS, EVERY, VALIDATION_ROWS = 8, 8, 40, 512
+
+
+def train(config: TrainConfig, text: Text, experts: int) -> dict[str, Any]:
+    """One run; its validation losses in nats per token by step, and the balance over its last tenth."""
+    seed = config.plan.seed
+    torch.manual_seed(seed)
+    model = GPT(replace(SIZES[config.model], context=config.sequence))
+    if experts:
+        replace_ffn(model, every=1, experts=experts, router="switch", upcycling=DRAWN)
+    optimizer = make_optimizer(config, model)
+    engine = zs.Engine(model, optimizer, config.plan)
+    batches = Batches(text.train, config.sequence, seed)
+    statistics_of = {name: each for name, each in model.named_modules() if isinstance(each, Statistics)}
+    curve: dict[int, float] = {}
+    loads = {name: torch.zeros(experts) for name in statistics_of}
+    started = time.process_time()
+    for step in range(config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        rows = batches.rows(range(step * ROWS, (step + 1) * ROWS))
+        engine.train_step((rows[:, :-1], rows[:, 1:]))
+        if step >= config.steps * 9 // 10:
+            for name, each in statistics_of.items():
+                loads[name] += each.last["load"].float()
+        if (step + 1) % EVERY == 0 or step + 1 == config.steps:
+            curve[step + 1] = validate(engine, model, text, config.sequence)
+    return {
+        "seed": seed,
+        "steps": config.steps,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "curve": curve,
+        "final": curve[config.steps],
+        "most_by_mean": {name: float(load.max() / load.mean()) for name, load in loads.items()},
+        "cpu_seconds": time.process_time() - started,
+    }
+
+
+@torch.no_grad()
+def validate(engine: zs.Engine, model: torch.nn.Module, text: Text, sequence: int) -> float:
+    """Mean loss in nats per token over the held-out rows."""
+    model.eval()
+    total = count = 0.0
+    for rows in validation_windows(text.validation, sequence, 32, 0, 1, VALIDATION_ROWS):
+        total += float(engine(rows[:, :-1], rows[:, 1:])) * len(rows)
+        count += len(rows)
+    model.train()
+    return total / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--fraction", type=float, default=0.9)
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    base = TrainConfig(batch_per_rank=ROWS, steps=arguments.steps)
+    text = load_text(base)
+    runs: dict[str, list[dict[str, Any]]] = {"dense": [], "switch": []}
+    for seed in range(arguments.seeds):
+        plan = zs.Plan(zero=0, clip_norm=1.0, seed=seed)
+        for name, steps, experts in (
+            ("dense", arguments.steps, 0),
+            ("switch", round(arguments.steps * arguments.fraction), EXPERTS),
+        ):
+            run = train(replace(base, plan=plan, steps=steps), text, experts)
+            runs[name].append(run)
+            print(f"{name:7} seed {seed}: {run['parameters']:,} parameters, {steps} steps, {run['final']:.4f} nats",
+                  f"per token, {run['cpu_seconds']:.0f} s of CPU", flush=True)  # fmt: skip
+    finals = {name: statistics.mean(run["final"] for run in each) for name, each in runs.items()}
+    print(f"mean of {arguments.seeds} seeds: dense {finals['dense']:.4f} after {arguments.steps} steps, switch "
+          f"{finals['switch']:.4f} after {round(arguments.steps * arguments.fraction)}")  # fmt: skip
+    if arguments.out:
+        content = {"circumstances": circumstances(), "corpus": text.corpus.digest, "runs": runs, "means": finals}
+        (RESULTS / f"{arguments.out}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
