@@ -31,6 +31,11 @@ def train(mesh: zs.Mesh, name: str, plans: list[dict[str, Any]], cached: bool = 
     return seen
 
 
+def recomputes(name: str, plan: dict[str, Any]) -> bool:
+    """Whether blocks are computed again: under "sqrt" two are one segment, the last, which is kept; T5 has four."""
+    return name == "t5" or plan.get("activations") != "sqrt"
+
+
 @pytest.mark.parametrize("rng", ["fast", "exact"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "t5"])
@@ -41,8 +46,8 @@ def test_split_layers_send_each_sum_once(pool: Pool, name: str, sequence: bool, 
     policies.append({"activations.recompute": "blocks", "activations.save_sums": False})
     for (kept, sums, gathers, none), *others in pool.run(train, 2, name, [{**split, **each} for each in policies]):
         assert none == 0
-        for losses, _, others_gathers, again in others:
-            assert losses == kept and again > 0
+        for plan, (losses, _, others_gathers, again) in zip(policies[1:], others, strict=True):
+            assert losses == kept and (again > 0) is recomputes(name, plan)
             assert others_gathers >= gathers if sequence else others_gathers == gathers
         assert [each[1] for each in others[:-1]] == [sums] * 3
         assert others[-1][1] > sums
@@ -55,15 +60,15 @@ def test_models_of_transformers(pool: Pool, name: str, zero: int) -> None:
     plan = {"zero": zero, "transport": "network"}
     plans = [{**plan, "activations": each} for each in ("off", "blocks", "sqrt", "selective")]
     for (kept, *_), *others in pool.run(train, 2, name, plans):
-        for losses, _, _, again in others:
-            assert losses == kept and again > 0
+        for policy, (losses, _, _, again) in zip(plans[1:], others, strict=True):
+            assert losses == kept and (again > 0) is recomputes(name, policy)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_caches_of_keys_and_values_are_not_written_again(pool: Pool, name: str) -> None:
     pytest.importorskip("transformers")
     for (kept, *_), (losses, _, _, again) in pool.run(
-        train, 2, name, [{"activations": "off"}, {"activations": "sqrt"}], True
+        train, 2, name, [{"activations": "off"}, {"activations": "blocks"}], True
     ):
         for found, expected in zip(losses, kept, strict=True):
             assert found == pytest.approx(expected, rel=1e-6)
