@@ -46,7 +46,6 @@ from zeroshard.moe.presets import router_of
 
 TOKENS, WIDTH, HIDDEN = 8192, 512, 2048
 SKEW = 3.7
-BARS = {"E=16": 1.05, "E=64": 1.14, "skewed": 1.2}
 
 
 @dataclass(frozen=True)
