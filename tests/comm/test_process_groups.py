@@ -28,8 +28,9 @@ def used() -> tuple[int, int]:
 
 
 def check_constant(seen: list[tuple[int, int]]) -> None:
-    """The third engine finds the first gone, and from then on nothing grows."""
-    assert {descriptors for descriptors, _ in seen[2:]} == {seen[2][0]}, seen
+    """The third engine finds the first gone, and from then on nothing grows; groups of earlier tests may still end."""
+    descriptors = [each for each, _ in seen[2:]]
+    assert descriptors == sorted(descriptors, reverse=True), seen
     assert max(threads for _, threads in seen[2:]) - seen[2][1] < SLACK, seen
 
 
