@@ -21,10 +21,10 @@ from zeroshard.moe.own_tokens import OwnTokens
 from zeroshard.moe.policy import ExpertParallel
 from zeroshard.moe.routing import Routing
 from zeroshard.parts.place import Axis, Piece, Split
-from zeroshard.parts.technique import CUT, NewAxis
-from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.parts.technique import CUT, NewAxis, neighbours
 from zeroshard.platform.shared_memory import machine
 from zeroshard.tensor.technique import AXIS as TENSOR
+from zeroshard.tensor.technique import share_operands
 from zeroshard.units.hooks import listen
 
 AXIS = "experts"
@@ -51,13 +51,7 @@ class ExpertTechnique:
         Raises:
             PlanError: they do not divide.
         """
-        size = self._policy.ranks
-        if ranks % size:
-            raise PlanError(
-                f"{ranks} ranks of a stage do not divide into groups of expert_parallel={size}; start a multiple of "
-                f"{size} ranks for each stage, or set expert_parallel to a divisor of {ranks}."
-            )
-        return {AXIS: NewAxis([list(range(first, first + size)) for first in range(0, ranks, size)], data=True)}
+        return {AXIS: NewAxis(neighbours(ranks, self._policy.ranks, "expert_parallel"), data=True)}
 
     def replicated_over(self, layer: str) -> str | None:
         """None: each rank has activations of its own."""
@@ -72,7 +66,8 @@ class ExpertTechnique:
         """
         axis, found = axes[AXIS], find_experts(model)
         self._check(found, type(model).__name__)
-        self._share_memory(axis)
+        if not self._policy.two_level:
+            share_operands(axis.comm, self._transport)
         tensor = axes.get(TENSOR)
         tokens = None if tensor is None else OwnTokens(tensor)
         ranks = ExpertRanks(axis, self._machines(axis) if self._policy.two_level else None)
@@ -99,16 +94,6 @@ class ExpertTechnique:
                     f"expert_parallel={ranks} is more than the {each.experts} experts of {each.path!r}. Set it to "
                     f"{each.experts} at most; more ranks can split the layers around it, with tensor_parallel."
                 )
-
-    def _share_memory(self, axis: Axis) -> None:
-        """Where the plan lets them and the machine can, let the ranks read each other's rows."""
-        if self._transport == "network" or self._policy.two_level or axis.size == 1:
-            return
-        reason: str | None = "the ranks do not compute on CPUs"
-        if not is_accelerator(axis.comm.mesh.device):
-            reason = axis.comm.share_operands()
-        if reason is not None and self._transport == "shared":
-            raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 
     def _machines(self, axis: Axis) -> Sequence[Sequence[int]]:
         """The ranks of each machine.

@@ -67,6 +67,20 @@ class Technique(Protocol):
         """
 
 
+def neighbours(ranks: int, size: int, setting: str) -> list[list[int]]:
+    """The ranks of a stage in groups of `size` neighbours, as a setting of that value asks for.
+
+    Raises:
+        PlanError: they do not divide.
+    """
+    if ranks % size:
+        raise PlanError(
+            f"{ranks} ranks of a stage do not divide into groups of {setting}={size}; start a multiple of {size} ranks "
+            f"for each stage, or set {setting} to a divisor of {ranks}."
+        )
+    return [list(range(first, first + size)) for first in range(0, ranks, size)]
+
+
 def ranks_together(techniques: Sequence[Technique], ranks: int) -> int:
     """How many ranks of a stage of so many work on the same data: neighbours.
 

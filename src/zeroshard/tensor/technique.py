@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import PlanError
 from zeroshard.parts.place import Axis, Partial, Piece, Split
-from zeroshard.parts.technique import NewAxis
+from zeroshard.parts.technique import NewAxis, neighbours
 from zeroshard.parts.zones import DividedActivations, Division
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.tensor.check_gradients import GradientCheck
@@ -65,13 +65,7 @@ class TensorTechnique:
         Raises:
             PlanError: they do not divide.
         """
-        size = self._policy.ranks
-        if ranks % size:
-            raise PlanError(
-                f"{ranks} ranks of a stage do not divide into groups of tensor_parallel={size}; start a multiple of "
-                f"{size} ranks for each stage, or set tensor_parallel to a divisor of {ranks}."
-            )
-        return {AXIS: NewAxis([list(range(first, first + size)) for first in range(0, ranks, size)], data=False)}
+        return {AXIS: NewAxis(neighbours(ranks, self._policy.ranks, "tensor_parallel"), data=False)}
 
     def replicated_over(self, layer: str) -> str | None:
         """Its own axis, unless sequence parallelism gives each rank own positions of what enters a layer."""
@@ -85,7 +79,7 @@ class TensorTechnique:
         """
         self.zones.axis = axes[AXIS]
         ranks = TensorRanks(axes[AXIS])
-        self._share_memory(ranks.comm)
+        share_operands(ranks.comm, self._transport)
         self.found = found = find(model, ranks.size, self._policy)
         check_splits(found, type(model).__name__, ranks.size)
         if self._moments == "8bit":
@@ -115,15 +109,20 @@ class TensorTechnique:
         if pairs and forwards.overlap and all(p.requires_grad for p in model.parameters()):
             PlannedMessages(pairs, modules, ranks, self.zones)
 
-    def _share_memory(self, comm: Comm) -> None:
-        """Where the plan lets them and the machine can, let the ranks see each other's activations."""
-        if self._transport == "network":
-            return
-        reason: str | None = "the ranks do not compute on CPUs"
-        if not is_accelerator(comm.mesh.device):
-            reason = comm.share_operands()
-        if reason is not None and self._transport == "shared":
-            raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
+
+def share_operands(comm: Comm, transport: str) -> None:
+    """Where the plan's transport lets them and the machine can, let ranks read each other's tensors.
+
+    Raises:
+        PlanError: the plan asks for it and it cannot be.
+    """
+    if transport == "network":
+        return
+    reason: str | None = "the ranks do not compute on CPUs"
+    if not is_accelerator(comm.mesh.device):
+        reason = comm.share_operands()
+    if reason is not None and transport == "shared":
+        raise PlanError(f"transport='shared' cannot be: {reason}. Or leave transport='auto'.")
 
 
 class _Cutting:
