@@ -11,7 +11,6 @@ from zeroshard.activations.segments import Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
-from zeroshard.moe.technique import ExpertTechnique
 from zeroshard.parts.part import Parts
 from zeroshard.parts.steps import StepEnd
 from zeroshard.parts.technique import Technique, ranks_together
@@ -19,16 +18,23 @@ from zeroshard.pipeline.policy import Cut
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.whole import WholeModel
 from zeroshard.plan import Plan
-from zeroshard.tensor.technique import TensorTechnique
 from zeroshard.units.hooks import place_of
 
 
 def _tensor(plan: Plan) -> Technique | None:
-    return TensorTechnique(plan.tensor, plan.transport, plan.offloading.moments) if plan.tensor.splits else None
+    if not plan.tensor.splits:
+        return None
+    from zeroshard.tensor.technique import TensorTechnique  # engines that do without start sooner
+
+    return TensorTechnique(plan.tensor, plan.transport, plan.offloading.moments)
 
 
 def _experts(plan: Plan) -> Technique | None:
-    return ExpertTechnique(plan.experts, plan.transport) if plan.experts.divides else None
+    if not plan.experts.divides:
+        return None
+    from zeroshard.moe.technique import ExpertTechnique
+
+    return ExpertTechnique(plan.experts, plan.transport)
 
 
 TECHNIQUES: list[Callable[[Plan], Technique | None]] = [_experts, _tensor]  # makes those that a plan asks for

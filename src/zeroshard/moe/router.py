@@ -127,6 +127,11 @@ class Router(nn.Module):
         counts = groups.whole().counts(experts, self.experts, chosen).squeeze(0)
         return Routing(experts, gates * self.gating.scale, kept, counts, losses, mean_entropy(probabilities, groups))
 
+    @property
+    def sums_counts(self) -> bool:
+        """Whether its losses are over the global batch, for which `summed` is asked."""
+        return self.gating.losses.scope == "global"
+
     @torch.no_grad()
     def update_bias(self, counts: Tensor) -> None:
         """Move each bias by u towards the even load: b_e += u·sign(mean(n) - n_e) (2408.15664, algorithm 1).

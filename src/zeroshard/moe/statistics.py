@@ -88,10 +88,6 @@ class Statistics(nn.Module):
             index = LOSSES.index(name) if name in LOSSES else -1
             self.losses[index] += loss.detach().to(self.losses.dtype)
 
-    def forward(self, routing: Routing) -> None:
-        """As `add`."""
-        self.add(routing)
-
     def _compare(self, fingerprint: Tensor) -> None:
         known = self._fingerprints
         if type(fingerprint) is not Tensor:  # without values, in a rehearsal

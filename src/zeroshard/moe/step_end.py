@@ -15,7 +15,6 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import part_of
 from zeroshard.errors import RoutingWarning
 from zeroshard.moe.collapse import RoutingWatch
-from zeroshard.moe.router import Router
 from zeroshard.moe.statistics import LOSSES, Statistics
 from zeroshard.traffic import Purpose
 
@@ -38,7 +37,7 @@ class MixtureSteps:
         paths = {module: path for path, module in model.named_modules()}
         self._watches = {paths[module]: RoutingWatch(paths[module]) for module, _, _ in mine}
         self._totals_of: dict[str, dict[str, Tensor]] = {}
-        routers = [router for _, router in self._layers if _sums(router)]
+        routers = [router for _, router in self._layers if getattr(router, "sums_counts", False)]
         if comm.mesh.ranks > 1 and routers:
             everyone = [list(range(comm.mesh.ranks))]  # their sums come between gathers of weights
             own = Comm(part_of(comm.mesh, everyone, "loads of experts"))
@@ -115,11 +114,6 @@ class _Sum:
             return total
         self._comm.all_reduce(total, Purpose.COUNT_TOKENS, "loads of a forward").wait()
         return total // self._together
-
-
-def _sums(router: Any) -> bool:
-    """Whether a router's losses are over the global batch."""
-    return isinstance(router, Router) and router.gating.losses.scope == "global"
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Any]]:
