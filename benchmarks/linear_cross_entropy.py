@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocations import highest
 from ranks import circumstances
 from torch import Tensor
 from torch.nn import functional as F
@@ -126,18 +127,7 @@ def profiled(rows: int, vocabulary: int, name: str) -> int:
     hidden, weight, labels = inputs(rows, vocabulary)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         VARIANTS[name](hidden, weight, labels).backward()
-    found: list[tuple[int, int]] = []
-    pending = list(watched.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        if event.name == "[memory]":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        pending += event.children
-    now = highest = 0
-    for _, change in sorted(found):
-        now += change
-        highest = max(highest, now)
-    return highest - hidden.nbytes - weight.nbytes
+    return highest(watched) - hidden.nbytes - weight.nbytes
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocations import highest
 from ranks import circumstances
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -261,18 +262,7 @@ def peak(run: Run) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         run.step()
     run.clear()
-    found: list[tuple[int, int]] = []
-    pending = list(watched.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        if event.name == "[memory]":
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        pending += event.children
-    now = highest = 0
-    for _, change in sorted(found, key=lambda each: each[0]):
-        now += change
-        highest = max(highest, now)
-    return highest - run.gradients
+    return highest(watched) - run.gradients
 
 
 def measured(case: Case, names: list[str], rounds: int, order: random.Random) -> dict[str, Any]:
