@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.activations.offload import ActivationStore
+from zeroshard.activations.savers import Savers
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Latest, Task, TaskRunner, Transfers
@@ -70,7 +71,8 @@ class Bench:
         host: Callable[[Ledger], HostMemory] = Host,
     ) -> None:
         self.link, self.ledger = Watched(executor()), Ledger()
-        self.store = ActivationStore(self.link, host(self.ledger), self.ledger, smallest, window)
+        store = ActivationStore(self.link, host(self.ledger), self.ledger, smallest, window)
+        self.store = Savers([store])
 
     @contextmanager
     def saving(self, *modules: nn.Module) -> Iterator[None]:

@@ -1,15 +1,62 @@
-"""The recomputation that a policy asks for."""
+"""The savers and the recomputation that a plan asks for."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
+from zeroshard.activations.offload import ActivationStore
 from zeroshard.activations.operations import operations_of
 from zeroshard.activations.policy import Activations
 from zeroshard.activations.recomputation import Recomputation
+from zeroshard.activations.savers import Savers
 from zeroshard.activations.segments import Surroundings
+from zeroshard.memory import HostMemory
+from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.transfers import Transfers
+from zeroshard.parts.saver import Saver
+
+
+class HostTier(Protocol):
+    """Host memory and the link to it."""
+
+    @property
+    def host(self) -> HostMemory:
+        """The memory."""
+
+    @property
+    def link(self) -> Transfers:
+        """Copies between the device and it."""
+
+
+@dataclass(frozen=True)
+class SaverMeans:
+    """What savers are made from.
+
+    Attributes:
+        policy: the plan's settings of activations.
+        ledger: counts what they hold.
+        tier: where activations go that are offloaded, if any are.
+    """
+
+    policy: Activations
+    ledger: Ledger
+    tier: HostTier | None = None
+
+
+def saver_of(means: SaverMeans) -> Saver:
+    """What takes in the tensors that autograd saves, as a plan says; it keeps those that no saver of the list takes."""
+    return Savers([saver for make in SAVERS if (saver := make(means)) is not None])
+
+
+def _offload(means: SaverMeans) -> Saver | None:
+    tier = means.tier
+    return None if tier is None else ActivationStore(tier.link, tier.host, means.ledger)
+
+
+SAVERS: Sequence[Callable[[SaverMeans], Saver | None]] = (_offload,)  # in the order in which they are asked
 
 
 def recomputation_of(

@@ -34,7 +34,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.activations.keep import Kept, changed_in_place
+from zeroshard.activations.keep import changed_in_place
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
@@ -82,7 +82,7 @@ class ActivationStore:
         self._lock = threading.Lock()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes.
+        """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes, or None if it stays.
 
         Raises:
             BudgetExceeded: the host has no room, or the device none for a single copy.
@@ -90,7 +90,7 @@ class ActivationStore:
         """
         extent = _extent(tensor, self._smallest)
         if extent is None:
-            return Kept(tensor)
+            return None
         with self._locked():
             key = (tensor.untyped_storage()._cdata, *extent, tensor._version)
             region = self._regions.get(key) or self._save(tensor, key)
@@ -109,8 +109,6 @@ class ActivationStore:
             BudgetExceeded: the device cannot hold it.
             OffloadError: it was changed in place since it was saved, or a copy failed.
         """
-        if isinstance(saved, Kept):
-            return saved.tensor()
         assert isinstance(saved, _Handle)
         region = saved.region
         with self._locked():

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zeroshard.activations.keep import Keep
-from zeroshard.activations.offload import ActivationStore
+from zeroshard.activations.make import SaverMeans, saver_of
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.checks.optimizer_groups import groups_of, refuse_used
 from zeroshard.comm.collectives import Comm
@@ -159,10 +158,12 @@ class Builder:
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
+        tier = self._lower if self._plan.offloading.activations else None
+        saver = saver_of(SaverMeans(self._plan.saving, self._ledger, tier))
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         return Assembly(
             Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
-            self._spans, self._precision, gatherer, self._late, self._saver(),
+            self._spans, self._precision, gatherer, self._late, saver,
         )  # fmt: skip
 
     def _cut(self, technique: Technique, optimizer: torch.optim.Optimizer, materialiser: Materialiser) -> None:
@@ -194,11 +195,6 @@ class Builder:
         if not any(each.sliced for of_unit in weights for each in of_unit):
             return Gatherer()
         return ByChunk(units, weights) if self._plan.pipelined else ByPass(units, weights, self._comm)
-
-    def _saver(self) -> Saver:
-        if self._lower is None or not self._plan.offloading.activations:
-            return Keep()
-        return ActivationStore(self._lower.link, self._lower.host, self._ledger)
 
     def _random_numbers(self, techniques: Sequence[Technique]) -> RandomNumbers:
         """Torch's own streams, or numbers keyed by what they are of."""
