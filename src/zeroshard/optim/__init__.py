@@ -1,9 +1,25 @@
 """Optimizers: any elementwise `torch.optim` optimizer, run on slices of flat buffers (1910.02054, section 5.1).
 
 Read `probe` (whether an optimizer treats each element alone), `spans` (its parameters as slices), `updater`.
+Optimizers of its own, which run in a plain loop too, have a module each, over `tensor_optimizer`.
 """
 
+from zeroshard.optim.adafactor import Adafactor
+from zeroshard.optim.lamb import LAMB
+from zeroshard.optim.muon import Muon, muon_groups
 from zeroshard.optim.probe import StateLayout, check_elementwise, fresh_state
+from zeroshard.optim.sm3 import SM3
 from zeroshard.optim.spans import SliceSpan, SpanOptimizer
 
-__all__ = ["SliceSpan", "SpanOptimizer", "StateLayout", "check_elementwise", "fresh_state"]
+__all__ = [
+    "LAMB",
+    "SM3",
+    "Adafactor",
+    "Muon",
+    "SliceSpan",
+    "SpanOptimizer",
+    "StateLayout",
+    "check_elementwise",
+    "fresh_state",
+    "muon_groups",
+]

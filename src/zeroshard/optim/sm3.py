@@ -1,0 +1,106 @@
+"""SM3-II (Anil et al., 1901.11150): Adagrad whose second moments are bounded by one number per row, column, ...
+
+A tensor of shape (d1, ..., dp) is covered by its slices of co-dimension 1, so it keeps d1 + ... + dp numbers; a vector
+keeps all, and is then Adagrad's. Leading dimensions that count a stack (`batch_dims` of a group) are not covered: each
+tensor of the stack has its own slices. All dimensions are covered unless a group says otherwise.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.optim.tensor_optimizer import (
+    Options,
+    State,
+    TensorOptimizer,
+    check_range,
+    put_back,
+    state_dtype,
+)
+
+
+def cover_shapes(shape: torch.Size, batch_dims: int) -> list[tuple[int, ...]]:
+    """The shapes of the accumulators of a tensor, which broadcast to it: one for each dimension that is covered."""
+    dims = range(batch_dims, len(shape))
+    ones = (1,) * (len(shape) - batch_dims - 1)
+    leading = tuple(shape[:batch_dims])
+    return [(*leading, *ones[: d - batch_dims], shape[d], *ones[d - batch_dims :]) for d in dims] or [leading]
+
+
+def change_cover(gradient: torch.Tensor, accumulators: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Change the maxima of all slices by a gradient, and give the second moments nu' (Algorithm SM3-II).
+
+    Args:
+        accumulators: of shapes by `cover_shapes`.
+    """
+    second = accumulators[0]
+    for other in accumulators[1:]:
+        second = torch.minimum(second, other)
+    second = torch.addcmul(second, gradient, gradient)
+    for accumulator in accumulators:
+        over = [d for d in range(gradient.dim()) if accumulator.shape[d] != gradient.shape[d]]
+        accumulator.copy_(second.amax(over, keepdim=True) if over else second)
+    return second
+
+
+class SM3(TensorOptimizer):
+    """SM3-II, with momentum of the preconditioned gradients.
+
+    Args:
+        momentum: its decay, of updates with weight 1 - momentum; 0 for none, which keeps no state of full size.
+        momentum_dtype: of the momentum, such as torch.bfloat16; None for fp32.
+        weight_decay: weights lose this share of themselves times the learning rate.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 0.1,
+        momentum: float = 0.9,
+        momentum_dtype: torch.dtype | None = None,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_range("lr", lr, lr >= 0.0, "at least 0")
+        check_range("momentum", momentum, 0.0 <= momentum < 1.0, "at least 0 and less than 1")
+        check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
+        floating = momentum_dtype is None or momentum_dtype.is_floating_point
+        check_range("momentum_dtype", momentum_dtype, floating, "a dtype of floating point, or None")
+        defaults = {"lr": lr, "momentum": momentum, "momentum_dtype": momentum_dtype, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "batch_dims": 0})
+
+    def _start(self, parameter: torch.Tensor, group: Options) -> State:
+        shape, batch_dims = parameter.shape, group["batch_dims"]
+        check_range(
+            "batch_dims", batch_dims, 0 <= batch_dims <= len(shape), f"from 0 to {len(shape)} for {tuple(shape)}"
+        )
+        dtype, device = state_dtype(parameter), parameter.device
+        state: State = {}
+        for number, covering in enumerate(cover_shapes(shape, batch_dims)):
+            own = (shape[batch_dims + number],) if len(shape) > batch_dims else ()
+            maxima = torch.zeros(covering, dtype=dtype, device=device)
+            state[f"accumulator_{number}"] = maxima.view((*shape[:batch_dims], *own))
+        if group["momentum"]:
+            kept = group["momentum_dtype"] or dtype
+            state["momentum_buffer"] = torch.zeros(shape, dtype=kept, device=device)
+        return state
+
+    def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
+        assert parameter.grad is not None
+        dtype, rate = state_dtype(parameter), group["lr"]
+        weights, gradient = parameter.detach().to(dtype), parameter.grad.to(dtype)
+        shapes = cover_shapes(parameter.shape, group["batch_dims"])
+        accumulators = [state[f"accumulator_{n}"].view(shape) for n, shape in enumerate(shapes)]
+        second = change_cover(gradient, accumulators)
+        update = second.masked_fill_(second == 0.0, torch.inf).rsqrt_().mul_(gradient)  # 0/0 is 0
+        if group["momentum"]:
+            kept = state["momentum_buffer"]
+            update.mul_(1.0 - group["momentum"]).add_(kept, alpha=group["momentum"])
+            kept.copy_(update)
+        if group["weight_decay"]:
+            weights.mul_(1.0 - rate * group["weight_decay"])
+        weights.sub_(update.mul_(rate))
+        put_back(parameter, weights)
