@@ -20,6 +20,11 @@ KINDS: dict[str, Callable[..., Any]] = {
     "SM3 16-bit momentum": partial(optim.SM3, momentum_dtype=torch.bfloat16),
     "LAMB": optim.LAMB,
     "Muon": optim.Muon,
+    "AdamW8bit": optim.AdamW8bit,
+    "Adam8bit": partial(optim.Adam8bit, min_8bit_size=20, block_size=8),
+    "Shampoo": optim.Shampoo,
+    "Shampoo momentum": partial(optim.Shampoo, momentum=0.9, beta2=0.9, interval=2, max_side=5),
+    "SOAP": partial(optim.SOAP, interval=2),
 }
 SHAPES: list[tuple[int, ...]] = [(6, 4), (3, 5, 4), (4, 3, 2, 2), (9,), (1,), ()]
 every = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
@@ -118,7 +123,7 @@ def test_schedules_and_parameter_groups_set_the_learning_rate(make: Callable[...
 @every
 def test_a_closure_gives_the_loss(make: Callable[..., Any]) -> None:
     layer = nn.Linear(3, 2)
-    optimizer = make(layer.parameters())
+    optimizer = make(layer.parameters(), lr=1e-3)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -145,12 +150,14 @@ def test_sparse_gradients_and_complex_weights_are_refused(make: Callable[..., An
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
-        *((kind, {"lr": -1.0}, "lr is -1.0") for kind in ("Adafactor", "SM3", "LAMB", "Muon")),
+        *((kind, {"lr": -1.0}, "lr is -1.0") for kind in ("Adafactor", "SM3", "LAMB", "Muon", "AdamW8bit", "SOAP")),
         ("Adafactor", {"decay_rate": 0.8}, "decay_rate is 0.8"),
         ("Adafactor", {"beta1": 1.0}, "beta1"),
         ("SM3", {"momentum": 1.0}, "momentum"),
         ("SM3", {"momentum_dtype": torch.int8}, "momentum_dtype"),
         ("LAMB", {"bounds": (2.0, 1.0)}, "bounds"),
+        ("Adam8bit", {"block_size": 48}, "block_size is 48"),
+        ("Shampoo", {"interval": 0}, "interval"),
         ("Muon", {"adjust_lr_fn": "adam"}, "match_rms_adamw"),
     ],
 )

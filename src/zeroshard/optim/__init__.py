@@ -5,17 +5,24 @@ Optimizers of its own, which run in a plain loop too, have a module each, over `
 """
 
 from zeroshard.optim.adafactor import Adafactor
+from zeroshard.optim.adam8bit import Adam8bit, AdamW8bit
 from zeroshard.optim.lamb import LAMB
 from zeroshard.optim.muon import Muon, muon_groups
 from zeroshard.optim.probe import StateLayout, check_elementwise, fresh_state
+from zeroshard.optim.shampoo import Shampoo
 from zeroshard.optim.sm3 import SM3
+from zeroshard.optim.soap import SOAP
 from zeroshard.optim.spans import SliceSpan, SpanOptimizer
 
 __all__ = [
     "LAMB",
     "SM3",
+    "SOAP",
     "Adafactor",
+    "Adam8bit",
+    "AdamW8bit",
     "Muon",
+    "Shampoo",
     "SliceSpan",
     "SpanOptimizer",
     "StateLayout",

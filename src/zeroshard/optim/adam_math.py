@@ -20,6 +20,13 @@ def adam_update(
     """Change both moments by a gradient, and give the bias-corrected m/(sqrt(v) + eps), all of one shape."""
     first.lerp_(gradient, 1.0 - betas[0])
     second.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
+    return adam_direction(first, second, betas, step, eps)
+
+
+def adam_direction(
+    first: torch.Tensor, second: torch.Tensor, betas: tuple[float, float], step: float, eps: float
+) -> torch.Tensor:
+    """The bias-corrected m/(sqrt(v) + eps) of both moments."""
     update = second.sqrt().div_(math.sqrt(1.0 - betas[1] ** step)).add_(eps)
     return torch.div(first, update, out=update).div_(1.0 - betas[0] ** step)
 

@@ -33,6 +33,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
         "Under slices an optimizer must treat every element alone: use AdamW, Adam, SGD, Adagrad, RMSprop or another "
         "elementwise one from torch.optim."
     )
+    if getattr(optimizer, "whole_tensors", False):  # blocks of a large tensor do not show in a trial on a small one
+        raise OptimizerError(f"{type(optimizer).__name__} needs whole tensors. {way_out}")
     layouts = [_try_group(optimizer, group, way_out) for group in optimizer.param_groups]
     return max(layouts, key=lambda layout: (layout.bytes_per_element, layout.scalar_bytes))
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,7 +90,12 @@ class TensorOptimizer(torch.optim.Optimizer):
 
     A parameter without a gradient, or without elements, is left as it is. States keep their own dtypes when they are
     loaded, where torch.optim would cast them to the dtype of the weights.
+
+    Attributes:
+        whole_tensors: true: slices of a parameter, stepped one by one, may end up elsewhere than the parameter.
     """
+
+    whole_tensors: ClassVar[bool] = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

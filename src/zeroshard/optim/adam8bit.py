@@ -1,0 +1,141 @@
+"""Adam with moments in 8 bits (Dettmers et al., 2110.02861), for weights in any dtype.
+
+A tensor of 4,096 elements or more keeps two codes per element and two scales per block of 256, which run over the
+flattened tensor from its begin; a smaller one keeps moments in fp32. Moments are decoded, changed and encoded again by
+the step, in pieces of a fixed number of blocks, and the weights change by the moments before they are encoded.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+
+from zeroshard.optim.adam_math import adam_update, moments
+from zeroshard.optim.dynamic_map import DynamicCode
+from zeroshard.optim.tensor_optimizer import Options, State, TensorOptimizer, check_range, put_back, state_dtype
+
+PIECE = 2**18  # elements that are decoded at a time
+
+
+@cache
+def code_of(signed: bool, device: torch.device) -> DynamicCode:
+    """The code of first (signed) or second moments on a device."""
+    return DynamicCode(signed, device)
+
+
+class AdamW8bit(TensorOptimizer):
+    """AdamW (1711.05101) whose moments are kept in 8 bits.
+
+    Args:
+        block_size: the number of elements that share a scale.
+        min_8bit_size: tensors of fewer elements keep moments in fp32; so does a parameter group that sets it to a
+            number above its tensors', as the paper advises for embeddings (section 2.3).
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    decoupled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        block_size: int = 256,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        check_range("lr", lr, lr >= 0.0, "at least 0")
+        check_range("betas", betas, len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas), "two numbers in [0, 1)")
+        check_range("eps", eps, eps >= 0.0, "at least 0")
+        check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
+        check_range("block_size", block_size, block_size > 0 and PIECE % block_size == 0, "a power of 2 up to 2^18")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "block_size": block_size, "min_8bit_size": min_8bit_size})
+
+    def _start(self, parameter: torch.Tensor, group: Options) -> State:
+        if parameter.numel() < group["min_8bit_size"]:
+            return moments(parameter)
+        state: State = {}
+        device, blocks = parameter.device, -(-parameter.numel() // group["block_size"])
+        for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            zero = int(code_of(signed, device).values.eq(0.0).nonzero())
+            state[f"{key}_codes"] = torch.full(parameter.shape, zero, dtype=torch.uint8, device=device)
+            state[f"{key}_scales"] = torch.zeros(blocks, dtype=torch.float32, device=device)
+        return state
+
+    def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
+        assert parameter.grad is not None
+        dtype = state_dtype(parameter)
+        weights = parameter.detach().reshape(-1).to(dtype)
+        gradient = parameter.grad.reshape(-1)
+        for start in range(0, parameter.numel(), PIECE):
+            piece = slice(start, start + PIECE)
+            self._change_piece(weights[piece], gradient[piece].to(dtype), _Moments(state, piece, group), group)
+        put_back(parameter, weights)
+
+    def _change_piece(self, weights: torch.Tensor, gradient: torch.Tensor, kept: "_Moments", group: Options) -> None:
+        if group["weight_decay"] and not self.decoupled:
+            gradient = gradient.add(weights, alpha=group["weight_decay"])
+        first, second = kept.decoded(weights.dtype)
+        update = adam_update(gradient, first, second, group["betas"], kept.step, group["eps"])
+        if group["weight_decay"] and self.decoupled:
+            weights.mul_(1.0 - group["lr"] * group["weight_decay"])
+        weights.sub_(update.mul_(group["lr"]))
+        kept.encode(first, second)
+
+
+class Adam8bit(AdamW8bit):
+    """As `AdamW8bit`, with the weight decay added to the gradient (Adam, 1412.6980), by default none."""
+
+    decoupled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        block_size: int = 256,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, block_size, min_8bit_size)
+
+
+class _Moments:
+    """Both moments of a piece of a flattened tensor, in 8 bits or in fp32."""
+
+    def __init__(self, state: State, piece: slice, group: Options) -> None:
+        self._state, self._piece, self._block = state, piece, group["block_size"]
+        self._blocks = slice(piece.start // self._block, piece.stop // self._block)
+        self.step: float = state["step"].item()
+
+    def decoded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second moment [n]; those in fp32 are the states themselves."""
+        if "exp_avg" in self._state:
+            return self._part("exp_avg"), self._part("exp_avg_sq")
+        first, second = (
+            self._decode(key, signed).to(dtype) for key, signed in (("exp_avg", True), ("exp_avg_sq", False))
+        )
+        return first, second
+
+    def encode(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Keep both moments."""
+        if "exp_avg" in self._state:
+            return
+        for key, signed, values in (("exp_avg", True, first), ("exp_avg_sq", False, second)):
+            codes, scales = code_of(signed, values.device).encode(values.float(), self._block)
+            self._part(f"{key}_codes").copy_(codes)
+            self._state[f"{key}_scales"][self._blocks].copy_(scales)
+
+    def _part(self, key: str) -> torch.Tensor:
+        part: torch.Tensor = self._state[key].view(-1)[self._piece]
+        return part
+
+    def _decode(self, key: str, signed: bool) -> torch.Tensor:
+        codes, scales = self._part(f"{key}_codes"), self._state[f"{key}_scales"][self._blocks]
+        return code_of(signed, codes.device).decode(codes, scales, self._block)
