@@ -308,7 +308,7 @@ class Plan:
     @property
     def microbatches_per_update(self) -> int:
         """Microbatches whose gradients are summed for one update."""
-        return 1 if self.pipeline.schedule == "pipedream" else self.microbatches
+        return self.pipeline.microbatches_per_update(self.microbatches)
 
     @property
     def recomputes(self) -> bool:
@@ -321,6 +321,11 @@ class Plan:
         if self.reduce_every == "auto":
             return self.zero >= 1 and not self.pipelined
         return self.reduce_every == "microbatch"
+
+    @property
+    def adds_up_locally(self) -> bool:
+        """Whether the gradients of several microbatches meet on a rank before they are reduced."""
+        return self.pipeline.adds_up_locally(self.microbatches_per_update, self.reduces_each_microbatch)
 
     @property
     def reductions(self) -> int:

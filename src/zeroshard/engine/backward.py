@@ -106,7 +106,7 @@ class Backward:
             if not self.explicit:
                 gradients.arrived = bytearray(len(gradients.written))
         self.count += 1
-        if self.count > 1:
+        if self.count > 1 and not self.explicit:  # an order says beforehand how many backwards add up
             for gradients in self.gradients:
                 gradients.widen()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)

@@ -413,9 +413,9 @@ class Builder:
             axis.comm.broadcast(values, f"initial weights {flat.label}")
 
     def _accumulation(self) -> Accumulation:
-        several, each = self._plan.microbatches_per_update > 1, self._plan.reduces_each_microbatch
-        wire = DTYPES[self._plan.reduce_dtype] if self._plan.reduce_dtype else None
-        return Accumulation(wire, local=several and not each, reduced=several and each)
+        plan = self._plan
+        wire = DTYPES[plan.reduce_dtype] if plan.reduce_dtype else None
+        return Accumulation(wire, local=plan.adds_up_locally, reduced=plan.reductions > 1)
 
     def _place_buffers(self, skip: set[nn.Module]) -> None:
         """Bring buffers to the device; those of modules that run on other stages alone belong there."""

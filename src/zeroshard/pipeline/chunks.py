@@ -64,6 +64,13 @@ class Chunks:
         for part in self._parts[action.chunk]:
             part.versions.use(action.version)
 
+    def backward(self, action: Action) -> None:
+        """A backward of a chunk begins, or its second part; gradients of 16 bits go into wider sums one by one."""
+        for gradients in (part.gradients for part in self._parts[action.chunk]):
+            if gradients is not None and gradients.layout[1]:
+                gradients.collect()
+        self.early.begin(action)
+
     def restart(self) -> None:
         """Count versions anew; nothing is in flight."""
         self._tied.settle()

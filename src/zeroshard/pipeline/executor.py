@@ -224,7 +224,7 @@ class Executor:
                 self._keep(action, flight, self._compute(action, flight))
         self._backward.forget_interrupted()
         self._backward.under_scale = True
-        self._chunks.early.begin(action)
+        self._chunks.backward(action)
         try:
             with self._backward.local(), self._deferring(flight):
                 if flight.loss is not None:
@@ -262,6 +262,7 @@ class Executor:
 
     def _weight_gradients(self, action: Action) -> None:
         start = self.interpreter.now()
+        self._chunks.backward(action)
         self._backward.under_scale = True
         try:
             with self._backward.local():

@@ -81,6 +81,22 @@ class Pipeline:
         fills = self.streams or self.schedule in FILLED or microbatches < 2 * MOST_FILLED
         return self.stages if self.stages <= MOST_FILLED or self.replicas or fills else SHORT
 
+    def microbatches_per_update(self, microbatches: int) -> int:
+        """Microbatches whose gradients are summed for one update, of so many in a step."""
+        return 1 if self.schedule == "pipedream" else microbatches
+
+    def adds_up_locally(self, microbatches: int, reduces_each: bool) -> bool:
+        """Whether the gradients of so many microbatches of an update meet on a rank before they are reduced.
+
+        With backwards in two parts, those of biases come with the inputs', ahead of the weights' of the one before.
+        """
+        return microbatches > 1 and (self.splits_backward or not reduces_each)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward comes in two parts."""
+        return self.schedule == "zb-h1"
+
     @property
     def streams(self) -> bool:
         """Whether the pipeline goes on from step to step without a flush."""
@@ -181,4 +197,4 @@ class Cut:
     @property
     def defers(self) -> bool:
         """Whether the gradients of weights are computed after those of inputs."""
-        return self.pipeline.schedule == "zb-h1"
+        return self.pipeline.splits_backward

@@ -10,7 +10,8 @@ in a small buffer itself, and one copy takes them all into the gradient buffer, 
 their number. Big gradients are copied one by one, while they are in the cache: cheaper than zeros and an addition.
 
 [Note: fp32 accumulation] While a step has a single backward, nothing is accumulated over time and 16-bit gradients stay
-16-bit: the paper's 2Ψ bytes. From the second backward of a step on, sums are kept in fp32 (`widen`).
+16-bit: the paper's 2Ψ bytes. From the second backward of a step on, sums are kept in fp32 (`widen`). Where an order of
+actions says beforehand that gradients will add up, they are so from the start.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,0 +1,111 @@
+"""Sums of 16-bit gradients over the microbatches of a pipeline: in fp32, in buffers that the formula knows."""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from pool import Pool
+from torch import Tensor, nn
+
+import zeroshard as zs
+
+ROWS, WIDTH = 32, 8
+ONCE, EACH = "step", "microbatch"
+
+
+class Normed(nn.Module):
+    """No block begins with a layer whose weight gradient `zb-h1` leaves for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        block = lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())  # noqa: E731
+        self.blocks = nn.ModuleList([block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def data() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def engine_of(mesh: zs.Mesh, plan: dict[str, Any]) -> zs.Engine:
+    plan = {"pipeline_parallel": 2, "pipeline_parallel.balance": "parameters", "precision": "bf16", **plan}
+    make = partial(torch.optim.SGD, lr=1.0)
+    return zs.Engine(Normed(), make, zs.Plan.from_dict(plan), mesh=mesh, example=data()[:2])
+
+
+def gradients(mesh: zs.Mesh, plans: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """What one step with a learning rate of 1 takes from the master weights of this rank, under each plan."""
+    found = []
+    for plan in plans:
+        engine = engine_of(mesh, plan)
+        masters = {
+            entry.name: part.flat.view(part.updater.values, number)
+            for part in engine._assembly.parts.all
+            for number, entry in enumerate(part.flat.index.entries)
+        }
+        before = {name: value.clone() for name, value in masters.items()}
+        engine.train_step(data())
+        found.append({name: before[name] - value for name, value in masters.items()})
+    return found
+
+
+def test_no_sum_over_microbatches_is_rounded_to_16_bits(pool: Pool) -> None:
+    """The plain sum is of the same 16-bit gradients, in fp64; bf16 would be off by 2^-9, four hundred times as much."""
+    plans = [
+        {"zero": 0, "microbatches": 4, "pipeline_parallel.schedule": schedule, "reduce_every": every}
+        for schedule, every in product(("1f1b", "zb-h1"), (ONCE, EACH))
+    ]
+    model = Normed().bfloat16()
+    wanted = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for part in data().chunk(4):
+        model.zero_grad()
+        model(part.bfloat16()).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            wanted[name] += p.grad.double() / 4
+    for plan, first, last in zip(plans, *pool.run(gradients, 2, plans), strict=True):
+        found = first | last
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert (found[name] - value).abs().max() < 5e-6 * value.abs().max(), (plan, name)
+
+
+def bytes_of(mesh: zs.Mesh, plans: list[dict[str, Any]]) -> list[tuple[int, int | None]]:
+    """Measured and planned bytes of gradients after two steps of each plan."""
+    found = []
+    for plan in plans:
+        engine = engine_of(mesh, plan)
+        for _ in range(2):
+            engine.train_step(data().chunk(engine.data_ranks)[engine.data_rank])
+        row = next(row for row in engine.memory() if row.category == "gradients")
+        found.append((row.measured_bytes, None if row.planned_bytes is None else row.planned_bytes + row.padding_bytes))
+    return found
+
+
+def test_bytes_of_gradients_are_those_of_the_formula(pool: Pool) -> None:
+    """Sums before a reduction are planned where microbatches meet in one: with a single one of them, nothing is wide.
+
+    A stage has half of 4 x 88 elements: in bf16, beside them or in their place in fp32, and the slice of the sum.
+    """
+    half = 2 * (2 * WIDTH + WIDTH * WIDTH + WIDTH)
+    whole, wide, own = 2 * half, 4 * half, 4 * half // 2
+    wanted = {
+        (0, 1, EACH, "zb-h1"): whole,
+        (0, 4, ONCE, "zb-h1"): wide,
+        (0, 4, EACH, "zb-h1"): wide + own,
+        (0, 4, EACH, "1f1b"): whole + own,
+        (1, 4, EACH, "zb-h1"): wide + own,
+        (2, 1, ONCE, "zb-h1"): whole // 2,
+        (2, 4, ONCE, "zb-h1"): own,
+        (2, 4, EACH, "1f1b"): own,
+    }
+    names = "zero", "microbatches", "reduce_every", "pipeline_parallel.schedule"
+    plans = [dict(zip(names, values, strict=True), transport="network") for values in wanted]
+    for answers in pool.run(bytes_of, 4, plans):
+        assert answers == [(nbytes, nbytes) for nbytes in wanted.values()]
