@@ -289,7 +289,7 @@ def frozen(mesh: zs.Mesh) -> None:
     for name in ("middle.weight", "head.bias"):
         theirs, ours = (model.get_parameter(name).grad for model in (whole, parts))
         assert theirs is not None and ours is not None
-        torch.testing.assert_close(ours, theirs if name[0] == "m" else ranks.part(theirs), rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(ours, theirs if name[0] == "m" else ranks.part(theirs), rtol=1e-5, atol=1e-7)
 
 
 def test_a_frozen_vocabulary(pool: Pool) -> None:
