@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard import optim
 from zeroshard.optim.tensor_optimizer import as_matrices, matrix_shape
+from zeroshard.planner.predict.torch_internals import fakes
 
 KINDS: dict[str, Callable[..., Any]] = {
     "Adafactor": optim.Adafactor,
@@ -145,6 +146,27 @@ def test_sparse_gradients_and_complex_weights_are_refused(make: Callable[..., An
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RuntimeError, match="complex"):
         make([parameter]).step()
+
+
+@every
+def test_a_rehearsal_without_values_makes_states_of_the_same_sizes(make: Callable[..., Any]) -> None:
+    parameters = [nn.Parameter(w) for w in weights_of(SHAPES)]
+    optimizer = make(parameters)
+    take_steps(optimizer, parameters, gradients_of(SHAPES, 2))
+    with fakes():
+        without = [nn.Parameter(torch.empty(shape)) for shape in SHAPES]
+        rehearsed = make(without)
+        for _ in range(2):
+            for parameter in without:
+                parameter.grad = torch.empty_like(parameter)
+            rehearsed.step()
+    for real, fake in zip(parameters, without, strict=True):
+        sizes = [
+            {k: (v.shape, v.dtype) for k, v in states.items()}
+            for states in (optimizer.state[real], rehearsed.state[fake])
+        ]
+        assert sizes[0] == sizes[1]
+    take_steps(optimizer, parameters, gradients_of(SHAPES, 1))  # and leaves nothing behind for real ones
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,19 @@ from typing import Any, ClassVar
 import torch
 
 from zeroshard.optim.adam_math import adam_update, moments
-from zeroshard.optim.dynamic_map import DynamicCode
+from zeroshard.optim.dynamic_map import DynamicCode, dynamic_values
 from zeroshard.optim.tensor_optimizer import Options, State, TensorOptimizer, check_range, put_back, state_dtype
 
 PIECE = 2**18  # elements that are decoded at a time
 
 
-@cache
-def code_of(signed: bool, device: torch.device) -> DynamicCode:
-    """The code of first (signed) or second moments on a device."""
-    return DynamicCode(signed, device)
+_cached_code = cache(DynamicCode)
+
+
+def code_of(signed: bool, like: torch.Tensor) -> DynamicCode:
+    """The code of first (signed) or second moments on the device of a tensor; made anew for tensors without values."""
+    make = _cached_code if type(like) is torch.Tensor else DynamicCode
+    return make(signed, like.device)
 
 
 class AdamW8bit(TensorOptimizer):
@@ -62,7 +65,7 @@ class AdamW8bit(TensorOptimizer):
         state: State = {}
         device, blocks = parameter.device, -(-parameter.numel() // group["block_size"])
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            zero = int(code_of(signed, device).values.eq(0.0).nonzero())
+            zero = dynamic_values(signed).index(0.0)
             state[f"{key}_codes"] = torch.full(parameter.shape, zero, dtype=torch.uint8, device=device)
             state[f"{key}_scales"] = torch.zeros(blocks, dtype=torch.float32, device=device)
         return state
@@ -128,7 +131,7 @@ class _Moments:
         if "exp_avg" in self._state:
             return
         for key, signed, values in (("exp_avg", True, first), ("exp_avg_sq", False, second)):
-            codes, scales = code_of(signed, values.device).encode(values.float(), self._block)
+            codes, scales = code_of(signed, values).encode(values.float(), self._block)
             self._part(f"{key}_codes").copy_(codes)
             self._state[f"{key}_scales"][self._blocks].copy_(scales)
 
@@ -138,4 +141,4 @@ class _Moments:
 
     def _decode(self, key: str, signed: bool) -> torch.Tensor:
         codes, scales = self._part(f"{key}_codes"), self._state[f"{key}_scales"][self._blocks]
-        return code_of(signed, codes.device).decode(codes, scales, self._block)
+        return code_of(signed, codes).decode(codes, scales, self._block)

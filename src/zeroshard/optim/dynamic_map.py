@@ -15,15 +15,20 @@ KEPT_BITS = 17  # of a number in fp32: its sign, its exponent and 8 bits of its 
 
 
 @cache
-def dynamic_map(signed: bool) -> torch.Tensor:
-    """The 256 values of a map in increasing order, in fp32."""
+def dynamic_values(signed: bool) -> tuple[float, ...]:
+    """The 256 values of a map in increasing order."""
     values = [0.0, 1.0]
     for decade in range(DECADES):
         intervals = 2 ** (decade if signed else decade + 1)
         top = 10.0 ** (decade - DECADES + 1)
         middles = [top * (0.1 + 0.9 * (n + 0.5) / intervals) for n in range(intervals)]
         values += middles + ([-value for value in middles] if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
+    return tuple(sorted(values))
+
+
+def dynamic_map(signed: bool) -> torch.Tensor:
+    """The 256 values of a map in increasing order, in fp32."""
+    return torch.tensor(dynamic_values(signed), dtype=torch.float32, device="cpu")
 
 
 class DynamicCode:

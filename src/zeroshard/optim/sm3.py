@@ -37,7 +37,8 @@ def change_cover(gradient: torch.Tensor, accumulators: Sequence[torch.Tensor]) -
     second = accumulators[0]
     for other in accumulators[1:]:
         second = torch.minimum(second, other)
-    second = torch.addcmul(second, gradient, gradient)
+    fresh = len(accumulators) > 1
+    second = torch.addcmul(second, gradient, gradient, out=second if fresh else None)
     for accumulator in accumulators:
         over = [d for d in range(gradient.dim()) if accumulator.shape[d] != gradient.shape[d]]
         accumulator.copy_(second.amax(over, keepdim=True) if over else second)
@@ -95,7 +96,7 @@ class SM3(TensorOptimizer):
         shapes = cover_shapes(parameter.shape, group["batch_dims"])
         accumulators = [state[f"accumulator_{n}"].view(shape) for n, shape in enumerate(shapes)]
         second = change_cover(gradient, accumulators)
-        update = second.masked_fill_(second == 0.0, torch.inf).rsqrt_().mul_(gradient)  # 0/0 is 0
+        update = second.clamp_(min=torch.finfo(dtype).tiny).rsqrt_().mul_(gradient)  # 0/0 is 0
         if group["momentum"]:
             kept = state["momentum_buffer"]
             update.mul_(1.0 - group["momentum"]).add_(kept, alpha=group["momentum"])
