@@ -169,6 +169,30 @@ def test_a_rehearsal_without_values_makes_states_of_the_same_sizes(make: Callabl
     take_steps(optimizer, parameters, gradients_of(SHAPES, 1))  # and leaves nothing behind for real ones
 
 
+@every
+def test_a_step_without_memory_makes_states_of_the_same_sizes(make: Callable[..., Any]) -> None:
+    shapes = [*SHAPES, (70, 64)]  # the last is large enough for 8 bits
+    parameters = [nn.Parameter(w) for w in weights_of(shapes)]
+    optimizer = make(parameters)
+    take_steps(optimizer, parameters, gradients_of(shapes, 1))
+    without = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    other = make(without)
+    for parameter in without:
+        parameter.grad = torch.empty_like(parameter)
+    other.step()
+    for real, empty in zip(parameters, without, strict=True):
+        both = (optimizer.state[real], other.state[empty])
+        sizes = [{key: (value.shape, value.dtype) for key, value in states.items()} for states in both]
+        assert sizes[0] == sizes[1] and all(v.is_meta for k, v in other.state[empty].items() if k != "step")
+
+
+@every
+def test_a_learning_rate_may_be_a_tensor(make: Callable[..., Any]) -> None:
+    weights, gradients = weights_of(SHAPES), gradients_of(SHAPES, 3)
+    as_tensor = run(lambda ps: make(ps, lr=torch.tensor(0.01)), weights, gradients)
+    torch.testing.assert_close(as_tensor, run(lambda ps: make(ps, lr=0.01), weights, gradients), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "named"),
     [
