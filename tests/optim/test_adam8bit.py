@@ -109,6 +109,18 @@ def test_a_piece_at_a_time_is_the_same_as_all_at_once(monkeypatch: pytest.Monkey
     assert torch.equal(run(AdamW8bit, weights, gradients)[0], whole[0])
 
 
+def test_each_matrix_of_a_stack_has_blocks_and_a_size_of_its_own() -> None:
+    for shape in [(3, 70, 64), (3, 60, 64)]:  # matrices of 4,480 and 3,840 elements
+        weights, gradients = weights_of([shape]), gradients_of([shape], 3)
+        parameters = [nn.Parameter(weights[0].clone())]
+        optimizer = AdamW8bit(parameters)
+        take_steps(optimizer, parameters, gradients)
+        alone = run(AdamW8bit, list(weights[0]), [list(step[0]) for step in gradients])
+        assert torch.equal(parameters[0].detach(), torch.stack(alone))
+        scales = optimizer.state[parameters[0]].get("exp_avg_scales")
+        assert (scales is None) if shape[1] == 60 else (scales.shape == (3, 18))
+
+
 def test_states_are_two_codes_per_element_and_two_scales_per_block() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         parameters = [nn.Parameter(w) for w in weights_of([BIG, (4095,)], dtype)]

@@ -15,6 +15,11 @@ from zeroshard.optim import SM3
 SHAPES = [(6, 4), (3, 1, 4), (2, 3, 4, 5), (7,), (1,), ()]
 
 
+def covering_all(params: list[Any], **options: Any) -> SM3:
+    """SM3 that covers tensors of three dimensions along all of them too."""
+    return SM3([{"params": params, "batch_dims": 0}], **options)
+
+
 def paper(weights: Tensor, gradients: list[Tensor], lr: float, momentum: float) -> Tensor:
     """SM3-II of 1901.11150 over sets of indices in fp64: S_r holds all elements with one index along one dimension."""
     places = list(itertools.product(*map(range, weights.shape)))
@@ -39,7 +44,7 @@ def paper(weights: Tensor, gradients: list[Tensor], lr: float, momentum: float) 
 def test_twenty_steps_are_those_of_the_paper(size: float, momentum: float) -> None:
     weights, gradients = weights_of(SHAPES), gradients_of(SHAPES, 20, size)
     gradients[0][0][2] = gradients[3][1][1] = 0.0  # 0/0 in the first step
-    found = run(partial(SM3, lr=0.1, momentum=momentum), weights, gradients)
+    found = run(partial(covering_all, lr=0.1, momentum=momentum), weights, gradients)
     for n, after in enumerate(found):
         expected = paper(weights[n], [step[n] for step in gradients], 0.1, momentum)
         torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
@@ -80,9 +85,9 @@ def test_states_are_one_number_per_slice_to_the_byte() -> None:
         assert found == [4 * n + each * p.numel() for n, p in zip(slices, parameters, strict=True)]
 
 
-def test_leading_dimensions_may_count_tensors_of_their_own() -> None:
+def test_each_matrix_of_a_stack_is_its_own() -> None:
     weights, gradients = weights_of([(3, 5, 4)]), gradients_of([(3, 5, 4)], 20)
-    (stack,) = run(lambda ps: SM3([{"params": ps, "batch_dims": 1}]), weights, gradients)
+    (stack,) = run(SM3, weights, gradients)
     alone = run(SM3, list(weights[0]), [list(step[0]) for step in gradients])
     assert torch.equal(stack, torch.stack(alone))
 
@@ -96,5 +101,5 @@ def test_matches_optax() -> None:
     for step in gradients:
         updates, state = transform.update([g.float().numpy() for g in step], state)
         values = optax.apply_updates(values, updates)
-    for a, b in zip(run(partial(SM3, lr=0.1), weights, gradients), values, strict=True):
+    for a, b in zip(run(partial(covering_all, lr=0.1), weights, gradients), values, strict=True):
         torch.testing.assert_close(a, torch.tensor(b.tolist()), rtol=1e-4, atol=1e-5)

@@ -1,10 +1,12 @@
 """Adam with moments in 8 bits (Dettmers et al., 2110.02861), for weights in any dtype.
 
 A tensor of 4,096 elements or more keeps two codes per element and two scales per block of 256, which run over the
-flattened tensor from its begin; a smaller one keeps moments in fp32. Moments are decoded, changed and encoded again by
-the step, in pieces of a fixed number of blocks, and the weights change by the moments before they are encoded.
+flattened tensor from its begin; a smaller one keeps moments in fp32. Of a stack of matrices each has a size and blocks
+of its own. Moments are decoded, changed and encoded again by the step, in pieces of a fixed number of blocks, and the
+weights change by the moments before they are encoded.
 """
 
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, ClassVar
@@ -13,7 +15,16 @@ import torch
 
 from zeroshard.optim.adam_math import adam_update, moments
 from zeroshard.optim.dynamic_map import DynamicCode, dynamic_values
-from zeroshard.optim.tensor_optimizer import Options, State, TensorOptimizer, check_range, put_back, state_dtype
+from zeroshard.optim.tensor_optimizer import (
+    Options,
+    State,
+    TensorOptimizer,
+    check_range,
+    leading_shape,
+    matrix_shape,
+    opened,
+    put_back,
+)
 
 PIECE = 2**18  # elements that are decoded at a time
 
@@ -56,28 +67,31 @@ class AdamW8bit(TensorOptimizer):
         check_range("eps", eps, eps >= 0.0, "at least 0")
         check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
         check_range("block_size", block_size, block_size > 0 and PIECE % block_size == 0, "a power of 2 up to 2^18")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "block_size": block_size, "min_8bit_size": min_8bit_size})
+        defaults: Options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"block_size": block_size, "min_8bit_size": min_8bit_size, "batch_dims": None}
+        super().__init__(params, defaults)
 
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
-        if parameter.numel() < group["min_8bit_size"]:
+        shape, batch_dims = parameter.shape, group["batch_dims"]
+        numel = math.prod(matrix_shape(shape, batch_dims)[1:])
+        if numel < group["min_8bit_size"]:
             return moments(parameter)
         state: State = {}
-        device, blocks = parameter.device, -(-parameter.numel() // group["block_size"])
+        device, blocks = parameter.device, (*leading_shape(shape, batch_dims), -(-numel // group["block_size"]))
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
             zero = dynamic_values(signed).index(0.0)
-            state[f"{key}_codes"] = torch.full(parameter.shape, zero, dtype=torch.uint8, device=device)
+            state[f"{key}_codes"] = torch.full(shape, zero, dtype=torch.uint8, device=device)
             state[f"{key}_scales"] = torch.zeros(blocks, dtype=torch.float32, device=device)
         return state
 
     def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
-        assert parameter.grad is not None
-        dtype = state_dtype(parameter)
-        weights = parameter.detach().reshape(-1).to(dtype)
-        gradient = parameter.grad.reshape(-1)
-        for start in range(0, parameter.numel(), PIECE):
-            piece = slice(start, start + PIECE)
-            self._change_piece(weights[piece], gradient[piece].to(dtype), _Moments(state, piece, group), group)
+        opened_weights, opened_gradient = opened(parameter, group["batch_dims"])
+        weights, gradient = opened_weights.flatten(1), opened_gradient.flatten(1)
+        for number in range(len(weights)):
+            for start in range(0, weights.shape[1], PIECE):
+                piece = slice(start, start + PIECE)
+                kept = _Moments(state, len(weights), number, piece, group["block_size"])
+                self._change_piece(weights[number, piece], gradient[number, piece], kept, group)
         put_back(parameter, weights)
 
     def _change_piece(self, weights: torch.Tensor, gradient: torch.Tensor, kept: "_Moments", group: Options) -> None:
@@ -110,11 +124,12 @@ class Adam8bit(AdamW8bit):
 
 
 class _Moments:
-    """Both moments of a piece of a flattened tensor, in 8 bits or in fp32."""
+    """Both moments of a piece of one flattened matrix or vector of a stack, in 8 bits or in fp32."""
 
-    def __init__(self, state: State, piece: slice, group: Options) -> None:
-        self._state, self._piece, self._block = state, piece, group["block_size"]
-        self._blocks = slice(piece.start // self._block, piece.stop // self._block)
+    def __init__(self, state: State, stack: int, number: int, piece: slice, block: int) -> None:
+        self._state, self._stack, self._number = state, stack, number
+        self._piece, self._block = piece, block
+        self._blocks = slice(piece.start // block, piece.stop // block)
         self.step: float = state["step"].item()
 
     def decoded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,12 +148,16 @@ class _Moments:
         for key, signed, values in (("exp_avg", True, first), ("exp_avg_sq", False, second)):
             codes, scales = code_of(signed, values).encode(values.float(), self._block)
             self._part(f"{key}_codes").copy_(codes)
-            self._state[f"{key}_scales"][self._blocks].copy_(scales)
+            self._scales(key).copy_(scales)
 
     def _part(self, key: str) -> torch.Tensor:
-        part: torch.Tensor = self._state[key].view(-1)[self._piece]
+        part: torch.Tensor = self._state[key].view(self._stack, -1)[self._number, self._piece]
         return part
 
+    def _scales(self, key: str) -> torch.Tensor:
+        scales: torch.Tensor = self._state[f"{key}_scales"].view(self._stack, -1)[self._number, self._blocks]
+        return scales
+
     def _decode(self, key: str, signed: bool) -> torch.Tensor:
-        codes, scales = self._part(f"{key}_codes"), self._state[f"{key}_scales"][self._blocks]
-        return code_of(signed, codes).decode(codes, scales, self._block)
+        codes = self._part(f"{key}_codes")
+        return code_of(signed, codes).decode(codes, self._scales(key), self._block)

@@ -1,8 +1,8 @@
 """SM3-II (Anil et al., 1901.11150): Adagrad whose second moments are bounded by one number per row, column, ...
 
 A tensor of shape (d1, ..., dp) is covered by its slices of co-dimension 1, so it keeps d1 + ... + dp numbers; a vector
-keeps all, and is then Adagrad's. Leading dimensions that count a stack (`batch_dims` of a group) are not covered: each
-tensor of the stack has its own slices. All dimensions are covered unless a group says otherwise.
+keeps all, and is then Adagrad's. A tensor of three dimensions counts as a stack of matrices, each with its own rows and
+columns (`zeroshard.optim.tensor_optimizer`); `batch_dims=0` of a group covers it by slices along all three.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,17 +15,19 @@ from zeroshard.optim.tensor_optimizer import (
     State,
     TensorOptimizer,
     check_range,
+    leading_shape,
+    matrix_shape,
     put_back,
     state_dtype,
 )
 
 
-def cover_shapes(shape: torch.Size, batch_dims: int) -> list[tuple[int, ...]]:
+def cover_shapes(shape: torch.Size, batch_dims: int | None) -> list[tuple[int, ...]]:
     """The shapes of the accumulators of a tensor, which broadcast to it: one for each dimension that is covered."""
-    dims = range(batch_dims, len(shape))
-    ones = (1,) * (len(shape) - batch_dims - 1)
-    leading = tuple(shape[:batch_dims])
-    return [(*leading, *ones[: d - batch_dims], shape[d], *ones[d - batch_dims :]) for d in dims] or [leading]
+    leading = leading_shape(shape, batch_dims)
+    own = tuple(shape[len(leading) :])
+    covers = [tuple(side if d == n else 1 for d, side in enumerate(own)) for n in range(len(own))]
+    return [(*leading, *cover) for cover in covers] or [leading]
 
 
 def change_cover(gradient: torch.Tensor, accumulators: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -71,19 +73,17 @@ class SM3(TensorOptimizer):
         floating = momentum_dtype is None or momentum_dtype.is_floating_point
         check_range("momentum_dtype", momentum_dtype, floating, "a dtype of floating point, or None")
         defaults = {"lr": lr, "momentum": momentum, "momentum_dtype": momentum_dtype, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "batch_dims": 0})
+        super().__init__(params, {**defaults, "batch_dims": None})
 
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
         shape, batch_dims = parameter.shape, group["batch_dims"]
-        check_range(
-            "batch_dims", batch_dims, 0 <= batch_dims <= len(shape), f"from 0 to {len(shape)} for {tuple(shape)}"
-        )
+        matrix_shape(shape, batch_dims)  # checks batch_dims
+        leading = leading_shape(shape, batch_dims)
         dtype, device = state_dtype(parameter), parameter.device
-        state: State = {}
-        for number, covering in enumerate(cover_shapes(shape, batch_dims)):
-            own = (shape[batch_dims + number],) if len(shape) > batch_dims else ()
-            maxima = torch.zeros(covering, dtype=dtype, device=device)
-            state[f"accumulator_{number}"] = maxima.view((*shape[:batch_dims], *own))
+        sizes = [(*leading, side) for side in shape[len(leading) :]] or [leading]
+        state: State = {
+            f"accumulator_{number}": torch.zeros(size, dtype=dtype, device=device) for number, size in enumerate(sizes)
+        }
         if group["momentum"]:
             kept = group["momentum_dtype"] or dtype
             state["momentum_buffer"] = torch.zeros(shape, dtype=kept, device=device)
