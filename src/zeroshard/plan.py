@@ -124,8 +124,8 @@ class Plan:
     activations: RecomputeName | Activations = "schedule"
     """What a backward computes again of the activations; `Activations(recompute, operations=...)` sets how."""
     recompute: RecomputeName | None = None
-    """Short form of `activations` for its first setting, which the plan then has: "off", "blocks", "sqrt" or
-    "selective"."""
+    """Short form of `activations` for its first setting, which the plan then has: "off", "blocks", "sqrt",
+    "selective" or "auto"."""
     loss_chunk: int | None = None
     """Rows (tokens) of which logits exist together while the loss of a language model is computed (docs/losses.md): of
     the built-in model, which chooses by default, and of causal models of transformers, which else hold all logits."""
@@ -169,6 +169,7 @@ class Plan:
         yield from pipeline.refusals(self.zero, self.microbatches, self.transport, scales, every)
         yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
         yield from self.experts.refusals()
+        yield from self.saving.refusals(self.device_memory is not None)
         yield from self._overlap_refusals() if self.overlap_gather else ()
         if self.precision == "fp16" and self.loss_scaling.value == "off" and self.nonfinite == "raise":
             yield (
@@ -414,8 +415,10 @@ class Plan:
 def upgraded(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A stored plan with all groups as tables, and settings of earlier versions under their current names."""
     settings: dict[str, Any] = {}
+    # As versions before there were `activations` stored all settings; "auto" has another meaning since.
+    before = "timeout" in stored and not any(name.partition(".")[0] == "activations" for name in stored)
     for name, given in stored.items():
-        value = RENAMED_VALUES.get(name, {}).get(given, given) if isinstance(given, str) else given
+        value = RENAMED_VALUES.get(name, {}).get(given, given) if before and isinstance(given, str) else given
         if name in SHORT_FORMS and value is None:
             continue
         group, _, inner = (RENAMED | SHORT_FORMS).get(name, name).partition(".")

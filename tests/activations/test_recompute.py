@@ -532,7 +532,9 @@ def test_the_short_form_and_stored_plans_of_earlier_versions() -> None:
     assert zs.Plan(recompute="off", activations="off").activations == "off"
     assert zs.Plan.from_dict(zs.Plan(recompute="selective").as_dict()).saving.recompute == "selective"
     for earlier, now in {"auto": "schedule", "chunk": "blocks", "off": "off"}.items():
-        assert zs.Plan.from_dict({"recompute": earlier, "pipeline_parallel": 2}).saving.recompute == now
+        assert (
+            zs.Plan.from_dict({"recompute": earlier, "pipeline_parallel": 2, "timeout": 300.0}).saving.recompute == now
+        )
     with pytest.raises(PlanError, match=r"recompute='sqrt' and activations='blocks' contradict each other.*Leave one"):
         zs.Plan(recompute="sqrt", activations="blocks")
     plan = zs.Plan(recompute="blocks").with_settings({"recompute": "off"})

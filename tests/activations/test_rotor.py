@@ -3,10 +3,21 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
-from zeroshard.activations.rotor import BlockCosts, ChainStep, cheapest, least
+from zeroshard.activations.rotor import (
+    BlockCosts,
+    ChainItem,
+    ChainStep,
+    OrderTable,
+    OtherWay,
+    PassedBlocks,
+    SavedBlock,
+    cheapest,
+    least,
+)
 from zeroshard.errors import PlanError
 
 Operations = tuple[tuple[ChainStep, int], ...]
@@ -108,3 +119,81 @@ def test_two_hundred_blocks_are_planned() -> None:
     found = cheapest(blocks, 3000)
     assert len([1 for way, _ in found.operations if way is ChainStep.BACKWARD]) == 200
     assert 600 < found.seconds < 1000
+
+
+def chain_of_ways(seed: int, count: int) -> list[BlockCosts]:
+    """Blocks with two other ways each to keep them."""
+    draw, blocks = random.Random(seed), chain(seed, count)
+    leaving = [*(block.entering for block in blocks[1:]), 1]
+    return [
+        replace(
+            block,
+            ways=tuple(
+                OtherWay(held, max(held, block.saved + draw.randint(0, 2)), block.forward + block.backward + extra)
+                for held, extra in ((out + draw.randint(0, 3), draw.randint(1, 5)), (out + 4, draw.randint(0, 2)))
+            ),
+        )
+        for block, out in zip(blocks, leaving, strict=True)
+    ]
+
+
+def trees(blocks: Sequence[BlockCosts], s: int, t: int, first: bool) -> Iterator[tuple[ChainItem, ...]]:
+    """Everything that can be done with blocks s to t; in the `first` forward they may be kept in other ways."""
+    if s > t:
+        yield ()
+        return
+    for way in (None, *(blocks[s].ways if first else ())):
+        yield from ((SavedBlock(s, way), *rest) for rest in trees(blocks, s + 1, t, first))
+    for r in range(s + 1, t + 1):
+        for late, early in itertools.product(trees(blocks, r, t, first), trees(blocks, s, r - 1, False)):
+            yield PassedBlocks(s, r - 1, early), *late
+
+
+def costs(blocks: Sequence[BlockCosts], items: Sequence[ChainItem], held: int = 0) -> tuple[float, int]:
+    """Seconds and the most bytes of what is done, with `held` bytes beside it."""
+    seconds, peak, later = 0.0, held, list[tuple[Sequence[ChainItem], int]]()
+    for item in items:
+        if isinstance(item, SavedBlock):
+            block, way = blocks[item.block], item.way
+            seconds += block.forward + block.backward if way is None else way.seconds
+            peak = max(peak, held + (block.saved + block.temporary if way is None else way.peak))
+            held += block.saved if way is None else way.held
+            continue
+        later.append((item.again, held))
+        inputs = [0, *(blocks[n].entering for n in range(item.first + 1, item.last + 2) if n < len(blocks))]
+        peak = max(peak, held + max(map(sum, itertools.pairwise(inputs)), default=0))
+        seconds += sum(blocks[n].forward for n in range(item.first, item.last + 1))
+        held += inputs[-1]
+    for again, beside in later:
+        more, most = costs(blocks, again, beside)
+        seconds, peak = seconds + more, max(peak, most)
+    return seconds, peak
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_other_ways_to_keep_a_block_enter_the_optimum(count: int, seed: int) -> None:
+    blocks = chain_of_ways(seed, count)
+    known = [(costs(blocks, items), items) for items in trees(blocks, 0, count - 1, True)]
+    fewest = min(peak for (_, peak), _ in known)
+    for budget in range(fewest, max(peak for (_, peak), _ in known) + 1):
+        found = cheapest(blocks, budget)
+        seconds, peak = costs(blocks, found.items)
+        assert peak <= budget and seconds == found.seconds
+        assert seconds == min(total for (total, highest), _ in known if highest <= budget)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_are_computed_again_one_by_one(seed: int) -> None:
+    blocks = chain_of_ways(seed, 4)
+    known = [
+        costs(blocks, items)
+        for items in trees(blocks, 0, 3, True)
+        if all(isinstance(item, SavedBlock) or item.first == item.last for item in items)
+    ]
+    fewest = min(peak for _, peak in known)
+    for budget in range(fewest, max(peak for _, peak in known) + 1):
+        table = OrderTable(blocks, budget, alone=True)
+        found = table.order(table.steps)
+        assert found is not None
+        assert costs(blocks, found.items)[0] == min(total for total, highest in known if highest <= budget)

@@ -287,10 +287,12 @@ def _draw_pipeline(d: _Draw, on: bool, ranks: int) -> None:
 
 
 def _draw_activations(d: _Draw) -> None:
-    policies = ("blocks", "off", "sqrt", "selective", "selective")
+    policies = ("blocks", "off", "sqrt", "selective", "selective", "auto")
     chosen = d.maybe("activations", 0.3, *policies)
     if "activations" not in d.settings:
         d.maybe("recompute", 0.15, *policies)
+    if "auto" in (chosen, d.settings.get("recompute")):
+        d.maybe("device_memory", 0.95, "1GiB")  # else it is refused
     if chosen == "selective":
         d.maybe("activations.operations", 0.4, ("norms",), ("attention", "activations"), ())
     d.maybe("activations.save_sums", 0.1, False)

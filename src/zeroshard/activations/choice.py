@@ -1,6 +1,8 @@
 """Answers on activations to the planner."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from zeroshard.parts.choice import Choice, Description
 
@@ -13,9 +15,11 @@ class Recomputing(Choice):
 
     Attributes:
         recompute: its name in `Activations`.
+        device_memory: the device's budget as the plan has it.
     """
 
     recompute: str = "schedule"
+    device_memory: str | int | None = None
 
     def describe(self, ranks: int | None) -> Description:
         """What is recomputed, unless it is as the schedule says."""
@@ -23,5 +27,9 @@ class Recomputing(Choice):
 
     @property
     def alike(self) -> bool:
-        """With segments by the square root, a further block costs less than the last."""
-        return self.recompute != "sqrt"
+        """With segments by the square root, or within a budget, a further block costs other than the last."""
+        return self.recompute not in ("sqrt", "auto")
+
+    def rehearsed(self, settled: int, meaningless: bool) -> Mapping[str, Any]:
+        """Decisions within the budget are those of the run."""
+        return {"device_memory": self.device_memory} if self.recompute == "auto" else {}

@@ -1,22 +1,29 @@
 """The savers and the recomputation that a plan asks for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Protocol
 
 from torch import nn
 
+from zeroshard.activations.auto import AutoRecomputation
+from zeroshard.activations.budget import ActivationBudget
+from zeroshard.activations.chain_decision import Rules
 from zeroshard.activations.offload import ActivationStore
 from zeroshard.activations.operations import operations_of
 from zeroshard.activations.policy import Activations
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.savers import Savers
 from zeroshard.activations.segments import Surroundings
+from zeroshard.comm.mesh import Mesh
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.transfers import Transfers
+from zeroshard.parts.part import Parts
+from zeroshard.parts.planned import Planned
 from zeroshard.parts.saver import Saver
+from zeroshard.parts.tables import planned_bytes
 
 
 class HostTier(Protocol):
@@ -59,17 +66,49 @@ def _offload(means: SaverMeans) -> Saver | None:
 SAVERS: Sequence[Callable[[SaverMeans], Saver | None]] = (_offload,)  # in the order in which they are asked
 
 
-def recomputation_of(
-    policy: Activations, model: nn.Module, blocks: Sequence[tuple[nn.Module, int]], around: Surroundings, staged: bool
-) -> Recomputation:
-    """Recompute the blocks of a model as a policy says.
+@dataclass(frozen=True)
+class Means:
+    """What a recomputation is made from.
 
-    Args:
+    Attributes:
+        parts: of the model.
+        planned: gives planned bytes besides those of the parts.
+        mesh: of the ranks of the stage.
         staged: whether the model is cut into stages, so that other forwards come before a forward's backward.
+        splits: whether layers are split over ranks.
+        shares_experts: whether ranks share out experts.
     """
+
+    parts: Parts
+    planned: Callable[[], Iterable[Planned]]
+    mesh: Mesh
+    staged: bool
+    splits: bool
+    shares_experts: bool
+
+
+def recomputation_of(
+    policy: Activations, model: nn.Module, blocks: Sequence[tuple[nn.Module, int]], around: Surroundings, means: Means
+) -> Recomputation:
+    """Recompute the blocks of a model as a policy says."""
+    if policy.recompute == "auto":
+        return _auto_of(policy, model, blocks, around, means)
     operations = operations_of(policy.operations) if policy.recompute == "selective" else _no_operations
-    lengths, last = LENGTHS[policy.recompute], staged or policy.recompute != "sqrt"
+    lengths, last = LENGTHS[policy.recompute], means.staged or policy.recompute != "sqrt"
     return Recomputation(model, blocks, lengths, around, operations, policy.save_sums, last)
+
+
+def _auto_of(
+    policy: Activations, model: nn.Module, blocks: Sequence[tuple[nn.Module, int]], around: Surroundings, means: Means
+) -> Recomputation:
+    """Recompute the blocks of a model as its measurements in the first step decide."""
+    parts, together = means.parts, means.splits or means.shares_experts
+    largest = max((sum(part.flat.index.padded_numel for part in of_unit) for of_unit in parts.of_units), default=0)
+    scratch = 16 * largest if means.mesh.ranks > 1 else 0  # two units on their way, as they are and summed in fp32
+    planned = lambda: planned_bytes(parts, means.planned())  # noqa: E731
+    budget = ActivationBudget(around.ledger, planned, scratch, not means.shares_experts, together)
+    rules = Rules(parts.gatherer.passes or together)
+    return AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
 
 
 def one_by_one(blocks: int) -> list[int]:

@@ -1,14 +1,15 @@
 """The settings of activations: what is kept for the backward, and what is computed again there."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from zeroshard.errors import PlanError
 from zeroshard.parts.settings import check_choice, check_flag, names_of, shown
 
-RECOMPUTE = ("schedule", "off", "blocks", "sqrt", "selective")
+RECOMPUTE = ("schedule", "off", "blocks", "sqrt", "selective", "auto")
 CLASSES = ("attention", "norms", "activations")  # of operations that "selective" may compute again
-RecomputeName = Literal["schedule", "off", "blocks", "sqrt", "selective"]
+RecomputeName = Literal["schedule", "off", "blocks", "sqrt", "selective", "auto"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,8 +22,8 @@ class Activations:
 
     recompute: RecomputeName = "schedule"
     """What a backward computes again: nothing ("off"), each block from its input ("blocks"; in a pipeline each chunk),
-    about √l segments of the l blocks ("sqrt"), or in each block what is cheap to compute ("selective"); "schedule" is
-    "blocks" for "gpipe" and else "off"."""
+    about √l segments of the l blocks ("sqrt"), in each block what is cheap to compute ("selective"), or what makes it
+    the fastest within device_memory ("auto"); "schedule" is "blocks" for "gpipe" and else "off"."""
     operations: tuple[str, ...] = CLASSES
     """Classes of operations that "selective" computes again: attention (products of activations, and softmax), norms,
     activations (activation functions). Products with weights are never computed again, nor classes left out."""
@@ -42,13 +43,25 @@ class Activations:
                 f"{self.recompute!r}. Set activations=Activations('selective', operations=...), or leave it out."
             )
 
+    def refusals(self, budget: bool) -> Iterator[str]:
+        """Sentences about settings that do not combine, with the way out.
+
+        Args:
+            budget: whether the device has one.
+        """
+        if self.recompute == "auto" and not budget:
+            yield (
+                "recompute='auto' decides within device_memory, and that is not set. Set it, such as "
+                "device_memory='8GiB', or use recompute='off', 'blocks', 'sqrt' or 'selective'."
+            )
+
     def of_chunks(self, stages: int, schedule: str) -> bool:
         """Whether backwards compute the whole forward of their chunk of a pipeline again."""
         return stages > 1 and (self.recompute == "blocks" or (self.recompute == "schedule" and schedule == "gpipe"))
 
     def of_blocks(self, stages: int) -> bool:
         """Whether backwards compute blocks again, by themselves or in segments."""
-        return self.recompute in ("sqrt", "selective") or (self.recompute == "blocks" and stages == 1)
+        return self.recompute in ("sqrt", "selective", "auto") or (self.recompute == "blocks" and stages == 1)
 
     def __repr__(self) -> str:
         return shown(self)

@@ -32,8 +32,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot, Surroundings, read
+from zeroshard.comm.collectives import Comm
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.results import Using
+from zeroshard.parts.steps import StepEnd
 from zeroshard.units.hooks import outside
 
 CHECKPOINTS = checkpoints.__file__
@@ -92,18 +94,15 @@ class Recomputation:
             args = tuple(None if _is_cache(value) else value for value in args)
             kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
             kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
-        segment, call = self._next_segment(block.call.module), block.call
+        segment, call = self._next_segment(block.call.module, (args, kwargs)), block.call
         if segment is None:
             return call.forward(*args, **kwargs)
-        region = segment.begin(call, args, kwargs, Replay(block.modules, self._around.device, self._around.ledger))
+        replay = Replay(block.modules, self._around.device, self._around.ledger, segment.often)
+        region = segment.begin(call, args, kwargs, replay)
         watch = None if block.known else _FirstForward(segment, self._around, (args, kwargs))
         self._inside = True
         try:
-            with ExitStack() as stack:
-                stack.enter_context(saved_tensors_hooks(*(watch.hooks if watch else (segment.slot, read))))
-                for context in (Using(region) if self._save_sums else None, call.operations(region)):
-                    stack.enter_context(context) if context is not None else None
-                output = call.forward(*args, **kwargs)
+            output = self._compute(region, (args, kwargs), watch.hooks if watch else (segment.slot, read))
         except BaseException:
             segment.cancel()
             self._segment = None
@@ -116,9 +115,32 @@ class Recomputation:
         if block.left_alone:
             segment.cancel()
             self._segment = None
+        self._block_ended(block.left_alone)
         return output
 
-    def _next_segment(self, module: nn.Module) -> BlockSegment | None:
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """What is done with each block, where that is decided for each."""
+        return []
+
+    def step_ends(self, comm: Comm) -> list[StepEnd]:
+        """What it does at the end of each step, with the ranks of a stage."""
+        return []
+
+    def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
+        """A block's forward, in which `hooks` take what it saves."""
+        args, kwargs = arguments
+        with ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(*hooks))
+            sums = Using(region) if self._save_sums else None
+            for context in (sums, region.call.operations(region), watching):
+                stack.enter_context(context) if context is not None else None
+            return region.call.forward(*args, **kwargs)
+
+    def _block_ended(self, left_alone: bool) -> None:
+        """The forward of a block in a segment is over."""
+
+    def _next_segment(self, module: nn.Module, arguments: Any) -> BlockSegment | None:
         """The segment that takes the next region; None for one that is kept."""
         if self._called == 0:
             self._first = module

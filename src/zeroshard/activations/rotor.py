@@ -9,9 +9,14 @@ a block, A the bytes that it saves, its output among them, and m what is free be
                      min over s < r <= t of  f_s + ... + f_{r-1} + C(r, t, m - a_r) + C(s, r-1, m))
 
 L blocks and S sizes of memory take O(L^3 S) operations; a second for 200 blocks and 500 sizes.
+
+[Note: other ways] In the first forward of the chain, which is that of the problems C(s, L, m), a block may also be kept
+in another way w: with its input it holds w.held bytes until its backward, which then has w.peak bytes, and all that is
+computed of it takes w.seconds. So a block that keeps the results of some operations, that goes to the host, or that is
+compressed adds one term to the minimum: w.seconds + C(s+1, L, m - w.held), where m is at least w.peak.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, pairwise
@@ -27,12 +32,29 @@ class ChainStep(StrEnum):
     """How an operation of a chain runs."""
 
     SAVE = "save"
-    """A forward that saves what its backward needs."""
+    """A forward that saves what its backward needs, or keeps it in another way."""
     KEEP_INPUT = "keep input"
     """A forward that saves nothing, and whose input stays."""
     PASS = "pass"
     """A forward that saves nothing, and whose input is let go."""
     BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWay:
+    """A way to keep a block between its forward and its backward, beside saving all ([Note: other ways]).
+
+    Attributes:
+        held: bytes until the backward beside the block's input, its output among them.
+        peak: bytes when its backward begins.
+        seconds: of its forward, backward and what is computed or copied between them.
+        choice: what is done, for the caller.
+    """
+
+    held: int
+    peak: int
+    seconds: float
+    choice: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +66,7 @@ class BlockCosts:
         entering: bytes of its input.
         saved: bytes that it saves for its backward beside its input, with its output.
         temporary: bytes besides while its backward runs.
+        ways: other ways to keep it.
     """
 
     forward: float
@@ -51,6 +74,27 @@ class BlockCosts:
     entering: int
     saved: int
     temporary: int = 0
+    ways: tuple[OtherWay, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBlock:
+    """A block that is kept until its backward: all that it saves, or as a way says."""
+
+    block: int
+    way: OtherWay | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassedBlocks:
+    """Blocks of which the first's input alone is kept, and that are then computed again in the order of `again`."""
+
+    first: int
+    last: int
+    again: "tuple[ChainItem, ...]"
+
+
+ChainItem = SavedBlock | PassedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +103,16 @@ class ChainOrder:
 
     Attributes:
         seconds: of them all.
-        operations: (way, block) in their order.
+        items: its blocks in the order of their forward, and what is done with each.
     """
 
     seconds: float
-    operations: tuple[tuple[ChainStep, int], ...]
+    items: tuple[ChainItem, ...]
+
+    @property
+    def operations(self) -> tuple[tuple[ChainStep, int], ...]:
+        """(way, block) in their order."""
+        return tuple(_operations(self.items))
 
 
 def cheapest(blocks: Sequence[BlockCosts], budget: int, sizes: int = 500) -> ChainOrder:
@@ -77,15 +126,15 @@ def cheapest(blocks: Sequence[BlockCosts], budget: int, sizes: int = 500) -> Cha
     Raises:
         PlanError: no order fits, with the least that one needs.
     """
-    table = _Table(blocks, _in_steps(blocks, budget, sizes), min(sizes, budget))
-    seconds = float(table.seconds[0, len(blocks) - 1, -1])
-    if seconds == inf:
+    table = OrderTable(blocks, budget, sizes)
+    found = table.order(table.steps)
+    if found is None:
         raise PlanError(
             f"A budget of {budget:,} bytes is too small for the activations of {len(blocks)} blocks; their backward "
             f"needs {least(blocks):,}, with every block but one computed again. Raise device_memory, or use smaller "
             f"microbatches."
         )
-    return ChainOrder(seconds, tuple(table.operations(0, len(blocks) - 1, table.steps)))
+    return found
 
 
 def least(blocks: Sequence[BlockCosts]) -> int:
@@ -99,58 +148,122 @@ def least(blocks: Sequence[BlockCosts]) -> int:
     return max(*backwards, *(before + after for before, after in pairwise(inputs)), 0)
 
 
-class _Table:
-    """C(s, t, m) for all s <= t and all m from 0 to `steps`."""
+class OrderTable:
+    """C(s, t, m) for all s <= t and all m from 0 to `steps`.
 
-    def __init__(self, blocks: Sequence[BlockCosts], bytes_of: Sequence[Sequence[int]], steps: int) -> None:
-        count, self.steps, self._bytes = len(blocks), steps, bytes_of
+    Args:
+        budget: bytes of the largest m.
+        sizes: number of steps, at most.
+        alone: whether each block that is computed again is so by itself, from its own input.
+
+    Attributes:
+        steps: of memory; `step` is the bytes of one.
+    """
+
+    def __init__(self, blocks: Sequence[BlockCosts], budget: int, sizes: int = 500, alone: bool = False) -> None:
+        self.steps = min(sizes, max(budget, 0))
+        self.step = max(1.0, budget / sizes)
+        self._blocks, self._alone = blocks, alone
+        self._bytes = [[self._whole(n) for n in (each.entering, each.saved, each.temporary)] for each in blocks]
         self._forward = [block.forward for block in blocks]
         self._backward = [block.backward for block in blocks]
         self._until = torch.tensor([0.0, *accumulate(self._forward)], dtype=torch.float64)
-        self.seconds = torch.full((count, count, steps + 1), inf, dtype=torch.float64)
-        self._after = torch.full((count, count, steps + 1), inf, dtype=torch.float64)  # [t, r]: C(r, t, m - a_r)
+        count = self._count = len(blocks)
+        self._seconds = torch.full((count, count, self.steps + 1), inf, dtype=torch.float64)
+        self._after = torch.full((count, count, self.steps + 1), inf, dtype=torch.float64)  # [t, r]: C(r, t, m - a_r)
         for length in range(count):
             for s in range(count - length):
-                self._fill(s, s + length)
+                if not alone or length == 0 or s + length == count - 1:
+                    self._fill(s, s + length)
+
+    def order(self, steps: int) -> ChainOrder | None:
+        """The fastest order within so many steps of memory; None if none fits."""
+        seconds = float(self._seconds[0, self._count - 1, steps])
+        return None if seconds == inf else ChainOrder(seconds, tuple(self._items(0, self._count - 1, steps)))
+
+    def again(self, last: int, steps: int) -> tuple[ChainItem, ...] | None:
+        """In which order blocks 0 to `last` are computed again within so many steps of memory; None if none fits."""
+        fits = float(self._seconds[0, last, steps]) < inf
+        return tuple(self._items(0, last, steps)) if fits else None
+
+    def _whole(self, nbytes: int) -> int:
+        return ceil(nbytes / self.step)
 
     def _fill(self, s: int, t: int) -> None:
         best = self._saving(s, t)
+        for way in self._ways(s, t):
+            best = torch.minimum(best, self._keeping(s, t, way))
         if t > s:
             best = torch.minimum(best, self._passing(s, t).amin(0))
-        self.seconds[s, t] = best
+        self._seconds[s, t] = best
         self._after[t, s] = _moved(best, self._bytes[s][0])
+
+    def _ways(self, s: int, t: int) -> tuple[OtherWay, ...]:
+        return self._blocks[s].ways if t == self._count - 1 else ()
+
+    def _rest(self, s: int, t: int) -> Tensor:
+        return self._seconds[s + 1, t] if t > s else torch.zeros(self.steps + 1, dtype=torch.float64)
 
     def _saving(self, s: int, t: int) -> Tensor:
         """By m, the seconds where block s saves what its backward needs."""
         _, saved, temporary = self._bytes[s]
-        rest = self.seconds[s + 1, t] if t > s else torch.zeros(self.steps + 1, dtype=torch.float64)
-        found = _moved(rest, saved) + (self._forward[s] + self._backward[s])
+        found = _moved(self._rest(s, t), saved) + (self._forward[s] + self._backward[s])
         found[: saved + temporary] = inf
+        return found
+
+    def _keeping(self, s: int, t: int, way: OtherWay) -> Tensor:
+        """By m, the seconds where block s is kept in another way."""
+        found = _moved(self._rest(s, t), self._whole(way.held)) + way.seconds
+        found[: self._whole(way.peak)] = inf
         return found
 
     def _passing(self, s: int, t: int) -> Tensor:
         """[r - s - 1, m]: the seconds where blocks s to r - 1 save nothing at first."""
-        ahead = (self._until[s + 1 : t + 1] - self._until[s])[:, None]
-        found = self._after[t, s + 1 : t + 1] + self.seconds[s, s:t] + ahead
+        most = s + 1 if self._alone else t
+        ahead = (self._until[s + 1 : most + 1] - self._until[s])[:, None]
+        found = self._after[t, s + 1 : most + 1] + self._seconds[s, s:most] + ahead
         room = 0
-        for r in range(s + 1, t + 1):
+        for r in range(s + 1, most + 1):
             before = self._bytes[r - 1][0] if r - 1 > s else 0
             room = max(room, before + self._bytes[r][0])
             found[r - s - 1, :room] = inf
         return found
 
-    def operations(self, s: int, t: int, m: int) -> list[tuple[ChainStep, int]]:
-        """The operations of the optimum."""
-        saving = float(self._saving(s, t)[m])
-        if t == s:
-            return [(ChainStep.SAVE, s), (ChainStep.BACKWARD, s)]
-        passing = self._passing(s, t)[:, m]
-        if saving <= float(passing.min()):
-            rest = self.operations(s + 1, t, m - self._bytes[s][1])
-            return [(ChainStep.SAVE, s), *rest, (ChainStep.BACKWARD, s)]
-        r = s + 1 + int(passing.argmin())
-        ahead = [(ChainStep.KEEP_INPUT, s), *((ChainStep.PASS, block) for block in range(s + 1, r))]
-        return [*ahead, *self.operations(r, t, m - self._bytes[r][0]), *self.operations(s, r - 1, m)]
+    def _items(self, s: int, t: int, m: int) -> list[ChainItem]:
+        """What the optimum does with each block."""
+        items: list[ChainItem] = []
+        while s <= t:
+            wanted = float(self._seconds[s, t, m])
+            if float(self._saving(s, t)[m]) == wanted:
+                items.append(SavedBlock(s))
+                s, m = s + 1, m - self._bytes[s][1]
+                continue
+            way = next((way for way in self._ways(s, t) if float(self._keeping(s, t, way)[m]) == wanted), None)
+            if way is not None:
+                items.append(SavedBlock(s, way))
+                s, m = s + 1, m - self._whole(way.held)
+                continue
+            r = s + 1 + int(self._passing(s, t)[:, m].argmin())
+            items.append(PassedBlocks(s, r - 1, tuple(self._items(s, r - 1, m))))
+            s, m = r, m - self._bytes[r][0]
+        return items
+
+
+def _operations(items: Sequence[ChainItem]) -> Iterator[tuple[ChainStep, int]]:
+    backwards: list[Sequence[ChainItem] | int] = []
+    for item in items:
+        if isinstance(item, SavedBlock):
+            yield ChainStep.SAVE, item.block
+            backwards.append(item.block)
+        else:
+            yield ChainStep.KEEP_INPUT, item.first
+            yield from ((ChainStep.PASS, block) for block in range(item.first + 1, item.last + 1))
+            backwards.append(item.again)
+    for done in reversed(backwards):
+        if isinstance(done, int):
+            yield ChainStep.BACKWARD, done
+        else:
+            yield from _operations(done)
 
 
 def _moved(values: Tensor, steps: int) -> Tensor:
@@ -159,9 +272,3 @@ def _moved(values: Tensor, steps: int) -> Tensor:
     if steps < len(values):
         moved[steps:] = values[: len(values) - steps]
     return moved
-
-
-def _in_steps(blocks: Sequence[BlockCosts], budget: int, sizes: int) -> list[list[int]]:
-    """Entering, saved and temporary bytes of each block in steps of the budget."""
-    step = max(1.0, budget / sizes)
-    return [[ceil(size / step) for size in (block.entering, block.saved, block.temporary)] for block in blocks]

@@ -14,7 +14,7 @@ does between its blocks.
 they count it, bring its unit, or send it to the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from zeroshard.parts.results import Using
 from zeroshard.units.hooks import place_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Made = Callable[[int, int], Any]  # what a region made, by its number and that of the leaf of its output
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class Surroundings:
         hold: holds a tensor on the device for the backward, counted.
         bring: gathers a unit for a backward.
         draws: a context in which a module draws what it drew in its forward.
+        now: seconds.
     """
 
     device: torch.device
@@ -54,17 +56,23 @@ class Surroundings:
     hold: Callable[[Tensor], Kept]
     bring: Callable[[int], None]
     draws: Callable[[nn.Module], AbstractContextManager[None]]
+    now: Callable[[], float]
 
 
 @dataclass(slots=True)
 class Call:
-    """What a block computes: its module with the number of its unit, its own forward, and results that are kept."""
+    """What a block computes: its module with the number of its unit, its own forward, and results that are kept.
+
+    Attributes:
+        again: how often it was computed again, and the seconds of that.
+    """
 
     module: nn.Module
     unit: int
     forward: Callable[..., Any]
     operations: Callable[["Region"], AbstractContextManager[Any] | None]
     needed: int | None = None  # of kept results, as far as a recomputation is known to ask for them
+    again: tuple[int, float] = (0, 0.0)
 
 
 class _KeptBack:
@@ -96,16 +104,16 @@ class _Linked:
 class SavedSlot:
     """Stands in the graph for a tensor that is computed again."""
 
-    __slots__ = ("__weakref__", "dtype", "held", "segment", "shape")
+    __slots__ = ("__weakref__", "dtype", "held", "number", "segment", "shape")
 
-    def __init__(self, segment: "BlockSegment", tensor: Tensor) -> None:
-        self.segment, self.shape, self.dtype = segment, tensor.shape, tensor.dtype
+    def __init__(self, segment: "BlockSegment", number: int, tensor: Tensor) -> None:
+        self.segment, self.number, self.shape, self.dtype = segment, number, tensor.shape, tensor.dtype
         self.held: Kept | None = None
 
     def tensor(self) -> Tensor:
         """The tensor again; the first that is asked for has the segment computed again."""
         if self.held is None:
-            self.segment.compute_again()
+            self.segment.compute_again(self.number)
         if self.held is None:
             raise differs(f"a tensor of shape {tuple(self.shape)} was not saved the second time")
         return self.held.tensor()
@@ -119,14 +127,19 @@ class Region:
         kept: results that are not computed again, in their order.
         asked: how many of them the recomputation under way has asked for.
         again: whether a recomputation is under way.
+        linked: whether a later region of the segment takes what it makes.
+        choice: what of it is kept, for its operations.
+        sums: bytes of results that were made in the forward alone.
     """
+
+    choice: Any = None
 
     def __init__(self, call: Call, arguments: list[Any], spec: TreeSpec, replay: Replay, hooks: Hooks | None) -> None:
         self.call, self._arguments, self._spec, self._replay = call, arguments, spec, replay
         self.hooks = hooks
         self.slots: list[ReferenceType[SavedSlot] | None] = []
         self.kept: list[Any] = []
-        self.asked, self.again, self.linked = 0, False, False
+        self.asked, self.again, self.linked, self.sums = 0, False, False, 0
         self._autocast = _autocast_now(replay.device)
 
     def once(self, make: Callable[[], Tensor]) -> Tensor:
@@ -135,6 +148,7 @@ class Region:
             found = self.take()
             return make() if found is None else found
         result = make()
+        self.sums += result.nbytes
         self.keep(result.clone())  # what follows may write into it
         return result
 
@@ -160,22 +174,33 @@ class Region:
         """How many slots the graph still has."""
         return sum(slot is not None and slot() is not None for slot in self.slots)
 
-    def arguments(self, made: Sequence[Sequence[Any]]) -> Any:
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """What it takes from earlier regions of the segment, as (region, leaf)."""
+        return [(each.region, each.leaf) for each in self._arguments if isinstance(each, _Linked)]
+
+    def arguments(self, made: Made) -> Any:
         """What the block takes, with what earlier regions of the segment `made`."""
         leaves = []
         for each in self._arguments:
             if isinstance(each, _KeptBack):
                 leaves.append(each.tensor().requires_grad_(each.requires_grad))
             elif isinstance(each, _Linked):
-                leaves.append(made[each.region][each.leaf].detach().requires_grad_(each.requires_grad))
+                leaves.append(made(each.region, each.leaf).detach().requires_grad_(each.requires_grad))
             else:
                 leaves.append(each)
         return tree_unflatten(leaves, self._spec)
 
-    def compute(self, around: Surroundings, made: Sequence[Sequence[Any]]) -> list[Any]:
-        """Compute the forward again, fill the slots, and return the leaves of its output, if others need it."""
-        capture = _Capture(self, around)
+    def compute(self, around: Surroundings, made: Made, whole: bool, fill: bool = True) -> list[Any]:
+        """Compute the forward again, fill the slots, and return the leaves of its output.
+
+        Args:
+            whole: whether its output is needed; else it ends with the last slot.
+            fill: whether slots are filled.
+        """
+        capture = _Capture(self, around, whole) if fill else _Dropped()
         args, kwargs = self.arguments(made)
+        began = around.now()
         self.asked, self.again = 0, True
         try:
             with ExitStack() as stack:
@@ -194,6 +219,7 @@ class Region:
         finally:
             self.again = False
         self.call.needed = max(self.asked, self.call.needed or 0)
+        self.call.again = self.call.again[0] + 1, self.call.again[1] + around.now() - began
         return tree_flatten(output)[0]
 
     def end(self) -> None:
@@ -208,8 +234,8 @@ class Region:
 class _Capture:
     """Fills the slots of a region with what its recomputation saves."""
 
-    def __init__(self, region: Region, around: Surroundings) -> None:
-        self._region, self._around, self._count = region, around, 0
+    def __init__(self, region: Region, around: Surroundings, whole: bool) -> None:
+        self._region, self._around, self._whole, self._count = region, around, whole, 0
         self.waiting = region.alive
 
     def hooks(self) -> saved_tensors_hooks:
@@ -232,8 +258,16 @@ class _Capture:
             )
         slot.held = self._around.hold(tensor)
         self.waiting -= 1
-        if not self.waiting and not self._region.linked:
+        if not self.waiting and not self._whole:
             raise _Enough
+
+
+class _Dropped:
+    """Drops what a recomputation saves that is on its way to a later block."""
+
+    def hooks(self) -> saved_tensors_hooks:
+        """The context of the recomputation."""
+        return saved_tensors_hooks(lambda tensor: None, _read_again)
 
 
 class BlockSegment:
@@ -243,7 +277,12 @@ class BlockSegment:
         around: the engine.
         weights: the storages of weights.
         count: told of each region that is computed again.
+
+    Attributes:
+        often: whether a region may be computed again several times.
     """
+
+    often = False
 
     def __init__(self, around: Surroundings, weights: set[int], count: Callable[[], None]) -> None:
         self._around, self._weights, self._count = around, weights, count
@@ -289,19 +328,19 @@ class BlockSegment:
         if isinstance(tensor, nn.Parameter) or place_of(tensor) in self._weights:
             region.slots.append(None)
             return _KeptBack(tensor, region.hooks)
-        slot = SavedSlot(self, tensor)
+        slot = SavedSlot(self, len(self._regions) - 1, tensor)
         region.slots.append(ref(slot))
         return slot
 
-    def compute_again(self) -> None:
-        """Compute all regions again, each from what the one before it returned."""
+    def compute_again(self, number: int) -> None:
+        """Compute all regions again, each from what the one before it returned; one of region `number` is asked for."""
         asked = [region.linked or bool(region.alive) for region in self._regions]
         units = [region.call.unit for region, needed in zip(self._regions, asked, strict=True) if needed]
         for unit in dict.fromkeys(reversed(units)):
             self._around.bring(unit)  # in the order of backwards, for which each stays
         made: list[list[Any]] = []
         for region, needed in zip(self._regions, asked, strict=True):
-            made.append(region.compute(self._around, made) if needed else [])
+            made.append(region.compute(self._around, lambda r, leaf: made[r][leaf], region.linked) if needed else [])
             self._count() if needed else None
 
     def _linked(self, tensor: Tensor) -> _Linked | None:

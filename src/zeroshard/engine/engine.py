@@ -127,7 +127,8 @@ class Engine(Readings):
         self._update = Update(self._assembly, self._backward, self._axes, writes)
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
-        self._step_ends = step_ends_of(model, self._stage, self._axes.alike, techniques)
+        saving = self._assembly.recomputation
+        self._step_ends = step_ends_of(model, self._stage, self._axes.alike, techniques, saving)
         self._order = self._make_order()
         self._counts = {}
         self.exposed: Mapping[str, float] = {}

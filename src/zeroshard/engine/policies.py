@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from zeroshard.activations.make import recomputation_of
+from zeroshard.activations.make import Means, recomputation_of
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.segments import Surroundings
 from zeroshard.comm.collectives import Comm
@@ -46,15 +46,16 @@ def techniques_of(plan: Plan) -> list[Technique]:
 
 
 def step_ends_of(
-    model: nn.Module, stage: Stage | WholeModel, comm: Comm, techniques: Sequence[Technique]
+    model: nn.Module, stage: Stage | WholeModel, comm: Comm, techniques: Sequence[Technique], more: Recomputation | None
 ) -> list[StepEnd]:
     """What techniques do at the end of each step.
 
     Args:
         comm: of the ranks of the stage.
+        more: what recomputes blocks.
     """
     together = ranks_together(techniques, comm.mesh.ranks)
-    return [MixtureSteps(model, comm, stage.is_elsewhere, together)]
+    return [MixtureSteps(model, comm, stage.is_elsewhere, together), *(more.step_ends(comm) if more else [])]
 
 
 def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
@@ -74,9 +75,11 @@ def saving_of(
         return None
     places = lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers}  # noqa: E731
     draws = parts.random_numbers.again
-    around = Surroundings(stage.mesh.device, parts.arena.ledger, places, forward.hold, forward.need, draws)
+    now, ledger = stage.mesh.now, parts.arena.ledger
+    around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now)
     with stage.blocks() as blocks:
-        return recomputation_of(policy, model, blocks, around, plan.pipelined)
+        means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.tensor.splits, plan.experts.divides)
+        return recomputation_of(policy, model, blocks, around, means)
 
 
 def together_of(plan: Plan, ranks: int) -> int:

@@ -78,8 +78,12 @@ class Readings:
     @property
     def recomputed(self) -> int:
         """How many forwards of blocks backwards have computed again so far; of chunks of a pipeline, none count."""
-        recomputation = self._assembly.recomputation
-        return 0 if recomputation is None else recomputation.recomputed
+        return getattr(self._assembly.recomputation, "recomputed", 0)
+
+    @property
+    def activation_decisions(self) -> list[dict[str, Any]]:
+        """What `recompute="auto"` does with each block of this rank, predicted beside measured."""
+        return getattr(self._assembly.recomputation, "decisions", [])
 
     @property
     def training(self) -> bool:

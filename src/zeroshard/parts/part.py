@@ -193,7 +193,13 @@ class Part:
 
 
 class Gathers(Protocol):
-    """Gathers units on this rank and frees them, where a list of actions says so."""
+    """Gathers units on this rank and frees them, where a list of actions says so.
+
+    Attributes:
+        passes: whether it does so by itself inside of passes, as modules use them.
+    """
+
+    passes: bool
 
     def gather(self, numbers: Sequence[int], trains: bool = True) -> None:
         """Gather these units; a collective call."""

@@ -23,13 +23,14 @@ class Replay:
     Args:
         modules: those whose buffers the forward may change.
         ledger: enters the copies that are kept.
+        often: whether the forward may be computed again several times, so that it must not write into the copies.
 
     Attributes:
         device: whose random numbers are replayed, with those of the CPU.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger) -> None:
-        self._modules, self._ledger = modules, ledger
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger, often: bool = False) -> None:
+        self._modules, self._ledger, self._often = modules, ledger, often
         self.device = device
         self._random, self._device_random = torch.get_rng_state(), accelerator.random_state(device)
         copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
@@ -64,8 +65,9 @@ class Replay:
         """Have everything as it was inside; afterwards buffers and random numbers are as they are now."""
         now = {module: dict(module._buffers) for module in self._copies}
         try:
+            again: dict[int, Tensor] = {}
             for module, values in self._copies.items():
-                _install(module, values)
+                _install(module, {n: _copy(v, again) for n, v in values.items()} if self._often else values)
             with accelerator.forked_random([self.device]):
                 torch.set_rng_state(self._random)
                 accelerator.set_random_state(self.device, self._device_random)

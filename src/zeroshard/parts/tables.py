@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from math import ceil
 from typing import Any, Generic, TypeVar
 
 from zeroshard.comm.collectives import Count, Purpose
@@ -131,6 +132,15 @@ def memory_table(parts: Parts, ledger: Ledger, more: Iterable[Planned]) -> Memor
         if tier == "device" or formula or account.peak:
             rows.append(MemoryRow(str(category), tier, formula, extra, account.current, account.peak))
     return MemoryTable(rows)
+
+
+def planned_bytes(parts: Parts, more: Iterable[Planned]) -> dict[Category, int]:
+    """Bytes of model states on the device by the formula, with padding, by category; `more` as for `memory_table`."""
+    found: dict[Category, Fraction] = {}
+    for each in (*(each for part in parts.all for each in part.planned()), *more):
+        if each.tier == "device":
+            found[each.category] = found.get(each.category, Fraction(0)) + each.nbytes + each.padding
+    return {category: ceil(nbytes) for category, nbytes in found.items()}
 
 
 def traffic_table(

@@ -203,9 +203,10 @@ class _Run:
         example = self._choices.stages.example(lambda: task.batch(max(1, rows // plan.microbatches)))
         model = task.build()
         self._clock, self._timed, self._last = rehearsal.clock, rehearsal.measured, 0.0
-        whole = replace(plan, device_memory=None)
+        changes: dict[str, Any] = {"device_memory": None}
         for choice in self._choices:
-            whole = whole.with_settings(choice.rehearsed(SETTLED, rehearsal.values))
+            changes |= choice.rehearsed(SETTLED, rehearsal.values)
+        whole = plan.with_settings(changes)
         self.engine = Engine(model, task.optimizer_of(model, plan), whole, mesh=mesh, loss=task.loss, example=example)
         self._updating = False
         self._marks: list[Each] = []

@@ -1,0 +1,260 @@
+"""Recomputation that is decided block by block within the device's budget: `recompute="auto"` (1911.13214).
+
+The first forward of each kind keeps nothing but the input of its first block, and measures; its backward is already the
+cheapest in what is left of the budget. When the first step is over, the ranks agree on what was measured, the largest
+bytes of all, and decide what later forwards do. A forward of other shapes is measured and decided when it first comes.
+
+[Note: alike on all ranks] Decisions follow from the agreed measurements alone, so ranks with the same shapes decide the
+same. Where units are gathered for use or layers are split over ranks, a block that is computed again is so by itself:
+then all decisions gather the same units in the same order, so ranks may also differ in the shapes that they meet.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.activations.auto_agreement import AutoStepEnd
+from zeroshard.activations.block_meter import BlockMeasures, BlockMeter, ChosenOperations, PassKey, PassMeasures
+from zeroshard.activations.budget import ActivationBudget
+from zeroshard.activations.chain_decision import PassChain, Rules, one_at_a_time
+from zeroshard.activations.decided import Decided, rows_of
+from zeroshard.activations.nested import NestedSegment
+from zeroshard.activations.operations import Treatment
+from zeroshard.activations.recomputation import BlockForward, Recomputation
+from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
+from zeroshard.activations.segments import BlockSegment, Region, Surroundings
+from zeroshard.comm.collectives import Comm
+from zeroshard.parts.steps import StepEnd
+from zeroshard.units.hooks import place_of
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The forward of the model under way.
+
+    Attributes:
+        key: of what kind it is.
+        measures: of its blocks, if it is measured.
+        decision: what is done with its blocks, if it is decided.
+        known: storages that are not counted again.
+        held: bytes of activations when its last block was over.
+        references: to storages, whose addresses are not given out again.
+    """
+
+    key: PassKey
+    measures: PassMeasures | None
+    decision: Decided | None
+    known: set[int]
+    held: int = 0
+    references: list[StorageWeakRef] = field(default_factory=list)
+
+
+class AutoRecomputation(Recomputation):
+    """Decides for each block whether it is kept, computed again, or keeps the results of some operations.
+
+    Args:
+        model, blocks, around, save_sums: as for `Recomputation`.
+        budget: of the device.
+        rules: what may be done.
+
+    Attributes:
+        measured: what was measured, by kind of forward.
+        decided: what is done, by kind of forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[tuple[nn.Module, int]],
+        around: Surroundings,
+        budget: ActivationBudget,
+        rules: Rules,
+        save_sums: bool = True,
+    ) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        self._names = {module: names.get(module, "") for module, _ in blocks}
+        self._numbers = {module: number for number, (module, _) in enumerate(blocks)}
+        super().__init__(model, blocks, lambda count: [1] * count, around, self._operations_of, save_sums)
+        forwards = ((self._names[module], module.forward) for module, _ in blocks)
+        self._calls = {name: forward.call for name, forward in forwards if isinstance(forward, BlockForward)}
+        self._budget, self._rules = budget, rules
+        self._treatments: dict[Any, Treatment] = {}
+        self._pass: _Pass | None = None
+        self._started = 0  # bytes of activations when the forward began
+        self._measure: BlockMeasures
+        self._forwards: list[Callable[[], Any]] = []  # weak references to the segments of measured forwards
+        self.measured: dict[PassKey, PassMeasures] = {}
+        self.decided: dict[PassKey, Decided] = {}
+
+    @property
+    def known(self) -> dict[PassKey, PassMeasures]:
+        """What decisions were made from."""
+        return {key: decided.measures for key, decided in self.decided.items()}
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """What is done with each block of each kind of forward, predicted beside measured."""
+        return [row for decided in self.decided.values() for row in rows_of(decided, self._calls)]
+
+    def step_ends(self, comm: Comm) -> list[StepEnd]:
+        """The agreement of the ranks on what was measured."""
+        return [AutoStepEnd(self, self._budget, comm)]
+
+    def apply(self, measured: Mapping[PassKey, PassMeasures], room: int) -> None:
+        """Decide on all kinds of forwards that were measured.
+
+        Args:
+            measured: as all ranks agree on it.
+            room: bytes for activations.
+
+        Raises:
+            BudgetExceeded: it is too small, with the least.
+        """
+        chains = {key: PassChain(measures, self._rules, self._budget.forwards) for key, measures in measured.items()}
+        needed = max((chain.least for chain in chains.values()), default=0)
+        if needed > room:
+            raise self._budget.too_small(needed, room)
+        for key, chain in chains.items():
+            decision = chain.decide(room)
+            assert decision is not None
+            again = {name: call.again for name, call in self._calls.items()}
+            self.decided[key] = Decided(decision, measured[key], again=again)
+            self.measured.pop(key, None)
+
+    def _operations_of(self, region: Region) -> AbstractContextManager[Any] | None:
+        return None if region.choice is None else ChosenOperations(region, self._treatments)
+
+    def _begin(self, *given: Any) -> None:
+        super()._begin(*given)
+        self._pass, self._started = None, self._budget.activations
+
+    def _end(self, *given: Any) -> None:
+        found, self._pass = self._pass, None
+        super()._end(*given)
+        if found is not None and found.measures is not None and found.measures.blocks:
+            found.measures.after = max(0, self._budget.activations - found.held)
+            before = self.measured.get(found.key)
+            self.measured[found.key] = found.measures if before is None else found.measures.highest(before)
+
+    def _next_segment(self, module: nn.Module, arguments: Any) -> BlockSegment | None:
+        number = self._called
+        if number == 0 or self._pass is None:
+            self._pass = self._enter(module, arguments)
+        self._called += 1
+        decision, now = self._pass.decision, self._budget.activations
+        if decision is not None:
+            if number:
+                decision.held[number - 1] = now - self._pass.held
+            else:
+                decision.forwards += 1
+            self._pass.held = now
+        if decision is None:
+            if self._rules.alone or self._segment is None:
+                self._segment = self._measured_segment()
+            return self._segment
+        item = decision.by_block.get(number)
+        if item is None or isinstance(item, SavedBlock):
+            self._segment = None
+            if item is not None and item.way is None:
+                return None
+            return BlockSegment(self._around, self._weights, self._count)
+        if number == item.first or self._segment is None:
+            self._segment = self._passed_segment(item, number)
+        return self._segment
+
+    def _passed_segment(self, item: PassedBlocks, number: int) -> BlockSegment:
+        if item.first == item.last or number != item.first:
+            return BlockSegment(self._around, self._weights, self._count)
+        again = tuple(moved(each, -item.first) for each in item.again)
+        return NestedSegment(self._around, self._weights, self._count, lambda segment: again)
+
+    def _measured_segment(self) -> BlockSegment:
+        """A segment whose backward is decided when it begins."""
+        if self._rules.alone:
+            segment: BlockSegment = BlockSegment(self._around, self._weights, self._count)
+        else:
+            measures = self._pass.measures if self._pass is not None else None
+            assert measures is not None
+            first = len(measures.blocks)
+            segment = NestedSegment(
+                self._around, self._weights, self._count, lambda s: self._first_order(s, measures, first)
+            )
+        if self._called == 1:
+            self._forwards = [each for each in self._forwards if each() is not None]
+            self._forwards.append(ref(segment))
+            self._budget.forwards = max(self._budget.forwards, len(self._forwards))
+        return segment
+
+    def _first_order(self, segment: NestedSegment, measures: PassMeasures, first: int) -> tuple[ChainItem, ...]:
+        """The order of a measured segment, in what is left of the budget now."""
+        chain = PassChain(PassMeasures(measures.blocks[first : first + len(segment)]), self._rules)
+        room = self._budget.left
+        found = chain.again(room)
+        if found is None and not self._budget.measures:
+            raise self._budget.too_small(chain.least_again, room)
+        return found or one_at_a_time(len(segment))
+
+    def _enter(self, module: nn.Module, arguments: Any) -> _Pass:
+        self._first = module
+        self._weights = self._around.places()
+        shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        key = (self._numbers[module], *(tuple(shapes) if self._budget.by_shape else ()))
+        decision = self.decided.get(key)
+        return _Pass(key, PassMeasures() if decision is None else None, decision, set(self._weights))
+
+    def _choose(self, region: Region, number: int) -> None:
+        """Have a region keep what its decision says."""
+        item = self._pass.decision.by_block.get(number) if self._pass and self._pass.decision else None
+        if isinstance(item, SavedBlock) and item.way is not None:
+            region.choice = item.way.choice
+            region.call.needed = None
+
+    def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
+        found = self._pass
+        if found is None or found.measures is None:
+            self._choose(region, self._called - 1)
+            return super()._compute(region, arguments, hooks, watching)
+        held, measures = self._budget.activations, found.measures
+        entering, kept = self._places(found, arguments), 0 if self._rules.alone else held - found.held
+        if not measures.blocks:
+            measures.before, kept = held - self._started, 0
+        meter = BlockMeter(self._names[region.call.module], self._around.now, found.known, self._rules.selects)
+        pack, unpack = hooks
+
+        def watched(tensor: Tensor) -> Any:
+            meter.saves(tensor)
+            return pack(tensor)
+
+        output = super()._compute(region, arguments, (watched, unpack), meter.mode())
+        self._measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
+        return output
+
+    def _block_ended(self, left_alone: bool) -> None:
+        found = self._pass
+        if found is not None and found.measures is not None:
+            if not left_alone:
+                found.measures.blocks.append(self._measure)
+            found.held = self._budget.activations
+
+    def _places(self, found: _Pass, arguments: Any) -> int:
+        """Bytes of arguments that are new in this forward."""
+        nbytes = 0
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, Tensor) and place_of(leaf) not in {*found.known, -1}:
+                found.known.add(place_of(leaf))
+                found.references.append(StorageWeakRef(leaf.untyped_storage()))
+                nbytes += leaf.untyped_storage().nbytes()
+        return nbytes
+
+
+def moved(item: ChainItem, by: int) -> ChainItem:
+    """An item of other numbers."""
+    if isinstance(item, SavedBlock):
+        return SavedBlock(item.block + by, item.way)
+    return PassedBlocks(item.first + by, item.last + by, tuple(moved(each, by) for each in item.again))

@@ -1,0 +1,80 @@
+"""What ranks agree on before they decide what is done with blocks: the largest bytes of all, and the seconds of one."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, PassKey, PassMeasures
+from zeroshard.activations.budget import ActivationBudget
+from zeroshard.comm.collectives import Comm
+
+
+class Deciding(Protocol):
+    """Measures forwards and decides what is done in later ones.
+
+    Attributes:
+        measured: what was measured and is not decided yet, by kind of forward.
+    """
+
+    measured: dict[PassKey, PassMeasures]
+
+    @property
+    def known(self) -> dict[PassKey, PassMeasures]:
+        """What decisions were made from."""
+
+    def apply(self, measured: Mapping[PassKey, PassMeasures], room: int) -> None:
+        """Decide."""
+
+
+class AutoStepEnd:
+    """Has the ranks agree on what was measured, and decide.
+
+    Args:
+        comm: of the ranks that have the same blocks.
+    """
+
+    reads = False
+
+    def __init__(self, recomputation: Deciding, budget: ActivationBudget, comm: Comm) -> None:
+        self._recomputation, self._budget, self._comm = recomputation, budget, comm
+        self._room: int | None = None
+
+    @property
+    def readings(self) -> Mapping[str, Mapping[str, Any]]:
+        """None of layers."""
+        return {}
+
+    def end_step(self, skipped: bool) -> None:
+        """Decide what was not decided yet; in the first step together, and so always where blocks hold collectives.
+
+        Raises:
+            BudgetExceeded: the budget is too small, on all ranks alike where they agree.
+        """
+        recomputation, budget = self._recomputation, self._budget
+        measured, room = dict(recomputation.measured), budget.room
+        if self._room is None or budget.together:
+            mine = [room, budget.forwards, [[key, asdict(each)] for key, each in measured.items()]]
+            answers = self._comm.agree_on(mine, "activations of the step")
+            room, budget.forwards = min(each[0] for each in answers), max(each[1] for each in answers)
+            measured = _merged(pair for answer in answers for pair in answer[2])
+        budget.measures = False
+        if self._room is None or room < self._room:  # later steps may hold more beside activations
+            measured, self._room = {**recomputation.known, **measured}, room
+        recomputation.apply(measured, self._room)
+
+
+def _merged(pairs: Iterable[tuple[Any, Any]]) -> dict[PassKey, PassMeasures]:
+    """Measurements of all ranks, as JSON values, in one mapping."""
+    found: dict[PassKey, PassMeasures] = {}
+    for key, values in pairs:
+        blocks = []
+        for block in values["blocks"]:
+            operations = tuple(OperationCosts(**each) for each in block["operations"])
+            blocks.append(BlockMeasures(**{**block, "operations": operations}))
+        measures, kind = PassMeasures(blocks, values["before"], values["after"]), _frozen(key)
+        found[kind] = found[kind].highest(measures) if kind in found else measures
+    return found
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

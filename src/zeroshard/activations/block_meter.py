@@ -1,0 +1,262 @@
+"""Measurements of blocks in a forward: seconds, bytes that enter, are saved and leave, and those of each operation.
+
+Bytes are those of storages, each once, without weights; the weak reference to a storage keeps its address from being
+given out again while it is known.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.activations.operations import OperationsMode, Treatment
+from zeroshard.activations.segments import Region
+from zeroshard.units.hooks import place_of
+
+CALL = 3e-6  # seconds of an operation in autograd, beside its computation
+FEW = 2e-5  # seconds; what takes less is not worth to be kept
+Clock = Callable[[], float]
+PassKey = tuple[Any, ...]  # of a forward: the number of its first block, and the shapes of what that takes
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCosts:
+    """One operation whose results can be kept.
+
+    Attributes:
+        number: among those of its block.
+        nbytes: of its results, but for the block's output.
+        beside: of these, bytes that the block does not save for its backward anyway.
+        seconds: of computing them.
+        name: of the operation.
+    """
+
+    number: int
+    nbytes: int
+    beside: int
+    seconds: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMeasures:
+    """One block in one forward.
+
+    Attributes:
+        name: of its module.
+        seconds: of its forward.
+        entering: bytes of what it takes from the block before it.
+        kept: bytes of what else it takes, which are kept in any case.
+        saved: bytes that it saves beside them, with its output.
+        leaving: bytes of its output.
+        again: seconds of its forward up to the last tensor that it saves.
+        calls: operations that it calls.
+        sums: bytes of what ranks summed in it, which a recomputation does not sum again.
+        operations: those whose results can be kept, up to there.
+    """
+
+    name: str
+    seconds: float
+    entering: int
+    kept: int
+    saved: int
+    leaving: int
+    again: float
+    calls: int
+    sums: int = 0
+    operations: tuple[OperationCosts, ...] = ()
+
+    def highest(self, other: "BlockMeasures") -> "BlockMeasures":
+        """The larger bytes of two ranks; the seconds are this one's."""
+        sizes = ("entering", "kept", "saved", "leaving", "sums")
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in sizes}
+        own = {name: getattr(self, name) for name in ("name", "seconds", "again", "calls", "operations")}
+        return BlockMeasures(**own, **most)
+
+
+@dataclass(slots=True)
+class _Call:
+    """An operation as it was seen."""
+
+    number: int | None
+    name: str
+    seconds: float
+    places: tuple[tuple[int, int], ...]  # storages of its results, with their bytes
+
+
+class BlockMeter(TorchDispatchMode):
+    """Watches the forward of one block.
+
+    Args:
+        name: of its module.
+        now: seconds.
+        known: storages that are not counted: weights, and what earlier blocks have taken.
+        operations: whether each operation is measured.
+    """
+
+    def __init__(self, name: str, now: Clock, known: set[int], operations: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name, self._now, self._known, self._each = name, now, known, operations
+        self._refs: list[StorageWeakRef] = []
+        self._saved: dict[int, int] = {}
+        self._calls: list[_Call] = []
+        self._keepable, self._last = 0, 0
+        self._began = self._ended = now()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = self._now()
+        result = func(*args, **(kwargs or {}))
+        seconds = self._now() - start
+        number: int | None = None
+        places: tuple[tuple[int, int], ...] = ()
+        if keepable(func):
+            number, self._keepable = self._keepable, self._keepable + 1
+            places = tuple(self._place(each) for each in tree_leaves(result) if isinstance(each, Tensor))
+        self._calls.append(_Call(number, func._schema.name.removeprefix("aten::"), seconds, places))
+        return result
+
+    def mode(self) -> AbstractContextManager[Any] | None:
+        """The context in which operations are measured, if they are."""
+        return self if self._each else None
+
+    def saves(self, tensor: Tensor) -> None:
+        """The block saves a tensor."""
+        if not isinstance(tensor, nn.Parameter) and place_of(tensor) not in self._known:
+            place, nbytes = self._place(tensor)
+            self._saved[place] = nbytes
+            self._last, self._ended = len(self._calls), self._now()
+
+    def ends(self, output: Any, entering: int, kept: int, sums: int) -> BlockMeasures:
+        """The block has returned its output."""
+        leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        out = {place: n for place, n in map(self._place, leaves) if place not in self._known}
+        saved = self._saved | out
+        found = []
+        for call in self._calls[: self._last + 1]:
+            places = {place: n for place, n in call.places if place not in out}
+            beside = sum(n for place, n in places.items() if place not in saved)
+            if call.number is not None:
+                found.append(OperationCosts(call.number, sum(places.values()), beside, call.seconds, call.name))
+        seconds, again = self._now() - self._began, self._ended - self._began
+        if self._calls:  # the mode itself takes longer than most operations
+            seconds, again = map(_seconds, (self._calls, self._calls[: self._last + 1]))
+        sizes = (entering, kept, sum(saved.values()), sum(out.values()))
+        return BlockMeasures(self._name, seconds, *sizes, again, len(self._calls), sums, tuple(found))
+
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        if tensor.layout is not torch.strided:
+            return id(tensor), 0
+        storage = tensor.untyped_storage()
+        self._refs.append(StorageWeakRef(storage))
+        return storage._cdata, storage.nbytes()
+
+
+def _seconds(calls: Sequence[_Call]) -> float:
+    return sum(call.seconds for call in calls) + CALL * len(calls)
+
+
+class ChosenOperations(OperationsMode):
+    """Keeps the results of the operations whose numbers a region's choice has."""
+
+    def __init__(self, region: Region, known: dict[Any, Treatment]) -> None:
+        super().__init__(region, keepable, known)
+        self._numbers, self._number = frozenset[int](region.choice), 0
+
+    def _kept(self, func: Any, args: Any, kwargs: Any) -> Any:
+        number, self._number = self._number, self._number + 1
+        if number in self._numbers:
+            return super()._kept(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def keepable(operation: Any) -> bool:
+    """Whether results of an operation can be given back: it neither writes, draws, nor returns views."""
+    schema = operation._schema
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in operation.tags:
+        return False
+    return bool(schema.returns) and all(
+        each.alias_info is None and "Tensor" in str(each.type) for each in schema.returns
+    )
+
+
+@dataclass(slots=True)
+class PassMeasures:
+    """The blocks of one forward of the model, as they come.
+
+    Attributes:
+        blocks: in their order.
+        before: bytes that the model saves before its first block, the block's own input among them.
+        after: bytes that it saves after its last.
+    """
+
+    blocks: list[BlockMeasures] = field(default_factory=list)
+    before: int = 0
+    after: int = 0
+
+    def highest(self, other: "PassMeasures") -> "PassMeasures":
+        """The larger bytes of two ranks."""
+        pairs = zip(self.blocks, other.blocks, strict=False)
+        longer = max(self.blocks, other.blocks, key=len)
+        merged = [a.highest(b) for a, b in pairs]
+        merged += longer[len(merged) :]
+        return PassMeasures(merged, max(self.before, other.before), max(self.after, other.after))
+
+
+def alike(blocks: Sequence[BlockMeasures]) -> list[BlockMeasures]:
+    """The blocks with the least seconds that were measured for one of their kind; the rest of it is disturbance."""
+    kinds: dict[Any, list[BlockMeasures]] = {}
+    for block in blocks:
+        kinds.setdefault(_kind(block), []).append(block)
+    return [_fastest(block, kinds[_kind(block)]) for block in blocks]
+
+
+def _kind(block: BlockMeasures) -> Any:
+    names = tuple((each.number, each.name, each.nbytes) for each in block.operations)
+    return block.saved, block.leaving, block.calls, names
+
+
+def _fastest(block: BlockMeasures, others: Sequence[BlockMeasures]) -> BlockMeasures:
+    operations = tuple(
+        replace(each, seconds=min(same.seconds for same in several))
+        for each, *several in zip(block.operations, *(other.operations for other in others), strict=True)
+    )
+    seconds, again = min(each.seconds for each in others), min(each.again for each in others)
+    return replace(block, seconds=seconds, again=again, operations=operations)
+
+
+def results_to_keep(operations: Sequence[OperationCosts], sizes: int = 64, ways: int = 6) -> list[tuple[int, ...]]:
+    """For growing numbers of bytes, the operations whose kept results spare the most seconds: an exact knapsack.
+
+    Args:
+        sizes: steps of memory; bytes are rounded up to them.
+        ways: choices at most.
+
+    Returns:
+        numbers of operations, the fewest bytes first; none that another one beats in both.
+    """
+    items = [each for each in operations if each.seconds >= FEW and not each.name.startswith("empty")]
+    total = sum(each.nbytes for each in items)
+    step = max(1, total // sizes)
+    best: list[tuple[float, tuple[OperationCosts, ...]]] = [(0.0, ())] * (sizes + len(items) + 2)
+    for each in items:
+        need = -(-each.nbytes // step)
+        for room in range(len(best) - 1, need - 1, -1):
+            seconds, chosen = best[room - need]
+            if seconds + each.seconds > best[room][0]:
+                best[room] = (seconds + each.seconds, (*chosen, each))
+    found: list[tuple[float, tuple[OperationCosts, ...]]] = []
+    for seconds, chosen in best:
+        if chosen and (not found or seconds > found[-1][0]):
+            found.append((seconds, chosen))
+    every = max(1, -(-len(found) // ways))
+    return [tuple(each.number for each in chosen) for _, chosen in found[::every]]

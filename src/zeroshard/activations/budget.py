@@ -1,0 +1,75 @@
+"""What the device's budget leaves for activations."""
+
+from collections.abc import Callable, Mapping
+
+from zeroshard.errors import BudgetExceeded
+from zeroshard.memory.ledger import MODEL_STATES, Category, Ledger
+
+
+class ActivationBudget:
+    """The part of the device's budget that activations may take.
+
+    Args:
+        ledger: of the rank; its device has a budget.
+        planned: gives the bytes of model states on the device by category, once all are made.
+        scratch: bytes that a first backward may take besides, for what is on its way between ranks.
+        by_shape: whether forwards of unlike shapes are decided apart.
+        together: whether ranks agree in every step, because blocks hold collectives.
+
+    Attributes:
+        by_shape, together: as given.
+        forwards: that come before the first backward, at most.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        planned: Callable[[], Mapping[Category, int]],
+        scratch: int = 0,
+        by_shape: bool = True,
+        together: bool = False,
+    ) -> None:
+        self._ledger, self._planned, self._scratch = ledger, planned, scratch
+        self.by_shape, self.together, self.forwards = by_shape, together, 1
+        self._budget = ledger.budgets["device"]
+        ledger.measures = True
+
+    @property
+    def measures(self) -> bool:
+        """Whether the first step is under way."""
+        return self._ledger.measures
+
+    @measures.setter
+    def measures(self, value: bool) -> None:
+        self._ledger.measures = value
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations now."""
+        return self._ledger.account(Category.ACTIVATIONS).current
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left for activations in any step, with all else at its highest so far."""
+        planned, rest = self._planned(), 0
+        for category in Category:
+            if category is not Category.ACTIVATIONS:
+                rest += max(self._ledger.account(category).peak, planned.get(category, 0))
+        return self._budget - rest
+
+    @property
+    def left(self) -> int:
+        """Bytes that activations may take now beside those that are there."""
+        planned = self._planned()
+        unmade = sum(max(0, planned.get(each, 0) - self._ledger.account(each).current) for each in MODEL_STATES)
+        now = self._budget - self._ledger.total() - unmade
+        return now - self._scratch if self.measures else min(now, self.room - self.activations)
+
+    def too_small(self, needed: int, room: int) -> BudgetExceeded:
+        """The error of a budget that leaves `room` bytes, of which `needed` are needed."""
+        return BudgetExceeded(
+            f"device_memory is {self._budget:,} bytes, which leaves {max(0, room):,} for activations, and they need "
+            f"{needed:,} with every block computed again.",
+            f"Set device_memory={self._budget - room + needed} or more, or use smaller microbatches, more ranks or a "
+            f"higher ZeRO stage.",
+        )

@@ -1,0 +1,207 @@
+"""What is done with each block of a forward, so that its backward is the cheapest within a budget.
+
+[Note: several forwards] Where n forwards come before the first backward (stages of a pipeline), all but one hold what
+they keep between forward and backward, k bytes, while one has its backward, at most m bytes; so (n - 1) k + m must fit.
+The model's last part, with the loss, is one more block of the chain: it is never computed again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike, results_to_keep
+from zeroshard.activations.rotor import (
+    BlockCosts,
+    ChainItem,
+    ChainOrder,
+    OrderTable,
+    OtherWay,
+    PassedBlocks,
+    SavedBlock,
+    least,
+)
+
+DISPATCH = 1e-5  # seconds that an operation takes longer where results are kept: two ways through Python
+GRID = 24  # budgets that are tried for one of several forwards
+SIZES = 400  # steps of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What may be done.
+
+    Attributes:
+        alone: each block that is computed again is so by itself: others would gather weights once more.
+        selects: results of operations may be kept.
+    """
+
+    alone: bool
+    selects: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PassDecision:
+    """What is done in one forward of the model.
+
+    Attributes:
+        items: of its blocks in their order.
+        seconds: of what is computed again, predicted.
+        kept: bytes of its blocks between forward and backward.
+        peak: bytes of the blocks at most while the backward runs.
+    """
+
+    items: tuple[ChainItem, ...]
+    seconds: float
+    kept: int
+    peak: int
+
+
+class PassChain:
+    """The blocks of one forward as a chain under given rules.
+
+    Args:
+        measures: of its blocks.
+        forwards: how many such forwards come before the first backward.
+    """
+
+    def __init__(self, measures: PassMeasures, rules: Rules, forwards: int = 1) -> None:
+        self._measures, self._rules, self._forwards = measures, rules, max(1, forwards)
+        self._count = len(measures.blocks)
+        blocks = alike(measures.blocks)
+        ways: dict[tuple[Any, ...], tuple[OtherWay, ...]] = {}
+        for each in blocks if rules.selects else ():
+            kind = (each.saved, each.leaving, each.operations)
+            ways[kind] = ways[kind] if kind in ways else tuple(_ways(each))
+        sums = [0, *(each.sums for each in blocks)]  # which a block that is computed again holds for itself
+        self._costs = [
+            BlockCosts(
+                each.seconds, 0.0, (each.entering if n else 0) + sums[n], each.saved, each.sums,
+                ways.get((each.saved, each.leaving, each.operations), ()),
+            )
+            for n, each in enumerate(blocks)
+        ]  # fmt: skip
+        self._costs.append(BlockCosts(0.0, 0.0, sums[-1], measures.after))
+
+    @property
+    def outside(self) -> int:
+        """Bytes of each forward beside what its blocks keep."""
+        return self._measures.before + sum(each.kept for each in self._measures.blocks)
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes in which the forwards and backwards can run."""
+        return self._total(self._least_order())
+
+    def decide(self, budget: int) -> PassDecision | None:
+        """The fastest decision within a budget for all forwards; None if it is too small."""
+        saved = ChainOrder(0.0, tuple(SavedBlock(n) for n in range(self._count + 1)))
+        if self._total(saved) <= budget:
+            return self._decision(saved)
+        frugal = self._least_order()
+        if self._total(frugal) > budget:
+            return None
+        room = min(budget - self._forwards * self.outside, self._peak(saved.items))
+        table = OrderTable(self._costs, room, SIZES, self._rules.alone)
+        found = [self._decision(frugal)]
+        for steps in [table.steps] if self._forwards == 1 else self._grid(table.steps):
+            order = table.order(steps)
+            found += [self._decision(order)] if order is not None and self._total(order) <= budget else []
+            again = None if self._rules.alone else table.again(self._count - 1, steps)
+            whole = (
+                ChainOrder(0.0, (PassedBlocks(0, self._count - 1, again), SavedBlock(self._count))) if again else None
+            )
+            found += [self._decision(whole)] if whole is not None and self._total(whole) <= budget else []
+        return min(found, key=lambda decision: (decision.seconds, decision.peak))
+
+    def again(self, room: int) -> tuple[ChainItem, ...] | None:
+        """The cheapest order in which all blocks are computed again within `room` bytes; None if it is too small."""
+        costs = [replace(cost, ways=()) for cost in self._costs[: self._count]]  # which are for first forwards
+        if least(costs) > room:
+            return None
+        return OrderTable(costs, room, SIZES).again(self._count - 1, min(SIZES, room)) or one_at_a_time(self._count)
+
+    @property
+    def least_again(self) -> int:
+        """The least `room` of `again`."""
+        return least(self._costs[: self._count])
+
+    def _grid(self, steps: int) -> list[int]:
+        return sorted({max(1, steps * n // GRID) for n in range(1, GRID + 1)}, reverse=True)
+
+    def _least_order(self) -> ChainOrder:
+        blocks: list[ChainItem]
+        if self._rules.alone:
+            blocks = [PassedBlocks(n, n, (SavedBlock(n),)) for n in range(self._count)]
+        else:
+            blocks = [PassedBlocks(0, self._count - 1, one_at_a_time(self._count))] if self._count else []
+        return ChainOrder(0.0, (*blocks, SavedBlock(self._count)))
+
+    def _total(self, order: ChainOrder) -> int:
+        """Bytes of all forwards at most."""
+        return self._forwards * self.outside + (self._forwards - 1) * self._kept(order.items) + self._peak(order.items)
+
+    def _decision(self, order: ChainOrder) -> PassDecision:
+        seconds = self._again(order.items, first=True)
+        return PassDecision(order.items[:-1], seconds, self._kept(order.items), self._peak(order.items))
+
+    def _held(self, item: ChainItem) -> int:
+        """Bytes of an item between its forward and its backward."""
+        if isinstance(item, PassedBlocks):
+            return self._costs[item.last + 1].entering
+        return self._costs[item.block].saved if item.way is None else item.way.held
+
+    def _kept(self, items: Sequence[ChainItem]) -> int:
+        return sum(map(self._held, items))
+
+    def _peak(self, items: Sequence[ChainItem], held: int = 0) -> int:
+        """Bytes at most, with `held` bytes beside; as the recursion of `rotor` has them."""
+        most = held
+        for item in items:
+            if isinstance(item, PassedBlocks):
+                inputs = [self._costs[n].entering if n > item.first else 0 for n in range(item.first, item.last + 2)]
+                most = max(most, held + max(before + after for before, after in pairwise(inputs)))
+                most = max(most, self._peak(item.again, held))
+            else:
+                cost = self._costs[item.block]
+                most = max(most, held + (cost.saved + cost.temporary if item.way is None else item.way.peak))
+            held += self._held(item)
+            most = max(most, held)
+        return most
+
+    def _again(self, items: Sequence[ChainItem], first: bool = False) -> float:
+        """Seconds of what is computed beside the forward."""
+        seconds = 0.0
+        for item in items:
+            if isinstance(item, PassedBlocks):
+                seconds += self._again(item.again)
+            elif item.way is not None:
+                seconds += item.way.seconds - self._costs[item.block].forward
+            elif not first:
+                seconds += self._costs[item.block].forward
+            if isinstance(item, PassedBlocks) and not first:
+                seconds += sum(cost.forward for cost in self._costs[item.first : item.last + 1])
+        return seconds
+
+
+def _ways(block: BlockMeasures) -> list[OtherWay]:
+    """The block with results of operations kept."""
+    found = []
+    known = {each.number: each for each in block.operations}
+    for numbers in results_to_keep(block.operations):
+        chosen = [known[number] for number in numbers]
+        spared = sum(each.seconds for each in chosen)
+        seconds = block.seconds + block.again - spared + 2 * DISPATCH * block.calls
+        held = block.leaving + block.sums + sum(each.nbytes for each in chosen)
+        peak = block.saved + block.sums + sum(each.beside for each in chosen)
+        if spared > 2 * DISPATCH * block.calls and held < block.saved:
+            found.append(OtherWay(held, peak, seconds, numbers))
+    return found
+
+
+def one_at_a_time(count: int) -> tuple[ChainItem, ...]:
+    """Each block computed anew from the first input."""
+    items: tuple[ChainItem, ...] = (SavedBlock(0),) if count else ()
+    for last in range(1, count):
+        items = (PassedBlocks(0, last - 1, items), SavedBlock(last))
+    return items

@@ -1,0 +1,103 @@
+"""Decisions in use, and what they cost: predicted beside measured, block by block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroshard.activations.block_meter import BlockMeasures, PassMeasures
+from zeroshard.activations.chain_decision import PassDecision
+from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
+from zeroshard.activations.segments import Call
+
+
+@dataclass(slots=True)
+class Decided:
+    """A decision in use.
+
+    Attributes:
+        chain: that it was made for.
+        by_block: the item of each block, by the block's place in the forward.
+        forwards: that were run so.
+        again: by the name of a block, how often it had been computed again when the decision was made, and the seconds.
+        held: bytes that each block added to the activations in its last forward, but for the last block.
+    """
+
+    decision: PassDecision
+    measures: PassMeasures
+    by_block: dict[int, ChainItem] = field(default_factory=dict)
+    forwards: int = 0
+    again: dict[str, tuple[int, float]] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for item in self.decision.items:
+            blocks = [item.block] if isinstance(item, SavedBlock) else range(item.first, item.last + 1)
+            self.by_block |= dict.fromkeys(blocks, item)
+
+
+def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]:
+    """A row for each block, in the order of the forward.
+
+    Each has `block` (its path), `action` (a sentence), `saved_bytes` (that it would keep of itself), `kept_bytes` and
+    `measured_kept_bytes` (between forward and backward; of the last block none is measured), `again` and
+    `measured_again` (how often a forward is computed again), `again_seconds` and `measured_again_seconds` (of one
+    forward, the measured ones the mean over the steps since the decision).
+    """
+    rows = []
+    blocks = decided.measures.blocks
+    counts = _again(decided.decision.items, first=True)
+    uses = {block.name: sum(other.name == block.name for other in blocks) for block in blocks}
+    for number, block in enumerate(blocks):
+        item = decided.by_block[number]
+        kept = _kept(item, number, blocks)
+        seconds = block.again if isinstance(item, SavedBlock) and item.way is not None else block.seconds
+        call, before = calls[block.name], decided.again.get(block.name, (0, 0.0))
+        divisor = max(1, decided.forwards) * uses[block.name]
+        rows.append(
+            {
+                "block": block.name,
+                "action": _action(item, number, blocks),
+                "saved_bytes": block.saved,
+                "kept_bytes": kept,
+                "measured_kept_bytes": decided.held.get(number),
+                "again": counts.get(number, 0),
+                "measured_again": (call.again[0] - before[0]) / divisor,
+                "again_seconds": counts.get(number, 0) * seconds,
+                "measured_again_seconds": (call.again[1] - before[1]) / divisor,
+            }
+        )
+    return rows
+
+
+def _again(items: tuple[ChainItem, ...], first: bool) -> dict[int, int]:
+    """How often each block is computed again; in the `first` forward none is yet."""
+    counts: dict[int, int] = {}
+    for item in items:
+        if isinstance(item, SavedBlock):
+            counts[item.block] = counts.get(item.block, 0) + (item.way is not None if first else 1)
+            continue
+        for number in range(item.first, item.last + 1):
+            counts[number] = counts.get(number, 0) + (not first)
+        for number, more in _again(item.again, first=False).items():
+            counts[number] = counts.get(number, 0) + more
+    return counts
+
+
+def _kept(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> int:
+    """Bytes that a block adds between forward and backward, the input of the next block among them."""
+    if isinstance(item, SavedBlock):
+        return blocks[number].saved if item.way is None else item.way.held
+    following = blocks[number + 1].entering if number == item.last and number + 1 < len(blocks) else 0
+    return following + blocks[number].sums
+
+
+def _action(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> str:
+    if isinstance(item, PassedBlocks):
+        if item.first == item.last:
+            return "computed again"
+        return f"computed again from the input of {blocks[item.first].name}"
+    if item.way is None:
+        return "kept"
+    numbers = set(item.way.choice) if isinstance(item.way.choice, tuple) else set()
+    names = [each.name for each in blocks[number].operations if each.number in numbers]
+    return f"computed again but for {', '.join(sorted(set(names)))}"
