@@ -57,7 +57,7 @@ class AutoStepEnd:
             answers = self._comm.agree_on(mine, "activations of the step")
             room, budget.forwards = min(each[0] for each in answers), max(each[1] for each in answers)
             measured = _merged(pair for answer in answers for pair in answer[2])
-        budget.measures = False
+        budget.end_first_step()
         if self._room is None or room < self._room:  # later steps may hold more beside activations
             measured, self._room = {**recomputation.known, **measured}, room
         recomputation.apply(measured, self._room)

@@ -39,9 +39,9 @@ class ActivationBudget:
         """Whether the first step is under way."""
         return self._ledger.measures
 
-    @measures.setter
-    def measures(self, value: bool) -> None:
-        self._ledger.measures = value
+    def end_first_step(self) -> None:
+        """Keep within the budget from now on."""
+        self._ledger.measures = False
 
     @property
     def activations(self) -> int:

@@ -11,6 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from zeroshard.plan import upgraded
+from zeroshard.report.activations_table import activations_table
 from zeroshard.report.experts_figure import experts_figure
 from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
@@ -67,6 +68,7 @@ def _page(run: RunRecord, timeline: TimelineSection | None) -> str:
     tables = (
         (prediction_table(run.forecast), None),
         (memory_table(summary.memory, _styles(run)), None),
+        (activations_table(summary.activations), None),
         (traffic_table(summary.traffic), traffic_figure(summary.traffic)),
         (exposed_table(run.training), exposed_figure(run.training)),
         (experts_table(run.training), experts_figure(run.training)),

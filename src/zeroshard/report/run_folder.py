@@ -143,6 +143,21 @@ class PredictionRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationRecord:
+    """What was done with the activations of one block, and what it cost: predicted and measured."""
+
+    block: str
+    action: str
+    saved_bytes: float
+    kept_bytes: float
+    measured_kept_bytes: float
+    again: float
+    measured_again: float
+    again_seconds: float
+    measured_again_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ForecastRecord:
     """Predicted beside measured numbers of one rank up to a step, and warnings of tolerances that were missed."""
 
@@ -169,6 +184,7 @@ class Summary:
     plan: dict[str, object]
     memory: tuple[MemoryRecord, ...]
     traffic: tuple[TrafficRecord, ...]
+    activations: tuple[ActivationRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +359,7 @@ def _summary(record: Record) -> Summary:
         plan=record.record("plan").fields,
         memory=tuple(_memory_row(row) for row in record.records("memory")),
         traffic=tuple(_traffic_row(row) for row in record.records("traffic")),
+        activations=tuple(_activation_row(row) for row in record.records("activations")),
     )
 
 
@@ -356,6 +373,12 @@ def _memory_row(row: Record) -> MemoryRecord:
 def _traffic_row(row: Record) -> TrafficRecord:
     numbers = ("planned_elements", "measured_elements", "measured_bytes", "calls")
     return TrafficRecord(row.text("purpose"), *(row.number(key) for key in numbers))
+
+
+def _activation_row(row: Record) -> ActivationRecord:
+    numbers = ("saved_bytes", "kept_bytes", "measured_kept_bytes", "again", "measured_again", "again_seconds",
+               "measured_again_seconds")  # fmt: skip
+    return ActivationRecord(row.text("block"), row.text("action"), *(row.number(key) for key in numbers))
 
 
 def _memory(record: Record) -> MemoryStep | None:

@@ -403,6 +403,7 @@ class Run:
             "plan": config.plan.as_dict(),
             "shares_memory": any(comm.shared is not None for comm in engine.comms),
             "memory": engine.memory().as_dicts(),
+            "activations": engine.activation_decisions,
             "traffic": engine.traffic().as_dicts(),
             **self._exposed.summary(),
         }
