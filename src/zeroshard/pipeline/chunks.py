@@ -67,7 +67,7 @@ class Chunks:
     def backward(self, action: Action) -> None:
         """A backward of a chunk begins, or its second part; gradients of 16 bits go into wider sums one by one."""
         for gradients in (part.gradients for part in self._parts[action.chunk]):
-            if gradients is not None and gradients.layout[1]:
+            if gradients is not None and gradients.flat.dtype.itemsize < 4:
                 gradients.collect()
         self.early.begin(action)
 

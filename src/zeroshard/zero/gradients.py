@@ -82,6 +82,7 @@ class BufferedGradients:
         self.arrived = bytearray(len(flat.parameters))
         self.written = bytearray(len(flat.parameters))
         self.written_in_step = bytearray(len(flat.parameters))
+        self._planned = total.wide, buffer.dtype.itemsize >= 4
 
     def listen(self, parameters: Sequence[torch.nn.Parameter], device: torch.device) -> int:
         """Show the gradients of these parameters, which stand for those of the flat.
@@ -170,18 +171,23 @@ class BufferedGradients:
 
     @property
     def layout(self) -> tuple[bool, bool]:
-        """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one."""
-        narrow = self.flat.dtype.itemsize < 4
-        return narrow and self._sum.wide, narrow and self._buffer.dtype.itemsize >= 4
+        """Whether 16-bit gradients have come to be summed in fp32: over reductions, and on this rank before one.
+
+        Where the plan has them so from the start, nothing has come.
+        """
+        if self.flat.dtype.itemsize >= 4:
+            return False, False
+        planned_sum, planned_buffer = self._planned
+        return self._sum.wide and not planned_sum, self._buffer.dtype.itemsize >= 4 and not planned_buffer
 
     @layout.setter
     def layout(self, wide: tuple[bool, bool]) -> None:
         """Take the buffers that an earlier run had come to need, so that sums round alike here."""
         wide_sum, wide_buffer = wide
-        if wide_sum and not self.layout[0]:
-            self._sum.widen(empty=True)
-        if wide_buffer and not self.layout[1]:
+        if wide_buffer and self._buffer.dtype.itemsize < 4:
             self._buffer.widen()
+        if wide_sum and not self._sum.wide:
+            self._sum.widen(empty=True)
 
     def start_reduce(self) -> None:
         """Bring every slice of what was received to its owner; parameters without a gradient count as zeros."""

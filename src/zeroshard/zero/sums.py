@@ -134,8 +134,9 @@ class DeviceSum(BufferSum):
         """Be in fp32 or wider from now on.
 
         Args:
-            empty: even while it holds nothing and has its place in the gradient buffer.
+            empty: even while it holds nothing and has its place in the gradient buffer, unless that is as wide.
         """
+        empty = empty and self._buffer.dtype.itemsize < 4
         narrow = self.adds or empty if self._own is None else self._own.itemsize < 4
         if narrow:
             self._separate()
