@@ -76,6 +76,7 @@ class Run:
         self.regular = True  # whether all steps so far were those that the formulas are about
         self.fed = 0  # steps since a pipeline was last empty
         self.splits: list[tuple[str, ...]] = []  # of each engine
+        self.streamed = False  # whether the plan of any engine so far
         self.saved = 0
 
     def answer(self) -> dict[str, Any]:
@@ -112,6 +113,7 @@ class Run:
         loss = by_tokens if case.counted else None
         self.engine = zs.Engine(model, optimizer, plan, mesh=self.mesh, example=example, loss=loss)
         self.splits.append(self.engine.split)
+        self.streamed |= plan.streams
         self.taken = 0  # steps of this engine
         self.scheduler = DECAY(self.engine.optimizer) if case.scheduled else None
 
@@ -139,8 +141,10 @@ class Run:
         if engine.plan.streams and self.fed <= engine.plan.pipeline.stages:
             return  # versions, states and messages are those of a full pipeline
         for row in engine.memory():
-            if row.category == "optimizer states" and engine.skipped == engine.steps:
-                continue  # torch makes them in the first update
+            # Torch makes states in the first update. A stage of a stream skips alone, perhaps all that it was fed.
+            unmade = self.case.model == "Spiked" and self.streamed and not row.measured_bytes
+            if row.category == "optimizer states" and (unmade or engine.skipped == engine.steps):
+                continue
             if row.category == "gradients" and self.case.model in SECOND_ROUND:
                 continue
             if row.planned_bytes is not None and row.planned_bytes + row.padding_bytes != row.measured_bytes:
