@@ -4,6 +4,7 @@ Two networks joined by a cable, in namespaces of their own, which an unprivilege
 """
 
 import atexit
+import contextlib
 import ctypes
 import os
 import shutil
@@ -52,8 +53,8 @@ class Networks:
             self.ip(which, f"link set v{which} up")
 
 
-@pytest.fixture
-def networks() -> Iterator[Networks]:
+@contextlib.contextmanager
+def joined() -> Iterator[Networks]:
     """Two joined networks."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("this machine has no unshare, nsenter or ip")
@@ -92,35 +93,58 @@ def train(place: dict[str, str], keeper: int, pipe: Any) -> None:
         atexit._run_exitfuncs()
 
 
-@pytest.mark.parametrize("where", ["between", "within"])
-def test_both_ranks_are_out_in_time(networks: Networks, where: str) -> None:
-    """The cable between two machines, or the loopback device of one."""
-    context, alone = copies(), where == "within"
-    pipes = [context.Pipe() for _ in range(2)]
-    processes = []
-    for rank in (0, 1):
-        which = 0 if alone else rank
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank if alone else 0), "MASTER_PORT": PORT}
-        place |= {"LOCAL_WORLD_SIZE": "2" if alone else "1", "MASTER_ADDR": "127.0.0.1" if alone else "10.77.0.1"}
-        place |= {} if alone else {"GLOO_SOCKET_IFNAME": f"v{rank}"}
-        task = (place, networks.keepers[which], pipes[rank][1])
-        processes.append(context.Process(target=train, args=task, daemon=True))
-    try:
-        for process in processes:
-            process.start()
-        for pipe, _ in pipes:
+class Job:
+    """Two ranks that train, on both sides of a cable or, `alone`, on one machine whose loopback device goes."""
+
+    def __init__(self, networks: Networks, alone: bool) -> None:
+        context = copies()
+        self._networks, self._alone = networks, alone
+        self.processes: list[Any] = []
+        self.pipes = [context.Pipe() for _ in range(2)]
+        for rank in (0, 1):
+            which = 0 if alone else rank
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank if alone else 0), "MASTER_PORT": PORT}
+            place |= {"LOCAL_WORLD_SIZE": "2" if alone else "1", "MASTER_ADDR": "127.0.0.1" if alone else "10.77.0.1"}
+            place |= {} if alone else {"GLOO_SOCKET_IFNAME": f"v{rank}"}
+            task = (place, networks.keepers[which], self.pipes[rank][1])
+            self.processes.append(context.Process(target=train, args=task, daemon=True))
+
+    def trains(self) -> None:
+        """Wait until both ranks train."""
+        for pipe, _ in self.pipes:
             assert pipe.poll(PATIENCE)
             assert pipe.recv() == "trains"
+
+    def cut(self) -> float:
+        """Cut the link; when that was."""
         start = time.monotonic()
-        networks.ip(0 if alone else 1, "link set lo down" if alone else "link set v1 down")
-        living = {process.sentinel for process in processes}
+        self._networks.ip(0 if self._alone else 1, "link set lo down" if self._alone else "link set v1 down")
+        return start
+
+    def end(self, start: float) -> None:
+        """Both ranks are out in time, and say why."""
+        living = {process.sentinel for process in self.processes}
         while living and (left := WITHIN - (time.monotonic() - start)) > 0:
             living -= set(wait(list(living), left))
         assert not living
-        said = [pipe.recv() for pipe, _ in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert all(words.startswith("CommError: Rank") for words in said), said
-    assert "the job's store does not answer" in said[1] and "cable" in said[1]
+        said = [pipe.recv() for pipe, _ in self.pipes]
+        assert all(words.startswith("CommError: Rank") for words in said), said
+        assert "the job's store does not answer" in said[1] and "cable" in said[1]
+
+
+def test_both_ranks_are_out_in_time() -> None:
+    """The cable between two machines, and the loopback device of one: two jobs at once, which wait."""
+    with joined() as one, joined() as other:
+        jobs = [Job(one, alone=False), Job(other, alone=True)]
+        try:
+            for process in (process for job in jobs for process in job.processes):
+                process.start()
+            for job in jobs:
+                job.trains()
+            starts = [job.cut() for job in jobs]
+            for job, start in zip(jobs, starts, strict=True):
+                job.end(start)
+        finally:
+            for process in (process for job in jobs for process in job.processes):
+                process.kill()
+                process.join()
