@@ -98,34 +98,22 @@ say(f"rank {rank} done {words}")
 """
 
 
-def test_a_kill_a_stop_and_an_endless_loop_are_named_and_survived(start: Callable[..., Supervisor]) -> None:
-    supervisor = start(FAULTS, "--timeout", "5")
-    code, out, err = supervisor.end()
-    assert code == 0, err
-    assert sorted(out.splitlines()) == [f"rank {rank} done [b'3', b'3']" for rank in (0, 1)]
-    killed, stopped, looped = supervisor.failures()
-    for attempt, report in enumerate((killed, stopped, looped)):
-        assert report["attempt"] == attempt and report["culprit"]["ranks"] == [1] and report["verdict"]["restart"]
-        assert [r["rank"] for r in report["ranks"]] == [0, 1]
-        assert report["culprit"]["step"] == attempt and report["culprit"]["phase"] == "faults"
-        assert sum(report["culprit"]["words"] in line for line in err) == 1
-    assert killed["culprit"]["kind"] == "signal" and killed["ranks"][1]["exit"] == "SIGKILL"
-    assert killed["ranks"][0]["error"]["type"] == "CommError"  # the echo is in the report, and is not blamed
-    assert stopped["culprit"]["kind"] == "silent" and "the process is stopped" in stopped["culprit"]["reason"]
-    assert looped["culprit"]["kind"] == "stalled"
-    assert "spin_forever" in looped["ranks"][1]["stack"] and "in agree" in looped["ranks"][0]["stack"]
-    assert looped["ranks"][0]["heartbeat"]["collective"] == {"group": "control", "number": 2, "label": "the word"}
-    assert looped["ranks"][0]["heartbeat"]["waiting"] and not looped["ranks"][1]["heartbeat"]["waiting"]
+SAME_ERROR = "if rank == 1:\n    raise ValueError('bad luck')\ntime.sleep(600)\n"
 
 
-def test_the_same_error_twice_ends_the_job(start: Callable[..., Supervisor]) -> None:
-    supervisor = start("if rank == 1:\n    raise ValueError('bad luck')\ntime.sleep(600)\n")
-    code, out, err = supervisor.end()
-    assert (code, out) == (1, "")
-    assert [report["attempt"] for report in supervisor.failures()] == [0, 1]
-    assert "rank 1 raised ValueError: bad luck" in err[-1] and "the same step failed twice" in err[-1]
-    assert str(max(supervisor.reports.iterdir())) in err[-1]
-    assert err.count("ValueError: bad luck") == 2  # one traceback each time
+@pytest.fixture(scope="module", autouse=True)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Supervisor]]:
+    """Two jobs that nobody talks to, which mostly wait: they go on beside the other tests, and theirs come last."""
+    folder = tmp_path_factory.mktemp("alone")
+    started = {
+        "faults": Supervisor(folder / "faults", FAULTS, "--timeout", "5"),
+        "same error": Supervisor(folder / "same error", SAME_ERROR),
+    }
+    yield started
+    for supervisor in started.values():
+        with contextlib.suppress(ProcessLookupError):
+            supervisor.process.kill()
+        supervisor.process.communicate()
 
 
 STOPPING = """
@@ -243,3 +231,33 @@ def test_a_node_that_loses_node_0_ends(port: int, start: Callable[..., Superviso
     code, _, err = second.end()
     assert code == 1 and "lost node 0's supervisor" in err[-1], (code, err, time.monotonic() - began)
     assert not rank.is_running()
+
+
+def test_the_same_error_twice_ends_the_job(alone: dict[str, Supervisor]) -> None:
+    supervisor = alone["same error"]
+    code, out, err = supervisor.end()
+    assert (code, out) == (1, "")
+    assert [report["attempt"] for report in supervisor.failures()] == [0, 1]
+    assert "rank 1 raised ValueError: bad luck" in err[-1] and "the same step failed twice" in err[-1]
+    assert str(max(supervisor.reports.iterdir())) in err[-1]
+    assert err.count("ValueError: bad luck") == 2  # one traceback each time
+
+
+def test_a_kill_a_stop_and_an_endless_loop_are_named_and_survived(alone: dict[str, Supervisor]) -> None:
+    supervisor = alone["faults"]
+    code, out, err = supervisor.end()
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"rank {rank} done [b'3', b'3']" for rank in (0, 1)]
+    killed, stopped, looped = supervisor.failures()
+    for attempt, report in enumerate((killed, stopped, looped)):
+        assert report["attempt"] == attempt and report["culprit"]["ranks"] == [1] and report["verdict"]["restart"]
+        assert [r["rank"] for r in report["ranks"]] == [0, 1]
+        assert report["culprit"]["step"] == attempt and report["culprit"]["phase"] == "faults"
+        assert sum(report["culprit"]["words"] in line for line in err) == 1
+    assert killed["culprit"]["kind"] == "signal" and killed["ranks"][1]["exit"] == "SIGKILL"
+    assert killed["ranks"][0]["error"]["type"] == "CommError"  # the echo is in the report, and is not blamed
+    assert stopped["culprit"]["kind"] == "silent" and "the process is stopped" in stopped["culprit"]["reason"]
+    assert looped["culprit"]["kind"] == "stalled"
+    assert "spin_forever" in looped["ranks"][1]["stack"] and "in agree" in looped["ranks"][0]["stack"]
+    assert looped["ranks"][0]["heartbeat"]["collective"] == {"group": "control", "number": 2, "label": "the word"}
+    assert looped["ranks"][0]["heartbeat"]["waiting"] and not looped["ranks"][1]["heartbeat"]["waiting"]
