@@ -11,12 +11,13 @@ import torch
 from activations.test_recompute import Stack, batch, train_zoo
 from engine import pipelines
 from engine.zoo import ZOO
+from moe import mixed
 from pool import Pool
 from torch import Tensor
 
 import zeroshard as zs
 from zeroshard.activations import chain_decision
-from zeroshard.activations.block_meter import BlockMeasures
+from zeroshard.activations.block_meter import BlockMeasures, keepable
 from zeroshard.errors import BudgetExceeded, PlanError
 from zeroshard.train.gpt import GPT, GPTConfig
 
@@ -192,6 +193,25 @@ def test_any_order_that_times_may_ask_for_keeps_within_the_budget(seed: int, mon
             assert row["measured_again"] == row["again"]
             assert row["measured_kept_bytes"] is None or row["measured_kept_bytes"] <= row["kept_bytes"] + 64
     assert len(actions) > 2
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_mixtures_route_as_in_their_forward(pool: Pool, zero: int) -> None:
+    plan = {"zero": zero, "transport": "network", "expert_parallel": 2}
+    plans = [{**plan, "activations": "auto", "device_memory": budget} for budget in (82_000, 90_000, 100_000, "1GiB")]
+    runs = [({"blocks": 4}, each) for each in ({**plan, "activations": "off"}, *plans)]
+    for kept, *others in pool.run(mixed.follow_all, 2, runs, 2):
+        for found in others:
+            assert (found["losses"], found["norms"]) == (kept["losses"], kept["norms"])
+            assert all(torch.equal(value, kept["weights"][name]) for name, value in found["weights"].items())
+
+
+def test_results_of_other_operations_are_never_kept() -> None:
+    """Kernels outside of torch write into tensors that torch made, which no dispatch shows."""
+    ops = torch.ops.aten
+    assert all(map(keepable, (ops.mm.default, ops.native_layer_norm.default, ops.relu.default, ops.bmm.default)))
+    others = (ops.zeros.default, ops.topk.default, ops.mul.Tensor, ops.relu_.default, ops.native_dropout.default)
+    assert not any(map(keepable, others))
 
 
 def test_it_needs_a_budget() -> None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.activations.operations import OperationsMode, Treatment
+from zeroshard.activations.operations import OperationsMode, Treatment, kept_operations
 from zeroshard.activations.segments import Region
 from zeroshard.units.hooks import place_of
 
@@ -179,14 +179,12 @@ class ChosenOperations(OperationsMode):
         return func(*args, **kwargs)
 
 
+_KNOWN = kept_operations(())  # others may return what kernels outside of torch write into later
+
+
 def keepable(operation: Any) -> bool:
-    """Whether results of an operation can be given back: it neither writes, draws, nor returns views."""
-    schema = operation._schema
-    if schema.is_mutable or torch.Tag.nondeterministic_seeded in operation.tags:
-        return False
-    return bool(schema.returns) and all(
-        each.alias_info is None and "Tensor" in str(each.type) for each in schema.returns
-    )
+    """Whether results of an operation can be given back: a product, or of a class that "selective" computes again."""
+    return not operation._schema.is_mutable and _KNOWN(operation)
 
 
 @dataclass(slots=True)
@@ -244,7 +242,7 @@ def results_to_keep(operations: Sequence[OperationCosts], sizes: int = 64, ways:
     Returns:
         numbers of operations, the fewest bytes first; none that another one beats in both.
     """
-    items = [each for each in operations if each.seconds >= FEW and not each.name.startswith("empty")]
+    items = [each for each in operations if each.seconds >= FEW]
     total = sum(each.nbytes for each in items)
     step = max(1, total // sizes)
     best: list[tuple[float, tuple[OperationCosts, ...]]] = [(0.0, ())] * (sizes + len(items) + 2)
