@@ -42,7 +42,7 @@ def measure(mesh: zs.Mesh, name: str, plan: dict[str, Any], maker: str, steps: i
         "ledger": {tier: engine.ledger.model_states(tier) for tier in ("device", "host", "disk")},
         "padding": sum(p.flat.index.padding for p in parts),
         "mine": sum(
-            p.flat.index.slice_numel - p.flat.index.padding_in(*p.flat.index.interval(mesh.rank))
+            p.flat.index.slice_numel(mesh.rank) - p.flat.index.padding_in(*p.flat.index.interval(mesh.rank))
             for p in parts
             if isinstance(p.updater, HostUpdater)
         ),

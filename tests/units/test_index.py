@@ -25,7 +25,7 @@ def test_a_typed_example() -> None:
     index = Index.of([("a", torch.Size((2, 3))), ("b", torch.Size(())), ("c", torch.Size((4,)))], ranks=4)
     assert [(e.offset, e.stop, e.numel) for e in index.entries] == [(0, 6, 6), (6, 7, 1), (7, 11, 4)]
     assert index.entries[0] == Entry("a", torch.Size((2, 3)), 0, 6)
-    assert (index.numel, index.slice_numel, index.padded_numel, index.padding) == (11, 3, 12, 1)
+    assert (index.numel, index.slice_numel(0), index.padded_numel, index.padding) == (11, 3, 12, 1)
     assert [index.interval(rank) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 12)]
     assert list(index.overlaps(3, 9)) == [(0, 3, 6), (1, 6, 7), (2, 7, 9)]
 

@@ -31,7 +31,7 @@ from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_operands import SharedOperands
-from zeroshard.platform.transport import Scratch, Shared
+from zeroshard.platform.transport import Bounds, Scratch, Shared, part_of_rank
 from zeroshard.traffic import BACKWARDS as BACKWARDS
 from zeroshard.traffic import Count as Count
 from zeroshard.traffic import Purpose as Purpose
@@ -127,16 +127,28 @@ class Comm:
             return self.shared.memory.mine(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.mesh.device)
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, purpose: Purpose, label: str, padding: int = 0) -> Pending:
-        """Start to fill `full` [N*S] with the slices [S] of all ranks; `own` may be this rank's part of `full`."""
+    def gather(
+        self,
+        full: torch.Tensor,
+        own: torch.Tensor,
+        purpose: Purpose,
+        label: str,
+        padding: int = 0,
+        bounds: Bounds = None,
+    ) -> Pending:
+        """Start to fill `full` [N*S] with the slices [S] of all ranks; `own` may be this rank's part of `full`.
+
+        Args:
+            bounds: of uneven slices.
+        """
         place, count = self._enter("gather", purpose, label)
         with self._naming(place):
             if self.shared is None:
-                work = self._network.gather(full, own, self._groups["gather"])
+                work = self._network.gather(full, own, self._groups["gather"], bounds)
             else:
-                work = self.shared.gather(full, own, place.label)
+                work = self.shared.gather(full, own, place.label, bounds)
         if self.shared is None or not self.shared.memory.is_common(full):
-            self._add(count, full, padding, sent=self.shared is None)
+            self._add(count, full, padding, 0 if self.shared is not None else own.nbytes * (self.mesh.ranks - 1))
         return Pending(self, work, place, purpose)
 
     def exchange(
@@ -146,19 +158,22 @@ class Comm:
         label: str,
         padding: int = 0,
         purpose: Purpose = Purpose.REDUCE_GRADIENTS,
+        bounds: Bounds = None,
     ) -> Exchange:
         """Start to bring each rank's slice of `full` [N*S] to its owner, who gets all ranks' copies.
 
         Args:
             scratch: makes a buffer of a number of elements of `full`'s dtype; called if one is needed.
+            bounds: of uneven slices.
         """
         place, count = self._enter("reduce", purpose, label)
         with self._naming(place):
             if self.shared is None:
-                work, arrival = self._network.exchange(full, self._groups["reduce"], scratch)
+                work, arrival = self._network.exchange(full, self._groups["reduce"], scratch, bounds)
             else:
-                work, arrival = self.shared.exchange(full, place.label)
-        self._add(count, full, padding, sent=self.shared is None)
+                work, arrival = self.shared.exchange(full, place.label, bounds)
+        own = part_of_rank(full, self.mesh.rank, self.mesh.ranks, bounds)
+        self._add(count, full, padding, 0 if self.shared is not None else full.nbytes - own.nbytes)
         return Exchange(self, work, place, purpose, arrival)
 
     def all_to_all(
@@ -201,7 +216,7 @@ class Comm:
         if self.mesh.ranks == 1:
             return
         place, count = self._enter("gather", Purpose.SETUP, label)
-        self._add(count, tensor, 0, sent=True)
+        self._count(count, tensor.numel(), tensor.nbytes, sent=True)
         with self._naming(place):
             work = self._network.broadcast(tensor, source, self._groups["gather"])
         Pending(self, work, place, Purpose.SETUP).wait()
@@ -352,9 +367,10 @@ class Comm:
             self.mesh.heartbeat.start(place)
         return place
 
-    def _add(self, count: Count, full: torch.Tensor, padding: int, sent: bool) -> None:
-        self._count(count, full.numel() - padding, full.nbytes, sent)
+    def _add(self, count: Count, full: torch.Tensor, padding: int, sent_nbytes: int) -> None:
+        self._count(count, full.numel() - padding, full.nbytes, sent=False)
         count.padding += padding
+        count.sent_nbytes += sent_nbytes
 
     def _count(self, count: Count, elements: int, nbytes: int, sent: bool) -> None:
         ranks = self.mesh.ranks

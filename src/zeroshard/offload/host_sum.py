@@ -41,6 +41,7 @@ class HostSum:
         spare: bool = False,
     ) -> None:  # fmt: skip
         self._link, self._host, self._arena, self._flat, self.dtype = link, host, arena, flat, dtype
+        self._numel = flat.index.slice_numel(rank)
         self._padding = flat.index.padding_in(*flat.index.interval(rank))
         self._sums = [self._slab() for _ in range(2 if spare else 1)]
         self._tasks: list[Task] = []
@@ -74,7 +75,7 @@ class HostSum:
 
     def room(self) -> torch.Tensor:
         """Where the next mean [S] is to be put, on the device."""
-        self._scratch = self._arena.take(self._flat.index.slice_numel, self.dtype, f"mean of {self._flat.label}")
+        self._scratch = self._arena.take(self._numel, self.dtype, f"mean of {self._flat.label}")
         return self._scratch
 
     def put(self, mean: torch.Tensor) -> None:
@@ -181,11 +182,11 @@ class HostSum:
         """A slice of gradients on the host; two under the delayed update."""
         index = self._flat.index
         for _ in self._sums:
-            yield on_lower_tier(index, "host", Category.GRADIENTS, index.slice_numel * self.dtype.itemsize)
+            yield on_lower_tier(index, "host", Category.GRADIENTS, self._numel * self.dtype.itemsize)
 
     def wire(self, work: Work) -> Wire:
         """Each reduction is copied to the host once."""
-        yield Purpose.GRADIENTS_DOWN, (self._flat.index.slice_numel - self._padding) * work.reductions * work.updates
+        yield Purpose.GRADIENTS_DOWN, (self._numel - self._padding) * work.reductions * work.updates
 
     def _empty(self) -> None:
         for task in self._tasks:
@@ -196,5 +197,5 @@ class HostSum:
         self._slots.clear()
 
     def _slab(self) -> torch.Tensor:
-        numel, label = self._flat.index.slice_numel, f"gradients of {self._flat.label}"
+        numel, label = self._numel, f"gradients of {self._flat.label}"
         return self._host.slab(numel, self.dtype, Category.GRADIENTS, label, self._padding)

@@ -57,9 +57,8 @@ class HostUpdater(MasterUpdater):
     def planned(self) -> Iterator[Planned]:
         """Master weights, and states that torch.optim makes in memory of its own, by 2101.06840, section 4."""
         index, masters = self.weights.flat.index, self.values.numel() * self.values.itemsize
-        states = self.values.numel() * self._optimizer.layout.bytes_per_element * self.values.itemsize // 4
         yield on_lower_tier(index, "host", Category.MASTER_WEIGHTS, masters)
-        yield on_lower_tier(index, "host", Category.OPTIMIZER_STATES, states, paged=False)
+        yield on_lower_tier(index, "host", Category.OPTIMIZER_STATES, self.state_bytes, paged=False)
 
     def wire(self, work: Work) -> Wire:
         """New weights are copied to the device once for each update, unless parameters are offloaded too."""

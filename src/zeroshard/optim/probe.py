@@ -4,23 +4,100 @@ An update on slices is exact if a tensor cut into flat pieces, stepped one after
 """
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torch.utils._pytree import tree_leaves
+
 from zeroshard.errors import OptimizerError
+from zeroshard.optim.whole_states import tensor_bytes
 
 SHAPE = torch.Size((6, 4))
 STEPS = 3
+SIDES = (7, 5, 3, 2)  # of a tensor whose states show how they grow
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Bytes of optimizer state: per fp32 element, and in scalars (a step count) per tensor."""
+    """Bytes of optimizer state: per fp32 element, and in scalars (a step count) per tensor.
+
+    Attributes:
+        bytes_per_element: of one that treats each element alone; else the mean over its parameters, rounded up.
+        scalar_bytes: of one tensor.
+        whole: the reason why it needs whole tensors; None if it does not.
+    """
 
     bytes_per_element: int
     scalar_bytes: int
+    whole: str | None = None
+
+
+def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
+    """The states of an optimizer, and whether it needs whole tensors.
+
+    Raises:
+        OptimizerError: it needs a closure (LBFGS), does not run, or its parameters depend on each other.
+    """
+    try:
+        return check_elementwise(optimizer)
+    except OptimizerError as error:
+        for group in optimizer.param_groups:
+            _check_tensors_alone(optimizer, group)
+        whole = str(error).split(" Under slices", 1)[0]
+    parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    nbytes = sum(state_nbytes(optimizer, group, p.shape) for group, p in parameters)
+    return StateLayout(-(-nbytes // max(1, sum(p.numel() for _, p in parameters))), 4, whole)
+
+
+def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Compare steps on two tensors together with steps on one after the other, as the engine takes them."""
+    name, generator = type(optimizer).__name__, torch.Generator().manual_seed(0)
+    starts = [torch.randn(SHAPE, generator=generator) for _ in range(2)]
+    gradients = [[torch.randn(SHAPE, generator=generator) * (1 + 9 * n) for n in range(2)] for _ in range(STEPS)]
+    try:
+        with torch.enable_grad():
+            runs = [_run(optimizer, {**group, "lr": 0.01}, starts, gradients, one_by_one=way) for way in (False, True)]
+    except Exception as error:  # a user's optimizer may raise any kind of error
+        raise OptimizerError(
+            f"{name} does not run by step() alone ({type(error).__name__}: {error}). The engine steps without a "
+            f"closure that evaluates the model again, and with dense gradients: use an optimizer that takes those."
+        ) from error
+    (_, together), (_, alone) = runs
+    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(together, alone, strict=True)):
+        raise OptimizerError(
+            f"{name} gives other results when it steps over one parameter after the other, so its parameters depend on "
+            f"each other (a norm or a count over all of them). Under slices each rank updates its own: clip with "
+            f"engine.clip_grad_norm or Plan(clip_norm=...), and count steps by parameter."
+        )
+
+
+def state_nbytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size) -> int:
+    """Bytes of the states with dimensions that an optimizer makes for an fp32 parameter of a shape, computed in none.
+
+    An optimizer that reads values runs on a small tensor instead, whose states tell how theirs grow with its sides.
+    """
+    try:
+        return tensor_bytes(_stepped(optimizer, group, torch.empty(shape, device="meta")))
+    except Exception:  # it reads values, which a tensor without any refuses in many ways
+        sides = dict(zip(SIDES, shape, strict=False))
+        small = torch.ones(tuple(sides))
+        leaves = tree_leaves(dict(_stepped(optimizer, group, small)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        return sum(leaf.itemsize * math.prod(sides.get(side, side) for side in leaf.shape) for leaf in tensors)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor) -> dict[str, Any]:
+    """The states of a parameter after a step."""
+    own = {key: value for key, value in group.items() if key != "params"}
+    parameter = torch.nn.Parameter(values)
+    probe = _construct(optimizer, own, [parameter])
+    parameter.grad = torch.ones_like(values)
+    with torch.enable_grad():
+        probe.step()
+    return dict(probe.state.get(parameter, {}))
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:

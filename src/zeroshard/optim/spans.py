@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category, Ledger
-from zeroshard.optim.probe import StateLayout, fresh_state
+from zeroshard.optim.probe import StateLayout, fresh_state, state_nbytes
 from zeroshard.units import Index, Unreadable
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
@@ -23,7 +24,10 @@ JOINED = 2**16  # elements, below which a call of the optimizer costs more than 
 
 
 class SliceSpan:
-    """Elements [start, stop) of a flat buffer, of one parameter group, as one optimizer tensor."""
+    """Elements [start, stop) of a flat buffer, of one parameter group, as one optimizer tensor.
+
+    It is 1-D for an optimizer that treats each element alone, else one parameter in its shape.
+    """
 
     def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor) -> None:
         self.start = start
@@ -60,6 +64,7 @@ class SpanOptimizer:
         self._joined: list[SliceSpan] = []  # of flats whose steps were put off
         self._joined_elements = 0
         self._then: list[Callable[[], None]] = []
+        self._known_bytes: dict[tuple[int, torch.Size], int] = {}  # of whole tensors, by group and shape
 
     def add(
         self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
@@ -73,18 +78,21 @@ class SpanOptimizer:
             tier: of the optimizer's states in the ledger; None if the caller enters them.
         """
         stop = start + owned.numel()
+        whole = self.layout.whole is not None
         spans: list[SliceSpan] = []
         for number, low, high in index.overlaps(start, stop):
-            if spans and spans[-1].group == groups[number]:
+            if spans and spans[-1].group == groups[number] and not whole:
                 spans[-1].stop = high
             else:
-                spans.append(SliceSpan(low, high, groups[number], owned[:0]))
-        if index.padding_in(start, stop):
+                shape = index.entries[number].shape if whole else (0,)
+                spans.append(SliceSpan(low, high, groups[number], owned[: high - low if whole else 0].view(shape)))
+        if index.padding_in(start, stop) and not whole:
             if not spans:
                 spans.append(SliceSpan(start, stop, groups[-1], owned[:0]))
             spans[-1].stop = stop
         for span in spans:
-            span.tensor = torch.nn.Parameter(owned[span.start - start : span.stop - start])
+            values = owned[span.start - start : span.stop - start]
+            span.tensor = torch.nn.Parameter(values.view(span.tensor.shape) if whole else values)
             state = fresh_state(self.optimizer, self._templates[span.group], span.tensor)
             _hide_gradient(span)
             self._fresh.append((span, state))
@@ -151,14 +159,19 @@ class SpanOptimizer:
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
         """Let one flat's spans view `owned`, which begins at `start` and holds the same values."""
         for span in self._spans[number]:
-            span.tensor.data = owned[span.start - start : span.stop - start]
+            span.tensor.data = owned[span.start - start : span.stop - start].view(span.tensor.shape)
 
     def step(self, number: int, gradient_of: GradientOf) -> None:
         """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
+        self._step(self._with_gradients(number, gradient_of))
+
+    def _with_gradients(self, number: int, gradient_of: GradientOf) -> list[SliceSpan]:
+        """The spans of one flat, which have their gradients now."""
         spans = self._spans[number]
         for span in spans:
-            span.tensor.grad = gradient_of(span)
-        self._step(spans)
+            gradient = gradient_of(span)
+            span.tensor.grad = gradient if gradient is None else gradient.view(span.tensor.shape)
+        return spans
 
     def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
         """As `step`, in one call of the optimizer with flats of few elements beside it.
@@ -171,9 +184,7 @@ class SpanOptimizer:
         elements = sum([span.stop - span.start for span in spans])
         if self._joined_elements + elements > JOINED:
             self.flush()
-        for span in spans:
-            span.tensor.grad = gradient_of(span)
-        self._joined += spans
+        self._joined += self._with_gradients(number, gradient_of)
         self._joined_elements += elements
         self._then.append(then)
 
@@ -204,16 +215,29 @@ class SpanOptimizer:
         """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
         self._step([])
 
+    def state_bytes(self, number: int) -> int:
+        """Bytes of the states of one flat's spans, by the layout; those of whole tensors by their shapes."""
+        if self.layout.whole is None:
+            return sum(s.tensor.nbytes for s in self._spans[number]) * self.layout.bytes_per_element // 4
+        wide = (s.tensor.itemsize if s.tensor.itemsize > 4 else 4 for s in self._spans[number])
+        return sum(self._bytes_of(s.group, s.tensor.shape) * w // 4 for s, w in zip(self._spans[number], wide, strict=True))
+
+    def _bytes_of(self, group: int, shape: torch.Size) -> int:
+        key = (group, shape)
+        if key not in self._known_bytes:
+            self._known_bytes[key] = state_nbytes(self.optimizer, self._templates[group], shape)
+        return self._known_bytes[key]
+
     def account(self) -> None:
         """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""
         states = dict.fromkeys(self._tiers, 0)
         scalars = dict.fromkeys(("device", "host"), 0)
         for tier, span in ((tier, s) for tier, spans in zip(self._tiers, self._spans, strict=True) for s in spans):
-            for value in self.optimizer.state.get(span.tensor, {}).values():
+            for value in tree_leaves(dict(self.optimizer.state.get(span.tensor, {}))):
                 if isinstance(value, torch.Tensor):
-                    whole = value.shape == span.tensor.shape and value.dim() > 0
-                    states[tier] += value.nbytes if whole else 0
-                    scalars[tier or "host"] += 0 if whole else value.nbytes
+                    scalar = value.dim() == 0
+                    states[tier] += 0 if scalar else value.nbytes
+                    scalars[tier or "host"] += value.nbytes if scalar else 0
         for tier, nbytes in states.items():
             if tier is not None and nbytes > self._states_bytes[tier]:
                 more = nbytes - self._states_bytes[tier]

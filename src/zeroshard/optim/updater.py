@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -129,10 +130,11 @@ class DeviceUpdater(Untrained):
 
     def elements(self, span: Span) -> dict[str, torch.Tensor]:
         """The optimizer's states with a value per element of a span [stop - start], by name."""
-        return {key: value for key, value in self._state(span).items() if self._per_element(value, span)}
+        state = self._state(span)
+        return {key: value.reshape(-1) for key, value in state.items() if self._per_element(value, span)}
 
     def scalars(self, span: Span) -> dict[str, Any] | None:
-        """Its other states of a span, such as a step count; None before the first update."""
+        """Its other states of a span, such as a step count or columns; None before the first update."""
         state = self._state(span)
         return {k: v for k, v in state.items() if not self._per_element(v, span)} if state else None
 
@@ -144,14 +146,23 @@ class DeviceUpdater(Untrained):
 
     def planned(self) -> Iterator[Planned]:
         """The optimizer's states of the values that this rank updates."""
-        each = self._optimizer.layout.bytes_per_element * self.values.itemsize // 4
-        yield on_device(self.weights.flat.index, Category.OPTIMIZER_STATES, each, self._slices)
+        layout, index = self._optimizer.layout, self.weights.flat.index
+        if layout.whole is None:
+            each = layout.bytes_per_element * self.values.itemsize // 4
+            yield on_device(index, Category.OPTIMIZER_STATES, each, self._slice_of)
+        else:
+            nbytes = Fraction(self._optimizer.state_bytes(self._number))
+            yield Planned("device", Category.OPTIMIZER_STATES, nbytes, Fraction(0))
 
     @property
-    def _slices(self) -> int:
-        """Number of ranks among which the updates are divided."""
-        index = self.weights.flat.index
-        return index.ranks if self.values.numel() < index.padded_numel else 1
+    def state_bytes(self) -> int:
+        """Bytes of states that the first step makes, by the optimizer's layout."""
+        return self._optimizer.state_bytes(self._number)
+
+    @property
+    def _slice_of(self) -> int | None:
+        """The rank whose slice is updated; None where everything is."""
+        return self.weights.rank if self.values.numel() < self.weights.flat.index.padded_numel else None
 
     def _state(self, span: Span) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer.optimizer.state.get(span.tensor, {})
@@ -230,7 +241,7 @@ class MasterUpdater(DeviceUpdater):
 
     def planned(self) -> Iterator[Planned]:
         """Master weights, and the optimizer's states."""
-        yield on_device(self.weights.flat.index, Category.MASTER_WEIGHTS, self.values.itemsize, self._slices)
+        yield on_device(self.weights.flat.index, Category.MASTER_WEIGHTS, self.values.itemsize, self._slice_of)
         yield from super().planned()
 
     def _update_parameters(self) -> None:

@@ -181,7 +181,7 @@ class Part:
         if self.gradients is not None:
             yield from self.gradients.wire(work)
             if self.place.copies is not None:  # a slice there and back
-                yield Purpose.AVERAGE_REPLICAS, 2 * self.flat.index.slice_numel * work.updates
+                yield Purpose.AVERAGE_REPLICAS, 2 * self.flat.index.slice_numel(self.weights.rank) * work.updates
         yield from self.updater.wire(work)
 
     def next_version(self) -> None:

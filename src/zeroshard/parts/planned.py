@@ -45,13 +45,13 @@ class Work:
 Wire = Iterator[tuple[Purpose, int]]  # elements that a step moves
 
 
-def on_device(index: Index, category: Category, nbytes: int, slices: int = 1) -> Planned:
-    """A buffer over a flat, or one of `slices` even slices of it, of `nbytes` per element."""
-    kept, padding = (Fraction(numel * nbytes, slices) for numel in (index.numel, index.padding))
-    return Planned("device", category, kept, padding)
+def on_device(index: Index, category: Category, nbytes: int, rank: int | None = None) -> Planned:
+    """A buffer over a flat of `nbytes` per element, or over the slice of a rank."""
+    kept, padding = (Fraction(index.numel), Fraction(index.padding)) if rank is None else index.share(rank)
+    return Planned("device", category, kept * nbytes, padding * nbytes)
 
 
 def on_lower_tier(index: Index, tier: str, category: Category, nbytes: int, paged: bool = True) -> Planned:
     """A slice of a flat on a tier below the device, `nbytes` in all, in whole pages unless torch makes it."""
-    kept = Fraction(nbytes * index.numel, index.padded_numel)
+    kept = Fraction(nbytes * index.numel, max(index.padded_numel, 1))
     return Planned(tier, category, kept, (in_pages(nbytes) if paged else nbytes) - kept)

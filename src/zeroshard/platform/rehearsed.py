@@ -24,7 +24,7 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.transfers import Modelled, Task, TaskRunner
 from zeroshard.platform.real import Platform
 from zeroshard.platform.shared_memory import SharedMemory, Signal
-from zeroshard.platform.transport import Arrival, Group, Network, Scratch, Sizes
+from zeroshard.platform.transport import Arrival, Bounds, Group, Network, Scratch, Sizes
 
 WireSeconds = Callable[[str, int, Sequence[int]], float]  # of an operation, its bytes and its ranks
 LinkOf = Callable[[Sequence[int]], str]  # the name of the link between some ranks
@@ -166,7 +166,8 @@ class Rehearsal(Platform):
         """Fill a buffer with copies of `values`, if tensors have values; in a real run other ranks do this work."""
         if self.values and into.numel() and values.numel():
             start = time.process_time()
-            into.view(-1, values.numel()).copy_(values)
+            for part in into.split(values.numel()):
+                part.copy_(values[: part.numel()])
             self.clock.spent["aside"] += time.process_time() - start
 
 
@@ -177,14 +178,16 @@ class RehearsedNetwork(Network):
         super().__init__(rank, ranks, device)
         self._rehearsal = rehearsal
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group, bounds: Bounds = None) -> dist.Work:
         """As if every rank held `own`."""
-        super().gather(full, own, group)
+        super().gather(full, own, group, bounds)
         return self._rehearsal.begin("gather", full.nbytes)
 
-    def exchange(self, full: torch.Tensor, group: Group, scratch: Scratch) -> tuple[dist.Work, Arrival]:
+    def exchange(
+        self, full: torch.Tensor, group: Group, scratch: Scratch, bounds: Bounds = None
+    ) -> tuple[dist.Work, Arrival]:
         """As if every rank sent what this one sends."""
-        _, arrival = super().exchange(full, group, scratch)
+        _, arrival = super().exchange(full, group, scratch, bounds)
         return self._rehearsal.begin("exchange", full.nbytes), arrival
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:

@@ -19,6 +19,7 @@ MOST_ROTATIONS = 8  # with more ranks their zero-length messages cost more than 
 Scratch = Callable[[int], torch.Tensor]  # a buffer of a number of elements, from an arena
 Group = dist.ProcessGroup | None
 Sizes = list[int] | None
+Bounds = Sequence[int] | None  # N + 1 places in a buffer between which the ranks' slices lie; None for even ones
 
 
 class Several(dist.Work):
@@ -63,34 +64,40 @@ class Network:
         self._rank, self._ranks = rank, ranks
         self._rotates = not is_accelerator(device) and ranks <= MOST_ROTATIONS
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, group: Group, bounds: Bounds = None) -> dist.Work:
         """Start to fill `full` [N*S] with all ranks' `own` [S], which may be this rank's part of it."""
-        if not self._rotates:
+        if not self._rotates and bounds is None:
             return self.all_gather(full, own, group)
-        size = own.numel()
-        mine = full[self._rank * size : (self._rank + 1) * size]
-        if not same_place(mine, own):
-            mine.copy_(own)
+        parts = [part_of_rank(full, rank, self._ranks, bounds) for rank in range(self._ranks)]
+        if not same_place(parts[self._rank], own):
+            parts[self._rank].copy_(own)
+        if not self._rotates:  # all-gathers of backends take even slices alone
+            sent = (self.broadcast(part, rank, group) for rank, part in enumerate(parts) if part.numel())
+            return Several([work for work in sent if work is not None])
         works = []
         for step in range(1, self._ranks):
             to, source = (self._rank + step) % self._ranks, (self._rank - step) % self._ranks
-            works.append(self._rotate(full[source * size : (source + 1) * size], source, own, to, group))
+            works.append(self._rotate(parts[source], source, own, to, group))
         return Several(works)
 
-    def exchange(self, full: torch.Tensor, group: Group, scratch: Scratch) -> tuple[dist.Work, Arrival]:
+    def exchange(
+        self, full: torch.Tensor, group: Group, scratch: Scratch, bounds: Bounds = None
+    ) -> tuple[dist.Work, Arrival]:
         """Start to send every rank its slice of `full` [N*S], and to receive all copies of this rank's own."""
-        size = full.numel() // self._ranks
+        parts = [part_of_rank(full, rank, self._ranks, bounds) for rank in range(self._ranks)]
+        size = parts[self._rank].numel()
         if not self._rotates:
-            into = scratch(full.numel())
-            work = self.all_to_all(into, full, None, None, group)
-            return work, Arrival(lambda: list(into.view(self._ranks, -1)), into)
+            into = scratch(self._ranks * size)
+            sizes = None if bounds is None else [part.numel() for part in parts]
+            work = self.all_to_all(into, full, sizes and [size] * self._ranks, sizes, group)
+            return work, Arrival(lambda: list(into.view(self._ranks, size)), into)
         others = scratch((self._ranks - 1) * size)
-        copies = {self._rank: full[self._rank * size : (self._rank + 1) * size]}
+        copies = {self._rank: parts[self._rank]}
         works = []
         for step in range(1, self._ranks):
             to, source = (self._rank + step) % self._ranks, (self._rank - step) % self._ranks
             copies[source] = others[(step - 1) * size : step * size]
-            works.append(self._rotate(copies[source], source, full[to * size : (to + 1) * size], to, group))
+            works.append(self._rotate(copies[source], source, parts[to], to, group))
         return Several(works), Arrival(lambda: [copies[rank] for rank in range(self._ranks)], others)
 
     def all_gather(self, full: torch.Tensor, own: torch.Tensor, group: Group) -> dist.Work:
@@ -143,6 +150,13 @@ class Network:
         return self.all_to_all(into, out, receives, sends, group)
 
 
+def part_of_rank(full: torch.Tensor, rank: int, ranks: int, bounds: Bounds) -> torch.Tensor:
+    """The slice of a rank in a buffer [N*S]."""
+    size = full.numel() // ranks
+    low, high = (rank * size, (rank + 1) * size) if bounds is None else (bounds[rank], bounds[rank + 1])
+    return full[low:high]
+
+
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors begin at the same element of the same memory."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
@@ -154,28 +168,27 @@ class Shared:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
 
-    def gather(self, full: torch.Tensor, own: torch.Tensor, label: str) -> dist.Work:
+    def gather(self, full: torch.Tensor, own: torch.Tensor, label: str, bounds: Bounds = None) -> dist.Work:
         """Start to fill `full` [N*S]: if it is common, wait for the signals of the owners that wrote it."""
         if self.memory.is_common(full):
             self.memory.post(Signal.GATHER)
             return self.memory.work(Signal.GATHER)
         self.memory.publish(label, own)
         self.memory.post(Signal.GATHER)
-        return _Copying(self.memory, full, own, label)
+        return _Copying(self.memory, full, own, label, bounds)
 
-    def exchange(self, full: torch.Tensor, label: str) -> tuple[dist.Work, Arrival]:
+    def exchange(self, full: torch.Tensor, label: str, bounds: Bounds = None) -> tuple[dist.Work, Arrival]:
         """Let every rank read its slice of `full` [N*S], and read all copies of this rank's own."""
         memory = self.memory
         memory.publish(label, full)
         memory.post(Signal.REDUCE)
-        size, dtype = full.numel() // memory.ranks, full.dtype
-        start = memory.rank * size
+        own = part_of_rank(full, memory.rank, memory.ranks, bounds)
+        start, size = own.storage_offset() - full.storage_offset(), own.numel()
 
         def copies() -> list[torch.Tensor]:
             ranks = range(memory.ranks)
             return [
-                full[start : start + size] if rank == memory.rank else memory.theirs(rank, label, start, size, dtype)
-                for rank in ranks
+                own if rank == memory.rank else memory.theirs(rank, label, start, size, full.dtype) for rank in ranks
             ]
 
         return memory.work(Signal.REDUCE), Arrival(copies, None)
@@ -184,8 +197,11 @@ class Shared:
 class _Copying(dist.Work):
     """Copies the other ranks' slices out of their memory once they are there, and waits until all have copied."""
 
-    def __init__(self, memory: SharedMemory, full: torch.Tensor, own: torch.Tensor, label: str) -> None:
+    def __init__(
+        self, memory: SharedMemory, full: torch.Tensor, own: torch.Tensor, label: str, bounds: Bounds
+    ) -> None:
         super().__init__()
+        self._bounds = bounds
         self._memory, self._full, self._own, self._label = memory, full, own, label
         self._arrived = memory.work(Signal.GATHER)
         self._copied: Signals | None = None
@@ -196,10 +212,10 @@ class _Copying(dist.Work):
     def wait(self, timeout: timedelta = timedelta(seconds=300)) -> bool:
         self._arrived.wait(timeout)
         if self._copied is None:
-            size = self._own.numel()
-            for rank, part in enumerate(self._full.split(size)):
+            for rank in range(self._memory.ranks):
+                part = part_of_rank(self._full, rank, self._memory.ranks, self._bounds)
                 if rank != self._memory.rank:
-                    part.copy_(self._memory.theirs(rank, self._label, 0, size, self._own.dtype))
+                    part.copy_(self._memory.theirs(rank, self._label, 0, part.numel(), self._own.dtype))
                 elif not same_place(part, self._own):
                     part.copy_(self._own)
             self._memory.post(Signal.COPIED)

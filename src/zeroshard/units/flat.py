@@ -1,7 +1,7 @@
 """A flat buffer and the user's parameters, which are views into it."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ class Flat:
     Args:
         ranks: that slice it.
         kind: of its place, for its label; empty for dense parameters.
+        owners: the rank that owns each parameter, ascending; None for even slices.
 
     Attributes:
         unit: of the parameters.
@@ -48,9 +49,10 @@ class Flat:
         trainable: bool,
         ranks: int,
         kind: str = "",
+        owners: Sequence[int] | None = None,
     ) -> None:
         self.unit, self._kind = unit, kind
-        self.index = Index.of([(name, parameter.shape) for name, parameter in parameters.items()], ranks)
+        self.index = Index.of([(name, parameter.shape) for name, parameter in parameters.items()], ranks, owners)
         self.dtype = dtype
         self.trainable = trainable
         self.parameters = list(parameters.values())

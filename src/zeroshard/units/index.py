@@ -1,8 +1,9 @@
 """The index table: the interval of each parameter in a flat buffer, and the interval of each rank's slice."""
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -31,22 +32,38 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The table of a flat buffer: parameters one behind the other, then padding to a multiple of `ranks`.
+    """The table of a flat buffer: parameters one behind the other, and the slice of each rank.
 
-    Rank r owns the even slice [r*S, (r+1)*S), S = `slice_numel`; the padding is shorter than `ranks`.
+    Slices are even, rank r's is [r*S, (r+1)*S), and padding shorter than `ranks` fills the last; or they lie between
+    borders of parameters, so that each rank owns whole ones, without padding (ragged slices, as in veScale's FSDP).
+
+    Attributes:
+        entries: the parameters.
+        ranks: among which the buffer is sliced.
+        bounds: the `ranks` + 1 places between which uneven slices lie; None for even ones.
     """
 
     entries: tuple[Entry, ...]
     ranks: int
+    bounds: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, parameters: list[tuple[str, torch.Size]], ranks: int) -> "Index":
-        """Lay out named shapes one behind the other."""
+    def of(cls, parameters: list[tuple[str, torch.Size]], ranks: int, owners: Sequence[int] | None = None) -> "Index":
+        """Lay out named shapes one behind the other.
+
+        Args:
+            owners: the rank that owns each, ascending; None for even slices.
+        """
         entries, offset = [], 0
         for name, shape in parameters:
             entries.append(Entry(name, shape, offset, shape.numel()))
             offset += shape.numel()
-        return cls(tuple(entries), ranks)
+        if owners is None:
+            return cls(tuple(entries), ranks)
+        assert list(owners) == sorted(owners), owners
+        firsts = [bisect.bisect_left(owners, rank) for rank in range(ranks + 1)]
+        offsets = [*(entry.offset for entry in entries), offset]
+        return cls(tuple(entries), ranks, tuple(offsets[first] for first in firsts))
 
     @property
     def numel(self) -> int:
@@ -54,14 +71,9 @@ class Index:
         return self.entries[-1].stop if self.entries else 0
 
     @property
-    def slice_numel(self) -> int:
-        """Elements of one rank's slice."""
-        return -(-self.numel // self.ranks)
-
-    @property
     def padded_numel(self) -> int:
         """Elements of the whole buffer, padding included."""
-        return self.slice_numel * self.ranks
+        return -(-self.numel // self.ranks) * self.ranks if self.bounds is None else self.numel
 
     @property
     def padding(self) -> int:
@@ -70,7 +82,21 @@ class Index:
 
     def interval(self, rank: int) -> tuple[int, int]:
         """First and one past the last element of a rank's slice."""
-        return rank * self.slice_numel, (rank + 1) * self.slice_numel
+        if self.bounds is not None:
+            return self.bounds[rank], self.bounds[rank + 1]
+        size = self.padded_numel // self.ranks
+        return rank * size, (rank + 1) * size
+
+    def slice_numel(self, rank: int) -> int:
+        """Elements of a rank's slice, padding included."""
+        start, stop = self.interval(rank)
+        return stop - start
+
+    def share(self, rank: int) -> tuple[Fraction, Fraction]:
+        """Elements and padding of a rank's slice by the formula, which deals out even slices' padding to all alike."""
+        if self.bounds is not None:
+            return Fraction(self.slice_numel(rank)), Fraction(0)
+        return Fraction(self.numel, self.ranks), Fraction(self.padding, self.ranks)
 
     def padding_in(self, start: int, stop: int) -> int:
         """How many elements of [start, stop) are padding."""

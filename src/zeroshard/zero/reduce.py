@@ -126,7 +126,7 @@ class Scatter(OwnSlice):
             buffer, wire = wire, arena.take(index.padded_numel, self._wire_dtype, f"wire {label}")
             wire.copy_(buffer)
         scratch = partial(_take, arena, wire.dtype, f"reduce {label}")
-        self._exchange = (self._comm.exchange(wire, scratch, label, index.padding), wire)
+        self._exchange = (self._comm.exchange(wire, scratch, label, index.padding, bounds=index.bounds), wire)
 
     def finish(self, seconds: float | None = None) -> bool:
         """Wait for the other ranks' copies of this rank's slice, and add their mean to the sum.
@@ -227,6 +227,8 @@ class AllReduce(Scatter):
 def average(total: torch.Tensor, comm: Comm, arena: Arena, label: str) -> None:
     """Let `total` [S] be its mean over the ranks of `comm`, in place; a collective call."""
     ranks = comm.mesh.ranks
+    if not total.numel():  # a rank that owns nothing of the unit, and so do its copies
+        return
     size = -(-total.numel() // ranks)
     padded = arena.take(size * ranks, total.dtype, label)
     padded[: total.numel()].copy_(total)

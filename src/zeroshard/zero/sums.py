@@ -95,7 +95,7 @@ class DeviceSum(BufferSum):
     ) -> None:
         super().__init__(buffer)
         self._flat, self._ledger, self._device = flat, ledger, comm.mesh.device
-        self._interval = flat.index.interval(comm.mesh.rank)
+        self._rank, self._interval = comm.mesh.rank, flat.index.interval(comm.mesh.rank)
         self._own = None if dtype is None else self._make(dtype)
         self._planned = dtype
 
@@ -156,12 +156,13 @@ class DeviceSum(BufferSum):
         """A slice, if it has a buffer of its own from the start; as wide as then."""
         if self._planned is not None:
             index = self._flat.index
-            yield on_device(index, Category.GRADIENTS, self._planned.itemsize, index.ranks)
+            yield on_device(index, Category.GRADIENTS, self._planned.itemsize, self._rank)
 
     def _make(self, dtype: torch.dtype) -> torch.Tensor:
         index, label = self._flat.index, f"gradient slice {self._flat.label}"
-        padding = index.padding_in(*self._interval)
-        return self._ledger.empty(index.slice_numel, dtype, self._device, Category.GRADIENTS, label, padding)
+        start, stop = self._interval
+        padding = index.padding_in(start, stop)
+        return self._ledger.empty(stop - start, dtype, self._device, Category.GRADIENTS, label, padding)
 
     def _separate(self) -> None:
         old, before = self._own, self.total

@@ -87,8 +87,8 @@ class Whole:
             spans: as in `Weights.publish`.
         """
         if self._publishes:
-            padding, label = self.flat.index.padding, f"updated {self.flat.label}"
-            self._pending = self._comm.gather(self.full, self.own, Purpose.GATHER_PARAMETERS, label, padding)
+            index, label = self.flat.index, f"updated {self.flat.label}"
+            self._pending = self._comm.gather(self.full, self.own, Purpose.GATHER_PARAMETERS, label, index.padding, index.bounds)
 
     def published(self) -> None:
         """Wait for the updated slices."""
@@ -109,6 +109,11 @@ class Whole:
         return buffer[start:stop]
 
     @property
+    def own_numel(self) -> int:
+        """Elements of this rank's slice, padding included."""
+        return self.flat.index.slice_numel(self.rank)
+
+    @property
     def _nbytes(self) -> int:
         return self.flat.index.padded_numel * self.flat.dtype.itemsize
 
@@ -125,7 +130,7 @@ class Mapped(Whole):
     def _allocate(self) -> None:
         index, label, size = self.flat.index, f"parameters {self.flat.label}", self.flat.dtype.itemsize
         padding = index.padding_in(*index.interval(self.rank))
-        self._ledger.take(Category.PARAMETERS, index.slice_numel * size, label, padding * size)
+        self._ledger.take(Category.PARAMETERS, self.own_numel * size, label, padding * size)
         assert self._comm.shared is not None
         self.full = self._comm.shared.memory.common(index.padded_numel, self.flat.dtype)
         self.own = self._part(self.full)
@@ -143,7 +148,7 @@ class Mapped(Whole):
     def planned(self) -> Iterator[Planned]:
         """Bytes that the ranks share, in equal parts."""
         index = self.flat.index
-        yield on_device(index, Category.PARAMETERS, self.flat.dtype.itemsize, index.ranks)
+        yield on_device(index, Category.PARAMETERS, self.flat.dtype.itemsize, self.rank)
 
     def wire(self, work: Work) -> Wire:
         """Updates in shared memory send nothing."""
@@ -216,7 +221,7 @@ class OnDevice:
     def planned(self, weights: "Sliced") -> Planned:
         """A slice of the device's memory."""
         index = weights.flat.index
-        return on_device(index, Category.PARAMETERS, weights.flat.dtype.itemsize, index.ranks)
+        return on_device(index, Category.PARAMETERS, weights.flat.dtype.itemsize, weights.rank)
 
 
 class Sliced(Whole):
@@ -243,7 +248,7 @@ class Sliced(Whole):
     def _allocate(self) -> None:
         index, dtype, label = self.flat.index, self.flat.dtype, f"parameters {self.flat.label}"
         padding = index.padding_in(*index.interval(self.rank))
-        self.own = self._keeper.slab(index.slice_numel, dtype, label, padding)
+        self.own = self._keeper.slab(self.own_numel, dtype, label, padding)
         self.full = torch.empty(index.padded_numel, dtype=dtype, device=self._comm.mesh.device)
 
     def load(self, values: torch.Tensor) -> None:
@@ -268,7 +273,7 @@ class Sliced(Whole):
         if task is None or index.ranks > 1:
             if task is not None:
                 task.wait()
-            self._pending = self._comm.gather(self.full, own, purpose, self.flat.label, index.padding)
+            self._pending = self._comm.gather(self.full, own, purpose, self.flat.label, index.padding, index.bounds)
         else:
             self._pending = task
         self.residence = Residence.GATHERING
@@ -312,5 +317,5 @@ class Sliced(Whole):
         """It is gathered for each forward and each backward (section 7.2.2), or for each run of them."""
         index, passes = self.flat.index, work.gathers
         yield Purpose.GATHER_PARAMETERS, index.numel * passes if index.ranks > 1 else 0
-        own = index.slice_numel - index.padding_in(*index.interval(self.rank))
+        own = self.own_numel - index.padding_in(*index.interval(self.rank))
         yield from ((purpose, own * passes) for purpose in self._keeper.brings)

@@ -1,0 +1,69 @@
+"""States of optimizers over whole tensors: rows, columns, matrices and lists of them, in checkpoints and in formulas.
+
+A checkpoint keeps a state in the shape of its parameter element by element, as all states are kept. Other tensors are
+kept whole, under the path of the state ("preconditioners.0"), and lists, tuples and tables by their structure.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from zeroshard.checkpoint.facts import plain, setting
+
+Tensors = dict[str, torch.Tensor]
+
+
+def encoded(value: Any, path: str, tensors: Tensors) -> Any:
+    """A state in JSON; the tensors in it with dimensions are entered into `tensors` by their paths.
+
+    Raises:
+        CheckpointError: it holds something that is no tensor, number, text, list, tuple or table.
+    """
+    if isinstance(value, torch.Tensor) and value.dim():
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [encoded(inner, f"{path}.{number}", tensors) for number, inner in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return {"table": {str(key): encoded(inner, f"{path}.{key}", tensors) for key, inner in value.items()}}
+    return plain(value)
+
+
+def decoded(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
+    """The state that `encoded` was given; `read` has the tensor of a path.
+
+    Raises:
+        ValueError: `encoded` makes no such value.
+    """
+    match value:
+        case {"tensor": str(path)}:
+            return read(path)
+        case {"list": list(inner)}:
+            return [decoded(each, read) for each in inner]
+        case {"tuple": list(inner)}:
+            return tuple(decoded(each, read) for each in inner)
+        case {"table": dict(inner)}:
+            return {key: decoded(each, read) for key, each in inner.items()}
+        case dict():
+            raise ValueError(f"a table of {sorted(value)}, which is no state")
+    return setting(value)
+
+
+def paths_of(value: Any) -> set[str]:
+    """The paths of the tensors in a state in JSON."""
+    match value:
+        case {"tensor": str(path)}:
+            return {path}
+        case {"list": list(inner)} | {"tuple": list(inner)}:
+            return set().union(*map(paths_of, inner))
+        case {"table": dict(inner)}:
+            return set().union(*map(paths_of, inner.values()))
+    return set()
+
+
+def tensor_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes of the tensors with dimensions in the states of one parameter."""
+    return sum(leaf.nbytes for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor) and leaf.dim())
