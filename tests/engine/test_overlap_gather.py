@@ -125,9 +125,9 @@ def traced() -> Iterator[list[str]]:
     """The gathers that are started and waited for, by name."""
     start, wait = comm.Comm.gather, comm.Pending.wait
 
-    def gather(self: Any, full: Tensor, own: Tensor, purpose: Any, label: str, padding: int = 0) -> comm.Pending:
+    def gather(self: Any, full: Tensor, own: Tensor, purpose: Any, label: str, padding: int = 0, bounds: Any = None) -> comm.Pending:
         EVENTS.append(f"start {label}")
-        return start(self, full, own, purpose, label, padding)
+        return start(self, full, own, purpose, label, padding, bounds)
 
     def waits(self: comm.Pending) -> None:
         if "updated" in self._place.label and self._work is not None:

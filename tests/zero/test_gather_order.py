@@ -80,7 +80,7 @@ class FakeComm:
         self.records: list[list[int]] = []
         self._values = values
 
-    def gather(self, full: Tensor, own: Tensor, purpose: Purpose, label: str, padding: int) -> Any:
+    def gather(self, full: Tensor, own: Tensor, purpose: Purpose, label: str, padding: int, bounds: Any) -> Any:
         self.log.append((purpose, label))
         return Arriving(full, self._values[label])
 

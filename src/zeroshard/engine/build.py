@@ -11,6 +11,7 @@ from torch import nn
 from zeroshard.activations.make import SaverMeans, saver_of
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.checks.optimizer_groups import groups_of, refuse_used
+from zeroshard.checks.whole_tensors import refuse_split
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
@@ -20,7 +21,7 @@ from zeroshard.offload.host_tiers import HostTiers, units_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
-from zeroshard.optim import SpanOptimizer, StateLayout, check_elementwise
+from zeroshard.optim import Owners, SpanOptimizer, layout_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
@@ -116,12 +117,13 @@ class Builder:
         Raises:
             PlanError, ModelError, OptimizerError: plan, model or optimizer do not fit together.
         """
-        layout = check_elementwise(torch_optimizer)
+        layout = layout_of(torch_optimizer)
         refuse_used(torch_optimizer)
         skip = self._stage.skipped_modules
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         for technique in techniques:
             self._cut(technique, torch_optimizer, materialiser)
+        refuse_split(torch_optimizer, layout, self._cuts)
         groups = groups_of(torch_optimizer, self._model)
         kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
         units = self._stage.units
@@ -135,15 +137,18 @@ class Builder:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
             self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
+        owners = Owners(layout.whole is not None and self._residency.slice_states)
         for unit in units:
             kinds = self._kinds(unit, groups, kept)
             for owner in unit.owners:
                 materialiser.materialise(owner)
             parts.append([])
             for (dtype, trainable, kind), members in kinds.items():
-                real = {name: materialiser.real(parameter) for name, parameter in members.items()}
                 place = self._axes.place(kind)
-                flat = Flat(unit, real, dtype, trainable, place.slices.size, str(kind))
+                among, size = place.slices.comm, place.slices.size
+                members, owned_by = owners.deal(members, among, size if trainable else 1)
+                real = {name: materialiser.real(parameter) for name, parameter in members.items()}
+                flat = Flat(unit, real, dtype, trainable, size, str(kind), owned_by)
                 parts[-1].append(self._part(flat, place, members, groups, unit.number in going))
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
@@ -154,7 +159,7 @@ class Builder:
         self._axes.begin()
         self._spans.install_spans()
         self._late.spans_installed()
-        states = sum(_state_nbytes(part, layout) for of_unit in parts for part in of_unit)
+        states = sum(_state_nbytes(part) for of_unit in parts for part in of_unit)
         made = self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
@@ -429,12 +434,11 @@ class Builder:
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
 
 
-def _state_nbytes(part: Part, layout: StateLayout) -> int:
+def _state_nbytes(part: Part) -> int:
     """Bytes of optimizer states that the first step makes on the device for a part."""
-    if isinstance(part.updater, HostUpdater) or not part.flat.trainable:
+    if isinstance(part.updater, HostUpdater) or not isinstance(part.updater, DeviceUpdater):
         return 0
-    values = part.updater.values
-    return values.numel() * layout.bytes_per_element * values.itemsize // 4
+    return part.updater.state_bytes
 
 
 def _precise(flat: Flat, least: torch.dtype | None = None) -> torch.dtype:

@@ -29,6 +29,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved
+from zeroshard.optim.whole_states import encoded, whole_pieces
 from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.parameters.whole_tensors import WholeTensors
 from zeroshard.parts.axes import Axes
@@ -276,6 +277,7 @@ class State:
                 for (box, inside), counted in part.boxes(number, low, values):
                     if counted:
                         yield TensorPiece(f"{kind}:{name}", shape, box, inside)
+        yield from whole_pieces(part, index.interval(rank))
         for number, entry in enumerate(index.entries):
             shape = part.whole_shape(number)
             if rank == 0 and math.prod(shape) == 0:
@@ -299,7 +301,7 @@ class State:
             scalars = part.updater.scalars(span)
             for number, _, _ in part.flat.index.overlaps(span.start, span.stop):
                 if scalars is not None:
-                    found[part.flat.index.entries[number].name] = {k: plain(v) for k, v in scalars.items()}
+                    found[part.flat.index.entries[number].name] = {k: encoded(v, k, {}) for k, v in scalars.items()}
         return found
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -324,7 +326,7 @@ class State:
 
     def _checked(self, reader: Reader) -> Saved:
         """The optimizer's state in a checkpoint, after a check that it fits this optimizer."""
-        saved = Saved(reader, self._optimizer.optimizer)
+        saved = Saved(reader, self._optimizer.optimizer, self._optimizer.layout.whole is None)
         for part in self._parts.all:
             for span in part.updater.spans:
                 for number, _, _ in part.flat.index.overlaps(span.start, span.stop):
@@ -343,12 +345,13 @@ class State:
         updater.split([after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b])
         for span in updater.spans:
             entry = entries[part.flat.index.number_at(span.start)]
-            loaded = saved.state(entry.name)
+            loaded = saved.state(entry.name, part.splits.get(entry.name))
             if loaded is None:
                 updater.load_state(span, None)
                 continue
             for key in saved.kinds(entry.name):
-                loaded[key] = values = torch.zeros_like(span.tensor)
+                loaded[key] = torch.zeros_like(span.tensor)
+                values = loaded[key].view(-1)
                 for number, low, high in part.flat.index.overlaps(span.start, span.stop):
                     inside = values[low - span.start : high - span.start]
                     reader.fill(f"{key}:{entries[number].name}", [each for each, _ in part.boxes(number, low, inside)])

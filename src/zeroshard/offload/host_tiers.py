@@ -79,7 +79,9 @@ class HostTiers:
     def planned(self, weights: Weights) -> Planned:
         """A slice of parameters on the host or the disk."""
         index, tier = weights.flat.index, "disk" if self.policy.disk_parameters else "host"
-        return on_lower_tier(index, tier, Category.PARAMETERS, index.slice_numel(weights.rank) * weights.flat.dtype.itemsize)
+        return on_lower_tier(
+            index, tier, Category.PARAMETERS, index.slice_numel(weights.rank) * weights.flat.dtype.itemsize
+        )
 
     def check_room(
         self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int, adds: bool

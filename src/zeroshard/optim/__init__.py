@@ -1,6 +1,7 @@
 """Optimizers: any elementwise `torch.optim` optimizer, run on slices of flat buffers (1910.02054, section 5.1).
 
-Read `probe` (whether an optimizer treats each element alone), `spans` (its parameters as slices), `updater`.
+Read `probe` (whether an optimizer treats each element alone), `spans` (its parameters as slices), `updater`; for those
+that need whole tensors, `owners` (which rank has which) and `whole_states`.
 Optimizers of its own, which run in a plain loop too, have a module each, over `tensor_optimizer`.
 """
 
@@ -8,7 +9,8 @@ from zeroshard.optim.adafactor import Adafactor
 from zeroshard.optim.adam8bit import Adam8bit, AdamW8bit
 from zeroshard.optim.lamb import LAMB
 from zeroshard.optim.muon import Muon, muon_groups
-from zeroshard.optim.probe import StateLayout, check_elementwise, fresh_state
+from zeroshard.optim.owners import Owners
+from zeroshard.optim.probe import StateLayout, check_elementwise, fresh_state, layout_of
 from zeroshard.optim.shampoo import Shampoo
 from zeroshard.optim.sm3 import SM3
 from zeroshard.optim.soap import SOAP
@@ -22,11 +24,13 @@ __all__ = [
     "Adam8bit",
     "AdamW8bit",
     "Muon",
+    "Owners",
     "Shampoo",
     "SliceSpan",
     "SpanOptimizer",
     "StateLayout",
     "check_elementwise",
     "fresh_state",
+    "layout_of",
     "muon_groups",
 ]

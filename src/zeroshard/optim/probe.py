@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
@@ -74,16 +73,18 @@ def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]
         )
 
 
-def state_nbytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size) -> int:
-    """Bytes of the states with dimensions that an optimizer makes for an fp32 parameter of a shape, computed in none.
+def state_nbytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32
+) -> int:
+    """Bytes of the states with dimensions that an optimizer makes for a parameter of a shape, computed without values.
 
     An optimizer that reads values runs on a small tensor instead, whose states tell how theirs grow with its sides.
     """
     try:
-        return tensor_bytes(_stepped(optimizer, group, torch.empty(shape, device="meta")))
+        return tensor_bytes(_stepped(optimizer, group, torch.empty(shape, dtype=dtype, device="meta")))
     except Exception:  # it reads values, which a tensor without any refuses in many ways
         sides = dict(zip(SIDES, shape, strict=False))
-        small = torch.ones(tuple(sides))
+        small = torch.ones(tuple(sides), dtype=dtype)
         leaves = tree_leaves(dict(_stepped(optimizer, group, small)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         return sum(leaf.itemsize * math.prod(sides.get(side, side) for side in leaf.shape) for leaf in tensors)

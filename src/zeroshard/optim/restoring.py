@@ -5,6 +5,7 @@ the names and types of its states. See `zeroshard.optim.probe`.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from zeroshard.checkpoint import Reader
 from zeroshard.checkpoint.facts import setting, shown
 from zeroshard.errors import CheckpointError, OptimizerError
 from zeroshard.optim.probe import SHAPE, try_states
+from zeroshard.optim.whole_states import decoded, paths_of, read_whole
+from zeroshard.parts.place import Split
 
 NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are no optimizer states
 WAY_OUT = "Use an earlier checkpoint, or take the weights alone with engine.load_weights."
@@ -24,6 +27,9 @@ Table = dict[str, Any]
 class Saved:
     """An optimizer's options and states in a checkpoint.
 
+    Args:
+        elementwise: whether it treats each element alone.
+
     Attributes:
         groups: the options of each parameter group when they were saved.
         scalars: by parameter, its scalar states in their JSON form.
@@ -32,8 +38,9 @@ class Saved:
         CheckpointError: the options are not those of this optimizer, or out of range.
     """
 
-    def __init__(self, reader: Reader, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, reader: Reader, optimizer: torch.optim.Optimizer, elementwise: bool = True) -> None:
         self._reader, self._path, facts = reader, reader.path, reader.facts["optimizer"]
+        self._elementwise = elementwise  # else parameters of other dimensions than the trial's have other states
         kind, groups = type(optimizer).__name__, optimizer.param_groups
         if (facts["class"], len(facts["groups"])) != (kind, len(groups)):
             raise CheckpointError(
@@ -61,14 +68,20 @@ class Saved:
                 raise CheckpointError(f"{self._path} holds options that cannot be: {at}: {error} {WAY_OUT}") from error
             self.groups.append(options)
 
-    def state(self, name: str) -> Table | None:
-        """The scalar states of a parameter; None if it has no states."""
+    def state(self, name: str, split: Split | None = None) -> Table | None:
+        """The states of a parameter that have no value per element; None if it has no states.
+
+        Args:
+            split: the part of it that this rank holds.
+        """
         kept = self.scalars.get(name)
-        return None if kept is None else {key: setting(value) for key, value in kept.items()}
+        read = partial(read_whole, self._reader, name, split)
+        return None if kept is None else {key: decoded(value, read) for key, value in kept.items()}
 
     def kinds(self, name: str) -> list[str]:
         """The states of a parameter that have a value per element."""
-        return [kind for kind in self._reader.kinds(name) if kind not in NO_STATES]
+        whole = set().union(*map(paths_of, self.scalars.get(name, {}).values()))
+        return [kind for kind in self._reader.kinds(name) if kind not in NO_STATES and kind not in whole]
 
     def check(self, name: str, group: int) -> None:
         """Check a parameter's states against those that its group's optimizer makes.
@@ -85,14 +98,19 @@ class Saved:
         for key, value in known.items():
             elements = isinstance(value, torch.Tensor) and value.shape == SHAPE
             saved = key in kinds if elements else kept is not None and key in kept
-            if not saved and all(key in states for states in steps):
+            if not saved and self._elementwise and all(key in states for states in steps):
                 raise CheckpointError(
                     f"{self._path} lacks the optimizer's state '{key}' of '{name}', without which the update would be "
                     f"another. {WAY_OUT}"
                 )
+        for path in {each for value in (kept or {}).values() for each in paths_of(value)}:
+            if self._reader.shape(f"{path}:{name}") is None:
+                raise CheckpointError(f"{self._path} lacks the optimizer's state '{path}' of '{name}'. {WAY_OUT}")
         if kept is None:
             raise CheckpointError(f"{self._path} holds '{kinds[0]}:{name}' and no scalars of '{name}'. {WAY_OUT}")
         for key, value in kept.items():
+            if isinstance(value, dict):  # a structure with tensors
+                continue
             _check_scalar(self._path, f"the optimizer's state '{key}' of '{name}'", value, known.get(key), key)
 
     def _check_elements(self, key: str, name: str) -> None:

@@ -64,7 +64,7 @@ class SpanOptimizer:
         self._joined: list[SliceSpan] = []  # of flats whose steps were put off
         self._joined_elements = 0
         self._then: list[Callable[[], None]] = []
-        self._known_bytes: dict[tuple[int, torch.Size], int] = {}  # of whole tensors, by group and shape
+        self._known_bytes: dict[tuple[int, torch.Size, torch.dtype], int] = {}  # of whole tensors
 
     def add(
         self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
@@ -219,13 +219,12 @@ class SpanOptimizer:
         """Bytes of the states of one flat's spans, by the layout; those of whole tensors by their shapes."""
         if self.layout.whole is None:
             return sum(s.tensor.nbytes for s in self._spans[number]) * self.layout.bytes_per_element // 4
-        wide = (s.tensor.itemsize if s.tensor.itemsize > 4 else 4 for s in self._spans[number])
-        return sum(self._bytes_of(s.group, s.tensor.shape) * w // 4 for s, w in zip(self._spans[number], wide, strict=True))
+        return sum(self._bytes_of(span.group, span.tensor) for span in self._spans[number])
 
-    def _bytes_of(self, group: int, shape: torch.Size) -> int:
-        key = (group, shape)
+    def _bytes_of(self, group: int, tensor: torch.Tensor) -> int:
+        key = (group, tensor.shape, tensor.dtype)
         if key not in self._known_bytes:
-            self._known_bytes[key] = state_nbytes(self.optimizer, self._templates[group], shape)
+            self._known_bytes[key] = state_nbytes(self.optimizer, self._templates[group], tensor.shape, tensor.dtype)
         return self._known_bytes[key]
 
     def account(self) -> None:

@@ -131,7 +131,11 @@ class DeviceUpdater(Untrained):
     def elements(self, span: Span) -> dict[str, torch.Tensor]:
         """The optimizer's states with a value per element of a span [stop - start], by name."""
         state = self._state(span)
-        return {key: value.reshape(-1) for key, value in state.items() if self._per_element(value, span)}
+        return {
+            key: value.reshape(-1) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+            if self._per_element(value, span)
+        }
 
     def scalars(self, span: Span) -> dict[str, Any] | None:
         """Its other states of a span, such as a step count or columns; None before the first update."""

@@ -4,13 +4,17 @@ A checkpoint keeps a state in the shape of its parameter element by element, as 
 kept whole, under the path of the state ("preconditioners.0"), and lists, tuples and tables by their structure.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.checkpoint import Reader, TensorPiece
 from zeroshard.checkpoint.facts import plain, setting
+from zeroshard.parts.part import Part
+from zeroshard.parts.place import Split, boxes_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -67,3 +71,37 @@ def paths_of(value: Any) -> set[str]:
 def tensor_bytes(state: Mapping[str, Any]) -> int:
     """Bytes of the tensors with dimensions in the states of one parameter."""
     return sum(leaf.nbytes for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor) and leaf.dim())
+
+
+def whole_pieces(part: Part, interval: tuple[int, int]) -> Iterator[TensorPiece]:
+    """The tensors in states of parameters that begin in an interval of the flat, but for those of each element.
+
+    Of a stack of matrices of which ranks hold parts, a state has one entry for each matrix in its first dimension.
+    """
+    start, stop = interval
+    for span in part.updater.spans:
+        tensors: Tensors = {}
+        for key, value in (part.updater.scalars(span) or {}).items():
+            encoded(value, key, tensors)
+        entry = part.flat.index.entries[part.flat.index.number_at(span.start)]
+        for path, values in tensors.items() if start <= span.start < stop else ():
+            split = _of_state(part.splits.get(entry.name), tuple(values.shape[1:]))
+            shape = tuple(values.shape) if split is None else split.shape
+            for (box, inside), counted in boxes_of(values.shape, split, 0, values.reshape(-1)):
+                if counted:
+                    yield TensorPiece(f"{path}:{entry.name}", shape, box, inside)
+
+
+def read_whole(reader: Reader, name: str, split: Split | None, path: str) -> torch.Tensor:
+    """A tensor in a state of a parameter, or this rank's part of it."""
+    entry = reader.tensors[f"{path}:{name}"]
+    split = _of_state(split, entry.shape[1:])
+    values = torch.zeros(entry.shape if split is None else split.part_shape, dtype=entry.dtype)
+    targets = [each for each, _ in boxes_of(values.shape, split, 0, values.view(-1))]
+    reader.fill(f"{path}:{name}", targets)
+    return values
+
+
+def _of_state(split: Split | None, others: tuple[int, ...]) -> Split | None:
+    """The split of a state whose first dimension is the split one of its parameter."""
+    return None if split is None else replace(split, shape=(split.shape[0], *others))

@@ -183,7 +183,7 @@ class Shared:
         memory.publish(label, full)
         memory.post(Signal.REDUCE)
         own = part_of_rank(full, memory.rank, memory.ranks, bounds)
-        start, size = own.storage_offset() - full.storage_offset(), own.numel()
+        start, size = int(own.storage_offset() - full.storage_offset()), own.numel()
 
         def copies() -> list[torch.Tensor]:
             ranks = range(memory.ranks)
@@ -197,9 +197,7 @@ class Shared:
 class _Copying(dist.Work):
     """Copies the other ranks' slices out of their memory once they are there, and waits until all have copied."""
 
-    def __init__(
-        self, memory: SharedMemory, full: torch.Tensor, own: torch.Tensor, label: str, bounds: Bounds
-    ) -> None:
+    def __init__(self, memory: SharedMemory, full: torch.Tensor, own: torch.Tensor, label: str, bounds: Bounds) -> None:
         super().__init__()
         self._bounds = bounds
         self._memory, self._full, self._own, self._label = memory, full, own, label

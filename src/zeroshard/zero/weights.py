@@ -88,7 +88,9 @@ class Whole:
         """
         if self._publishes:
             index, label = self.flat.index, f"updated {self.flat.label}"
-            self._pending = self._comm.gather(self.full, self.own, Purpose.GATHER_PARAMETERS, label, index.padding, index.bounds)
+            self._pending = self._comm.gather(
+                self.full, self.own, Purpose.GATHER_PARAMETERS, label, index.padding, index.bounds
+            )
 
     def published(self) -> None:
         """Wait for the updated slices."""
