@@ -251,19 +251,16 @@ class SignSgd(torch.optim.Optimizer):
                     p.sub_(p.grad.sign() * group["lr"])
 
 
-ACCEPTED["custom"] = SignSgd
+ACCEPTED |= {"custom": SignSgd, "whole": Lamb}
 REFUSED: dict[str, Maker] = {
-    "Adafactor": torch.optim.Adafactor,
     "LBFGS": torch.optim.LBFGS,
-    "Lamb": Lamb,
     "SparseAdam": lambda ps: torch.optim.SparseAdam(list(ps)),
-    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]),
 }
 
 
 @pytest.mark.parametrize("zero", STAGES)
 @pytest.mark.parametrize("name", REFUSED)
-def test_optimizer_that_needs_whole_tensors_is_refused_by_name(name: str, zero: int) -> None:
+def test_optimizer_that_does_not_run_by_steps_alone_is_refused_by_name(name: str, zero: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(OptimizerError, match=f"^{name} "):
@@ -273,6 +270,11 @@ def test_optimizer_that_needs_whole_tensors_is_refused_by_name(name: str, zero: 
 def test_custom_elementwise_optimizer_is_accepted(pool: Pool) -> None:
     for zero in (1, 3):
         check(pool, "Small", zero, maker="custom")
+
+
+def test_custom_optimizer_over_whole_tensors_is_accepted(pool: Pool) -> None:
+    for zero in (0, 1, 3):
+        check(pool, "Small", zero, maker="whole")
 
 
 def test_optimizer_over_parameters_of_another_model_is_refused() -> None:

@@ -125,7 +125,9 @@ def traced() -> Iterator[list[str]]:
     """The gathers that are started and waited for, by name."""
     start, wait = comm.Comm.gather, comm.Pending.wait
 
-    def gather(self: Any, full: Tensor, own: Tensor, purpose: Any, label: str, padding: int = 0, bounds: Any = None) -> comm.Pending:
+    def gather(
+        self: Any, full: Tensor, own: Tensor, purpose: Any, label: str, padding: int = 0, bounds: Any = None
+    ) -> comm.Pending:
         EVENTS.append(f"start {label}")
         return start(self, full, own, purpose, label, padding, bounds)
 

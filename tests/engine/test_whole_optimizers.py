@@ -234,6 +234,22 @@ def test_checkpoints_load_under_other_ranks_and_stages(name: str, pool: Pool, tm
     assert all(torch.equal(again[key], straight[key]) for key in straight)
 
 
+def with_muon(mesh: zs.Mesh, zero: int) -> dict[str, Tensor]:
+    """Weights after three steps of torch's Muon over the matrices, while all other parameters are frozen."""
+    layers = model()
+    for p in layers.parameters():
+        p.requires_grad_(p.dim() == 2)
+    optimizer = torch.optim.Muon([p for p in layers.parameters() if p.dim() == 2], lr=1e-2)
+    engine = zs.Engine(layers, optimizer, zs.Plan(zero=zero), mesh=mesh)  # type: ignore[arg-type]
+    take_steps(engine, mesh, range(3))
+    return engine.state_dict()
+
+
+def test_the_muon_of_torch_has_owners(pool: Pool) -> None:
+    whole, *sliced = (pool.run(with_muon, 2, zero)[0] for zero in (0, 1, 3))
+    assert all(torch.equal(other[key], whole[key]) for other in sliced for key in whole)
+
+
 class Coupled(torch.optim.SGD):
     """Divides by the norm over all parameters."""
 

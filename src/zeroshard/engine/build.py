@@ -1,7 +1,7 @@
 """A plan, a model and an optimizer become parts: the one place where fields of the plan choose techniques."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +49,7 @@ from zeroshard.zero.reduce import AllReduce, Direct, OwnSlice, Scatter
 from zeroshard.zero.sums import BufferSum, DeviceSum
 from zeroshard.zero.weights import Keeper, Mapped, OnDevice, Sliced, Whole
 
+Kinds = dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]]
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -139,17 +140,12 @@ class Builder:
         parts: list[list[Part]] = []
         owners = Owners(layout.whole is not None and self._residency.slice_states)
         for unit in units:
-            kinds = self._kinds(unit, groups, kept)
             for owner in unit.owners:
                 materialiser.materialise(owner)
-            parts.append([])
-            for (dtype, trainable, kind), members in kinds.items():
-                place = self._axes.place(kind)
-                among, size = place.slices.comm, place.slices.size
-                members, owned_by = owners.deal(members, among, size if trainable else 1)
-                real = {name: materialiser.real(parameter) for name, parameter in members.items()}
-                flat = Flat(unit, real, dtype, trainable, size, str(kind), owned_by)
-                parts[-1].append(self._part(flat, place, members, groups, unit.number in going))
+            on_host, kinds = unit.number in going, self._kinds(unit, groups, kept)
+            parts.append(
+                [self._part(*flat, groups, on_host) for flat in self._flats(unit, kinds, materialiser, owners)]
+            )
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
         dtype_of = lambda p: self._precision.dtype_of(p, p in kept)  # noqa: E731
@@ -249,9 +245,7 @@ class Builder:
         whole, gradients = sum(sizes), 4 * max(sizes, default=0) if by_unit else sum(sizes)
         return 4 * ((whole if plan.zero else 0) + axis.size * gradients)
 
-    def _kinds(
-        self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]
-    ) -> dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]]:
+    def _kinds(self, unit: Unit, groups: dict[nn.Parameter, int], kept: set[nn.Parameter]) -> Kinds:
         """A unit's parameters by (dtype, trainable, kind of their place).
 
         Small ones come last, those of one optimizer group side by side: on all ranks alike, whose parts may be uneven.
@@ -263,7 +257,7 @@ class Builder:
                 numel = math.prod(cut.shape) // self._axes.new[cut.axis].size
             return is_small(numel), groups.get(item[1], -1)
 
-        kinds: dict[tuple[torch.dtype, bool, PlaceKind], dict[str, nn.Parameter]] = {}
+        kinds: Kinds = {}
         for name, parameter in sorted(unit.parameters.items(), key=order):
             key = (
                 self._precision.dtype_of(parameter, parameter in kept),
@@ -272,6 +266,17 @@ class Builder:
             )
             kinds.setdefault(key, {})[name] = parameter
         return kinds
+
+    def _flats(
+        self, unit: Unit, kinds: Kinds, materialiser: Materialiser, owners: Owners
+    ) -> Iterator[tuple[Flat, Place, dict[str, nn.Parameter]]]:
+        """Each flat of a unit with its place, and its parameters as they were before they were real, by name."""
+        for (dtype, trainable, kind), members in kinds.items():
+            place = self._axes.place(kind)
+            size = place.slices.size
+            members, owned_by = owners.deal(members, place.slices.comm, size if trainable else 1)
+            real = {name: materialiser.real(parameter) for name, parameter in members.items()}
+            yield Flat(unit, real, dtype, trainable, size, str(kind), owned_by), place, members
 
     def _part(
         self, flat: Flat, place: Place, members: dict[str, nn.Parameter], groups: dict[nn.Parameter, int], on_host: bool

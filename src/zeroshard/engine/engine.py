@@ -64,7 +64,7 @@ class Engine(Readings):
         model: any `nn.Module`; on the meta device it is materialised unit by unit, otherwise rank 0's weights are
             taken.
         optimizer: a `torch.optim` optimizer over the model's parameters, or a function of the parameters that makes
-            one, such as `partial(torch.optim.AdamW, lr=3e-4)`. It must treat each element alone.
+            one, such as `partial(torch.optim.AdamW, lr=3e-4)`. One that needs whole tensors has an owner for each.
         plan: what each rank keeps, precision, accumulation.
         mesh: this process's place; by default from torchrun's environment.
         loss: for `train_step`, a function of (model output, microbatch) to the mean loss, or to (sum, count) or (sum,

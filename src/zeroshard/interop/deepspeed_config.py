@@ -369,8 +369,8 @@ class _Reading:
         found = getattr(torch.optim, name, None)
         if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
             self._errors.append(
-                f"optimizer.type {kind!r} is not in torch.optim. Remove the section and give the engine an optimizer "
-                f"that treats each element alone."
+                f"optimizer.type {kind!r} is not in torch.optim. Remove the section and give the engine an optimizer, "
+                f"such as one of zs.optim."
             )
             return None
         if name in ("Adam", "AdamW"):

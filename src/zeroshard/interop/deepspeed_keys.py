@@ -118,7 +118,7 @@ ZERO: dict[str, Rule] = {
     **_all(NEEDLESS, "ranks compare what they did at every step", "enable_sanity_checks", "log_trace_cache_warnings"),
     **_all(NEEDLESS, "ranks may take different branches under every stage", "leaf_module"),
     **_all(NEEDLESS, "host memory is registered with CUDA once, when it is made", "cpu_offload_use_pin_memory"),
-    **_all(NEEDLESS, "Muon is refused: it would need whole tensors", "save_muon_momentum_buffer_in_memory"),
+    **_all(NEEDLESS, "Muon is an optimizer here, zs.optim.Muon", "save_muon_momentum_buffer_in_memory"),
     **_all(NEEDLESS, "groups gather in one piece", "mics_hierarchical_params_gather"),
     "ignore_unused_parameters": Rule(
         UNSUPPORTED, "a parameter without a gradient is left alone; look for p.grad is None after a backward", (True,)

@@ -5,6 +5,7 @@ An update on slices is exact if a tensor cut into flat pieces, stepped one after
 
 import inspect
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,12 @@ def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
         for group in optimizer.param_groups:
             _check_tensors_alone(optimizer, group)
         whole = str(error).split(" Under slices", 1)[0]
-    parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    nbytes = sum(state_nbytes(optimizer, group, p.shape) for group, p in parameters)
-    return StateLayout(-(-nbytes // max(1, sum(p.numel() for _, p in parameters))), 4, whole)
+    nbytes = numel = 0
+    for group in optimizer.param_groups:
+        shapes = Counter(p.shape for p in group["params"])
+        nbytes += sum(count * state_nbytes(optimizer, group, shape) for shape, count in shapes.items())
+        numel += sum(count * shape.numel() for shape, count in shapes.items())
+    return StateLayout(-(-nbytes // max(1, numel)), 4, whole)
 
 
 def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

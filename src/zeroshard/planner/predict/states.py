@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zeroshard.optim import check_elementwise
+from zeroshard.optim import layout_of
 from zeroshard.parts.choice import States
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
@@ -32,7 +32,7 @@ def sizes_of(task: TrainingTask) -> Sizes:
     """The sizes of a task's model and optimizer, made without values.
 
     Raises:
-        OptimizerError: the optimizer needs whole tensors.
+        OptimizerError: the optimizer does not run, or its parameters depend on each other.
     """
     with fakes(), quiet():
         model = task.build()
@@ -40,7 +40,7 @@ def sizes_of(task: TrainingTask) -> Sizes:
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         units = tuple(sum(p.numel() for p in unit.parameters.values()) for unit in find_units(model))
         optimizer = task.optimizer_of(model)
-    layout = check_elementwise(optimizer)
+    layout = layout_of(optimizer)
     return Sizes(trainable, sum(p.numel() for p in parameters) - trainable, units, layout.bytes_per_element)
 
 
