@@ -125,6 +125,7 @@ def trained(mesh: zs.Mesh, name: str, plans: list[zs.Plan]) -> list[tuple[dict[s
     for plan in plans:
         engine = engine_of(mesh, name, plan)
         take_steps(engine, mesh, range(3), plan.microbatches)
+        engine.check_replicas()
         found.append((engine.state_dict(), differences(engine)))
     return found
 

@@ -41,7 +41,8 @@ def copied(parts: Parts) -> Iterator[Copied]:
         own = _pieces(part, "parameter", weights.own, index.interval(weights.rank)[0])
         for axis in (axis for axis in (place.copies, place.twins) if axis is not None):
             yield Copied(axis, [*own, *updated])
-        if place.copies is None and index.ranks > 1 and part.updater.values.numel() == index.padded_numel:
+        everything = index.bounds is None and part.updater.values.numel() == index.padded_numel
+        if place.copies is None and index.ranks > 1 and everything:
             yield Copied(place.slices, updated)
 
 
