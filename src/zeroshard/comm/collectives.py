@@ -148,7 +148,7 @@ class Comm:
             else:
                 work = self.shared.gather(full, own, place.label, bounds)
         if self.shared is None or not self.shared.memory.is_common(full):
-            self._add(count, full, padding, 0 if self.shared is not None else own.nbytes * (self.mesh.ranks - 1))
+            self._add(count, full, padding, own.nbytes * (self.mesh.ranks - 1), sent=self.shared is None)
         return Pending(self, work, place, purpose)
 
     def exchange(
@@ -173,7 +173,7 @@ class Comm:
             else:
                 work, arrival = self.shared.exchange(full, place.label, bounds)
         own = part_of_rank(full, self.mesh.rank, self.mesh.ranks, bounds)
-        self._add(count, full, padding, 0 if self.shared is not None else full.nbytes - own.nbytes)
+        self._add(count, full, padding, full.nbytes - own.nbytes, sent=self.shared is None)
         return Exchange(self, work, place, purpose, arrival)
 
     def all_to_all(
@@ -367,10 +367,10 @@ class Comm:
             self.mesh.heartbeat.start(place)
         return place
 
-    def _add(self, count: Count, full: torch.Tensor, padding: int, sent_nbytes: int) -> None:
+    def _add(self, count: Count, full: torch.Tensor, padding: int, to_others: int, sent: bool) -> None:
         self._count(count, full.numel() - padding, full.nbytes, sent=False)
         count.padding += padding
-        count.sent_nbytes += sent_nbytes
+        count.sent_nbytes += to_others if sent else 0
 
     def _count(self, count: Count, elements: int, nbytes: int, sent: bool) -> None:
         ranks = self.mesh.ranks
