@@ -17,7 +17,7 @@ from zeroshard.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("plans_job.py")
-KILLS, SEED = 3, 0
+KILLS, JOBS, SEED = 3, 4, 0
 PATIENCE = 600.0  # seconds that the supervised job may take on a machine that is busy with other things
 
 
@@ -56,8 +56,8 @@ def supervised(folder: Path, names: list[str]) -> subprocess.Popen[str]:
 
 
 def test_killed_three_times_under_every_plan(pool: Pool, tmp_path: Path) -> None:
-    """In two jobs, because a job waits for half of its time: for other causes of a failure, and for stacks."""
-    whole, parts = tmp_path / "whole", {tmp_path / f"killed-{first}": list(PLANS)[first::2] for first in (0, 1)}
+    """In several jobs, because a job waits for most of its time: for other causes of a failure, and for stacks."""
+    whole, parts = tmp_path / "whole", {tmp_path / f"killed-{n}": list(PLANS)[n::JOBS] for n in range(JOBS)}
     jobs = [supervised(folder, names) for folder, names in parts.items()]
     try:
         for name in PLANS:  # one call each, because a call of the pool has a time limit
@@ -66,7 +66,7 @@ def test_killed_three_times_under_every_plan(pool: Pool, tmp_path: Path) -> None
     finally:
         for job in jobs:
             job.kill()
-    assert [job.returncode for job in jobs] == [0, 0], said
+    assert [job.returncode for job in jobs] == [0] * JOBS, said
     kinds = {note["kind"] for folder, names in parts.items() for note in survived(folder, whole, names)}
     assert kinds == {"start", "step", "save"}
 
