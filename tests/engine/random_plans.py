@@ -296,6 +296,9 @@ def _draw_activations(d: _Draw) -> None:
     if chosen == "selective":
         d.maybe("activations.operations", 0.4, ("norms",), ("attention", "activations"), ())
     d.maybe("activations.save_sums", 0.1, False)
+    d.maybe(
+        "activations.compress", 0.2, ("sparse",), ("binarize", "sparse"), ("binarize", "inplace"), ("binarize", "fp16")
+    )
 
 
 def _draw_offload(d: _Draw, on: bool) -> None:

@@ -16,14 +16,17 @@ class Recomputing(Choice):
     Attributes:
         recompute: its name in `Activations`.
         device_memory: the device's budget as the plan has it.
+        compress: how saved tensors are compressed.
     """
 
     recompute: str = "schedule"
     device_memory: str | int | None = None
+    compress: tuple[str, ...] = ()
 
     def describe(self, ranks: int | None) -> Description:
-        """What is recomputed, unless it is as the schedule says."""
-        return Description(settings=SHOWN.get(self.recompute, (f"recompute {self.recompute}",)))
+        """What is recomputed, unless it is as the schedule says, and how activations are compressed."""
+        compressed = (f"compressed {'+'.join(self.compress)}",) if self.compress else ()
+        return Description(settings=SHOWN.get(self.recompute, (f"recompute {self.recompute}",)) + compressed)
 
     @property
     def alike(self) -> bool:

@@ -10,10 +10,14 @@ from torch import nn
 from zeroshard.activations.auto import AutoRecomputation
 from zeroshard.activations.budget import ActivationBudget
 from zeroshard.activations.chain_decision import Rules
+from zeroshard.activations.codes.lossy import lossy_of
+from zeroshard.activations.compression import Allowed, CompressedStore
+from zeroshard.activations.gist import GistMode, enter_forwards
 from zeroshard.activations.offload import ActivationStore
 from zeroshard.activations.operations import operations_of
-from zeroshard.activations.policy import Activations
+from zeroshard.activations.policy import LOSSY, Activations
 from zeroshard.activations.recomputation import Recomputation
+from zeroshard.activations.regions import SMALLEST
 from zeroshard.activations.savers import Savers
 from zeroshard.activations.segments import Surroundings
 from zeroshard.comm.mesh import Mesh
@@ -45,11 +49,15 @@ class SaverMeans:
     Attributes:
         policy: the plan's settings of activations.
         ledger: counts what they hold.
+        model: whose forwards save them.
+        key: of random numbers, for the step under way.
         tier: where activations go that are offloaded, if any are.
     """
 
     policy: Activations
     ledger: Ledger
+    model: nn.Module
+    key: Callable[[], int]
     tier: HostTier | None = None
 
 
@@ -63,7 +71,18 @@ def _offload(means: SaverMeans) -> Saver | None:
     return None if tier is None else ActivationStore(tier.link, tier.host, means.ledger)
 
 
-SAVERS: Sequence[Callable[[SaverMeans], Saver | None]] = (_offload,)  # in the order in which they are asked
+def _compress(means: SaverMeans) -> Saver | None:
+    names = means.policy.compress
+    if not names:
+        return None
+    lossy = next((lossy_of(name, means.key) for name in names if name in LOSSY), None)
+    store = CompressedStore(Allowed("binarize" in names, "sparse" in names, lossy), means.ledger)
+    if lossy is not None or "binarize" in names:
+        enter_forwards(means.model, GistMode(store, "binarize" in names, SMALLEST), "inplace" in names)
+    return store
+
+
+SAVERS: Sequence[Callable[[SaverMeans], Saver | None]] = (_compress, _offload)  # in the order in which they are asked
 
 
 @dataclass(frozen=True)

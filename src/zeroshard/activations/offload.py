@@ -3,14 +3,7 @@
 vDNN (Rhu et al., 1602.08124, section 3) moves the input of each layer; here it is each saved tensor, as in
 `torch.autograd.graph.saved_tensors_hooks`, and several copies are under way at a time.
 
-[Note: regions] A copy moves a region: bytes of one storage, from a multiple of 64 on, so that a tensor is aligned
-as it was. All tensors in a region share its one copy, whatever their dtype, shape and stride, and each comes back with
-its own: kernels are chosen by strides, so other strides could give other sums. A region is identified by storage, bytes
-and version; the weak reference to the storage keeps its address from being given out again.
-
-[Note: parts of a storage] A tensor with gaps, or a small part of a large storage, is copied with its whole storage,
-which the graph would hold for it anyway: q, k and v that were cut out of one product are copied once. Where the storage
-is no result of the graph (a column of the data, say) such a part stays where it is.
+A copy moves a region (`regions`).
 
 [Note: changed in place] With hooks torch does not check whether a saved tensor was changed before the backward. So the
 version is recorded, and compared when the copy has been made, or when the tensor is read if it never left. As with
@@ -21,7 +14,6 @@ given back at once, or at the next `pack`, `unpack` or `settle` if a copy is sti
 anywhere, even inside a transfer, so dropping waits for nothing.
 """
 
-import math
 import threading
 import weakref
 from bisect import bisect_left
@@ -32,17 +24,15 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.activations.keep import changed_in_place
+from zeroshard.activations.regions import SMALLEST, extent_of
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.traffic import Purpose
 
-ALIGNED = 64  # bytes; no kernel depends on a larger alignment
-SMALLEST = 2**14  # bytes; below it a copy costs more than it frees
 PATIENCE = 4  # times the window: requests for others after which an unused copy on the device is dropped
 
 
@@ -88,7 +78,7 @@ class ActivationStore:
             BudgetExceeded: the host has no room, or the device none for a single copy.
             OffloadError: an earlier copy failed.
         """
-        extent = _extent(tensor, self._smallest)
+        extent = extent_of(tensor, self._smallest)
         if extent is None:
             return None
         with self._locked():
@@ -271,11 +261,11 @@ class ActivationStore:
             self._forget_dropped()
 
 
-_Key = tuple[int, int, int, int]  # storage, first byte, last byte + 1, version ([Note: regions])
+_Key = tuple[int, int, int, int]  # storage, first byte, last byte + 1, version (`regions`)
 
 
 class _Region:
-    """Bytes of a storage that are on the host, or are being copied there ([Note: regions]).
+    """Bytes of a storage that are on the host, or are being copied there (`regions`).
 
     Attributes:
         source: the bytes on the device, until their copy to the host is complete.
@@ -332,21 +322,3 @@ class _Handle:
         if flat.dtype != self.dtype:
             flat = flat.view(torch.uint8).view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
-
-
-def _extent(tensor: torch.Tensor, smallest: int) -> tuple[int, int] | None:
-    """The bytes of the storage that a tensor's region has, (first, last + 1); None if it stays on the device."""
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor) or not tensor.numel():
-        return None
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return None
-    held, size = int(tensor.untyped_storage().nbytes()), tensor.itemsize
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
-    first = int(tensor.storage_offset()) * size
-    last = first + span * size
-    if span > elements or last - first < smallest:  # [Note: parts of a storage]
-        if not tensor.requires_grad:
-            return None
-        first, last = 0, held - held % size
-    return (first - first % ALIGNED, last) if last <= held and last - first >= smallest else None

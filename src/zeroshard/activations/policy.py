@@ -9,12 +9,14 @@ from zeroshard.parts.settings import check_choice, check_flag, names_of, shown
 
 RECOMPUTE = ("schedule", "off", "blocks", "sqrt", "selective", "auto")
 CLASSES = ("attention", "norms", "activations")  # of operations that "selective" may compute again
+LOSSLESS = ("binarize", "sparse", "inplace")  # ways to compress
+LOSSY = ("fp16", "fp10", "fp8", "e4m3", "int8", "int4", "int2")
 RecomputeName = Literal["schedule", "off", "blocks", "sqrt", "selective", "auto"]
 
 
 @dataclass(frozen=True, repr=False)
 class Activations:
-    """What of the tensors saved for backward is computed again there (Chen et al., 1604.06174; 2205.05198).
+    """What of the tensors saved for backward is computed again there (1604.06174; 2205.05198), and what is compressed.
 
     Raises:
         PlanError: a value out of range, or two settings that do not combine.
@@ -30,6 +32,12 @@ class Activations:
     save_sums: bool = True
     """With layers split by tensor parallelism, keep what the ranks summed and gathered in the forward, so that a
     recomputation sends nothing."""
+    compress: tuple[str, ...] = ()
+    """How saved tensors are compressed after their use in the forward (Gist, ISCA 2018). Without loss: "binarize" (a
+    ReLU keeps 1 bit of an element, a max-pool 4), "sparse" (values that are not zero, with columns of a byte),
+    "inplace" (a ReLU writes over an input that nothing else needs). And one for all other values, which changes
+    gradients: "fp16", "fp10", "fp8", "e4m3" (with a scale for each 128 values), "int8", "int4" or "int2" (of 256
+    values, rounded at random)."""
 
     def __post_init__(self) -> None:
         check_choice("activations.recompute", self.recompute, RECOMPUTE)
@@ -37,6 +45,7 @@ class Activations:
         object.__setattr__(self, "operations", names_of("activations.operations", self.operations))
         for name in self.operations:
             check_choice("activations.operations", name, CLASSES)
+        self._check_compress()
         if self.operations != CLASSES and self.recompute != "selective":
             raise PlanError(
                 f"activations.operations={self.operations!r} is for recompute='selective', and recompute is "
@@ -53,6 +62,20 @@ class Activations:
             yield (
                 "recompute='auto' decides within device_memory, and that is not set. Set it, such as "
                 "device_memory='8GiB', or use recompute='off', 'blocks', 'sqrt' or 'selective'."
+            )
+
+    def _check_compress(self) -> None:
+        object.__setattr__(self, "compress", names_of("activations.compress", self.compress))
+        for name in self.compress:
+            check_choice("activations.compress", name, LOSSLESS + LOSSY)
+        if len(codes := [name for name in self.compress if name in LOSSY]) > 1:
+            raise PlanError(
+                f"activations.compress has {codes[0]!r} and {codes[1]!r}, and a value gets one code. Leave one out."
+            )
+        if "inplace" in self.compress and "binarize" not in self.compress:
+            raise PlanError(
+                f"activations.compress={self.compress!r} has 'inplace', which is for ReLUs that keep bits, and lacks "
+                f"'binarize'. Add 'binarize', or leave 'inplace' out."
             )
 
     def of_chunks(self, stages: int, schedule: str) -> bool:

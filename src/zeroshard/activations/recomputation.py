@@ -81,14 +81,14 @@ class Recomputation:
         self._called = 0
         self._inside = False
         for module, unit in blocks:
-            if not _compiled(module):
+            if not is_compiled(module):
                 module.forward = BlockForward(self, Call(module, unit, module.forward, operations))
         model.register_forward_pre_hook(outside(self._begin))
         model.register_forward_hook(outside(self._end), always_call=True)
 
     def run(self, block: "BlockForward", args: Any, kwargs: Any) -> Any:
         """A block's forward."""
-        if block.left_alone or self._inside or not torch.is_grad_enabled() or _recomputed_by_others():
+        if block.left_alone or self._inside or not torch.is_grad_enabled() or recomputed_by_others():
             return block.call.forward(*args, **kwargs)
         if any(map(_is_cache, (*args, *kwargs.values()))):
             args = tuple(None if _is_cache(value) else value for value in args)
@@ -233,9 +233,9 @@ class _FirstForward:
         return read(saved)
 
 
-def _recomputed_by_others() -> bool:
-    """Whether a backward is under way, or the model recomputes what runs now by itself."""
-    if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
+def recomputed_by_others(in_backward: bool = True) -> bool:
+    """Whether the model itself recomputes what runs now, or it is compiled; or a backward runs, if `in_backward`."""
+    if (in_backward and torch._C._current_graph_task_id() != -1) or torch.compiler.is_compiling():
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__code__", _NOWHERE).co_filename == CHECKPOINTS
@@ -251,7 +251,7 @@ def _inside_checkpoint() -> bool:
     return False
 
 
-_NOWHERE = _recomputed_by_others.__code__
+_NOWHERE = recomputed_by_others.__code__
 
 
 def _is_cache(value: Any) -> bool:
@@ -259,7 +259,8 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length")
 
 
-def _compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled or scripted."""
     graph = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
     return graph or isinstance(module, torch.jit.ScriptModule)
 

@@ -23,6 +23,7 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from zeroshard.activations.keep import Kept
@@ -141,6 +142,7 @@ class Region:
         self.kept: list[Any] = []
         self.asked, self.again, self.linked, self.sums = 0, False, False, 0
         self._autocast = _autocast_now(replay.device)
+        self._modes = _get_current_function_mode_stack()
 
     def once(self, make: Callable[[], Tensor]) -> Tensor:
         """A result that is made in the forward alone; as `parts.results.KeptResults`."""
@@ -211,6 +213,8 @@ class Region:
                 ]
                 mode = self.call.operations(self)
                 contexts += [Using(self), capture.hooks(), *self._autocast(), *([mode] if mode is not None else [])]
+                present = _get_current_function_mode_stack()
+                contexts += [each for each in self._modes if not any(each is other for other in present)]
                 for context in contexts:
                     stack.enter_context(context)
                 output = self.call.forward(*args, **kwargs)

@@ -41,7 +41,7 @@ from zeroshard.precision.cast import DTYPES, Precision, keep_in_fp32
 from zeroshard.rng.make import random_numbers_of
 from zeroshard.rng.rows import Rows
 from zeroshard.units import Flat, Unit, is_small
-from zeroshard.units.materialise import Initialiser, Materialiser
+from zeroshard.units.materialise import Initialiser, Materialiser, seed_of
 from zeroshard.zero import Accumulation, BufferedGradients, ByChunk, ByPass, Gatherer, Residency
 from zeroshard.zero.arriving import Arrivals, Arriving
 from zeroshard.zero.gradient_buffer import GradientBuffer
@@ -160,7 +160,7 @@ class Builder:
         self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
         tier = self._lower if self._plan.offloading.activations else None
-        saver = saver_of(SaverMeans(self._plan.saving, self._ledger, tier))
+        saver = saver_of(SaverMeans(self._plan.saving, self._ledger, self._model, self._key, tier))
         messages = self._arena if self._comm.shared is None else Arena(self._ledger, self._axes.world.buffer)
         return Assembly(
             Parts(units, parts, self._arena, messages, gatherer, self._random_numbers(techniques)),
@@ -196,6 +196,10 @@ class Builder:
         if not any(each.sliced for of_unit in weights for each in of_unit):
             return Gatherer()
         return ByChunk(units, weights) if self._plan.pipelined else ByPass(units, weights, self._comm)
+
+    def _key(self) -> int:
+        """Of this rank's random numbers in the step under way that no layer draws."""
+        return seed_of(self._plan.seed, "step", self._steps(), "rank", self._axes.world.mesh.rank)
 
     def _random_numbers(self, techniques: Sequence[Technique]) -> RandomNumbers:
         """Torch's own streams, or numbers keyed by what they are of."""

@@ -39,7 +39,7 @@ def choices_of(plan: Plan) -> Choices:
             split=plan.pipeline.split,
             together=plan.tensor.ranks,
         ),
-        Recomputing(plan.saving.recompute, plan.device_memory),
+        Recomputing(plan.saving.recompute, plan.device_memory, plan.saving.compress),
         Splitting(plan.tensor.ranks, plan.tensor.sequence, plan.tensor.layers is not None),
         Slicing(
             zero=plan.zero,

@@ -36,6 +36,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (4, "adamw", {"zero": 0, "tensor_parallel": 2, **CUT, **NETWORK}),
     *((2, "adamw", {"zero": 3, "recompute": recompute, **NETWORK}) for recompute in ("blocks", "sqrt", "selective")),
     (1, "sgd", {"zero": 0, "recompute": "sqrt", "microbatches": 2}),
+    *((1, "sgd", {"zero": 0, "activations.compress": ("binarize", code)}) for code in ("fp16", "fp10", "e4m3", "int4")),
     (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "1f1b", "recompute": "sqrt", **CUT}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
@@ -46,7 +47,7 @@ def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
     ranks, optimizer, plan = case
     rest = [plan.get("pipeline_parallel.schedule", ""), plan.get("precision", "")]
     rest.append(f"tensor {plan['tensor_parallel']}" if "tensor_parallel" in plan else "")
-    rest.append(plan.get("recompute", ""))
+    rest += [plan.get("recompute", ""), *plan.get("activations.compress", ())]
     return "-".join(filter(None, [f"{ranks}x", f"zero{plan['zero']}", optimizer, *rest]))
 
 
