@@ -14,6 +14,7 @@ from zeroshard.optim.tensor_optimizer import (
     Options,
     State,
     TensorOptimizer,
+    aligned,
     as_matrices,
     check_range,
     leading_shape,
@@ -106,6 +107,7 @@ class Shampoo(TensorOptimizer):
 
     def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
         weights, gradient = opened(parameter, group["batch_dims"])
+        gradient = aligned(gradient)
         update = gradient.unsqueeze(-1) if gradient.dim() == 2 else gradient  # a vector has one side
         names = _names(gradient.shape[1:])
         for turned, name in enumerate(names):

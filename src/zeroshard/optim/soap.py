@@ -16,6 +16,7 @@ from zeroshard.optim.tensor_optimizer import (
     Options,
     State,
     TensorOptimizer,
+    aligned,
     as_matrices,
     check_range,
     leading_shape,
@@ -96,6 +97,7 @@ class SOAP(TensorOptimizer):
 
     def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
         weights, gradient = opened(parameter, group["batch_dims"])
+        gradient = aligned(gradient)
         first, second = (as_matrices(state[key], group["batch_dims"]) for key in ("exp_avg", "exp_avg_sq"))
         step = state["step"].item()
         if gradient.dim() == 2:

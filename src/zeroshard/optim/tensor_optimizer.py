@@ -63,6 +63,11 @@ def opened(parameter: torch.Tensor, batch_dims: int | None) -> tuple[torch.Tenso
     )
 
 
+def aligned(stack: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own: products of matrices may round differently where one begins elsewhere in memory."""
+    return stack.clone(memory_format=torch.contiguous_format)
+
+
 def put_back(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Write the values that `opened` gave for a parameter back to it, unless they are its own memory.
 
