@@ -272,3 +272,41 @@ def test_what_needs_all_parameters_or_a_closure_is_refused(pool: Pool) -> None:
     assert "Coupled" in coupled and "depend on each other" in coupled and "clip_norm" in coupled
     closure = pool.run(refusal, 1, torch.optim.LBFGS, zs.Plan())[0]
     assert "LBFGS" in closure and "closure" in closure
+
+
+class Matrices(nn.Module):
+    """Layers of one matrix each, so that each layer has one owner and the other ranks have nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6, bias=False)) for _ in range(3))
+        self.head = nn.Linear(6, 13, bias=False)
+
+    def forward(self, x: Tensor, extra: bool = True) -> Tensor:
+        h: Tensor = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+def matrices_trained(mesh: zs.Mesh, plans: list[zs.Plan]) -> list[tuple[dict[str, Tensor], Any]]:
+    """Weights after three steps under each plan, with checked replicas, and rows that differ from their formulas."""
+    found = []
+    for plan in plans:
+        torch.manual_seed(0)
+        engine = zs.Engine(Matrices(), Gram, plan, mesh=mesh)
+        take_steps(engine, mesh, range(3))
+        engine.check_replicas()
+        found.append((engine.state_dict(), differences(engine)))
+    return found
+
+
+def test_groups_that_shard_apart_have_ranks_that_own_nothing_of_a_layer(pool: Pool) -> None:
+    plans = [zs.Plan(zero=2, shard_group=2), zs.Plan(zero=3, shard_group=2, transport="network")]
+    results = pool.run(matrices_trained, 4, plans)
+    expected = pool.run(matrices_trained, 1, [zs.Plan()])[0][0][0]
+    for weights, differing in (found for rank in results for found in rank):
+        assert differing == []
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=2e-6)

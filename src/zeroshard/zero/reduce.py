@@ -227,8 +227,6 @@ class AllReduce(Scatter):
 def average(total: torch.Tensor, comm: Comm, arena: Arena, label: str) -> None:
     """Let `total` [S] be its mean over the ranks of `comm`, in place; a collective call."""
     ranks = comm.mesh.ranks
-    if not total.numel():  # a rank that owns nothing of the unit, and so do its copies
-        return
     size = -(-total.numel() // ranks)
     padded = arena.take(size * ranks, total.dtype, label)
     padded[: total.numel()].copy_(total)
