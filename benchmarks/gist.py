@@ -1,7 +1,7 @@
 """Bytes saved for backward, and time, of compressed activations beside plain ones: Gist's networks, a language model.
 
 Networks are trained here for a few steps on images of ten patterns under noise, since ReLUs of an untrained network
-have few zeros; images are smaller and batches too, which says nothing about the ratio of layers of one kind to another. The
+have few zeros; images and batches are smaller than theirs too. The
 paper (ISCA 2018) gives up to 2x and 1.8x on average, about 1.4x without loss, and 4 % of time, on GPUs, with trained
 networks and against a framework that saves other tensors than torch does: its ratios are no bar for these.
 

@@ -63,6 +63,11 @@ class Activations:
                 "recompute='auto' decides within device_memory, and that is not set. Set it, such as "
                 "device_memory='8GiB', or use recompute='off', 'blocks', 'sqrt' or 'selective'."
             )
+        if self.recompute == "auto" and self.compress:
+            yield (
+                f"recompute='auto' and activations.compress={self.compress!r} do not combine: decisions count tensors "
+                f"as they are. Leave compress out, or use recompute='off', 'blocks', 'sqrt' or 'selective'."
+            )
 
     def _check_compress(self) -> None:
         object.__setattr__(self, "compress", names_of("activations.compress", self.compress))
