@@ -170,6 +170,7 @@ class Plan:
         yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
         yield from self.experts.refusals()
         yield from self.saving.refusals(self.device_memory is not None)
+        yield from self.saving.split_refusals(self.tensor.ranks, self.tensor.sequence, pipeline.stages)
         yield from self._overlap_refusals() if self.overlap_gather else ()
         if self.precision == "fp16" and self.loss_scaling.value == "off" and self.nonfinite == "raise":
             yield (

@@ -21,6 +21,7 @@ class Purpose(StrEnum):
     REPAY_GRADIENTS = "repay their gradients"
     SUM_ACTIVATIONS = "sum activations"
     GATHER_ACTIVATIONS = "gather activations"
+    GATHER_CHECKPOINTS = "gather checkpoints"
     SUM_LOSSES = "sum losses"
     SUM_TO_EVALUATE = "sum to evaluate"
     COUNT_TOKENS = "count tokens"

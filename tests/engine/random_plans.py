@@ -215,6 +215,8 @@ def _split_layers(rng: random.Random, plan: dict[str, Any], other: dict[str, Any
         if rng.random() < 0.75 and most > 1 and (settings or settings is plan):
             settings["tensor_parallel"] = rng.choice([n for n in (2, 2, 4) if n <= most])
             settings |= {"tensor_parallel.sequence": False} if rng.random() < 0.4 else {}
+            if "tensor_parallel.sequence" in settings and rng.random() < 0.6:
+                settings["activations.partition"] = True
             settings |= {"tensor_parallel.layers": rng.choice(LAYERS)} if rng.random() < 0.2 else {}
             if "pipeline_parallel.replicas" in settings and rng.random() < 0.9:
                 del settings["pipeline_parallel.replicas"]

@@ -114,7 +114,8 @@ def recomputation_of(
         return _auto_of(policy, model, blocks, around, means)
     operations = operations_of(policy.operations) if policy.recompute == "selective" else _no_operations
     lengths, last = LENGTHS[policy.recompute], means.staged or policy.recompute != "sqrt"
-    return Recomputation(model, blocks, lengths, around, operations, policy.save_sums, last)
+    sums = policy.save_sums and not policy.partition  # which are as large as the inputs
+    return Recomputation(model, blocks, lengths, around, operations, sums, last)
 
 
 def _auto_of(

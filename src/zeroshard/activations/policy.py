@@ -39,9 +39,15 @@ class Activations:
     gradients: "fp16", "fp10", "fp8", "e4m3" (with a scale for each 128 values), "int8", "int4" or "int2" (of 256
     values, rounded at random)."""
 
+    partition: bool = False
+    """P_a of ZeRO-R (1910.02054, section 6.1): with layers split by tensor parallelism without sequence parallelism, a
+    rank keeps a part of the inputs of blocks, which are gathered for the recomputation; sums are made again there, so
+    `save_sums` is of no effect."""
+
     def __post_init__(self) -> None:
         check_choice("activations.recompute", self.recompute, RECOMPUTE)
         check_flag("activations.save_sums", self.save_sums)
+        check_flag("activations.partition", self.partition)
         object.__setattr__(self, "operations", names_of("activations.operations", self.operations))
         for name in self.operations:
             check_choice("activations.operations", name, CLASSES)
@@ -81,6 +87,34 @@ class Activations:
             raise PlanError(
                 f"activations.compress={self.compress!r} has 'inplace', which is for ReLUs that keep bits, and lacks "
                 f"'binarize'. Add 'binarize', or leave 'inplace' out."
+            )
+
+    def split_refusals(self, tensor_ranks: int, sequence: bool, stages: int) -> Iterator[str]:
+        """Sentences about settings that do not combine with split layers, or not without, each with the way out."""
+        if tensor_ranks > 1 and self.recompute == "selective" and not self.save_sums:
+            yield (
+                f"activations.save_sums=False and recompute='selective' do not combine with tensor_parallel="
+                f"{tensor_ranks}: 'selective' keeps products, which sums are written into. Leave save_sums "
+                f"out, or use recompute='blocks' or 'sqrt'."
+            )
+        if not self.partition:
+            return
+        if tensor_ranks == 1:
+            yield (
+                "activations.partition=True divides the inputs of blocks among tensor ranks, and tensor_parallel is 1. "
+                "Set tensor_parallel=2 or more, or leave activations.partition out."
+            )
+        elif sequence:
+            yield (
+                "activations.partition=True and tensor_parallel.sequence=True do not combine: sequence parallelism has "
+                "divided the inputs of blocks already. Leave activations.partition out, or set "
+                "tensor_parallel.sequence=False."
+            )
+        if self.recompute not in ("blocks", "sqrt") or not self.of_blocks(stages):
+            yield (
+                f"activations.partition=True divides the inputs of blocks that are computed again whole, and recompute="
+                f"{self.recompute!r}{' with stages' if stages > 1 else ''} has none. Use recompute='sqrt', or, in one "
+                f"stage, 'blocks'; or leave activations.partition out."
             )
 
     def of_chunks(self, stages: int, schedule: str) -> bool:

@@ -27,6 +27,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from zeroshard.activations.keep import Kept
+from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.replay import Replay
@@ -49,6 +50,7 @@ class Surroundings:
         bring: gathers a unit for a backward.
         draws: a context in which a module draws what it drew in its forward.
         now: seconds.
+        partition: divides inputs of blocks that several ranks hold alike; None where none do.
     """
 
     device: torch.device
@@ -58,6 +60,7 @@ class Surroundings:
     bring: Callable[[int], None]
     draws: Callable[[nn.Module], AbstractContextManager[None]]
     now: Callable[[], float]
+    partition: CheckpointPartition | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +94,20 @@ class _KeptBack:
     def tensor(self) -> Tensor:
         """The tensor again, cut off from its graph."""
         return self.unpack(self.saved).detach()
+
+
+class _KeptPart(_KeptBack):
+    """A tensor of which this rank keeps a part."""
+
+    __slots__ = ("partition", "shape")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, partition: CheckpointPartition) -> None:
+        super().__init__(partition.part(tensor), hooks)
+        self.partition, self.shape, self.requires_grad = partition, tensor.shape, tensor.requires_grad
+
+    def tensor(self) -> Tensor:
+        """The tensor again, gathered: a collective call."""
+        return self.partition.whole(super().tensor(), self.shape)
 
 
 class _Linked:
@@ -306,7 +323,7 @@ class BlockSegment:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 if id(leaf) not in held:
-                    held[id(leaf)] = self._linked(leaf) or _KeptBack(leaf, hooks)
+                    held[id(leaf)] = self._linked(leaf) or self._keep(leaf, hooks)
                 arguments.append(held[id(leaf)])
             else:
                 arguments.append(leaf)
@@ -346,6 +363,13 @@ class BlockSegment:
         for region, needed in zip(self._regions, asked, strict=True):
             made.append(region.compute(self._around, lambda r, leaf: made[r][leaf], region.linked) if needed else [])
             self._count() if needed else None
+
+    def _keep(self, tensor: Tensor, hooks: Hooks | None) -> _KeptBack:
+        """Keep an argument of a block, or this rank's part of one."""
+        partition = self._around.partition
+        if partition is not None and partition.takes(tensor):
+            return _KeptPart(tensor, hooks, partition)
+        return _KeptBack(tensor, hooks)
 
     def _linked(self, tensor: Tensor) -> _Linked | None:
         found = self._made.get(id(tensor))

@@ -121,7 +121,8 @@ class Engine(Readings):
         self._gatherer, self._late = self._assembly.gatherer, self._assembly.late
         self._backward = Backward(self._assembly, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
-        self._assembly.recomputation = saving_of(self.plan, model, self._stage, self._assembly.parts, self._forward)
+        parts, alike = self._assembly.parts, self._axes.new
+        self._assembly.recomputation = saving_of(self.plan, model, self._stage, parts, self._forward, alike)
         writes = self._forward.writes
         self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
         self._update = Update(self._assembly, self._backward, self._axes, writes)

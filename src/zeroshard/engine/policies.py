@@ -1,17 +1,19 @@
 """The policy of each technique, made from a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import nn
 
 from zeroshard.activations.make import Means, recomputation_of
+from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.segments import Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.forward import Forward
 from zeroshard.moe.step_end import MixtureSteps
 from zeroshard.parts.part import Parts
+from zeroshard.parts.place import Axis
 from zeroshard.parts.steps import StepEnd
 from zeroshard.parts.technique import Technique, ranks_together
 from zeroshard.pipeline.policy import Cut
@@ -67,16 +69,25 @@ def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
 
 
 def saving_of(
-    plan: Plan, model: nn.Module, stage: Stage | WholeModel, parts: Parts, forward: Forward
+    plan: Plan,
+    model: nn.Module,
+    stage: Stage | WholeModel,
+    parts: Parts,
+    forward: Forward,
+    alike: Mapping[str, Axis],
 ) -> Recomputation | None:
-    """What recomputes blocks under a plan, if anything does."""
+    """What recomputes blocks under a plan, if anything does.
+
+    Args:
+        alike: the axes of techniques, by name, whose ranks may hold the inputs of blocks alike.
+    """
     policy = plan.saving
     if not policy.of_blocks(plan.pipeline.stages):
         return None
     places = lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers}  # noqa: E731
-    draws = parts.random_numbers.again
-    now, ledger = stage.mesh.now, parts.arena.ledger
-    around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now)
+    draws, now, ledger = parts.random_numbers.again, stage.mesh.now, parts.arena.ledger
+    partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
+    around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now, partition)
     with stage.blocks() as blocks:
         means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.tensor.splits, plan.experts.divides)
         return recomputation_of(policy, model, blocks, around, means)
