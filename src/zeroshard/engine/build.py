@@ -323,7 +323,7 @@ class Builder:
 
     def _load(self, weights: Weights, place: Place, keyed: bool, exact: bool) -> torch.Tensor:
         """Set the parameters to their initial values; these [N*S], apart from the parameters if `exact`."""
-        flat, dtype = weights.flat, _precise(weights.flat)
+        flat, dtype = weights.flat, weights.flat.precise_dtype()
         if exact or weights.sliced or dtype != flat.dtype:
             values = torch.zeros(flat.index.padded_numel, dtype=dtype, device=self._comm.mesh.device)
             self._fill(values, flat, keyed, place.owners)
@@ -364,7 +364,11 @@ class Builder:
             with host_slice.fetched(writes=True) as pages:
                 pages.master.copy_(values)
                 return HostAdam(weights, start, self._spans, groups, updates, unit, host_slice, total)
-        dtype, category, label = _precise(flat, torch.float32), Category.MASTER_WEIGHTS, f"master weights {flat.label}"
+        dtype, category, label = (
+            flat.precise_dtype(torch.float32),
+            Category.MASTER_WEIGHTS,
+            f"master weights {flat.label}",
+        )
         masters = lower.host.slab(values.numel(), dtype, category, label, padding)
         masters.copy_(values)
         return HostUpdater(weights, masters, start, self._spans, groups, updates, unit)
@@ -373,7 +377,7 @@ class Builder:
         """The sum of the gradients of a slice that is updated on the host."""
         assert self._lower is not None
         several = accumulation.local or accumulation.reduced
-        dtype = _precise(flat, torch.float32) if several else flat.dtype
+        dtype = flat.precise_dtype(torch.float32) if several else flat.dtype
         lower, rank = self._lower, place.slices.rank
         return HostSum(lower.link, lower.host, self._arena, flat, dtype, rank, lower.policy.delayed_update)
 
@@ -448,11 +452,3 @@ def _state_nbytes(part: Part) -> int:
     if isinstance(part.updater, HostUpdater) or not isinstance(part.updater, DeviceUpdater):
         return 0
     return part.updater.state_bytes
-
-
-def _precise(flat: Flat, least: torch.dtype | None = None) -> torch.dtype:
-    """The widest dtype of a flat and of the user's parameters in it, and of `least`."""
-    dtype = flat.dtype if least is None else torch.promote_types(flat.dtype, least)
-    for parameter in flat.parameters:
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    return dtype

@@ -76,11 +76,7 @@ def saving_of(
     forward: Forward,
     alike: Mapping[str, Axis],
 ) -> Recomputation | None:
-    """What recomputes blocks under a plan, if anything does.
-
-    Args:
-        alike: the axes of techniques, by name, whose ranks may hold the inputs of blocks alike.
-    """
+    """What recomputes blocks under a plan, if anything does; `alike` has the axes of techniques by name."""
     policy = plan.saving
     if not policy.of_blocks(plan.pipeline.stages):
         return None

@@ -143,7 +143,7 @@ class Update:
         Raises:
             NonFiniteError: always.
         """
-        mine = [name for part, gradients in self._trained for name in _nonfinite(part, gradients)]
+        mine = [name for part, gradients in self._trained for name in part.nonfinite(gradients)]
         losses = [loss for loss in map(float, self._backward.losses.values) if not math.isfinite(loss)]
         everyone = (comm or self._comm).agree_on([mine, str(losses[0]) if losses else None], "non-finite gradients")
         found = list(dict.fromkeys(name for names, _ in everyone for name in names))
@@ -265,15 +265,6 @@ def _in_turn(parts: Parts) -> list[tuple[Part, Gradients, int]]:
         place += len(part.flat.parameters)
     roots = parts.units[-1:]  # none on a stage without parameters
     return sorted(found, key=lambda item: item[0].flat.unit not in roots)
-
-
-def _nonfinite(part: Part, gradients: Gradients) -> list[str]:
-    index, total, start = part.flat.index, gradients.settle().settle(), part.flat.index.interval(part.weights.rank)[0]
-    return [
-        index.entries[number].name
-        for number, low, high in index.overlaps(start, start + total.numel())
-        if not bool(torch.isfinite(total[low - start : high - start]).all())
-    ]
 
 
 def _clamp(total: torch.Tensor, limit: float) -> None:

@@ -162,6 +162,16 @@ class Part:
             if counted
         ]
 
+    def nonfinite(self, gradients: Gradients) -> list[str]:
+        """The names of the parameters with an element of the step's sum on this rank that is not finite."""
+        index, total = self.flat.index, gradients.settle().settle()
+        start = index.interval(self.weights.rank)[0]
+        return [
+            index.entries[number].name
+            for number, low, high in index.overlaps(start, start + total.numel())
+            if not bool(torch.isfinite(total[low - start : high - start]).all())
+        ]
+
     @property
     def lost(self) -> str | None:
         """Why a write into the parameters outside of `gathered()` would not last, in words; None if it would."""

@@ -74,6 +74,13 @@ class Flat:
         kinds = [str(self.dtype).removeprefix("torch."), "" if self.trainable else "frozen", self._kind]
         return f"{self.unit.label}[{', '.join(filter(None, kinds))}]"
 
+    def precise_dtype(self, least: torch.dtype | None = None) -> torch.dtype:
+        """The widest dtype of the flat and of the user's parameters in it, and of `least`."""
+        dtype = self.dtype if least is None else torch.promote_types(self.dtype, least)
+        for parameter in self.parameters:
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        return dtype
+
     def view(self, buffer: torch.Tensor, number: int) -> torch.Tensor:
         """The part of `buffer` [padded] that holds parameter `number`, in its shape."""
         entry = self.index.entries[number]
