@@ -81,12 +81,12 @@ class Activations:
             check_choice("activations.compress", name, LOSSLESS + LOSSY)
         if len(codes := [name for name in self.compress if name in LOSSY]) > 1:
             raise PlanError(
-                f"activations.compress has {codes[0]!r} and {codes[1]!r}, and a value gets one code. Leave one out."
+                f"activations.compress has {codes[0]!r} and {codes[1]!r}, and a value gets one code; set one of them alone."
             )
         if "inplace" in self.compress and "binarize" not in self.compress:
             raise PlanError(
                 f"activations.compress={self.compress!r} has 'inplace', which is for ReLUs that keep bits, and lacks "
-                f"'binarize'. Add 'binarize', or leave 'inplace' out."
+                f"'binarize'. Add it, or set compress without 'inplace'."
             )
 
     def split_refusals(self, tensor_ranks: int, sequence: bool, stages: int) -> Iterator[str]:
