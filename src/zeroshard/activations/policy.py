@@ -81,7 +81,7 @@ class Activations:
             check_choice("activations.compress", name, LOSSLESS + LOSSY)
         if len(codes := [name for name in self.compress if name in LOSSY]) > 1:
             raise PlanError(
-                f"activations.compress has {codes[0]!r} and {codes[1]!r}, and a value gets one code; set one of them alone."
+                f"activations.compress has {codes[0]!r} and {codes[1]!r}, and a value gets one code; set one of them."
             )
         if "inplace" in self.compress and "binarize" not in self.compress:
             raise PlanError(
