@@ -4,13 +4,13 @@ Fake tensors have shapes, strides, dtypes and a device, and no values; operation
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -55,8 +55,17 @@ def _grouped_product(
     return made
 
 
-# The kernels take every floating-point dtype; torch's function for tensors without values refuses all but bf16.
-STAND_INS: dict[Packet, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_product}
+def _set_storage(tensor: torch.Tensor, *place: Any) -> torch.Tensor:
+    with disable_fake_tensor_cache(tensor.fake_mode) if isinstance(tensor, FakeTensor) else nullcontext():
+        made: torch.Tensor = SET_STORAGE(tensor, *place)
+    return made
+
+
+# The kernels take every floating-point dtype; torch's function for tensors without values refuses all but bf16. Its
+# cache holds the storages that tensors are set to for ever.
+SET_STORAGE = aten.set_.source_Storage_storage_offset
+GROUPED = aten._grouped_mm.default
+STAND_INS: dict[Packet, Callable[..., Any]] = {GROUPED: _grouped_product, SET_STORAGE: _set_storage}
 
 
 @contextmanager
@@ -95,7 +104,7 @@ def is_view(func: Packet) -> bool:
 
 def flops_of(func: Packet, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a matrix multiplication, convolution or attention; 0 of anything else."""
-    if func in STAND_INS:
+    if func is GROUPED:
         return _grouped_flops(*args[:2])
     count = flop_registry.get(func.overloadpacket)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
