@@ -24,6 +24,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "2bw": {**PIPELINE, "pipeline_parallel.schedule": "2bw"},
     "tensor": {"tensor_parallel": 2},
     "heads": {"tensor_parallel": 2, "tensor_parallel.sequence": False},
+    "experts": {"expert_parallel": 2},
+    "levels": {"expert_parallel": 2, "expert_parallel.two_level": True},
     "states": {"offload": "optimizer"},
     "streamed": {"offload": "optimizer,parameters"},
     "activations": {"offload": "activations"},
