@@ -45,6 +45,7 @@ WRONG: dict[str, list[Any]] = {
     "activations.save_sums": [1, "yes", None],
     "activations.compress": ["fp8", ("zip",), 7, ("fp8", "int4"), ("inplace",)],
     "activations.partition": [1, "host", None],
+    "activations.arena": [1, "auto", None],
     "pipeline_parallel.vertical_sync": [True, 1, "yes"],
     "tensor_parallel": [0, -1, 1.5, "2", True, None],
     "tensor_parallel.sequence": [1, "yes", None],

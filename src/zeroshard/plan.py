@@ -171,6 +171,8 @@ class Plan:
         yield from self.experts.refusals()
         yield from self.saving.refusals(self.device_memory is not None)
         yield from self.saving.split_refusals(self.tensor.ranks, self.tensor.sequence, pipeline.stages)
+        offloads = "activations" in self.offloading.kinds
+        yield from self.saving.arena_refusals(pipeline.stages, pipeline.schedule, pipeline.streams, offloads)
         yield from self._overlap_refusals() if self.overlap_gather else ()
         if self.precision == "fp16" and self.loss_scaling.value == "off" and self.nonfinite == "raise":
             yield (

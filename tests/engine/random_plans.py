@@ -298,6 +298,7 @@ def _draw_activations(d: _Draw) -> None:
     if chosen == "selective":
         d.maybe("activations.operations", 0.4, ("norms",), ("attention", "activations"), ())
     d.maybe("activations.save_sums", 0.1, False)
+    d.maybe("activations.arena", 0.4 if chosen in ("blocks", "sqrt") else 0.01, True)
     d.maybe(
         "activations.compress", 0.2, ("sparse",), ("binarize", "sparse"), ("binarize", "inplace"), ("binarize", "fp16")
     )

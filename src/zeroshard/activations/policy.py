@@ -44,10 +44,15 @@ class Activations:
     rank keeps a part of the inputs of blocks, which are gathered for the recomputation; sums are made again there, so
     `save_sums` is of no effect."""
 
+    arena: bool = False
+    """M_D of ZeRO-R (1910.02054, section 6.3): the inputs of blocks that are computed again are copied into one buffer,
+    whose layout is planned from the first step, so that they leave no gaps between other tensors."""
+
     def __post_init__(self) -> None:
         check_choice("activations.recompute", self.recompute, RECOMPUTE)
         check_flag("activations.save_sums", self.save_sums)
         check_flag("activations.partition", self.partition)
+        check_flag("activations.arena", self.arena)
         object.__setattr__(self, "operations", names_of("activations.operations", self.operations))
         for name in self.operations:
             check_choice("activations.operations", name, CLASSES)
@@ -110,12 +115,38 @@ class Activations:
                 "divided the inputs of blocks already. Leave activations.partition out, or set "
                 "tensor_parallel.sequence=False."
             )
-        if self.recompute not in ("blocks", "sqrt") or not self.of_blocks(stages):
+        if not self.from_inputs(stages):
             yield (
                 f"activations.partition=True divides the inputs of blocks that are computed again whole, and recompute="
                 f"{self.recompute!r}{' with stages' if stages > 1 else ''} has none. Use recompute='sqrt', or, in one "
                 f"stage, 'blocks'; or leave activations.partition out."
             )
+
+    def arena_refusals(self, stages: int, schedule: str, streams: bool, offloads: bool) -> Iterator[str]:
+        """Sentences about settings that do not combine with an arena of inputs of blocks, each with the way out."""
+        if not self.arena:
+            return
+        if not self.from_inputs(stages):
+            yield (
+                f"activations.arena=True has a buffer for the inputs of blocks that are computed again whole, and "
+                f"recompute={self.recompute!r}{' with stages' if stages > 1 else ''} has none. Use recompute='sqrt', "
+                f"or, in one stage, 'blocks'; or leave activations.arena out."
+            )
+        if streams:
+            yield (
+                f"activations.arena=True and pipeline_parallel.schedule={schedule!r} do not combine: steps overlap "
+                f"there, and a layout is planned for one step. Leave activations.arena out, or use a schedule that "
+                f"flushes, such as '1f1b'."
+            )
+        if offloads:
+            yield (
+                "activations.arena=True and offload='activations' do not combine: the inputs of blocks are on the host "
+                "then. Leave one of them out."
+            )
+
+    def from_inputs(self, stages: int) -> bool:
+        """Whether backwards compute whole blocks, or segments of them, again from their inputs."""
+        return self.recompute in ("blocks", "sqrt") and self.of_blocks(stages)
 
     def of_chunks(self, stages: int, schedule: str) -> bool:
         """Whether backwards compute the whole forward of their chunk of a pipeline again."""

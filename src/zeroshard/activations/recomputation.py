@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.activations.arenas import ArenaUse
 from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot, Surroundings, read
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.replay import Replay
@@ -125,7 +126,12 @@ class Recomputation:
 
     def step_ends(self, comm: Comm) -> list[StepEnd]:
         """What it does at the end of each step, with the ranks of a stage."""
-        return []
+        return [] if self._around.arena is None else [self._around.arena]
+
+    @property
+    def arena(self) -> ArenaUse | None:
+        """The use of the arena of checkpoints, if there is one."""
+        return None if self._around.arena is None else self._around.arena.use
 
     def _compute(self, region: Region, arguments: Any, hooks: Any, watching: Any = None) -> Any:
         """A block's forward, in which `hooks` take what it saves."""

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from zeroshard.activations.arenas import CheckpointArena, PlacedCheckpoint
 from zeroshard.activations.keep import Kept
 from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.errors import PlanError
@@ -51,6 +52,7 @@ class Surroundings:
         draws: a context in which a module draws what it drew in its forward.
         now: seconds.
         partition: divides inputs of blocks that several ranks hold alike; None where none do.
+        arena: has the inputs of blocks in one buffer, if they are to lie in one.
     """
 
     device: torch.device
@@ -61,6 +63,7 @@ class Surroundings:
     draws: Callable[[nn.Module], AbstractContextManager[None]]
     now: Callable[[], float]
     partition: CheckpointPartition | None = None
+    arena: CheckpointArena | None = None
 
 
 @dataclass(slots=True)
@@ -80,16 +83,22 @@ class Call:
 
 
 class _KeptBack:
-    """A tensor that is kept ([Note: kept tensors])."""
+    """A tensor that is kept ([Note: kept tensors]), in the arena of checkpoints if it takes it."""
 
-    __slots__ = ("requires_grad", "saved", "unpack")
+    __slots__ = ("place", "requires_grad", "saved", "unpack")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None) -> None:
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, arena: CheckpointArena | None = None) -> None:
         self.requires_grad = tensor.requires_grad
-        self.saved = (
-            hooks[0](tensor if isinstance(tensor, nn.Parameter) else tensor.detach()) if hooks else Kept(tensor)
-        )
-        self.unpack = hooks[1] if hooks else Kept.tensor
+        self.place = None if arena is None else arena.place(tensor)
+        self.saved: Any
+        self.unpack: Callable[[Any], Tensor]
+        if self.place is not None and self.place.held is not None:
+            self.saved, self.unpack = self.place, PlacedCheckpoint.tensor
+        elif hooks:
+            self.saved = hooks[0](tensor if isinstance(tensor, nn.Parameter) else tensor.detach())
+            self.unpack = hooks[1]
+        else:
+            self.saved, self.unpack = Kept(tensor), Kept.tensor
 
     def tensor(self) -> Tensor:
         """The tensor again, cut off from its graph."""
@@ -101,8 +110,10 @@ class _KeptPart(_KeptBack):
 
     __slots__ = ("partition", "shape")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None, partition: CheckpointPartition) -> None:
-        super().__init__(partition.part(tensor), hooks)
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, around: Surroundings) -> None:
+        partition = around.partition
+        assert partition is not None
+        super().__init__(partition.part(tensor), hooks, around.arena)
         self.partition, self.shape, self.requires_grad = partition, tensor.shape, tensor.requires_grad
 
     def tensor(self) -> Tensor:
@@ -366,10 +377,10 @@ class BlockSegment:
 
     def _keep(self, tensor: Tensor, hooks: Hooks | None) -> _KeptBack:
         """Keep an argument of a block, or this rank's part of one."""
-        partition = self._around.partition
-        if partition is not None and partition.takes(tensor):
-            return _KeptPart(tensor, hooks, partition)
-        return _KeptBack(tensor, hooks)
+        around = self._around
+        if around.partition is not None and around.partition.takes(tensor):
+            return _KeptPart(tensor, hooks, around)
+        return _KeptBack(tensor, hooks, around.arena if tensor.requires_grad else None)
 
     def _linked(self, tensor: Tensor) -> _Linked | None:
         found = self._made.get(id(tensor))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.activations.keep import Kept
+from zeroshard.checks.model_checks import refuse_renormalising
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
@@ -57,7 +58,7 @@ class Forward:
         self.writes = Writes(model, assembly.parts, self)
         model.register_forward_pre_hook(outside(self._enter_model), with_kwargs=True, prepend=True)
         model.register_forward_hook(outside(self._leave_model), always_call=True)
-        _refuse_renormalising(model, assembly)
+        refuse_renormalising(model, any(part.flat.index.ranks > 1 for part in self._parts.all))
         self._watch_units()
         self._watch_updates()
 
@@ -226,16 +227,6 @@ class Forward:
         elif before + change == 0:
             del self._activations[key]
             self._ledger.give(Category.ACTIVATIONS, storage.nbytes(), "saved activation")
-
-
-def _refuse_renormalising(model: nn.Module, assembly: Assembly) -> None:
-    for path, module in model.named_modules():
-        renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        if renormalises and any(part.flat.index.ranks > 1 for part in assembly.parts.all):
-            raise PlanError(
-                f"'{path}' has max_norm={module.max_norm}, so its forward writes into the weights, in other rows on "
-                f"each rank. Set max_norm to None, and renormalise inside `with engine.gathered():` between steps."
-            )
 
 
 def _have(late: LateUpdates, unit: int, *_: Any) -> None:

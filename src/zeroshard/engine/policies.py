@@ -5,6 +5,7 @@ from functools import partial
 
 from torch import nn
 
+from zeroshard.activations.arenas import CheckpointArena
 from zeroshard.activations.make import Means, recomputation_of
 from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.activations.recomputation import Recomputation
@@ -83,7 +84,8 @@ def saving_of(
     places = lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers}  # noqa: E731
     draws, now, ledger = parts.random_numbers.again, stage.mesh.now, parts.arena.ledger
     partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
-    around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now, partition)
+    arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
+    around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now, partition, arena)
     with stage.blocks() as blocks:
         means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.tensor.splits, plan.experts.divides)
         return recomputation_of(policy, model, blocks, around, means)

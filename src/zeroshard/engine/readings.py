@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.activations.arenas import ArenaUse
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.backward import Backward
@@ -84,6 +85,11 @@ class Readings:
     def activation_decisions(self) -> list[dict[str, Any]]:
         """What `recompute="auto"` does with each block of this rank, predicted beside measured."""
         return getattr(self._assembly.recomputation, "decisions", [])
+
+    @property
+    def checkpoint_arena(self) -> ArenaUse | None:
+        """The use of the buffer of blocks' inputs, with `Activations(arena=True)`."""
+        return getattr(self._assembly.recomputation, "arena", None)
 
     @property
     def training(self) -> bool:

@@ -17,7 +17,7 @@ from zeroshard.report.exposed_figure import exposed_figure
 from zeroshard.report.loss_figure import loss_figure
 from zeroshard.report.memory_figure import hue, memory_figure
 from zeroshard.report.offload_timeline import read_offload_timeline, write_offload_timeline
-from zeroshard.report.run_folder import RunRecord, Summary, read_run
+from zeroshard.report.run_folder import ArenaRecord, RunRecord, Summary, read_run
 from zeroshard.report.tables import (
     experts_table,
     exposed_table,
@@ -28,7 +28,15 @@ from zeroshard.report.tables import (
 )
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
-from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
+from zeroshard.report.wording import (
+    DASH,
+    format_bytes,
+    format_count,
+    format_decimal,
+    format_exact,
+    format_seconds,
+    format_share,
+)
 
 REPORT = "report.html"
 Facts = tuple[tuple[str, str], ...]
@@ -109,6 +117,7 @@ def _facts(run: RunRecord) -> Facts:
         ("Plan", _stage(summary.plan)),
         ("Pipeline", _pipeline(summary.plan)),
         ("Offloaded", (_settings(summary.plan, "offload").get("parts") or DASH).replace(",", ", ")),
+        ("Checkpoint arena", _arena(summary.arena)),
         ("Ranks", format_exact(summary.world_size)),
         ("Validation bits/byte", format_decimal(validation)),
         ("Training bits/byte", format_decimal(summary.train_bits_per_byte)),
@@ -126,6 +135,14 @@ def _settings(plan: dict[str, object], group: str) -> dict[str, Any]:
     """A group of settings of a stored plan."""
     settings: dict[str, Any] = upgraded(plan).get(group, {})
     return settings
+
+
+def _arena(arena: ArenaRecord | None) -> str:
+    if arena is None:
+        return DASH
+    used = f"{format_bytes(arena.nbytes)} for {format_exact(arena.checkpoints)} checkpoints"
+    used += f", of which {format_share(arena.live_bytes / arena.nbytes)} are in use at once" if arena.nbytes else ""
+    return used + (f"; {format_exact(arena.outside)} lay outside" if arena.outside else "")
 
 
 def _stage(plan: dict[str, object]) -> str:

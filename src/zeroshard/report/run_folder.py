@@ -158,6 +158,16 @@ class ActivationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ArenaRecord:
+    """The use of the buffer of blocks' inputs on rank 0."""
+
+    nbytes: float
+    live_bytes: float
+    checkpoints: float
+    outside: float
+
+
+@dataclass(frozen=True, slots=True)
 class ForecastRecord:
     """Predicted beside measured numbers of one rank up to a step, and warnings of tolerances that were missed."""
 
@@ -185,6 +195,7 @@ class Summary:
     memory: tuple[MemoryRecord, ...]
     traffic: tuple[TrafficRecord, ...]
     activations: tuple[ActivationRecord, ...] = ()
+    arena: ArenaRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +371,13 @@ def _summary(record: Record) -> Summary:
         memory=tuple(_memory_row(row) for row in record.records("memory")),
         traffic=tuple(_traffic_row(row) for row in record.records("traffic")),
         activations=tuple(_activation_row(row) for row in record.records("activations")),
+        arena=_arena(record.record("arena")),
     )
+
+
+def _arena(record: Record) -> ArenaRecord | None:
+    numbers = [record.number(key) for key in ("nbytes", "live_bytes", "checkpoints", "outside")]
+    return ArenaRecord(*numbers) if record.fields else None
 
 
 def _memory_row(row: Record) -> MemoryRecord:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -404,6 +404,7 @@ class Run:
             "shares_memory": any(comm.shared is not None for comm in engine.comms),
             "memory": engine.memory().as_dicts(),
             "activations": engine.activation_decisions,
+            "arena": asdict(engine.checkpoint_arena) if engine.checkpoint_arena else {},
             "traffic": engine.traffic().as_dicts(),
             **self._exposed.summary(),
         }

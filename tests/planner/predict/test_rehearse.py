@@ -36,6 +36,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (4, "adamw", {"zero": 0, "tensor_parallel": 2, **CUT, **NETWORK}),
     *((2, "adamw", {"zero": 3, "recompute": recompute, **NETWORK}) for recompute in ("blocks", "sqrt", "selective")),
     (1, "sgd", {"zero": 0, "recompute": "sqrt", "microbatches": 2}),
+    (1, "sgd", {"zero": 0, "activations.recompute": "blocks", "activations.arena": True, "microbatches": 2}),
     *((1, "sgd", {"zero": 0, "activations.compress": ("binarize", code)}) for code in ("fp16", "fp10", "e4m3", "int4")),
     (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "1f1b", "recompute": "sqrt", **CUT}),
 ]
@@ -47,7 +48,11 @@ def name_of(case: tuple[int, str, dict[str, Any]]) -> str:
     ranks, optimizer, plan = case
     rest = [plan.get("pipeline_parallel.schedule", ""), plan.get("precision", "")]
     rest.append(f"tensor {plan['tensor_parallel']}" if "tensor_parallel" in plan else "")
-    rest += [plan.get("recompute", ""), *plan.get("activations.compress", ())]
+    rest += [
+        plan.get("recompute", ""),
+        "arena" if plan.get("activations.arena") else "",
+        *plan.get("activations.compress", ()),
+    ]
     return "-".join(filter(None, [f"{ranks}x", f"zero{plan['zero']}", optimizer, *rest]))
 
 

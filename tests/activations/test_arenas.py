@@ -1,0 +1,223 @@
+"""M_D of ZeRO-R: checkpoints in one buffer, bit for bit, without allocations after the first step."""
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import Pool
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.activations.arenas import Lifetime, layout_of, lifetimes_of, most_alive
+from zeroshard.memory.ledger import Category
+from zeroshard.planner.predict.memory_tracker import Tracker
+from zeroshard.train.gpt import GPT, GPTConfig
+
+ROWS, TOKENS, WIDTH, LAYERS = 4, 16, 32, 4
+INPUT = 4 * TOKENS * WIDTH  # bytes of a row's input of a block
+BLOCKS = {"activations.recompute": "blocks", "activations.arena": True}
+SQRT = {"activations.recompute": "sqrt", "activations.arena": True}
+STAGES = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.schedule": "1f1b"}
+
+
+def model(dropout: float = 0.1) -> GPT:
+    torch.manual_seed(3)
+    return GPT(GPTConfig(vocabulary=64, context=TOKENS, width=WIDTH, layers=LAYERS, heads=4, dropout=dropout))
+
+
+def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    x, y = torch.randint(64, (2, rows, TOKENS), generator=torch.Generator().manual_seed(step))
+    return x, y
+
+
+def engine_of(plan: dict[str, Any], mesh: zs.Mesh | None = None, trained: nn.Module | None = None) -> zs.Engine:
+    made = zs.Plan.from_dict({"device_memory": "1GiB", **plan})
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    example = tuple(each[:1] for each in batch(0))
+    return zs.Engine(trained or model(), sgd, made, mesh=mesh or zs.Mesh(), example=example)
+
+
+def train(mesh: zs.Mesh, plan: dict[str, Any], rows: tuple[int, ...] = (ROWS,) * 4) -> Any:
+    """Weights after steps of so many rows, and the use of the arena."""
+    torch.manual_seed(5)
+    engine = engine_of(plan, mesh)
+    for step, each in enumerate(rows):
+        engine.train_step(batch(step, each))
+    return engine.state_dict(), engine.checkpoint_arena
+
+
+def without(plan: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in plan.items() if key != "activations.arena"}
+
+
+PLANS = {
+    "blocks": (1, BLOCKS),
+    "sqrt": (1, {**SQRT, "microbatches": 2}),
+    "zero 3": (2, {**BLOCKS, "zero": 3, "transport": "network"}),
+    "stages": (2, {**SQRT, **STAGES}),
+    "P_a": (2, {**BLOCKS, "tensor_parallel": 2, "tensor_parallel.sequence": False, "activations.partition": True}),
+}
+
+
+@pytest.mark.parametrize("ranks, plan", PLANS.values(), ids=PLANS)
+def test_results_are_those_without_it_and_one_buffer_is_made(pool: Pool, ranks: int, plan: dict[str, Any]) -> None:
+    run = (lambda plan: pool.run(train, ranks, plan)) if ranks > 1 else (lambda plan: [train(zs.Mesh(), plan)])
+    for (weights, none), (weights_again, use) in zip(run(without(plan)), run(plan), strict=True):
+        assert none is None
+        assert all(torch.equal(weights[key], weights_again[key]) for key in weights)
+        assert (use.buffers, use.outside) == (1, 0) and use.checkpoints > 0
+        assert use.live_bytes <= use.nbytes <= 1.01 * use.live_bytes
+
+
+def left_after_forward(engine: zs.Engine, step: int) -> tuple[int, int]:
+    """Bytes that a forward allocates and that live on; and those of activations that the ledger counts."""
+    with Tracker() as tracker:
+        loss = engine(*batch(step))
+        use = engine.checkpoint_arena
+        left = tracker.current - (use.nbytes if use else 0)  # which the tracker meets in its first view
+    counted = engine.ledger.account(Category.ACTIVATIONS).current
+    engine.backward(loss)
+    engine.step()
+    return left, counted
+
+
+def test_no_checkpoint_is_allocated_after_the_first_step() -> None:
+    plain, engine = engine_of(without(BLOCKS), trained=model(0.0)), engine_of(BLOCKS, trained=model(0.0))
+    first = left_after_forward(engine, 0)
+    assert first == left_after_forward(plain, 0)
+    for step in (1, 2):
+        left, counted = left_after_forward(engine, step)
+        assert left == first[0] - LAYERS * ROWS * INPUT
+        assert counted == first[1]  # the buffer's bytes are those of the checkpoints
+    use = engine.checkpoint_arena
+    assert use is not None and use.nbytes == use.live_bytes == LAYERS * ROWS * INPUT
+    assert engine.ledger.account(Category.ACTIVATIONS).current == use.nbytes
+
+
+def test_other_shapes_are_planned_anew() -> None:
+    rows = (2, 2, 4, 4, 2, 1, 4, 4)
+    weights, _ = train(zs.Mesh(), without(BLOCKS), rows)
+    weights_again, use = train(zs.Mesh(), BLOCKS, rows)
+    assert all(torch.equal(weights[key], weights_again[key]) for key in weights)
+    assert (use.buffers, use.nbytes, use.live_bytes) == (2, 4 * LAYERS * INPUT, 4 * LAYERS * INPUT)
+    assert use.outside == 4 * LAYERS  # in the steps of other rows than the one before
+
+
+def test_a_graph_that_outlives_its_step_keeps_its_values() -> None:
+    found = []
+    for plan in (without(BLOCKS), BLOCKS):
+        torch.manual_seed(5)
+        engine = engine_of(plan)
+        for step in range(3):
+            engine.train_step(batch(step))
+        kept = engine(*batch(3))
+        engine.train_step(batch(4))
+        engine.train_step(batch(5))
+        engine.backward(kept)
+        engine.step()
+        engine.train_step(batch(6))
+        found.append(engine.state_dict())
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+class Remembers(nn.Module):
+    """A block that holds its last input."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A linear map."""
+        self.last = x
+        return torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """Four such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.Sequential(*(Remembers() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of the last block's output."""
+        return self.blocks(self.first(x)).mean()
+
+
+def test_inputs_that_a_module_holds_stay_what_they_were() -> None:
+    trained = Chain()
+    plan = zs.Plan.from_dict(BLOCKS)
+    engine = zs.Engine(trained, partial(torch.optim.SGD, lr=0.1), plan)
+    for step in range(3):
+        engine.train_step(torch.full((64, 32), float(step)))
+    held = [block.last.clone() for block in trained.blocks]  # type: ignore[union-attr,operator]
+    lasts = [block.last for block in trained.blocks]
+    engine.train_step(torch.full((64, 32), 9.0))
+    assert all(torch.equal(mine, last) for mine, last in zip(held, lasts, strict=True))  # type: ignore[arg-type]
+
+
+def disjoint(lives: list[Lifetime], offsets: list[int], nbytes: int) -> bool:
+    """Whether no two that live at one moment share a byte, and all lie within."""
+    for n, (life, start) in enumerate(zip(lives, offsets, strict=True)):
+        if start < 0 or start + life.nbytes > nbytes:
+            return False
+        for other, at in zip(lives[:n], offsets[:n], strict=True):
+            together = life.first < other.last and other.first < life.last
+            if together and start < at + other.nbytes and at < start + life.nbytes:
+                return False
+    return True
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 30))
+def test_no_two_checkpoints_share_bytes(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    moments = rng.sample(range(2 * count), 2 * count)
+    pairs = [sorted(moments[2 * n : 2 * n + 2]) for n in range(count)]
+    lives = [Lifetime(first, last, 64 * rng.randint(1, 9)) for first, last in pairs]
+    offsets, nbytes = layout_of(lives)
+    assert disjoint(lives, offsets, nbytes) and nbytes >= most_alive(lives)
+
+
+@pytest.mark.parametrize("warm_up", [1, 2, 4])
+def test_schedules_waste_at_most_one_percent(warm_up: int) -> None:
+    rng, events, alive, number = random.Random(warm_up), [], [], 0
+    sizes = [64 * rng.randint(10, 1000) for _ in range(6)]
+    for microbatch in range(8):
+        mine = []
+        for nbytes in sizes:
+            events.append((number, nbytes))
+            mine.append(number)
+            number += 1
+        alive.append(mine)
+        if len(alive) == warm_up or microbatch == 7:
+            events += [(each, 0) for each in reversed(alive.pop(0))]
+    while alive:
+        events += [(each, 0) for each in reversed(alive.pop(0))]
+    lives = lifetimes_of(events)
+    offsets, nbytes = layout_of(lives)
+    assert disjoint(lives, offsets, nbytes) and nbytes <= 1.01 * most_alive(lives)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"activations.arena": True}, "recompute='schedule' has none"),
+    ({**BLOCKS, **STAGES}, "recompute='blocks' with stages has none"),
+    ({**SQRT, **STAGES, "pipeline_parallel.schedule": "2bw"}, "steps overlap"),
+    ({**BLOCKS, "offload": "activations"}, "Leave one of them out"),
+]
+
+
+@pytest.mark.parametrize("plan, said", REFUSED, ids=["no inputs", "chunks", "streams", "offload"])
+def test_what_does_not_combine_is_refused(plan: dict[str, Any], said: str) -> None:
+    with pytest.raises(zs.PlanError, match=r"activations\.arena=True") as caught:
+        zs.Plan.from_dict(plan)
+    assert said in str(caught.value)
