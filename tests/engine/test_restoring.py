@@ -180,7 +180,7 @@ def test_options_and_states_come_back_as_they_were(tmp_path: Path, optimizer: An
 
 
 def test_a_value_comes_back_from_json_as_it_was() -> None:
-    for value in (0, True, None, "x", 0.1, (0.9, 0.999), (1, (2, "x"))):
+    for value in (0, True, None, "x", 0.1, (0.9, 0.999), (1, (2, "x")), torch.bfloat16):
         assert setting(plain(value)) == value and type(setting(plain(value))) is type(value)
     for number in (math.inf, -math.inf):
         assert setting(plain(number)) == number
@@ -190,6 +190,8 @@ def test_a_value_comes_back_from_json_as_it_was() -> None:
         assert back.dtype == dtype and back.item() == 1
     with pytest.raises(CheckpointError, match=r"a tensor of shape \[2\]"):
         plain(torch.ones(2))
+    with pytest.raises(ValueError, match="which is no dtype"):
+        setting(["dtype", "os"])
 
 
 @pytest.mark.parametrize(

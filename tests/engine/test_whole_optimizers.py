@@ -44,9 +44,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "torch's Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
     "Adafactor": partial(zs.optim.Adafactor, lr=1e-2),
     "AdamW8bit": partial(zs.optim.AdamW8bit, lr=1e-2),
+    "AdamW8bit in codes": partial(zs.optim.AdamW8bit, lr=1e-2, min_8bit_size=32),
     "Gram": Gram,
     "LAMB": partial(zs.optim.LAMB, lr=1e-2),
     "SM3": partial(zs.optim.SM3, lr=1e-1),
+    "SM3 with a momentum in bf16": partial(zs.optim.SM3, lr=1e-1, momentum=0.9, momentum_dtype=torch.bfloat16),
     "SOAP": partial(zs.optim.SOAP, lr=1e-2),
     "Shampoo": partial(zs.optim.Shampoo, lr=1e-2),
 }
@@ -224,7 +226,10 @@ def gone_on(mesh: zs.Mesh, name: str, plan: zs.Plan, source: Path) -> dict[str, 
     return engine.state_dict()
 
 
-@pytest.mark.parametrize("name", ["torch's Adafactor", "Gram", "AdamW8bit", "Shampoo"])
+CHECKPOINTED = ["torch's Adafactor", "Gram", "AdamW8bit in codes", "Shampoo", "SM3 with a momentum in bf16"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
 def test_checkpoints_load_under_other_ranks_and_stages(name: str, pool: Pool, tmp_path: Path) -> None:
     one, three = zs.Plan(zero=0), zs.Plan(zero=2, transport="network")
     straight = pool.run(saved, 1, name, one, tmp_path / "a")[0]

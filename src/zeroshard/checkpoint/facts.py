@@ -15,7 +15,9 @@ NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def plain(value: Any) -> Any:
-    """A scalar tensor as ["tensor", dtype, value], NaN and infinities as ["float", name], all else unchanged.
+    """A scalar tensor as ["tensor", dtype, value], NaN and infinities as ["float", name], a dtype as ["dtype", name].
+
+    All else is unchanged.
 
     Raises:
         CheckpointError: a tensor of several elements, which is no option of an optimizer.
@@ -29,6 +31,8 @@ def plain(value: Any) -> Any:
         return ["tensor", str(value.dtype).removeprefix("torch."), plain(value.item())]
     if isinstance(value, float) and not math.isfinite(value):
         return ["float", str(value)]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value).removeprefix("torch.")]
     return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -46,8 +50,10 @@ def setting(value: Any) -> Any:
             return torch.tensor(number, dtype=DTYPES[dtype])
         case ["float", str(name)] if name in NOT_FINITE:
             return float(name)
-        case [("tensor" | "float"), *_]:
-            raise ValueError(f"{shown(value)}, which is no number")
+        case ["dtype", str(name)] if name in DTYPES:
+            return DTYPES[name]
+        case [("tensor" | "float" | "dtype"), *_]:
+            raise ValueError(f"{shown(value)}, which is no {'dtype' if value[0] == 'dtype' else 'number'}")
         case list():
             return tuple(setting(inner) for inner in value)
     return value

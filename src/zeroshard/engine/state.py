@@ -350,7 +350,7 @@ class State:
                 updater.load_state(span, None)
                 continue
             for key in saved.kinds(entry.name):
-                loaded[key] = torch.zeros_like(span.tensor)
+                loaded[key] = saved.room(key, entry.name, span.tensor)
                 values = loaded[key].view(-1)
                 for number, low, high in part.flat.index.overlaps(span.start, span.stop):
                     inside = values[low - span.start : high - span.start]

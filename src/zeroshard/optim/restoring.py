@@ -78,6 +78,11 @@ class Saved:
         read = partial(read_whole, self._reader, name, split)
         return None if kept is None else {key: decoded(value, read) for key, value in kept.items()}
 
+    def room(self, key: str, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Zeros for a state with a value for each of some elements, in the dtype in which the optimizer keeps it."""
+        kept = values.dtype if self._elementwise else self._reader.tensors[f"{key}:{name}"].dtype
+        return torch.zeros_like(values, dtype=kept)
+
     def kinds(self, name: str) -> list[str]:
         """The states of a parameter that have a value per element."""
         whole = set().union(*map(paths_of, self.scalars.get(name, {}).values()))
@@ -115,7 +120,8 @@ class Saved:
 
     def _check_elements(self, key: str, name: str) -> None:
         entry, weight = self._reader.tensors[f"{key}:{name}"], self._reader.tensors[f"weight:{name}"]
-        if entry.shape != weight.shape or not (entry.dtype.is_floating_point or entry.dtype.is_complex):
+        numbers = entry.dtype.is_floating_point or entry.dtype.is_complex or not self._elementwise  # else codes, too
+        if entry.shape != weight.shape or not numbers:
             raise CheckpointError(
                 f"{self._path} holds '{key}:{name}' as {entry.dtype} {list(entry.shape)}; it must have floating-point "
                 f"numbers in the shape of the weights, {list(weight.shape)}. {WAY_OUT}"
@@ -145,6 +151,8 @@ def _option(path: Path, at: str, saved: Any, live: Any, free: bool) -> Any:
 
 def _alike(value: Any, live: Any, free: bool) -> bool:
     """Whether a saved value has the type and form of the one in use."""
+    if isinstance(value, torch.dtype) or isinstance(live, torch.dtype):
+        return all(isinstance(each, torch.dtype) or (free and each is None) for each in (value, live))
     if free and (value is None or live is None):
         return value is None or (_finite(value) is not False and not isinstance(value, (str, tuple)))
     if isinstance(live, bool) or live is None or isinstance(live, str):
