@@ -7,6 +7,7 @@ from torch import nn
 
 from zeroshard.errors import PlanError
 from zeroshard.optim import StateLayout
+from zeroshard.optim.tensor_optimizer import leading_shape
 from zeroshard.parts.place import Partial, Split
 
 
@@ -15,20 +16,32 @@ def refuse_split(
 ) -> None:
     """Refuse an optimizer over whole tensors where a technique has cut a matrix among ranks.
 
-    A stack of experts of which each rank holds some is none of those, for an optimizer that takes every matrix of a
-    stack alone.
+    None of those are parameters that one rank holds whole and others not at all, as experts that are modules; and
+    stacks of experts of which each rank holds some, for an optimizer that takes every matrix or vector of them alone.
 
     Raises:
         PlanError: with the reason why it needs whole tensors.
     """
+    if layout.whole is None:
+        return
     stacks = getattr(optimizer, "whole_tensors", False)
+    options = {p: group.get("batch_dims") for group in optimizer.param_groups for p in group["params"]}
     split = [
-        cut for cut in cuts.values()
-        if isinstance(cut, Split) and not (stacks and cut.dimension == 0 and len(cut.shape) == 3)
+        cut for p, cut in cuts.items()
+        if isinstance(cut, Split) and p in options
+        and cut.part_shape[cut.dimension] not in (0, cut.shape[cut.dimension])
+        and not (stacks and cut.dimension == 0 and leading_shape(torch.Size(cut.shape), options[p]))
     ]  # fmt: skip
-    if layout.whole is not None and split:
-        raise PlanError(
-            f"{layout.whole} And the plan splits {len(split)} parameters inside of layers over the axis "
-            f"'{split[0].axis}' (the first of shape {split[0].shape}), so that no rank has the whole of them. Use an "
-            f"optimizer that treats every element alone, such as AdamW; or ZeRO and stages in the place of that axis."
+    if not split:
+        return
+    others = "an optimizer that treats every element alone, such as AdamW; or ZeRO and stages in the place of that axis"
+    way_out = f"Use {others}."
+    if stacks and split[0].dimension == 0:
+        way_out = (
+            f"If the first dimension counts experts, give such parameters a group of their own with batch_dims=1, so "
+            f"that each expert has statistics of its own. Or use {others}."
         )
+    raise PlanError(
+        f"{layout.whole} And the plan splits {len(split)} parameters inside of layers over the axis '{split[0].axis}' "
+        f"(the first of shape {split[0].shape}), so that no rank has the whole of them. {way_out}"
+    )

@@ -103,5 +103,7 @@ def read_whole(reader: Reader, name: str, split: Split | None, path: str) -> tor
 
 
 def _of_state(split: Split | None, others: tuple[int, ...]) -> Split | None:
-    """The split of a state whose first dimension is the split one of its parameter."""
-    return None if split is None else replace(split, shape=(split.shape[0], *others))
+    """The split of a state whose first dimension is the split one of its parameter; None of one that is whole here."""
+    if split is None or split.part_shape == split.shape:
+        return None
+    return replace(split, shape=(split.shape[0], *others))
