@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +38,6 @@ class Routing:
     def penalty(self) -> Tensor | None:
         """The sum of the losses; None where there are none."""
         return torch.stack(list(self.losses.values())).sum() if self.losses else None
+
+
+register_dataclass(Routing)  # so that its tensors are found where a module returns it, as those of tuples are
