@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import zeroshard as zs
 from zeroshard.losses import linear_cross_entropy
 
 OPTIMIZERS = {
@@ -277,6 +278,54 @@ class AttendingTied(Attending):
         self.head.weight = self.embed.weight
 
 
+class MixtureBlock(AttentionBlock):
+    """A block whose second half is a mixture of five experts, so that few numbers of ranks divide them.
+
+    The penalty is a mean over tokens, whatever the microbatches that these come in.
+    """
+
+    def __init__(self, expert: Any) -> None:
+        super().__init__()
+        del self.up, self.down
+        router = zs.moe.router_of("mixtral", 8, 5, losses=zs.moe.Losses(z=0.1), init_scale=1.0)
+        shared = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+        self.mixture = zs.moe.MoE(8, 12, 5, router, expert=expert, shared=shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        return x + self.mixture(self.norm(x.to(self.norm.weight.dtype))).to(x.dtype)
+
+
+class Mixing(Attending):
+    """Two of the blocks have experts: stacked ones, and modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = MixtureBlock(zs.moe.FeedForward(activation="gelu", gated=True, bias=True))
+        self.blocks[3] = MixtureBlock(Dense)
+
+
+class MixingTied(Mixing):
+    """The same; the output head is the embedding, and some weights of experts do not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.blocks[1].mixture.experts.up.requires_grad_(False)
+        self.blocks[3].mixture.experts.networks[2].requires_grad_(False)
+
+
+class Dense(nn.Module):
+    """An expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 7), nn.Linear(7, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.into(x)))
+
+
 class Spiked(Five):
     """Where a row begins with token 12, infinity goes back into the embedding, and nowhere else."""
 
@@ -317,12 +366,13 @@ LONGER: dict[str, Any] = {
     kind.__name__: kind for kind in (Five, TiedFive, Chunked, ChunkedTied, Deep, DeepTied, Dropped, Thrifty, Spiked)
 }  # for pipelines
 SPLIT: dict[str, Any] = {kind.__name__: kind for kind in (Attending, AttendingTied)}  # by tensor parallelism
+MIXED: dict[str, Any] = {kind.__name__: kind for kind in (Mixing, MixingTied)}  # and by expert parallelism
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model with the same weights every time."""
     torch.manual_seed(seed)
-    model: nn.Module = {**MODELS, **LONGER, **SPLIT}[name]()
+    model: nn.Module = {**MODELS, **LONGER, **SPLIT, **MIXED}[name]()
     return model
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from engine import models
+from engine.random_techniques import draw_experts, draw_split_layers
 
 import zeroshard as zs
 from zeroshard.errors import PlanError
@@ -27,18 +28,15 @@ GROUPS = {
     "offload.parts",
     "loss_scale.value",
     "tensor_parallel.ranks",
+    "expert_parallel.ranks",
 }  # drawn by their names
-OTHER_MODELS = "expert_parallel"  # tests/moe
-USUAL = {field.name: field.default for field in fields(zs.Plan) if field.name != OTHER_MODELS}
-USUAL |= {
-    name: value for name, value in flat(zs.Plan().as_dict()) if name not in GROUPS and not name.startswith(OTHER_MODELS)
-}
+USUAL = {field.name: field.default for field in fields(zs.Plan)}
+USUAL |= {name: value for name, value in flat(zs.Plan().as_dict()) if name not in GROUPS}
 DISK = "DISK"  # stands for a folder of the run's own
 ALONE = ("Plain", "Tied", "Frozen", "Sometimes", "Twice", "Nested", "TwoDtypes", "Checkpointed",
          "CheckpointedReentrant", "CheckpointedInside", "Tiny", "Spiked", "Five")  # fmt: skip
 CUT = ("Five", "TiedFive", "Deep", "DeepTied", "Thrifty", "Spiked", "Dropped", "Frozen", "TwoDtypes", "Nested")
 DEEP = ("Deep", "DeepTied")
-LAYERS = (("blocks.*.up=column", "blocks.*.down=row"), ("head=whole", "embed=whole"), ("blocks.*.fc=column",))
 BY_CHUNKS = {"Plain": "Chunked", "Tied": "ChunkedTied", "Five": "Chunked", "TiedFive": "ChunkedTied"}
 ADAMS = ("adamw", "adam")
 OPTIMIZERS: dict[str, Any] = {
@@ -49,7 +47,14 @@ OPTIMIZERS: dict[str, Any] = {
     "plain sgd": partial(torch.optim.SGD, lr=0.1),
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5, eps=1e-2),
 }
-WHOLE = partial(torch.optim.Adafactor, lr=1e-2)  # needs whole tensors, which have owners
+WHOLE: dict[str, Any] = {  # need whole tensors, which have owners
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "adafactor of the paper": partial(zs.optim.Adafactor, lr=1e-2, beta1=0.9),
+    "8 bits": partial(zs.optim.AdamW8bit, lr=1e-2, min_8bit_size=64),
+    "lamb": partial(zs.optim.LAMB, lr=1e-2),
+    "muon": partial(zs.optim.Muon, lr=1e-2),
+    "sm3": partial(zs.optim.SM3, lr=5e-2, momentum=0.9),
+}
 FORMS = ("loop", "no_sync", "all no_sync", "zero_grad", "forwards first", "plain backward", "clip", "clip value")
 BETWEEN = ("evaluate", "gathered", "write", "state_dict", "flush", "check_replicas", "resume", "resume elsewhere")
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -118,7 +123,7 @@ class Case:
 
     def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
         """The optimizer over those parameters that train."""
-        make = OPTIMIZERS.get(self.optimizer, WHOLE)
+        make = {**OPTIMIZERS, **WHOLE}[self.optimizer]
         parts: list[Any] = [p for p in parameters if p.requires_grad]
         if self.groups:
             parts = [{"params": parts[::2]}, {"params": parts[1::2], "lr": 2e-2, "weight_decay": 0.3}]
@@ -173,7 +178,12 @@ def draw(seed: int) -> Case:
         rows = rng.choice((24, 36))  # which pipelines cut into microbatches of unlike sizes
     split = random.Random(-(2**32) - seed)  # of its own, too
     if split.random() < 0.25:
-        ranks, model = _split_layers(split, plan, other, ranks), split.choice(tuple(models.SPLIT))
+        ranks, model = draw_split_layers(split, plan, other, ranks), split.choice(tuple(models.SPLIT))
+    mixed = random.Random(-(2**33) - seed)  # likewise
+    if mixed.random() < 0.25:
+        ranks, model = draw_experts(mixed, plan, other, ranks), mixed.choice(tuple(models.MIXED))
+    if mixed.random() < 0.2 and not adams:
+        optimizer = mixed.choice(tuple(WHOLE))
     each = max(1, rows * plan.get("tensor_parallel", 1) // ranks) if stages == 1 else 1
     fits = plan.get("zero", 2) in (1, 2) and stages == 1 and "offload" not in plan
     apart = random.Random(-1 - seed)  # its own, so that a seed's other fields are as they were
@@ -202,27 +212,6 @@ def draw(seed: int) -> Case:
         rows=rows,
         steps=tuple(_step(rng, BETWEEN if other else BETWEEN[:-1], stages, each, wanted[0]) for _ in range(3)),
     )
-
-
-def _split_layers(rng: random.Random, plan: dict[str, Any], other: dict[str, Any], ranks: int) -> int:
-    """Draw tensor parallelism in a plan, in the one that goes on, or in both; ranks that fit."""
-    stages = [settings.get("pipeline_parallel", 1) for settings in (plan, other)]
-    for settings, cut in zip((plan, other), stages, strict=True):
-        most = 4 // cut if rng.random() < 0.97 else 4
-        for name in ("units", "fp32_modules"):
-            if isinstance(settings.get(name), tuple):
-                settings[name] = tuple("AttentionBlock" if each == "Block" else each for each in settings[name])
-        if rng.random() < 0.75 and most > 1 and (settings or settings is plan):
-            settings["tensor_parallel"] = rng.choice([n for n in (2, 2, 4) if n <= most])
-            settings |= {"tensor_parallel.sequence": False} if rng.random() < 0.4 else {}
-            if "tensor_parallel.sequence" in settings and rng.random() < 0.6:
-                settings["activations.partition"] = True
-            settings |= {"tensor_parallel.layers": rng.choice(LAYERS)} if rng.random() < 0.2 else {}
-            if "pipeline_parallel.replicas" in settings and rng.random() < 0.9:
-                del settings["pipeline_parallel.replicas"]
-    least = max(cut * settings.get("tensor_parallel", 1) for settings, cut in zip((plan, other), stages, strict=True))
-    fits = least > 1 and rng.random() < 0.97
-    return rng.choice([n for n in (2, 4) if n % least == 0] or [4]) if fits else ranks
 
 
 def _step(rng: random.Random, between: tuple[str, ...], stages: int, rows: int, microbatches: int) -> Step:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from engine.models import batch, build
@@ -16,7 +17,10 @@ from engine.random_plans import Case, Step, plan_of, refusal_of
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.activations.compression import CompressedStore
 from zeroshard.errors import BudgetExceeded, CommError, ModelError, NonFiniteError, OptimizerError, PlanError
+from zeroshard.moe import Losses, Router
+from zeroshard.parts.penalties import weighing
 
 Log = list[tuple[str, Any]]
 DECAY = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))
@@ -59,6 +63,9 @@ def perform(mesh: zs.Mesh, cases: Sequence[Case], folder: str) -> list[dict[str,
             raise
         gc.collect()  # the shared memory of engines that nobody holds
     return answers
+
+
+SMALLEST = 64  # bytes of tensors that are compressed, of models far smaller than those that it is for
 
 
 class Run:
@@ -111,7 +118,8 @@ class Run:
         optimizer = case.optimizer_of(model.parameters()) if case.made else case.optimizer_of
         example = (batch(0, 0, 1, 2), 0)
         loss = by_tokens if case.counted else None
-        self.engine = zs.Engine(model, optimizer, plan, mesh=self.mesh, example=example, loss=loss)
+        with patch.object(CompressedStore.__init__, "__defaults__", (SMALLEST,)):
+            self.engine = zs.Engine(model, optimizer, plan, mesh=self.mesh, example=example, loss=loss)
         self.splits.append(self.engine.split)
         self.streamed |= plan.streams
         self.taken = 0  # steps of this engine
@@ -187,7 +195,7 @@ class Run:
                 if event == "write":
                     next(iter(engine.model.parameters())).mul_(0.5)
                 values = {name: p.detach().clone() for name, p in engine.model.named_parameters(remove_duplicate=False)}
-            if engine.plan.tensor.splits:
+            if engine.plan.tensor.splits or engine.plan.experts.divides:
                 values = engine.state_dict()  # parameters are parts
             self.log.append(("weights", values))
         elif event == "state_dict":
@@ -250,6 +258,7 @@ def by_hand(engine: zs.Engine, tokens: Tensor, number: int, step: Step, counted:
     losses: list[Tensor] = []
     counts: list[int | None] = []
     parts = tokens.tensor_split(step.count)
+    divide_penalties(engine.model, 1 if counted else step.count)
     if step.form == "zero_grad":
         engine.backward(engine(parts[0], number), 3 if counted else None)
         [engine.zero_grad, engine.optimizer.zero_grad, engine.model.zero_grad][number % 3]()
@@ -272,7 +281,15 @@ def by_hand(engine: zs.Engine, tokens: Tensor, number: int, step: Step, counted:
     elif step.form == "clip value":
         engine.clip_grad_value(step.limit)
     result = engine.step()
+    divide_penalties(engine.model, 1)
     return result if counted else replace(result, loss=torch.stack([loss.detach() for loss in losses]).sum())
+
+
+def divide_penalties(model: nn.Module, count: int) -> None:
+    """Divide the penalties of routers by a number of losses, as a user does who divides those."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.gating = replace(module.gating, losses=Losses(z=0.1 / count))
 
 
 def tick(scheduler: Any) -> None:
@@ -324,7 +341,8 @@ class Plain:
         loss = torch.zeros(())
         for part in batch(number, 0, 1, self.case.rows).chunk(self.parts):
             share = self.model(part, number) / self.parts
-            share.backward()
+            with weighing(1 / self.parts):
+                share.backward()
             loss += share.detach()
         self.model.load_state_dict(latest)
         if self.pending:
