@@ -41,6 +41,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, "adamw", {"zero": 0, "pipeline_parallel.schedule": "1f1b", "recompute": "sqrt", **CUT}),
 ]
 PEAK = {"fp32": 0.001, "bf16": 0.01}  # how far a peak may be off
+LATE = 0.005  # of several ranks, where a thread of gloo may hold an operand of a few KiB a little after its end
 HELD = 0.25  # with split layers, where gloo's threads hold the operands of a collective a little after its end
 
 
@@ -75,7 +76,7 @@ def test_states_and_traffic_to_the_byte_and_the_peak(pool: Pool, case: tuple[int
             p: w for p, w in real[rank]["wire"].items() if any(w) and p != "agreement"
         } | {p: w for p, w in found.wire.items() if p == "agreement"}
         if not shares(ranks, plan):
-            near = HELD if wanted.tensor.splits else PEAK[wanted.precision]
+            near = HELD if wanted.tensor.splits else max(PEAK[wanted.precision], LATE if ranks > 1 else 0)
             assert found.peak_bytes == pytest.approx(real[rank]["peak"], rel=near)
 
 
