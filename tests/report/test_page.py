@@ -240,6 +240,15 @@ def test_the_facts_say_stages_and_schedule(tmp_path: Path, plan: dict[str, objec
     assert facts.get("Pipeline") == words
 
 
+def test_the_facts_say_how_much_of_the_arena_is_in_use(tmp_path: Path) -> None:
+    use = {"nbytes": 4096, "live_bytes": 4064, "checkpoints": 3, "buffers": 1, "outside": 0}
+    for outside, words in ((0, ""), (2, "; 2 lay outside")):
+        _, page = _page(_complete(tmp_path / str(outside), arena={**use, "outside": outside}))
+        facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
+        assert facts["Checkpoint arena"] == f"4.00 KiB for 3 inputs of blocks; 99.2 % in use at once{words}"
+    assert "Checkpoint arena" not in _page(_complete(tmp_path / "none"))[1].texts["dt"]
+
+
 def test_what_is_offloaded_has_a_section_and_other_runs_none(tmp_path: Path) -> None:
     lines = [training_line(step, 3.0, exposed_seconds={"update": step / 1000}) for step in range(1, 9)]
     rows = [memory_row("gradients", 8, 0, 8), memory_row("gradients", 8, 4088, 4096, tier="host")]

@@ -28,15 +28,7 @@ from zeroshard.report.tables import (
 )
 from zeroshard.report.timeline_section import TimelineSection, write_timelines
 from zeroshard.report.traffic_figure import traffic_figure
-from zeroshard.report.wording import (
-    DASH,
-    format_bytes,
-    format_count,
-    format_decimal,
-    format_exact,
-    format_seconds,
-    format_share,
-)
+from zeroshard.report.wording import DASH, format_bytes, format_count, format_decimal, format_exact, format_seconds
 
 REPORT = "report.html"
 Facts = tuple[tuple[str, str], ...]
@@ -140,8 +132,9 @@ def _settings(plan: dict[str, object], group: str) -> dict[str, Any]:
 def _arena(arena: ArenaRecord | None) -> str:
     if arena is None:
         return DASH
-    used = f"{format_bytes(arena.nbytes)} for {format_exact(arena.checkpoints)} checkpoints"
-    used += f", of which {format_share(arena.live_bytes / arena.nbytes)} are in use at once" if arena.nbytes else ""
+    used = f"{format_bytes(arena.nbytes)} for {format_exact(arena.checkpoints)} inputs of blocks"
+    if arena.nbytes:
+        used += f"; {format_decimal(100 * arena.live_bytes / arena.nbytes, 1)} % in use at once"
     return used + (f"; {format_exact(arena.outside)} lay outside" if arena.outside else "")
 
 
