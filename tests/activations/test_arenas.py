@@ -21,7 +21,8 @@ ROWS, TOKENS, WIDTH, LAYERS = 4, 16, 32, 4
 INPUT = 4 * TOKENS * WIDTH  # bytes of a row's input of a block
 BLOCKS = {"activations.recompute": "blocks", "activations.arena": True}
 SQRT = {"activations.recompute": "sqrt", "activations.arena": True}
-STAGES = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.schedule": "1f1b"}
+STAGES = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.schedule": "1f1b",
+          "pipeline_parallel.split": ("blocks.2",)}  # fmt: skip
 
 
 def model(dropout: float = 0.1) -> GPT:
@@ -163,6 +164,52 @@ def test_inputs_that_a_module_holds_stay_what_they_were() -> None:
     lasts = [block.last for block in trained.blocks]
     engine.train_step(torch.full((64, 32), 9.0))
     assert all(torch.equal(mine, last) for mine, last in zip(held, lasts, strict=True))  # type: ignore[arg-type]
+
+
+class Tagged(Tensor):
+    """A class of its own."""
+
+
+class Scaled(nn.Module):
+    """A block that takes a weight of the model, and an input of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, scale: Tensor, tagged: Tensor) -> Tensor:
+        """A linear map, scaled."""
+        assert type(tagged) is Tagged
+        return torch.tanh(self.linear(x) * scale) + tagged.as_subclass(Tensor)
+
+
+class Sharing(Chain):
+    """All blocks take one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Scaled() for _ in range(4)))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of the last block's output."""
+        x = self.first(x)
+        tagged = (x + 1).as_subclass(Tagged)
+        for block in self.blocks:
+            x = block(x, self.scale, tagged)
+        return x.mean()
+
+
+def test_weights_and_tensors_of_other_classes_stay_where_they_are() -> None:
+    found = []
+    for plan in (without(BLOCKS), BLOCKS):
+        engine = zs.Engine(Sharing(), partial(torch.optim.SGD, lr=0.1), zs.Plan.from_dict(plan))
+        for step in range(3):
+            engine.train_step(torch.full((64, 32), float(step)))
+        found.append(engine.state_dict())
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    use = engine.checkpoint_arena
+    assert use is not None and (use.checkpoints, use.nbytes, use.outside) == (4, 4 * 64 * 32 * 4, 0)
 
 
 def disjoint(lives: list[Lifetime], offsets: list[int], nbytes: int) -> bool:

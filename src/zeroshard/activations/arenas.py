@@ -13,7 +13,7 @@ buffer has it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import finalize
 
@@ -66,6 +66,7 @@ class CheckpointArena:
 
     def __init__(self, device: torch.device, hold: Callable[[Tensor], Kept]) -> None:
         self._device, self._hold = device, hold
+        self._kind = type(torch.empty(0))  # tensors of a rehearsal have another
         self._views = Views()
         self._events: list[tuple[int, int]] = []  # of the step under way: a checkpoint's number and bytes, 0 when freed
         self._planned: list[tuple[int, int]] = []
@@ -76,8 +77,11 @@ class CheckpointArena:
         self.use = ArenaUse(0, 0, 0, 0, 0)
 
     def place(self, tensor: Tensor) -> "PlacedCheckpoint | None":
-        """Copy a checkpoint into the buffer, if it has room for it; None for one that has gaps or lies elsewhere."""
-        if tensor.device != self._device or tensor.layout is not torch.strided or not _is_dense(tensor):
+        """Copy a checkpoint into the buffer, if it has room for it; None for one that could not come back as it is.
+
+        Those are tensors with gaps, on another device, or of a class of their own.
+        """
+        if type(tensor) is not self._kind or tensor.device != self._device or not _is_dense(tensor):
             return None
         found = self._views.find(tensor)
         if isinstance(found, PlacedCheckpoint):
@@ -90,7 +94,7 @@ class CheckpointArena:
         if self._follows:
             place.copy_into(self._view(tensor, self._offsets[number]), tensor, self._hold)
         elif self.use.buffers:
-            self._change(outside=self.use.outside + 1)
+            self.use = replace(self.use, outside=self.use.outside + 1)
         finalize(place, self._free, self._step, number).atexit = False
         self._views.enter(tensor, place)
         return place
@@ -109,8 +113,8 @@ class CheckpointArena:
             if nbytes > self.use.nbytes:
                 self._memory = None
                 self._memory = self._hold(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
-                self._change(nbytes=nbytes, buffers=self.use.buffers + 1)
-            self._change(live_bytes=most_alive(lives), checkpoints=len(lives))
+                self.use = replace(self.use, nbytes=nbytes, buffers=self.use.buffers + 1)
+            self.use = replace(self.use, live_bytes=most_alive(lives), checkpoints=len(lives))
         self._events, self._count, self._follows = [], 0, whole and self._memory is not None
         self._step += 1
 
@@ -130,10 +134,6 @@ class CheckpointArena:
         storage = self._memory.saved.untyped_storage()
         view = torch.empty(0, dtype=tensor.dtype, device=self._device)
         return view.set_(storage, offset // tensor.itemsize, tensor.shape, tensor.stride())
-
-    def _change(self, **values: int) -> None:
-        now = self.use
-        self.use = ArenaUse(**{name: values.get(name, getattr(now, name)) for name in ArenaUse.__slots__})
 
 
 class PlacedCheckpoint(ViewHandle):
@@ -228,5 +228,7 @@ def _by_length(life: Lifetime) -> tuple[int, ...]:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor fills the bytes from its first element to its last."""
+    if tensor.layout is not torch.strided:
+        return False
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and 1 + sum((n - 1) * step for n, step in steps) == tensor.numel()

@@ -380,7 +380,10 @@ class BlockSegment:
         around = self._around
         if around.partition is not None and around.partition.takes(tensor):
             return _KeptPart(tensor, hooks, around)
-        return _KeptBack(tensor, hooks, around.arena if tensor.requires_grad else None)
+        arena = around.arena
+        if arena is not None and (not tensor.requires_grad or place_of(tensor) in self._weights):
+            arena = None  # masks, positions and weights are held by others, too
+        return _KeptBack(tensor, hooks, arena)
 
     def _linked(self, tensor: Tensor) -> _Linked | None:
         found = self._made.get(id(tensor))
