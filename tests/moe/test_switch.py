@@ -14,6 +14,7 @@ import zeroshard as zs
 from zeroshard.moe.presets import router_of
 from zeroshard.moe.routing import Routing
 from zeroshard.parts.penalties import penalised
+from zeroshard.precision.cast import Precision, keep_in_fp32
 
 TOKENS, WIDTH, EXPERTS = 100, 16, 8
 
@@ -155,3 +156,11 @@ def routed_in_bf16(mesh: zs.Mesh | None, zero: int) -> bool:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_router_keeps_its_weights_in_fp32_under_a_plan_in_bf16(pool: Pool, zero: int) -> None:
     assert pool.run(routed_in_bf16, 2, zero) == [True, True]
+
+
+@pytest.mark.parametrize("preset", ["switch", "mixtral"])
+def test_a_router_that_a_plan_names_returns_its_gates_in_fp32(preset: str) -> None:
+    model = nn.Sequential(router_of(preset, WIDTH, EXPERTS, init_scale=1.0))
+    assert keep_in_fp32(model, ("Router",), Precision.named("bf16")) == set(model.parameters())
+    routing = model(torch.randn(20, WIDTH, dtype=torch.bfloat16))
+    assert {t.dtype for t in (routing.gates, *routing.losses.values())} == {torch.float32}

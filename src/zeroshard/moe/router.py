@@ -25,7 +25,7 @@ from zeroshard.moe.routing import Routing
 from zeroshard.moe.selection import ExpertChoice, GroupLimited, largest
 from zeroshard.moe.token_groups import TokenGroups
 from zeroshard.parts.settings import check_whole
-from zeroshard.precision.cast import FP32
+from zeroshard.precision.cast import FP32, RETURNS_FP32
 
 
 class Router(nn.Module):
@@ -73,6 +73,7 @@ class Router(nn.Module):
             )
         self.width, self.experts, self.gating = width, experts, gating
         setattr(self, FP32, gating.dtype == torch.float32)
+        setattr(self, RETURNS_FP32, True)  # gates and losses are at least that, whatever computes them
         self.weight = nn.Parameter(torch.empty(experts, width, **options))
         self.noise_weight = nn.Parameter(torch.empty(experts, width, **options)) if gating.learned_noise else None
         bias = torch.zeros(experts, device=options.get("device")) if gating.bias_step else None

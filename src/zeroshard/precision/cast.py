@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from zeroshard.errors import PlanError
 
 FP32 = "computes_in_fp32"  # an attribute, true of modules that compute in fp32 without being named
+RETURNS_FP32 = "returns_fp32"  # and one of modules whose outputs are not cast back
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -70,7 +71,8 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
             outermost.append(path)
             kept.update(module.parameters())
             module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
-            module.register_forward_hook(_FromFp32(precision.compute))
+            if not getattr(module, RETURNS_FP32, False):
+                module.register_forward_hook(_FromFp32(precision.compute))
     _refuse_fp32_buffers(model, outermost, precision.compute, wanted)
     return kept
 
