@@ -122,8 +122,8 @@ def refuse_renormalising(model: nn.Module, sliced: bool) -> None:
     Raises:
         PlanError: a module has it.
     """
-    for path, module in model.named_modules():
-        if sliced and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+    for path, module in model.named_modules() if sliced else ():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise PlanError(
                 f"'{path}' has max_norm={module.max_norm}, so its forward writes into the weights, in other rows on "
                 f"each rank. Set max_norm to None, and renormalise inside `with engine.gathered():` between steps."
