@@ -254,7 +254,8 @@ def main() -> None:
         print("did not run: there is no CUDA GPU here")
         return
     device = "cpu" if options.cpu else "cuda"
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # one process: the host's update may use all cores
+    all_cores = str(torch.get_num_threads())  # one process: the host's update may use all cores
+    threads = {"OMP_NUM_THREADS": all_cores, "MKL_NUM_THREADS": all_cores}  # torch takes the smaller of the two
     kept: Row = {**circumstances(), "device": torch.cuda.get_device_name() if not options.cpu else "cpu", "rows": []}
 
     def run(engine: str, model: str, tokens: int, layers: int | None) -> Row | None:

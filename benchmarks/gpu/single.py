@@ -1,10 +1,12 @@
 """One GPU: tokens per second and peak memory of zeroshard at one rank beside the plain PyTorch loop. See METHOD.md.
 
     python benchmarks/gpu/single.py [--models gpt2-xl,llama-7b] [--rounds 3] [--steps 10] [--json FILE]
+    python benchmarks/gpu/single.py --predict H200 [--json FILE]
 
 Both compute in bf16 and keep fp32 master weights; both update with fused AdamW. The loop has one optimizer per layer,
 so that only one layer's gradients exist in fp32 at a time. The launches take turns. Targets: 98 % of the loop's tokens
-per second, and a peak within 3 % of the ledger's count in the same step. Needs `transformers` (the extra `hf`); models
+per second, and a peak within 3 % of the prediction, which `--predict` prints on any machine, and of the ledger's count
+in the same step. Needs `transformers` (the extra `hf`); models
 come from their configuration with random weights, nothing is downloaded. Without a GPU it prints that it did not run,
 and exits with status 0; `--cpu` only tries the script out, on tiny models.
 """
@@ -149,6 +151,29 @@ def flops_per_token(model: Any, tokens: int) -> float:
     return 6.0 * weights + 12.0 * config.num_hidden_layers * tokens * config.hidden_size / 2
 
 
+def predict(model_name: str, engine_name: str, gpu: str) -> Row:
+    """The peak that the planner foresees, by a rehearsal that needs no GPU."""
+    import torch
+
+    import zeroshard as zs
+    from zeroshard.doctor.hardware import Machines
+    from zeroshard.planner.predict.predict import predict as predicted
+    from zeroshard.planner.predict.rehearse import TrainingTask
+
+    rows, tokens = MODELS[model_name]
+    make = partial(torch.optim.AdamW, lr=1e-5, fused=True)
+    words = {"gpt2-xl": 50257, "llama-7b": 32000}.get(model_name, 128)
+
+    def batch(count: int) -> dict[str, Any]:
+        drawn = torch.randint(words, (count, tokens))
+        return {"input_ids": drawn, "labels": drawn}
+
+    task = TrainingTask(partial(make_model, model_name, "cpu"), batch, make, rows, tokens, model_name, values=True)
+    plan = zs.Plan(zero=int(engine_name[-1]), precision="bf16")  # type: ignore[arg-type]
+    found = predicted(task, plan, Machines.of(gpu, 1), rows)
+    return {"model": model_name, "engine": engine_name, "predicted_bytes": found.peak_bytes, "notes": found.notes}
+
+
 def summarise(model: str, launches: dict[str, list[Row]], peak_flops: float) -> list[Row]:
     """Print and return one row per engine: medians over rounds, beside the loop."""
     rows: list[Row] = []
@@ -182,6 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help=f"timed steps, after {WARM} others")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 of the GPU, for MFU (H100, H200)")
+    parser.add_argument("--predict", metavar="GPU", help="only predict the peaks, for a GPU by its name in the planner")
     parser.add_argument("--cpu", action="store_true", help="try the script out without a GPU")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--launched", nargs=4, help=argparse.SUPPRESS)
@@ -190,13 +216,20 @@ def main() -> None:
         engine, model, steps, device = options.launched
         answer(measure(engine, model, int(steps), device))
         return
-    if not options.cpu and not _has_gpu():
+    if not options.cpu and not options.predict and not _has_gpu():
         print("did not run: there is no CUDA GPU here")
         return
     device, models = ("cpu", TRIES) if options.cpu else ("cuda", ("gpt2-xl", "llama-7b"))
     kept: Row = {**circumstances(), "rows": []}
     failed = False
     for model in options.models.split(",") if options.models else models:
+        if options.predict:
+            for engine in (name for name in options.engines.split(",") if name != "loop"):
+                row = predict(model, engine, options.predict)
+                print(f"{model:10} {engine:6} predicted peak {row['predicted_bytes'] / 2**30:7.2f} GiB", flush=True)
+                kept["rows"].append(row)
+            keep(kept, options.json)
+            continue
         launches: dict[str, list[Row]] = {engine: [] for engine in options.engines.split(",")}
         for _ in range(options.rounds):
             for engine in list(launches):
@@ -208,9 +241,14 @@ def main() -> None:
                     del launches[engine]
                     print(f"{model} {engine} failed: {error}", file=sys.stderr)
         kept["rows"] += summarise(model, launches, options.peak_tflops * 1e12)
-        if options.json:
-            Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
+        keep(kept, options.json)
     sys.exit(failed)
+
+
+def keep(figures: Row, path: str | None) -> None:
+    """Write the figures, if there is a file for them."""
+    if path:
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _has_gpu() -> bool:

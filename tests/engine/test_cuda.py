@@ -1,0 +1,340 @@
+"""Engines on a GPU beside a plain loop on the same GPU: one rank, and two ranks that share the GPU over gloo."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.activations.codes.lossy import lossy_of
+from zeroshard.activations.policy import LOSSY
+from zeroshard.doctor.hardware import Machines
+from zeroshard.errors import BudgetExceeded
+from zeroshard.moe.grouped import fits, grouped_rows
+from zeroshard.planner.predict.predict import predict
+from zeroshard.planner.predict.rehearse import TrainingTask
+from zeroshard.platform.transport import Network
+from zeroshard.train.gpt import GPT, GPTConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+Settings = dict[str, Any]
+STEPS, ROWS, TIME, VOCABULARY = 4, 8, 16, 96
+MAKERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "fused adamw": partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "adafactor": partial(zs.optim.Adafactor, lr=1e-3),
+    "sm3": partial(zs.optim.SM3, lr=1e-2),
+    "8 bits": partial(zs.optim.AdamW8bit, lr=1e-3),
+    "lamb": partial(zs.optim.LAMB, lr=1e-3),
+    "muon": partial(zs.optim.Muon, lr=1e-3),
+    "shampoo": partial(zs.optim.Shampoo, lr=1e-3),
+    "soap": partial(zs.optim.SOAP, lr=1e-3),
+    "torch's adafactor": partial(torch.optim.Adafactor, lr=1e-3),
+}
+DISK = "DISK"  # stands for a folder of the test's own
+ALONE: dict[str, Settings] = {
+    **{f"zero={zero}": {"zero": zero} for zero in (0, 1, 2, 3)},
+    "microbatches": {"zero": 2, "microbatches": 4, "clip_norm": 0.5},
+    "loss in chunks": {"loss_chunk": 32},
+    "optimizer on the host": {"offload": "optimizer"},
+    "optimizer on the host, clipped": {"offload": "optimizer", "clip_norm": 0.5, "microbatches": 2},
+    "half of the optimizer on the host": {"offload": "optimizer", "offload.fraction": 0.5},
+    "no speculation": {"offload": "optimizer", "offload.speculate": False, "clip_norm": 0.5},
+    "parameters on the host": {"zero": 3, "offload": "optimizer,parameters"},
+    "activations on the host": {"offload": "activations"},
+    "everything on the host": {"zero": 3, "offload": "optimizer,parameters,activations"},
+    "states on disk": {"offload": "optimizer", "offload.disk": DISK},
+    "everything on disk": {
+        "zero": 3,
+        "offload": "optimizer,parameters",
+        "offload.disk": DISK,
+        "offload.disk_parameters": True,
+    },
+    "blocks": {"recompute": "blocks"},
+    "blocks, zero=3": {"recompute": "blocks", "zero": 3},
+    "sqrt": {"recompute": "sqrt"},
+    "selective": {"recompute": "selective"},
+    "arena": {"activations.recompute": "blocks", "activations.arena": True},
+    "inputs of blocks on the host": {"recompute": "blocks", "offload": "activations"},
+    "binarize, sparse": {"activations.compress": ("binarize", "sparse", "inplace")},
+    "a budget": {"device_memory": "4GiB"},
+    "auto": {"recompute": "auto", "device_memory": "4GiB"},
+    "exact random numbers": {"rng": "exact"},
+}  # fmt: skip
+SHARED: dict[str, Settings] = {
+    **{f"zero={zero}": {"zero": zero} for zero in (0, 1, 2, 3)},
+    "microbatches": {"zero": 2, "microbatches": 2, "clip_norm": 0.5},
+    "overlap": {"zero": 2, "overlap_gather": True},
+    "optimizer on the host": {"offload": "optimizer", "clip_norm": 0.5},
+    "everything on the host": {"zero": 3, "offload": "optimizer,parameters,activations"},
+    "blocks": {"zero": 3, "recompute": "blocks"},
+    "tensor": {"tensor_parallel": 2},
+    "tensor, zero=3, selective": {"tensor_parallel": 2, "zero": 3, "recompute": "selective"},
+    "stages": {"pipeline_parallel": 2, "microbatches": 2},
+}
+
+
+def batch(step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [ROWS / ranks, TIME] of a rank."""
+    rows = torch.randint(VOCABULARY, (ROWS, TIME + 1), generator=torch.Generator().manual_seed(step))
+    own = rows.chunk(ranks)[rank].cuda()
+    return own[:, :-1].contiguous(), own[:, 1:].contiguous()
+
+
+def model() -> nn.Module:
+    """The same small GPT every time, on the host."""
+    torch.manual_seed(1)
+    return GPT(GPTConfig(VOCABULARY, TIME, 32, 2, 4))
+
+
+def by_hand(maker: str, clip: float | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of the plain loop."""
+    plain = model().cuda()
+    optimizer = MAKERS[maker](plain.parameters())
+    losses = []
+    for step in range(STEPS):
+        loss = plain(*batch(step))
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.detach().cpu() for name, value in plain.state_dict().items()}
+
+
+def on_gpu(mesh: zs.Mesh) -> zs.Mesh:
+    """The mesh with the GPU as every rank's device."""
+    torch.cuda.set_device(0)
+    return replace(mesh, device=torch.device("cuda", 0))
+
+
+def train(mesh: zs.Mesh, settings: Settings, maker: str = "adamw", folder: str = "") -> Any:
+    """Losses [STEPS] of this rank, and the final weights."""
+    plan = zs.Plan.from_dict({name: folder if value == DISK else value for name, value in settings.items()})
+    example = batch(0) if plan.pipelined else None
+    engine = zs.Engine(model(), MAKERS[maker], plan, mesh=on_gpu(mesh), example=example)
+    ranks = mesh.ranks // (plan.tensor.ranks * plan.pipeline.stages)
+    rank = mesh.rank if ranks > 1 else 0
+    losses = [engine.train_step(batch(step, rank, ranks)).loss.item() for step in range(STEPS)]
+    return losses, {name: value.cpu() for name, value in engine.state_dict().items()}
+
+
+def compare(found: Any, wanted: Any) -> None:
+    """Losses and weights within what another order of sums changes."""
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-5, atol=0)
+    for name, weight in wanted[1].items():
+        torch.testing.assert_close(
+            found[1][name], weight, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("settings", ALONE.values(), ids=ALONE.keys())
+def test_one_rank_follows_a_plain_loop(settings: Settings, tmp_path: Path) -> None:
+    compare(train(zs.Mesh(), settings, folder=str(tmp_path)), by_hand("adamw", settings.get("clip_norm")))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_optimizers(maker: str, zero: int) -> None:
+    compare(train(zs.Mesh(), {"zero": zero}, maker), by_hand(maker))
+
+
+@pytest.mark.parametrize("settings", SHARED.values(), ids=SHARED.keys())
+def test_two_ranks_on_one_gpu(pool: Pool, settings: Settings) -> None:
+    answers = pool.run(train, 2, settings)
+    losses = torch.tensor([losses for losses, _ in answers]).mean(0).tolist()
+    for _, weights in answers:
+        compare((losses, weights), by_hand("adamw", settings.get("clip_norm")))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"offload": "optimizer"}, {"zero": 3, "offload": "optimizer,parameters"}], ids=str
+)
+def test_sixteen_bits(precision: str, settings: Settings) -> None:
+    losses, _ = train(zs.Mesh(), {"precision": precision, **settings})
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(by_hand("adamw")[0]), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "sqrt", "selective"])
+@pytest.mark.parametrize("rng", ["fast", "exact"])
+def test_recomputed_dropout_is_the_same(recompute: str, rng: str) -> None:
+    def losses(recompute: str) -> list[float]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.GELU()) for _ in range(4)]
+        net = nn.Sequential(*layers, nn.Linear(16, 1))
+        plan = zs.Plan(recompute=recompute, rng=rng, units=("Sequential",))
+        engine = zs.Engine(Squared(net), MAKERS["momentum"], plan, mesh=on_gpu(zs.Mesh()))
+        return [engine.train_step(torch.ones(8, 16, device="cuda")).loss.item() for _ in range(STEPS)]
+
+    assert losses(recompute) == losses("off")
+
+
+class Squared(nn.Module):
+    """The mean square of a net's outputs."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+def test_a_mixture() -> None:
+    def make() -> nn.Module:
+        made = model()
+        zs.moe.replace_ffn(made, every=2, experts=4, router="mixtral")
+        return made
+
+    torch.manual_seed(0)
+    plain = make().cuda()
+    optimizer = MAKERS["momentum"](plain.parameters())
+    torch.manual_seed(0)
+    engine = zs.Engine(make(), MAKERS["momentum"], zs.Plan(zero=3), mesh=on_gpu(zs.Mesh()))
+    for step in range(STEPS):
+        loss = plain(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(engine.train_step(batch(step)).loss, loss.detach(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 19, 8), (0, 0, 32, 0), (8, 8, 8, 8)], ids=str)
+def test_grouped_products_are_those_of_each_expert(counts: tuple[int, ...]) -> None:
+    layer = zs.moe.MoE(32, 48, 4, router="mixtral").to("cuda", torch.bfloat16)
+    stack = next(module for module in layer.modules() if hasattr(module, "_stack"))._stack
+    rows = torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16)
+    assert fits(rows, stack)
+    found, wanted = [], []
+    for results, compute in ((found, grouped_rows), (wanted, one_by_one)):
+        leaf = rows.clone().requires_grad_()
+        out = compute(leaf, counts, stack)
+        results += [out, *torch.autograd.grad(out.float().square().sum(), [leaf, stack.up, stack.down])]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def one_by_one(rows: Tensor, counts: tuple[int, ...], stack: Any) -> Tensor:
+    """Each expert's own rows by its own weights."""
+    up, down = (w if stack.transposed else w.mT for w in (stack.up, stack.down))
+    parts = enumerate(rows.split(list(counts)))
+    return torch.cat([stack.activation(part @ up[e]) @ down[e] for e, part in parts])
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_codes_are_those_of_the_cpu(name: str) -> None:
+    values = torch.randn(4099) * torch.logspace(-6, 4, 4099)
+
+    def coded(device: str) -> tuple[list[Tensor], Tensor]:
+        code = lossy_of(name, lambda: 5)
+        code.begin()
+        codes = code.encode(values.to(device))
+        return [part.cpu() for part in codes], code.decode(codes, values.numel()).cpu()
+
+    (codes, decoded), (wanted, again) = coded("cuda"), coded("cpu")
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(codes, wanted, strict=True))
+    assert torch.equal(decoded, again)
+
+
+@pytest.mark.parametrize("settings", [{"zero": 3}, {"zero": 2, "recompute": "blocks"}], ids=str)
+def test_compiled_blocks(settings: Settings) -> None:
+    made = model()
+    for block in made.blocks:
+        block.compile()
+    engine = zs.Engine(made, MAKERS["adamw"], zs.Plan(**settings), mesh=on_gpu(zs.Mesh()))
+    losses = [engine.train_step(batch(step)).loss.item() for step in range(STEPS)]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(by_hand("adamw")[0]), rtol=1e-4, atol=0)
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def make() -> zs.Engine:
+        return zs.Engine(model(), MAKERS["adamw"], zs.Plan(zero=3, precision="bf16"), mesh=on_gpu(zs.Mesh()))
+
+    engine = make()
+    for step in range(2):
+        engine.train_step(batch(step))
+    engine.save(tmp_path / "saved")
+    wanted = [engine.train_step(batch(step)).loss.item() for step in range(2, 4)]
+    again = make()
+    again.load(tmp_path / "saved")
+    assert [again.train_step(batch(step)).loss.item() for step in range(2, 4)] == wanted
+
+
+def test_an_exceeded_budget_is_said() -> None:
+    with pytest.raises(BudgetExceeded):
+        train(zs.Mesh(), {"device_memory": "64KiB"})
+
+
+@pytest.mark.parametrize("settings", [{"zero": 2}, {"zero": 3, "precision": "bf16", "recompute": "blocks"}], ids=str)
+def test_the_peak_is_predicted(settings: Settings) -> None:
+    shape = GPTConfig(1024, 256, 512, 8, 8)
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return GPT(shape)
+
+    def words(rows: int) -> dict[str, Tensor]:
+        drawn = torch.randint(shape.vocabulary, (rows, shape.context))
+        return {"tokens": drawn, "targets": drawn}
+
+    plan = zs.Plan.from_dict(settings)
+    task = TrainingTask(build, words, MAKERS["fused adamw"], 16, shape.context)
+    wanted = predict(task, plan, Machines.of("H200", 1), 16).peak_bytes
+    engine = zs.Engine(build(), MAKERS["fused adamw"], plan, mesh=on_gpu(zs.Mesh()))
+    inputs = {name: value.cuda() for name, value in words(16).items()}
+    for _ in range(3):
+        engine.train_step(inputs)
+    torch.cuda.reset_peak_memory_stats()
+    other = torch.cuda.memory_allocated() - engine.ledger.total("device")  # workspaces of libraries, other tests
+    engine.train_step(inputs)
+    # It is rehearsed with the CPU's attention, which copies its output in each block where the GPU's does not.
+    assert torch.cuda.max_memory_allocated() - max(0, other) == pytest.approx(wanted, rel=0.05)
+
+
+class TestNccl:
+    """What the engine asks of torch.distributed, by NCCL in a world of one rank."""
+
+    @pytest.fixture
+    def network(self, port: int) -> Any:
+        torch.cuda.set_device(0)
+        store = dist.TCPStore("127.0.0.1", port + 1, 1, True)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        yield Network(0, 1, torch.device("cuda", 0))
+        dist.destroy_process_group()
+
+    def test_collectives(self, network: Network) -> None:
+        own = torch.arange(8.0, device="cuda")
+        collectives: dict[str, Callable[[Tensor], Any]] = {
+            "gather": lambda into: network.gather(into, own, None),
+            "gather with bounds": lambda into: network.gather(into, own, None, (0, 8)),
+            "all_to_all": lambda into: network.all_to_all(into, own, None, None, None),
+            "all_to_all with sizes": lambda into: network.all_to_all(into, own, [8], [8], None),
+        }
+        for name, start in collectives.items():
+            into = torch.zeros(8, device="cuda")
+            start(into).wait()
+            assert torch.equal(into, own), name
+        for maximum in (True, False):
+            network.all_reduce(own, None, maximum).wait()
+        broadcast = network.broadcast(own, 0, None)
+        assert broadcast is not None and broadcast.wait()
+        work, arrival = network.exchange(own, None, lambda numel: torch.empty(numel, device="cuda"))
+        work.wait()
+        assert [torch.equal(copy, own) for copy in arrival.copies] == [True]
+        assert torch.equal(own, torch.arange(8.0, device="cuda"))
+
+    def test_an_engine_in_its_world(self, network: Network) -> None:
+        mesh = zs.init_mesh(device="cuda")
+        assert mesh.device == torch.device("cuda", 0)
+        compare(train(mesh, {"zero": 3}), by_hand("adamw"))
