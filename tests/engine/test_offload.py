@@ -5,6 +5,7 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, ModelError, OffloadError, OptimizerError, PlanError
 from zeroshard.memory.ledger import Category
+from zeroshard.offload import host_tiers
 
 WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"offload": "optimizer"},
@@ -149,6 +151,16 @@ def test_guessing_stops_while_most_steps_are_clipped() -> None:
     take_steps(engine, 12)
     units = len(engine.units)
     assert (engine.speculation_counts.taken, engine.speculation_counts.undone) == (0, 5 * units)  # in steps 2 to 6
+
+
+@pytest.mark.parametrize("times, guesses", [(1, False), (9, True)])
+def test_guesses_take_a_part_of_what_the_states_leave(times: int, guesses: bool) -> None:
+    plan = zs.Plan(offload="optimizer")
+    states = zs.Engine(build("Plain", 0), ADAMW, plan).ledger.total("host")
+    with patch.object(host_tiers, "_spare", lambda rooms, ranks: times * states):
+        engine = zs.Engine(build("Plain", 0), ADAMW, plan)
+    take_steps(engine, 3)
+    assert (engine.speculation_counts.taken > 0) is guesses and engine.speculation_counts.undone == 0
 
 
 def stale(norms: list[float], warmup: int, clip: float | None, steps: int) -> tuple[list[float], dict[str, Tensor]]:

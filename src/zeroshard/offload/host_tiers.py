@@ -21,7 +21,7 @@ from zeroshard.traffic import Purpose
 from zeroshard.units import Flat, Unit
 
 PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning
-SPARED = 4  # of the host memory that is free at the start, the part that shadow pages may take
+SPARED = 4  # of the host memory that states leave free, the part that shadow pages may take
 
 
 class HostTiers:
@@ -60,7 +60,9 @@ class HostTiers:
                 f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {name} out."
             )
         spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
-        self.shadows = Shadows(self.host, spare // SPARED if policy.speculate else 0)
+        self.shadows = Shadows(
+            self.host, lambda: max(0, spare - ledger.total("host")) // SPARED if policy.speculate else 0
+        )
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
         """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""

@@ -86,10 +86,15 @@ class Pages:
 
 
 class Shadows:
-    """Pages that updates write which may have to be undone; none beyond a limit of bytes."""
+    """Pages that updates write which may have to be undone; none beyond a limit of bytes.
 
-    def __init__(self, host: HostMemory, limit: int) -> None:
-        self._host, self._left = host, limit
+    Args:
+        limit: called at the first update, when all states have their places.
+    """
+
+    def __init__(self, host: HostMemory, limit: Callable[[], int]) -> None:
+        self._host, self._limit = host, limit
+        self._left: int | None = None
         self._free: dict[Form, list[Pages]] = {}
 
     def take(self, form: Form) -> Pages | None:
@@ -97,6 +102,8 @@ class Shadows:
         free = self._free.setdefault(form, [])
         if free:
             return free.pop()
+        if self._left is None:
+            self._left = self._limit()
         if sum(form.sizes) > self._left:
             return None
         self._left -= sum(form.sizes)
