@@ -79,6 +79,12 @@ def answer(result: Mapping[str, Any]) -> None:
     print(f"\n{MARK}{json.dumps(result)}", flush=True)
 
 
+def keep(figures: Mapping[str, Any], path: str | None) -> None:
+    """Write the figures, if there is a file for them."""
+    if path:
+        Path(path).write_text(json.dumps(figures, indent=1) + "\n")
+
+
 def _await(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
     """Wait until all are done or the time is up; after a failure the others get a few seconds more."""
     deadline = time.monotonic() + timeout

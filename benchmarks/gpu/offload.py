@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
-from ranks import LaunchError, answer, circumstances, launch
+from ranks import LaunchError, answer, circumstances, keep, launch
 
 SHAPES = {"1.4B": (2048, 16, 24), "7B": (4096, 32, 32), "13B": (5120, 40, 40), "20B": (6144, 48, 44), "try": (64, 2, 2)}
 VOCABULARY, CONTEXT = 50304, 2048
@@ -37,7 +37,7 @@ ENGINES = {
     "deepspeed": {},
 }
 DEVICE_RESERVE, HOST_RESERVE = 12e9, 10e9  # bytes for activations and workspace; for this process and others
-STATES = 12  # bytes per parameter of fp32 masters and moments
+STATES = 14  # bytes per parameter that stays on the device: fp32 masters and moments, and its gradient
 WARM = 3
 Row = dict[str, Any]
 
@@ -107,7 +107,7 @@ def flops_per_token(model: Any) -> float:
 
 
 def share_that_fits(parameters: int, device: str) -> float:
-    """The smallest fraction of the parameters whose states must be offloaded for the others to fit on the device."""
+    """The smallest fraction of the parameters whose states must be offloaded for the others' to fit on the device."""
     import torch
 
     room = torch.cuda.mem_get_info()[1] if device == "cuda" else 1e9
@@ -266,12 +266,12 @@ def main() -> None:
             lines = [line for line in str(error).splitlines() if "Error" in line or "Exceeded" in line]
             print(f"{model} {engine} {tokens} tokens: did not run: {lines[-1] if lines else error}", flush=True)
             kept.setdefault("failed", []).append({"engine": engine, "model": model, "tokens": tokens, "layers": layers})
+            keep(kept, options.json)
             return None
         if engine != "probe":
             show(row, options.peak_tflops * 1e12)
         kept["rows"].append(row)
-        if options.json:
-            Path(options.json).write_text(json.dumps(kept, indent=1) + "\n")
+        keep(kept, options.json)
         return row
 
     print(json.dumps(run("probe", "try", 0, None)))

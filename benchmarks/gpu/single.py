@@ -12,7 +12,6 @@ and exits with status 0; `--cpu` only tries the script out, on tiny models.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
-from ranks import LaunchError, answer, circumstances, launch
+from ranks import LaunchError, answer, circumstances, keep, launch
 
 ENGINES = ("loop", "zero0", "zero1", "zero2", "zero3")
 MODELS = {
@@ -243,12 +242,6 @@ def main() -> None:
         kept["rows"] += summarise(model, launches, options.peak_tflops * 1e12)
         keep(kept, options.json)
     sys.exit(failed)
-
-
-def keep(figures: Row, path: str | None) -> None:
-    """Write the figures, if there is a file for them."""
-    if path:
-        Path(path).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _has_gpu() -> bool:
