@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pool import Pool
+from torch import nn
 
 from zeroshard.cli import main as cli
 from zeroshard.cli.rank import WRONG_INPUT, present
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import ModelError, ZeroshardError
-from zeroshard.train.config import TrainConfig
+from zeroshard.train.config import OptimizerName, TrainConfig
+from zeroshard.train.optimizers import make_optimizer
 from zeroshard.train.options import parse
 from zeroshard.train.run import run as run_job
 
@@ -123,6 +125,34 @@ def test_one_process_and_other_precisions(text: Path, tmp_path: Path) -> None:
         run = job(text, tmp_path, "--steps", "6", *words)
         losses = [line["loss"] for line in metrics(run) if "loss" in line]
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_optimizers_over_whole_tensors_train_and_resume(name: str, text: Path, tmp_path: Path, pool: Pool) -> None:
+    """The first lines say what owners cost, and a checkpoint of two ranks goes on bit for bit under another stage."""
+    words = ["--optimizer", name, "--final-learning-rate", "1"]
+    output, whole = job_of(pool, 2, text, tmp_path / "whole", "--steps", "6", "--zero", "2", *words)
+    assert "owners " in output and "one owner among 2 ranks" in output and "times the mean" in output
+    _, half = job_of(pool, 2, text, tmp_path / "half", "--steps", "3", "--zero", "1", *words)
+    resume = ["--resume", str(half), "--steps", "6", "--zero", "3"]
+    _, rest = job_of(pool, 2, text, tmp_path / "rest", *resume, *words)
+    losses, resumed = ({m["step"]: m["loss"] for m in metrics(run) if "loss" in m} for run in (whole, rest))
+    assert losses[6] < losses[1]
+    assert resumed == {step: losses[step] for step in range(4, 7)}
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_every_optimizer_of_the_options_is_made(name: Any) -> None:
+    """With vectors that do not decay, and under Muon embeddings that are not orthogonalised."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))
+    optimizer = make_optimizer(TrainConfig(optimizer=name, learning_rate=0.25), model)
+    assert type(optimizer).__name__.lower() == name
+    assert {p for group in optimizer.param_groups for p in group["params"]} == set(model.parameters())
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0.25
+        assert all((p.dim() > 1) == (group["weight_decay"] > 0) for p in group["params"])
+    orthogonal = [group["params"] for group in optimizer.param_groups if group.get("orthogonalize")]
+    assert name != "muon" or all(p is not model[0].weight for params in orthogonal for p in params)
 
 
 def test_tensorboard_events(text: Path, tmp_path: Path) -> None:

@@ -34,7 +34,11 @@ def refuse_split(
     ]  # fmt: skip
     if not split:
         return
-    others = "an optimizer that treats every element alone, such as AdamW; or ZeRO and stages in the place of that axis"
+    setting = {"tensor": "tensor_parallel", "experts": "expert_parallel"}.get(split[0].axis, split[0].axis)
+    others = (
+        f"an optimizer that treats every element alone, such as AdamW; or zero=1, 2 or 3 and pipeline_parallel in the "
+        f"place of {setting}"
+    )
     way_out = f"Use {others}."
     if stacks and split[0].dimension == 0:
         way_out = (
@@ -42,6 +46,7 @@ def refuse_split(
             f"that each expert has statistics of its own. Or use {others}."
         )
     raise PlanError(
-        f"{layout.whole} And the plan splits {len(split)} parameters inside of layers over the axis '{split[0].axis}' "
-        f"(the first of shape {split[0].shape}), so that no rank has the whole of them. {way_out}"
+        f"{type(optimizer).__name__} and {setting} do not combine: {layout.whole} And the plan splits {len(split)} "
+        f"parameters inside of layers over the axis '{split[0].axis}' (the first of shape {split[0].shape}), so that "
+        f"no rank has the whole of them. {way_out}"
     )

@@ -41,7 +41,7 @@ from zeroshard.report.plan_text import (
 )
 from zeroshard.tensor.explain import ExplainedLayer, explain, explain_sequences
 from zeroshard.tensor.find_layers import find
-from zeroshard.train.config import TrainConfig
+from zeroshard.train.config import OptimizerName, TrainConfig
 from zeroshard.train.family import SOURCE, default_plans, largest_table
 from zeroshard.train.gpt import SIZES
 from zeroshard.train.options import parse
@@ -87,8 +87,8 @@ class PlanOptions:
     """Rows of one step, over all devices; 4 per device by default."""
     sequence: int | None = None
     """Tokens of a row; by default the context of a built-in size, else 1024."""
-    optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
-    """Which torch.optim optimizer."""
+    optimizer: OptimizerName = "adamw"
+    """Which optimizer: adamw, sgd and adagrad of torch.optim, the others of zs.optim (docs/optimizers.md)."""
     precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of computation of all plans; fp32 by default, and with largest 16 bits if the device computes in them."""
     tensor_parallel: int | None = None
@@ -362,6 +362,8 @@ def _print(found: Found, machines: Machines, title: str, explain: int | None, fi
     console = _console()
     console.print(title)
     if found.best:
+        for owners in dict.fromkeys(filter(None, (prediction.owners for prediction in found.best))):
+            console.print(owners)
         console.print(plans_table(found.best))
     else:
         console.print("\nNo plan fits.")

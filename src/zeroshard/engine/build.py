@@ -21,7 +21,7 @@ from zeroshard.offload.host_tiers import HostTiers, units_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
-from zeroshard.optim import Owners, SpanOptimizer, layout_of
+from zeroshard.optim import SpanOptimizer, layout_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
@@ -138,14 +138,15 @@ class Builder:
             gathers = all(self._gathers(axis.comm) for axis in self._slicing)
             self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
-        owners = Owners(layout.whole is not None and self._residency.slice_states)
-        for unit in units:
+        kinds = [self._kinds(unit, groups, kept) for unit in units]
+        if self._residency.slice_states:
+            apart = (self._residency.slice_gradients, self._residency.slice_parameters, bool(self._precision.compute))
+            self._spans.deal_out(kinds, self._axes.place, groups, 4 * sum(apart))
+        for unit, of_unit in zip(units, kinds, strict=True):
             for owner in unit.owners:
                 materialiser.materialise(owner)
-            on_host, kinds = unit.number in going, self._kinds(unit, groups, kept)
-            parts.append(
-                [self._part(*flat, groups, on_host) for flat in self._flats(unit, kinds, materialiser, owners)]
-            )
+            flats = self._flats(unit, of_unit, materialiser)
+            parts.append([self._part(*flat, groups, unit.number in going) for flat in flats])
         for module in self._model.modules():
             materialiser.materialise(module)  # buffers of modules without parameters
         dtype_of = lambda p: self._precision.dtype_of(p, p in kept)  # noqa: E731
@@ -155,9 +156,8 @@ class Builder:
         self._axes.begin()
         self._spans.install_spans()
         self._late.spans_installed()
-        states = sum(_state_nbytes(part) for of_unit in parts for part in of_unit)
-        made = self._ledger.account(Category.OPTIMIZER_STATES).current
-        self._ledger.check_room(Category.OPTIMIZER_STATES, states - made, "the first step")  # in which torch makes them
+        more = self._spans.device_bytes - self._ledger.account(Category.OPTIMIZER_STATES).current
+        self._ledger.check_room(Category.OPTIMIZER_STATES, more, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
         tier = self._lower if self._plan.offloading.activations else None
         saver = saver_of(SaverMeans(self._plan.saving, self._ledger, self._model, self._key, tier))
@@ -272,15 +272,14 @@ class Builder:
         return kinds
 
     def _flats(
-        self, unit: Unit, kinds: Kinds, materialiser: Materialiser, owners: Owners
+        self, unit: Unit, kinds: Kinds, materialiser: Materialiser
     ) -> Iterator[tuple[Flat, Place, dict[str, nn.Parameter]]]:
         """Each flat of a unit with its place, and its parameters as they were before they were real, by name."""
         for (dtype, trainable, kind), members in kinds.items():
             place = self._axes.place(kind)
-            size = place.slices.size
-            members, owned_by = owners.deal(members, place.slices.comm, size if trainable else 1)
+            members, owned_by = self._spans.owners.order(members)
             real = {name: materialiser.real(parameter) for name, parameter in members.items()}
-            yield Flat(unit, real, dtype, trainable, size, str(kind), owned_by), place, members
+            yield Flat(unit, real, dtype, trainable, place.slices.size, str(kind), owned_by), place, members
 
     def _part(
         self, flat: Flat, place: Place, members: dict[str, nn.Parameter], groups: dict[nn.Parameter, int], on_host: bool
@@ -445,10 +444,3 @@ class Builder:
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
                 self._axes.alike.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
-
-
-def _state_nbytes(part: Part) -> int:
-    """Bytes of optimizer states that the first step makes on the device for a part."""
-    if isinstance(part.updater, HostUpdater) or not isinstance(part.updater, DeviceUpdater):
-        return 0
-    return part.updater.state_bytes

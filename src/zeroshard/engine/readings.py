@@ -51,6 +51,7 @@ class Readings:
 
     def __repr__(self) -> str:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
+        skipped += f"\n  {self.owners}" if self.owners else ""
         return (
             f"Engine of {type(self.model).__name__} ({self._state.numel:,} parameters)\n  {self.plan!r}\n"
             f"  rank {self.rank} of {self.ranks} on {self.device}, {self.steps} steps{skipped}"
@@ -100,6 +101,11 @@ class Readings:
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's optimizer, now over slices; give it to a learning-rate scheduler."""
         return self._assembly.optimizer.optimizer
+
+    @property
+    def owners(self) -> str:
+        """What owners of whole parameters do and cost, in sentences; empty where slices are even."""
+        return self._assembly.optimizer.told
 
     @property
     def loss_scale(self) -> float:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ class HostTiers:
         )
 
     def check_room(
-        self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int, adds: bool
+        self, units: Sequence[Unit], going: set[int], compute: torch.dtype | None, states: int | Fraction, adds: bool
     ) -> None:
         """Refuse states that host memory cannot hold, before any of it is taken.
 

@@ -1,47 +1,83 @@
-"""Owners: whole parameters dealt out to the ranks that slice a unit, for optimizers that need whole tensors.
+"""Owners: whole parameters dealt out to the ranks that slice them, for optimizers that need whole tensors.
 
 Muon, Adafactor, Shampoo and others look at more than one element at a time. So the slices of a unit lie between borders
-of its parameters (`Index.bounds`), and each parameter is updated by one rank, as in one process. Parameters are dealt
-out over all units, the largest of each unit first, to the rank that owns the fewest elements so far: the most that a
-rank owns is above the mean by less than the largest parameter (longest processing time first; Graham, 1969).
+of its parameters (`Index.bounds`), and each parameter is updated by one rank, as in one process. Parameters of all
+units are dealt out together, the most costly first, to the rank with the least so far: the most that a rank has is
+above the mean by less than the most costly parameter (longest processing time first; Graham, 1969).
+
+The ranks of a group are numbered by what they keep: rank 0 is the one with the most bytes, its largest parameter
+counted twice for the temporaries of the update; the others follow with ever fewer. The planner relies on it.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from torch import nn
 
+WIDTH = 4  # bytes of an element that is updated, in fp32
+
 
 class Owners:
-    """Deals out parameters, unit by unit.
+    """The owners of the parameters of all flats that are updated whole.
 
     Args:
-        deals: whether parameters have owners at all; otherwise slices are even.
+        flats: the parameters of each, the group of ranks that slices it, and how many ranks that is.
+        states: bytes of the optimizer states of a parameter.
+        kept: bytes that its owner keeps for each element, and other ranks do not, beside those states.
     """
 
-    def __init__(self, deals: bool) -> None:
-        self._deals = deals
-        self._owned: dict[Hashable, list[int]] = {}  # elements, by rank
+    def __init__(
+        self,
+        flats: Iterable[tuple[Iterable[nn.Parameter], Hashable, int]] = (),
+        states: Callable[[nn.Parameter], int] = nn.Parameter.numel,
+        kept: int = 0,
+    ) -> None:
+        self._states, self._kept = states, kept
+        self._owners: dict[nn.Parameter, int] = {}
+        self._groups: dict[Hashable, list[list[nn.Parameter]]] = {}  # by rank
+        members: dict[tuple[Hashable, int], list[nn.Parameter]] = {}
+        for parameters, among, ranks in flats:
+            members.setdefault((among, ranks), []).extend(parameters)
+        for (among, ranks), parameters in members.items():
+            if ranks > 1:
+                self._groups[among] = self._deal(parameters, ranks)
+                self._owners |= {p: rank for rank, owned in enumerate(self._groups[among]) for p in owned}
 
-    def deal(
-        self, members: Mapping[str, nn.Parameter], among: Hashable, ranks: int
-    ) -> tuple[dict[str, nn.Parameter], list[int] | None]:
-        """The parameters of a flat in the order of their owners, and those; None for even slices.
-
-        Args:
-            among: the group of ranks, for the balance over all units.
-            ranks: in it.
-        """
-        if not self._deals or ranks == 1:
+    def order(self, members: Mapping[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], list[int] | None]:
+        """The parameters of a flat in the order of their owners, and those; None for even slices."""
+        if any(parameter not in self._owners for parameter in members.values()):
             return dict(members), None
-        owned = self._owned.setdefault(among, [0] * ranks)
-        owners: dict[str, int] = {}
-        for name, parameter in sorted(members.items(), key=lambda item: -item[1].numel()):
-            owners[name] = min(range(ranks), key=owned.__getitem__)
-            owned[owners[name]] += parameter.numel()
-        ordered = sorted(members, key=owners.__getitem__)  # as before, among those of one rank
-        return {name: members[name] for name in ordered}, [owners[name] for name in ordered]
+        ordered = sorted(members, key=lambda name: self._owners[members[name]])  # as before, among those of one rank
+        return {name: members[name] for name in ordered}, [self._owners[members[name]] for name in ordered]
 
     @property
     def shares(self) -> list[list[int]]:
         """The elements that each rank owns, for each group of ranks."""
-        return list(self._owned.values())
+        return [[sum(p.numel() for p in owned) for owned in ranks] for ranks in self._groups.values()]
+
+    def told(self, optimizer: str) -> str:
+        """What owners do and cost, in sentences; empty where there are none."""
+        if not self._groups:
+            return ""
+        shares = self.shares
+        fullest = max(ranks * max(of) / max(1, sum(of)) for of in shares for ranks in [len(of)])
+        over = " and ".join(dict.fromkeys(f"{len(of)} ranks" for of in shares))
+        return (
+            f"{optimizer} needs whole tensors: each of {len(self._owners)} parameters is updated by one owner among "
+            f"{over}. The fullest rank owns {fullest:.2f} times the mean of elements; as many elements go over the "
+            f"wire as with even slices."
+        )
+
+    def _deal(self, parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
+        """The parameters of each rank."""
+        costs = {p: WIDTH * p.numel() + self._states(p) for p in parameters}
+        owned: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
+        loads = [0] * ranks
+        for parameter in sorted(parameters, key=lambda p: -costs[p]):
+            rank = min(range(ranks), key=loads.__getitem__)
+            owned[rank].append(parameter)
+            loads[rank] += costs[parameter]
+        kept = [sum(self._kept * p.numel() + self._states(p) for p in of) for of in owned]
+        peaks = [nbytes + max((costs[p] for p in of), default=0) for nbytes, of in zip(kept, owned, strict=True)]
+        first = max(range(ranks), key=peaks.__getitem__)
+        others = sorted(set(range(ranks)) - {first}, key=lambda rank: -kept[rank])
+        return [owned[rank] for rank in (first, *others)]

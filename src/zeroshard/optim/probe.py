@@ -7,10 +7,12 @@ import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import OptimizerError
 from zeroshard.optim.whole_states import tensor_bytes
@@ -25,12 +27,12 @@ class StateLayout:
     """Bytes of optimizer state: per fp32 element, and in scalars (a step count) per tensor.
 
     Attributes:
-        bytes_per_element: of one that treats each element alone; else the mean over its parameters, rounded up.
+        bytes_per_element: of one that treats each element alone; else the mean over its parameters.
         scalar_bytes: of one tensor.
         whole: the reason why it needs whole tensors; None if it does not.
     """
 
-    bytes_per_element: int
+    bytes_per_element: int | Fraction
     scalar_bytes: int
     whole: str | None = None
 
@@ -38,9 +40,16 @@ class StateLayout:
 def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
     """The states of an optimizer, and whether it needs whole tensors.
 
+    The trial steps have values in a rehearsal too, where other tensors have none.
+
     Raises:
         OptimizerError: it needs a closure (LBFGS), does not run, or its parameters depend on each other.
     """
+    with _disable_current_modes():
+        return _layout_of(optimizer)
+
+
+def _layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
     try:
         return check_elementwise(optimizer)
     except OptimizerError as error:
@@ -52,7 +61,7 @@ def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
         shapes = Counter(p.shape for p in group["params"])
         nbytes += sum(count * state_nbytes(optimizer, group, shape) for shape, count in shapes.items())
         numel += sum(count * shape.numel() for shape, count in shapes.items())
-    return StateLayout(-(-nbytes // max(1, numel)), 4, whole)
+    return StateLayout(Fraction(nbytes, max(1, numel)), 4, whole)
 
 
 def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -84,6 +93,13 @@ def state_nbytes(
 
     An optimizer that reads values runs on a small tensor instead, whose states tell how theirs grow with its sides.
     """
+    with _disable_current_modes():
+        return _state_nbytes(optimizer, group, shape, dtype)
+
+
+def _state_nbytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype
+) -> int:
     try:
         return tensor_bytes(_stepped(optimizer, group, torch.empty(shape, dtype=dtype, device="meta")))
     except Exception:  # it reads values, which a tensor without any refuses in many ways
@@ -191,8 +207,21 @@ def _construct(
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     settings = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    own = {k: v for k, v in group.items() if k != "param_names"}
+    own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    if all(_has_value(tensor) for tensor in tensors):
+        settings, own = (tree_map(_with_value, options) for options in (settings, own))
     return kind([{**own, "params": tensors}], **settings)
+
+
+def _has_value(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, which those of a rehearsal do not."""
+    return type(tensor.detach()) is torch.Tensor
+
+
+def _with_value(option: Any) -> Any:
+    """An option of a trial; a tensor without a value gets one."""
+    lacking = isinstance(option, torch.Tensor) and not _has_value(option)
+    return torch.full(option.shape, 0.01, dtype=option.dtype) if lacking else option
 
 
 def _run(

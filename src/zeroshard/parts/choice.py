@@ -5,6 +5,7 @@ A technique answers in `choice.py` of its folder; what it leaves unanswered is a
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from zeroshard.schedule import PipelineSchedule
@@ -45,7 +46,7 @@ class States:
     trainable: int
     frozen: int
     largest: int
-    optimizer_state: int
+    optimizer_state: int | Fraction
     parameter: int = 4
     gradient: int = 4
     master_weight: int = 0

@@ -11,6 +11,9 @@ from zeroshard.errors import ConfigError
 from zeroshard.moe.policy import Mixture
 from zeroshard.plan import RENAMED, Plan, option_of, renamed
 
+OptimizerName = Literal[
+    "adamw", "sgd", "adagrad", "adafactor", "sm3", "adamw8bit", "adam8bit", "lamb", "muon", "shampoo", "soap"
+]  # fmt: skip
 RENAMED_OPTIONS = {"batch": "batch_per_rank"}  # options of stored run folders, by their earlier names
 
 
@@ -56,8 +59,8 @@ class TrainConfig:
     """Rows per rank and step, all microbatches together."""
     steps: int = 800
     """Steps of the whole run."""
-    optimizer: Literal["adamw", "sgd", "adagrad"] = "adamw"
-    """Which torch.optim optimizer."""
+    optimizer: OptimizerName = "adamw"
+    """Which optimizer: adamw, sgd and adagrad of torch.optim, the others of zs.optim (docs/optimizers.md)."""
     learning_rate: float = 6e-3
     """Highest learning rate, reached after the warm-up."""
     warmup_steps: int = 50
@@ -67,7 +70,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     """Decay of matrices (AdamW: decoupled); norms, biases and other vectors are left out."""
     beta2: float = 0.95
-    """Decay of AdamW's second moment; momentum of SGD is 0.9."""
+    """Decay of the second moment of AdamW, its 8-bit forms, LAMB and Muon's AdamW; momentum of SGD is 0.9."""
     dropout: float = 0.0
     """Dropout of a built-in model."""
     experts: int = 0

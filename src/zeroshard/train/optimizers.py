@@ -1,24 +1,43 @@
 """The optimizers of the main job."""
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeroshard import optim
 from zeroshard.train.config import TrainConfig
+
+OTHERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adafactor": optim.Adafactor,
+    "adam8bit": optim.Adam8bit,
+    "adamw8bit": optim.AdamW8bit,
+    "lamb": optim.LAMB,
+    "muon": optim.Muon,
+    "shampoo": optim.Shampoo,
+    "sm3": optim.SM3,
+    "soap": optim.SOAP,
+}
+WITH_BETAS = ("adam8bit", "adamw8bit", "lamb")  # of Adam's kind; the others have decays of their own
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that the options ask for, over a model's parameters."""
+    rate, betas = config.learning_rate, (0.9, config.beta2)
     groups = decay_groups(model, config.weight_decay)
     match config.optimizer:
         case "adamw":
             fused = not config.plan.offloading.optimizer  # the host's Adam rounds like the unfused one
-            return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2), fused=fused)
+            return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
         case "sgd":
-            return torch.optim.SGD(groups, lr=config.learning_rate, momentum=0.9)
+            return torch.optim.SGD(groups, lr=rate, momentum=0.9)
         case "adagrad":
-            return torch.optim.Adagrad(groups, lr=config.learning_rate)
+            return torch.optim.Adagrad(groups, lr=rate)
+        case "muon":
+            groups = [{**group, "betas": betas} for group in _muon_groups(model, config.weight_decay)]
+    options = {"betas": betas} if config.optimizer in WITH_BETAS else {}
+    return OTHERS[config.optimizer](groups, lr=rate, **options)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -27,3 +46,15 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     matrices, vectors = [p for p in trainable if p.dim() >= 2], [p for p in trainable if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _muon_groups(model: nn.Module, weight_decay: float) -> Iterator[dict[str, Any]]:
+    """The groups of `muon_groups`, in which vectors do not decay."""
+    for group in optim.muon_groups(model):
+        members = [parameter for _, parameter in group["params"]]
+        for decay, params in (
+            (weight_decay, [p for p in members if p.dim() >= 2]),
+            (0.0, [p for p in members if p.dim() < 2]),
+        ):
+            if params:
+                yield {**group, "params": params, "weight_decay": decay}

@@ -133,4 +133,5 @@ def _prediction(found: Mapping[str, Any]) -> Prediction:
     """The prediction that `Prediction.as_dict` stored."""
     names = ("batch", "ranks", "rank", "mode", "time_mode", "memory", "capacity_bytes", "margin", "host_bytes")
     values = {name: found[name] for name in (*names, "wire_bytes", "causes", "tokens")}
-    return Prediction(plan=Plan.from_dict(found["plan"]), notes=tuple(found["notes"]), **values)
+    texts = {"notes": tuple(found["notes"]), "owners": found["owners"]}
+    return Prediction(plan=Plan.from_dict(found["plan"]), **values, **texts)

@@ -179,6 +179,7 @@ class Run:
             "model": f"{config.model}, {self.built.parameters:,} parameters",
             "data": f"{corpus.name}, {corpus.files} files, {format_size(len(corpus.train))} to train on",
             "plan": f"{short(config.plan, mesh.ranks)}; {ranks}; {rows} rows of {config.sequence} tokens per step",
+            **({"owners": engine.owners} if engine.owners else {}),
             "run": str(self.folder.path),
         }
 

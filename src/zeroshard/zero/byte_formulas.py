@@ -37,7 +37,7 @@ class BytesPerParameter:
     parameter: int = 2
     gradient: int = 2
     master_weight: int = 4
-    optimizer_state: int = 8
+    optimizer_state: int | Fraction = 8
 
 
 def state_bytes(

@@ -7,6 +7,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.needs import Needs, Times, needs_of
+from zeroshard.planner.predict.owned import fullest_of, owner_ranks
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, rehearse
 from zeroshard.planner.predict.shallow import FEW, Stack, probes, shallow
 from zeroshard.planner.predict.values import refuse_too_large
@@ -27,11 +28,16 @@ class Unstaged:
     def needs(
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
-        """The numbers of one rank."""
+        """The numbers of one rank, the fullest of several where whole parameters have owners."""
         plan, m = on_machines(plan, machines), plan.microbatches
         few = m if stacks is None else min(m, ALIKE)
-        deep = _deeper(plan, stacks or (), FEW + 1)
         less = replace(plan, microbatches=few)
+        slices = choices_of(plan).slicing.slices(machines.count)
+        chosen = owner_ranks(task, plan, 0, slices)
+        if len(chosen) > 1:
+            each = [rehearse(task, less, rank, machines.count, rows // m * few, machines) for rank in chosen]
+            return [fullest_of([needs_of(one, more=m - few) for one in each], slices)]
+        deep = _deeper(plan, stacks or (), FEW + 1)
         seen: list[Rehearsed] = []
         for depths in probes(deep):
             probe = replace(task, build=shallow(task.build, depths)) if deep else task

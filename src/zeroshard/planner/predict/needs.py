@@ -26,6 +26,7 @@ class Needs:
         actions: seconds of all rehearsed actions.
         waits: seconds of rehearsed forwards and backwards that are waits for transfers.
         each_waits: those of one microbatch.
+        host_mean: bytes that a rank keeps in host memory, the mean over all with slices of the same; None if alike.
     """
 
     rank: int
@@ -41,6 +42,12 @@ class Needs:
     actions: float = 0.0
     waits: float = 0.0
     each_waits: float = 0.0
+    host_mean: int | None = None
+
+    @property
+    def on_host(self) -> int:
+        """Bytes in host memory: what is offloaded, and a copy of the states as a checkpoint holds it."""
+        return self.snapshot_nbytes + sum(self.host.values()) if self.host_mean is None else self.host_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def put_together(
         capacity_bytes=machines.device.capacity_bytes,
         host=fullest.host,
         disk_bytes=fullest.disk_nbytes,
-        host_bytes=(fullest.snapshot_nbytes + sum(fullest.host.values())) * per_node,
+        host_bytes=fullest.on_host * per_node,
         host_capacity_bytes=_host_capacity(fullest, any(choice.beside_devices for choice in choices), machines),
         wire_bytes=fullest.wire,
         causes=times.causes,
@@ -65,6 +65,7 @@ def put_together(
         events=fullest.last.events if fullest.exact else (),
         spans=times.spans,
         notes=tuple(notes),
+        owners=fullest.last.owners,
     )
 
 

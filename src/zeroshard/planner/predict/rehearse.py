@@ -23,6 +23,7 @@ from zeroshard.doctor.hardware import Machines, Operation
 from zeroshard.engine import Engine
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.memory.transfers import Task as Job
+from zeroshard.optim import StateLayout, layout_of
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker
@@ -81,6 +82,16 @@ class TrainingTask:
         with fakes(), quiet():
             return facts_of_model(self.build())
 
+    @cached_property
+    def layout(self) -> StateLayout:
+        """The states of the optimizer, and whether it needs whole tensors.
+
+        Raises:
+            OptimizerError: it does not run, or its parameters depend on each other.
+        """
+        with fakes(), quiet():
+            return layout_of(self.optimizer_of(self.build()))
+
     def optimizer_of(self, model: nn.Module, plan: Plan | None = None) -> torch.optim.Optimizer:
         """The optimizer over a model, under a plan."""
         make = choices_of(plan or Plan()).offloading.updater(self.optimizer, self.host_optimizer or self.optimizer)
@@ -112,6 +123,7 @@ class Rehearsed:
         each: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
         disk_nbytes: bytes that are kept on the disk.
+        owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
         waits: seconds for which forwards and backwards among the spans waited for transfers; and those of one
             microbatch, as `schedule.spans.medians` has its actions.
     """
@@ -132,6 +144,7 @@ class Rehearsed:
     host: Mapping[str, int] = field(default_factory=dict)
     disk_nbytes: int = 0
     waits: tuple[float, float] = (0.0, 0.0)
+    owners: str = ""
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -254,6 +267,7 @@ class _Run:
             engine.ledger.snapshot("host"),
             engine.ledger.total("disk"),
             _waits_inside(clock.waits, trace.actions),
+            engine.owners,
         )
 
     def timed(self, tracked: Rehearsed) -> Rehearsed:

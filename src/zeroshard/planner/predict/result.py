@@ -43,6 +43,7 @@ class Prediction:
         events: memory over one step, by category.
         spans: for pipelines, the actions of each rank with their times.
         notes: remarks on these numbers, a sentence each.
+        owners: what owners of whole parameters do and cost, in sentences; empty where slices are even.
     """
 
     plan: Plan
@@ -64,6 +65,7 @@ class Prediction:
     events: tuple[Event, ...] = ()
     spans: tuple[tuple[Span, ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
+    owners: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -130,6 +132,7 @@ class Prediction:
             "tokens": self.tokens,
             "tokens_per_second": self.tokens_per_second,
             "notes": list(self.notes),
+            "owners": self.owners,
         }
 
 

@@ -15,6 +15,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.needs import Needs, Times, memory_numbers, needs_from, needs_of, numbers_of
+from zeroshard.planner.predict.owned import fullest_of, owner_ranks
 from zeroshard.planner.predict.rehearse import Rehearsed, TrainingTask, message_bytes, rehearse
 from zeroshard.planner.predict.result import Span
 from zeroshard.planner.predict.shallow import Stack, deepen, shallow
@@ -45,11 +46,18 @@ class Staged:
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
         """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
+        slices = [plan.shard_group or n for n in schedule_of(plan, machines.count).layout.replicas]
+        owned = [len(owner_ranks(task, plan, 0, of)) for of in slices]
+        stacks = None if max(owned) > 1 else stacks
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
         depths = _depths(plan, stacks or ())
         pipeline = plan.pipeline
         stages = pipeline.rehearsed_stages(plan.microbatches) if depths is not None else pipeline.stages
-        return [_of_stage(_Job(task, plan, machines, rows, stage, depths, stages)) for stage in chosen]
+        found = []
+        for stage in chosen:
+            jobs = [_Job(task, plan, machines, rows, stage, depths, stages, number) for number in range(owned[stage])]
+            found.append(fullest_of([_of_stage(job) for job in jobs], slices[stage]))
+        return found
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
         """The numbers of all stages, whole, from real steps."""
@@ -71,6 +79,7 @@ class _Job:
     Attributes:
         depths: the path of the one stack, and the number of blocks in every chunk.
         stages: of the pipeline in which it is rehearsed ([Note: short pipelines]).
+        owner: the rank among those of the stage, if they are not alike.
     """
 
     task: TrainingTask
@@ -80,6 +89,7 @@ class _Job:
     stage: int
     depths: tuple[str, tuple[int, ...]] | None
     stages: int
+    owner: int = 0
 
     @property
     def is_short(self) -> bool:
@@ -112,7 +122,7 @@ class _Job:
             task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
             ranks = ranks // self.plan.pipeline.stages * self.stages
         plan = self.plan.with_settings(settings)
-        rank = schedule_of(plan, ranks).layout.first_ranks[self.place]
+        rank = schedule_of(plan, ranks).layout.first_ranks[self.place] + self.owner * plan.tensor.ranks
         rows = self.rows // self.plan.microbatches * microbatches
         return rehearse(task, plan, rank, ranks, rows, self.machines)
 

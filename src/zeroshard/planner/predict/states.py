@@ -1,8 +1,8 @@
 """Model states by the formulas alone, to leave out plans before a rehearsal. Predictions never come from here."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
-from zeroshard.optim import layout_of
 from zeroshard.parts.choice import States
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
@@ -19,13 +19,13 @@ class Sizes:
         trainable: number of parameters that are trained.
         frozen: number of the others.
         units: number of parameters of each unit.
-        state_bytes: bytes of optimizer states per parameter, in fp32.
+        state_bytes: bytes of optimizer states per parameter, in fp32; of whole tensors the mean.
     """
 
     trainable: int
     frozen: int
     units: tuple[int, ...]
-    state_bytes: int
+    state_bytes: int | Fraction
 
 
 def sizes_of(task: TrainingTask) -> Sizes:
@@ -39,8 +39,7 @@ def sizes_of(task: TrainingTask) -> Sizes:
         parameters = list(model.parameters())
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         units = tuple(sum(p.numel() for p in unit.parameters.values()) for unit in find_units(model))
-        optimizer = task.optimizer_of(model)
-    layout = layout_of(optimizer)
+    layout = task.layout
     return Sizes(trainable, sum(p.numel() for p in parameters) - trainable, units, layout.bytes_per_element)
 
 

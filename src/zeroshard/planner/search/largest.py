@@ -13,6 +13,7 @@ from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import schedule_of
 from zeroshard.planner.predict.alone import on_machines
+from zeroshard.planner.predict.owned import owner_ranks
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse, states_of
 from zeroshard.planner.predict.result import MARGIN, Prediction
@@ -150,8 +151,10 @@ def largest(
 
 def state_bytes_of(task: TrainingTask, plan: Plan, ranks: int, rows: int = 1) -> int:
     """Bytes of model states on the fullest rank after a step, from the ledger of the engine, rehearsed whole."""
-    firsts = schedule_of(plan, ranks).layout.first_ranks
-    return max(states_of(rehearse(task, plan, rank, ranks, rows).states) for rank in firsts)
+    layout = schedule_of(plan, ranks).layout
+    places = zip(layout.first_ranks, layout.replicas, strict=True)
+    chosen = [rank for first, n in places for rank in owner_ranks(task, plan, first, plan.shard_group or n)]
+    return max(states_of(rehearse(task, plan, rank, ranks, rows).states) for rank in chosen)
 
 
 def states_along(of: Callable[[int], TrainingTask], plan: Plan, ranks: int, layers: int, rows: int = 1) -> int:

@@ -48,6 +48,7 @@ def describe(prediction: Prediction) -> list[str]:
     sentences = [
         f"{short(p.plan, p.ranks)}; {p.ranks} rank{'s' * (p.ranks > 1)}, {p.batch} row{'s' * (p.batch > 1)} per {each}"
         " and step.",
+        *filter(None, [p.owners]),
         f"Memory: {format_size(p.peak_bytes)} of {format_size(p.capacity_bytes)} at the peak on rank {p.rank}, {room}: "
         f"{_parts(p.memory.items())}.",
         f"Time: {seconds(p.seconds)} per step, {p.tokens_per_second:,.0f} tokens/s, bound by {p.bound}: "
