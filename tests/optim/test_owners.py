@@ -56,6 +56,6 @@ def test_groups_are_dealt_out_apart_and_one_rank_has_no_owners() -> None:
 
 
 def test_what_is_told() -> None:
-    assert Owners().told("Muon") == ""
-    told = Owners([(parameters(6, 1, 1), "all", 2)]).told("Muon")
+    assert Owners().told == ""
+    told = Owners([(parameters(6, 1, 1), "all", 2)], optimizer="Muon").told
     assert "Muon" in told and "3 parameters" in told and "2 ranks" in told and "1.50 times" in told

@@ -21,7 +21,7 @@ from zeroshard.offload.host_tiers import HostTiers, units_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
-from zeroshard.optim import SpanOptimizer, layout_of
+from zeroshard.optim import SpanOptimizer, deal_out, layout_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
@@ -139,9 +139,9 @@ class Builder:
             self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
         kinds = [self._kinds(unit, groups, kept) for unit in units]
-        if self._residency.slice_states:
+        if layout.whole is not None and self._residency.slice_states:
             apart = (self._residency.slice_gradients, self._residency.slice_parameters, bool(self._precision.compute))
-            self._spans.deal_out(kinds, self._axes.place, groups, 4 * sum(apart))
+            self._spans.owners = deal_out(kinds, self._axes.place, groups, torch_optimizer, 4 * sum(apart))
         for unit, of_unit in zip(units, kinds, strict=True):
             for owner in unit.owners:
                 materialiser.materialise(owner)
@@ -156,7 +156,7 @@ class Builder:
         self._axes.begin()
         self._spans.install_spans()
         self._late.spans_installed()
-        more = self._spans.device_bytes - self._ledger.account(Category.OPTIMIZER_STATES).current
+        more = self._spans.state_bytes() - self._ledger.account(Category.OPTIMIZER_STATES).current
         self._ledger.check_room(Category.OPTIMIZER_STATES, more, "the first step")  # in which torch makes them
         gatherer = self._gatherer(units, parts)
         tier = self._lower if self._plan.offloading.activations else None

@@ -105,7 +105,7 @@ class Readings:
     @property
     def owners(self) -> str:
         """What owners of whole parameters do and cost, in sentences; empty where slices are even."""
-        return self._assembly.optimizer.told
+        return self._assembly.optimizer.owners.told
 
     @property
     def loss_scale(self) -> float:

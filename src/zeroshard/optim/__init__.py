@@ -9,7 +9,7 @@ from zeroshard.optim.adafactor import Adafactor
 from zeroshard.optim.adam8bit import Adam8bit, AdamW8bit
 from zeroshard.optim.lamb import LAMB
 from zeroshard.optim.muon import Muon, muon_groups
-from zeroshard.optim.owners import Owners
+from zeroshard.optim.owners import Owners, deal_out
 from zeroshard.optim.probe import StateLayout, check_elementwise, fresh_state, layout_of
 from zeroshard.optim.shampoo import Shampoo
 from zeroshard.optim.sm3 import SM3
@@ -30,6 +30,7 @@ __all__ = [
     "SpanOptimizer",
     "StateLayout",
     "check_elementwise",
+    "deal_out",
     "fresh_state",
     "layout_of",
     "muon_groups",

@@ -11,9 +11,14 @@ counted twice for the temporaries of the update; the others follow with ever few
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 
+import torch
 from torch import nn
 
+from zeroshard.optim.probe import StateSizes
+from zeroshard.parts.place import Place, PlaceKind
+
 WIDTH = 4  # bytes of an element that is updated, in fp32
+Kinds = Mapping[tuple[torch.dtype, bool, PlaceKind], Mapping[str, nn.Parameter]]  # of a unit
 
 
 class Owners:
@@ -23,6 +28,7 @@ class Owners:
         flats: the parameters of each, the group of ranks that slices it, and how many ranks that is.
         states: bytes of the optimizer states of a parameter.
         kept: bytes that its owner keeps for each element, and other ranks do not, beside those states.
+        optimizer: its name.
     """
 
     def __init__(
@@ -30,8 +36,9 @@ class Owners:
         flats: Iterable[tuple[Iterable[nn.Parameter], Hashable, int]] = (),
         states: Callable[[nn.Parameter], int] = nn.Parameter.numel,
         kept: int = 0,
+        optimizer: str = "The optimizer",
     ) -> None:
-        self._states, self._kept = states, kept
+        self._states, self._kept, self._optimizer = states, kept, optimizer
         self._owners: dict[nn.Parameter, int] = {}
         self._groups: dict[Hashable, list[list[nn.Parameter]]] = {}  # by rank
         members: dict[tuple[Hashable, int], list[nn.Parameter]] = {}
@@ -54,7 +61,8 @@ class Owners:
         """The elements that each rank owns, for each group of ranks."""
         return [[sum(p.numel() for p in owned) for owned in ranks] for ranks in self._groups.values()]
 
-    def told(self, optimizer: str) -> str:
+    @property
+    def told(self) -> str:
         """What owners do and cost, in sentences; empty where there are none."""
         if not self._groups:
             return ""
@@ -62,9 +70,9 @@ class Owners:
         fullest = max(ranks * max(of) / max(1, sum(of)) for of in shares for ranks in [len(of)])
         over = " and ".join(dict.fromkeys(f"{len(of)} ranks" for of in shares))
         return (
-            f"{optimizer} needs whole tensors: each of {len(self._owners)} parameters is updated by one owner among "
-            f"{over}. The fullest rank owns {fullest:.2f} times the mean of elements; as many elements go over the "
-            f"wire as with even slices."
+            f"{self._optimizer} needs whole tensors: each of {len(self._owners)} parameters is updated by one owner "
+            f"among {over}. The fullest rank owns {fullest:.2f} times the mean of elements; as many elements go over "
+            f"the wire as with even slices."
         )
 
     def _deal(self, parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
@@ -81,3 +89,26 @@ class Owners:
         first = max(range(ranks), key=peaks.__getitem__)
         others = sorted(set(range(ranks)) - {first}, key=lambda rank: -kept[rank])
         return [owned[rank] for rank in (first, *others)]
+
+
+def deal_out(
+    units: Iterable[Kinds],
+    place_of: Callable[[PlaceKind], Place],
+    groups: Mapping[nn.Parameter, int],
+    optimizer: torch.optim.Optimizer,
+    apart: int,
+) -> Owners:
+    """Owners of all trained parameters of some units.
+
+    Args:
+        groups: the parameter group of each parameter.
+        apart: bytes of an element that its owner keeps and other ranks do not, beside the optimizer's states.
+    """
+    sizes = StateSizes(optimizer)
+    flats = [
+        (members.values(), (axis := place_of(kind).slices).comm, axis.size)
+        for kinds in units
+        for (_, trainable, kind), members in kinds.items()
+        if trainable
+    ]
+    return Owners(flats, lambda p: sizes.of(groups[p], p), apart, type(optimizer).__name__)

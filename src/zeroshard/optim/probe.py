@@ -110,6 +110,27 @@ def _state_nbytes(
         return sum(leaf.itemsize * math.prod(sides.get(side, side) for side in leaf.shape) for leaf in tensors)
 
 
+class StateSizes:
+    """Bytes of the states of whole parameters, found once for each shape.
+
+    Attributes:
+        templates: the options of each parameter group, as they were at first.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._known: dict[tuple[int, torch.Size, torch.dtype], int] = {}
+
+    def of(self, group: int, tensor: torch.Tensor) -> int:
+        """Those of a parameter in a group; of fewer than 32 bits, those of its fp32 master weights."""
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        key = (group, tensor.shape, dtype)
+        if key not in self._known:
+            self._known[key] = state_nbytes(self._optimizer, self.templates[group], tensor.shape, dtype)
+        return self._known[key]
+
+
 def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor) -> dict[str, Any]:
     """The states of a parameter after a step."""
     own = {key: value for key, value in group.items() if key != "params"}

@@ -8,7 +8,7 @@ elementwise optimizer; so a parameter without a gradient is skipped exactly as t
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim.owners import Owners
-from zeroshard.optim.probe import StateLayout, fresh_state, state_nbytes
-from zeroshard.parts.place import Place, PlaceKind
+from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
 from zeroshard.units import Index, Unreadable
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
@@ -39,8 +38,6 @@ class SliceSpan:
         self.hidden: torch.Tensor | None = None
 
 
-Kinds = Mapping[tuple[torch.dtype, bool, PlaceKind], Mapping[str, torch.nn.Parameter]]  # of a unit
-Groups = Mapping[torch.nn.Parameter, int]
 GradientOf = Callable[[SliceSpan], torch.Tensor | None]
 
 
@@ -53,6 +50,7 @@ class SpanOptimizer:
         optimizer: the user's.
         layout: of its states.
         owners: of whole parameters; of none, unless they are dealt out.
+        sizes: of the states of whole parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = UNKNOWN) -> None:
@@ -63,31 +61,13 @@ class SpanOptimizer:
         self._tiers: list[str | None] = []
         self._states_bytes = {"device": 0, "host": 0}  # that this object has entered into the ledger
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
-        self._templates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.sizes = StateSizes(optimizer)
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_user_step)
         self._fresh: list[tuple[SliceSpan, dict[str, Any]]] = []
         self._joined: list[SliceSpan] = []  # of flats whose steps were put off
         self._joined_elements = 0
         self._then: list[Callable[[], None]] = []
-        self._known_bytes: dict[tuple[int, torch.Size, torch.dtype], int] = {}  # of whole tensors
-
-    def deal_out(
-        self, units: Iterable[Kinds], place_of: Callable[[PlaceKind], Place], groups: Groups, apart: int
-    ) -> None:
-        """Give each trained parameter an owner, if the optimizer needs whole tensors.
-
-        Args:
-            groups: the parameter group of each parameter.
-            apart: bytes of an element that its owner keeps and other ranks do not, beside the optimizer's states.
-        """
-        flats = [
-            (members.values(), (axis := place_of(kind).slices).comm, axis.size)
-            for kinds in units
-            for (_, trainable, kind), members in kinds.items()
-            if trainable and self.layout.whole is not None
-        ]
-        self.owners = Owners(flats, lambda p: self.nbytes_of(groups[p], p), apart)
 
     def add(
         self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
@@ -116,7 +96,7 @@ class SpanOptimizer:
         for span in spans:
             values = owned[span.start - start : span.stop - start]
             span.tensor = torch.nn.Parameter(values.view(span.tensor.shape) if whole else values)
-            state = fresh_state(self.optimizer, self._templates[span.group], span.tensor)
+            state = fresh_state(self.optimizer, self.sizes.templates[span.group], span.tensor)
             _hide_gradient(span)
             self._fresh.append((span, state))
         self._spans.append(spans)
@@ -238,29 +218,17 @@ class SpanOptimizer:
         """Take a step of the optimizer with no tensor, for its hooks and for learning-rate schedulers to see."""
         self._step([])
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the states of all flats that are updated on the device."""
-        return sum(self.state_bytes(number) for number, tier in enumerate(self._tiers) if tier == "device")
+    def state_bytes(self, number: int | None = None) -> int:
+        """Bytes of the states of one flat's spans, by the layout; those of whole tensors by their shapes.
 
-    def state_bytes(self, number: int) -> int:
-        """Bytes of the states of one flat's spans, by the layout; those of whole tensors by their shapes."""
+        Args:
+            number: of the flat; None for all that are updated on the device.
+        """
+        if number is None:
+            return sum(self.state_bytes(n) for n, tier in enumerate(self._tiers) if tier == "device")
         if self.layout.whole is None:
-            return sum(s.tensor.nbytes for s in self._spans[number]) * self.layout.bytes_per_element // 4
-        return sum(self.nbytes_of(span.group, span.tensor) for span in self._spans[number])
-
-    def nbytes_of(self, group: int, tensor: torch.Tensor) -> int:
-        """Bytes of the states of a whole parameter, by its shape; of fewer than 32 bits, of its fp32 master weights."""
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        key = (group, tensor.shape, dtype)
-        if key not in self._known_bytes:
-            self._known_bytes[key] = state_nbytes(self.optimizer, self._templates[group], tensor.shape, dtype)
-        return self._known_bytes[key]
-
-    @property
-    def told(self) -> str:
-        """What owners of whole parameters do and cost, in sentences; empty where there are none."""
-        return self.owners.told(type(self.optimizer).__name__)
+            return int(sum(s.tensor.nbytes for s in self._spans[number]) * self.layout.bytes_per_element // 4)
+        return sum(self.sizes.of(span.group, span.tensor) for span in self._spans[number])
 
     def account(self) -> None:
         """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""

@@ -39,7 +39,11 @@ class Slicing(Choice):
 
     def slices(self, ranks: int) -> int:
         """Ranks that slice among themselves."""
-        return self.shard_group or ranks // self.groups
+        return self.slices_of(ranks // self.groups)
+
+    def slices_of(self, replicas: int) -> int:
+        """Of so many ranks with the same parameters, those that slice among themselves."""
+        return self.shard_group or replicas
 
     def describe(self, ranks: int | None) -> Description:
         """The stage, its groups, and how gradients are reduced."""

@@ -86,3 +86,14 @@ def test_a_convolution_is_as_high_as_torch_says(into: int, out: int, kernel: int
             again = func(*args)
         assert known == pytest.approx(peak_of(watched), rel=0.05)
         del again
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("side", [3, 50, 300])
+def test_eigenvectors_are_counted_to_the_byte(side: int, dtype: torch.dtype) -> None:
+    matrix = torch.randn(side, side, dtype=dtype)
+    matrix = matrix + matrix.mT
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        found = torch.linalg.eigh(matrix)
+    more = beside_results(torch.ops.aten._linalg_eigh.default, [matrix], found)
+    assert peak_of(watched) == sum(part.nbytes for part in found) + more

@@ -107,14 +107,14 @@ def numbers_of(one: Rehearsed, more: int) -> dict[str, float]:
     numbers |= {f"host/{category}": nbytes for category, nbytes in one.host.items()}
     numbers |= {f"cost/{TIMES[kind]}/{c}": s for (kind, c), s in medians([one.spans]).items() if kind in TIMES if s}
     actions = sum(end - start for _, start, end in one.spans)
-    kept = {"snapshot": one.snapshot_nbytes, "disk": one.disk_nbytes}
+    kept = {"snapshot": one.sizes[0], "disk": one.disk_nbytes}
     return {**numbers, **kept, "actions": actions, "waits": one.waits[0], "each_waits": one.waits[1]}
 
 
 def memory_numbers(one: Rehearsed, microbatches: int) -> dict[str, float]:
     """Bytes by phase and category, with the batch of so many microbatches instead of the rehearsed one."""
     numbers = {f"memory/{p}/{name}": float(n) for p, memory in one.phases.items() for name, n in memory.items()}
-    further = one.batch_nbytes / one.plan.microbatches * (microbatches - one.plan.microbatches)
+    further = one.sizes[1] / one.plan.microbatches * (microbatches - one.plan.microbatches)
     for phase in one.phases:
         numbers[f"memory/{phase}/{TEMPORARIES}"] += further
     return numbers

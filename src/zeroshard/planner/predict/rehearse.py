@@ -118,8 +118,8 @@ class Rehearsed:
         spent: seconds of the last step, by cause.
         spans: actions of the last step.
         split: first layers of all chunks but the first.
-        snapshot_nbytes: of a copy of the states, as a checkpoint on its way to the disk holds it.
-        batch_nbytes: of the batch itself, which is among the temporaries.
+        sizes: bytes of a copy of the states, as a checkpoint on its way to the disk holds it; and of the batch itself,
+            which is among the temporaries.
         each: cost of one more microbatch; None with fewer than three.
         host: bytes by category that are kept in host memory, in whole pages, after the last step.
         disk_nbytes: bytes that are kept on the disk.
@@ -138,8 +138,7 @@ class Rehearsed:
     spans: tuple[Span, ...]
     split: tuple[str, ...]
     events: tuple[Event, ...]
-    snapshot_nbytes: int
-    batch_nbytes: int
+    sizes: tuple[int, int]
     each: "Each | None" = None
     host: Mapping[str, int] = field(default_factory=dict)
     disk_nbytes: int = 0
@@ -261,8 +260,7 @@ class _Run:
             tuple(trace.actions),
             engine.split,
             tuple(_thin(events)),
-            engine.checkpoint_nbytes,
-            _nbytes(self._batch),
+            (engine.checkpoint_nbytes, _nbytes(self._batch)),
             self._each(),
             engine.ledger.snapshot("host"),
             engine.ledger.total("disk"),

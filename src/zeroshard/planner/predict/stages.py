@@ -46,7 +46,7 @@ class Staged:
         self, task: TrainingTask, plan: Plan, machines: Machines, rows: int, stacks: Sequence[Stack] | None
     ) -> list[Needs]:
         """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
-        slices = [plan.shard_group or n for n in schedule_of(plan, machines.count).layout.replicas]
+        slices = [choices_of(plan).slicing.slices_of(n) for n in schedule_of(plan, machines.count).layout.replicas]
         owned = [len(owner_ranks(task, plan, 0, of)) for of in slices]
         stacks = None if max(owned) > 1 else stacks
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})

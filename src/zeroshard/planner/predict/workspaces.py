@@ -1,4 +1,4 @@
-"""Workspaces of CPU kernels: copies that convolutions make in oneDNN's blocked layout.
+"""Workspaces of CPU kernels: copies that convolutions make in oneDNN's blocked layout, and LAPACK's for eigenvectors.
 
 Found by listing the allocations of torch's convolutions one by one. Channels are padded to blocks; a copy is freed as
 soon as it was used, so only the peak counts. Workspaces of GPU kernels are not modelled.
@@ -25,6 +25,9 @@ def beside_results(func: Packet, args: Sequence[Any], result: Any) -> int:
     if func is aten.convolution_backward.default and _by_onednn(args[1], args[2], args[4], args[6], args[7]):
         strided = any(step != 1 for step in args[4])
         return _backward(args[0], args[1], args[2], result, strided)
+    if func is aten._linalg_eigh.default and not args[0].is_complex():
+        side = args[0].shape[-1]  # of ?syevd with eigenvectors: 1 + 6n + 2n^2 numbers and 3 + 5n integers, and one more
+        return int(args[0].itemsize * (2 + 6 * side + 2 * side**2) + 4 * (4 + 5 * side))
     return 0
 
 

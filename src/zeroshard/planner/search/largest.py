@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from zeroshard.doctor.hardware import Machines
 from zeroshard.plan import Plan
-from zeroshard.planner.choices import schedule_of
+from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.alone import on_machines
 from zeroshard.planner.predict.owned import owner_ranks
 from zeroshard.planner.predict.predict import predict
@@ -151,9 +151,9 @@ def largest(
 
 def state_bytes_of(task: TrainingTask, plan: Plan, ranks: int, rows: int = 1) -> int:
     """Bytes of model states on the fullest rank after a step, from the ledger of the engine, rehearsed whole."""
-    layout = schedule_of(plan, ranks).layout
-    places = zip(layout.first_ranks, layout.replicas, strict=True)
-    chosen = [rank for first, n in places for rank in owner_ranks(task, plan, first, plan.shard_group or n)]
+    layout, slicing = schedule_of(plan, ranks).layout, choices_of(plan).slicing
+    places = zip(layout.first_ranks, map(slicing.slices_of, layout.replicas), strict=True)
+    chosen = [rank for first, slices in places for rank in owner_ranks(task, plan, first, slices)]
     return max(states_of(rehearse(task, plan, rank, ranks, rows).states) for rank in chosen)
 
 
