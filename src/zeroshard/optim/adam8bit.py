@@ -7,8 +7,8 @@ weights change by the moments before they are encoded.
 """
 
 import math
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -27,15 +27,8 @@ from zeroshard.optim.tensor_optimizer import (
 )
 
 PIECE = 2**18  # elements that are decoded at a time
-
-
-_cached_code = cache(DynamicCode)
-
-
-def code_of(signed: bool, like: torch.Tensor) -> DynamicCode:
-    """The code of first (signed) or second moments on the device of a tensor; made anew for tensors without values."""
-    make = _cached_code if type(like) is torch.Tensor else DynamicCode
-    return make(signed, like.device)
+CodeOf = Callable[[bool, torch.Tensor], DynamicCode]
+_meta_code = cache(DynamicCode)  # of probes, which step once for every shape
 
 
 class AdamW8bit(TensorOptimizer):
@@ -90,9 +83,25 @@ class AdamW8bit(TensorOptimizer):
         for number in range(len(weights)):
             for start in range(0, weights.shape[1], PIECE):
                 piece = slice(start, start + PIECE)
-                kept = _Moments(state, len(weights), number, piece, group["block_size"])
+                kept = _Moments(state, len(weights), number, piece, group["block_size"], self._code)
                 self._change_piece(weights[number, piece], gradient[number, piece], kept, group)
         put_back(parameter, weights)
+
+    @cached_property
+    def _codes(self) -> dict[tuple[bool, torch.device], DynamicCode]:
+        return {}
+
+    def _code(self, signed: bool, like: torch.Tensor) -> DynamicCode:
+        """The code of first (signed) or second moments on the device of a tensor.
+
+        Each optimizer keeps its own, so that a rehearsal of its steps sees the same tables made as the steps do.
+        """
+        key = (signed, like.device)
+        if like.device.type == "meta":
+            return _meta_code(*key)
+        if key not in self._codes:
+            self._codes[key] = DynamicCode(*key)
+        return self._codes[key]
 
     def _change_piece(self, weights: torch.Tensor, gradient: torch.Tensor, kept: "_Moments", group: Options) -> None:
         if group["weight_decay"] and not self.decoupled:
@@ -126,8 +135,8 @@ class Adam8bit(AdamW8bit):
 class _Moments:
     """Both moments of a piece of one flattened matrix or vector of a stack, in 8 bits or in fp32."""
 
-    def __init__(self, state: State, stack: int, number: int, piece: slice, block: int) -> None:
-        self._state, self._stack, self._number = state, stack, number
+    def __init__(self, state: State, stack: int, number: int, piece: slice, block: int, code: CodeOf) -> None:
+        self._state, self._stack, self._number, self._code = state, stack, number, code
         self._piece, self._block = piece, block
         self._blocks = slice(piece.start // block, piece.stop // block)
         self.step: float = state["step"].item()
@@ -146,7 +155,7 @@ class _Moments:
         if "exp_avg" in self._state:
             return
         for key, signed, values in (("exp_avg", True, first), ("exp_avg_sq", False, second)):
-            codes, scales = code_of(signed, values).encode(values.float(), self._block)
+            codes, scales = self._code(signed, values).encode(values.float(), self._block)
             self._part(f"{key}_codes").copy_(codes)
             self._scales(key).copy_(scales)
 
@@ -160,4 +169,4 @@ class _Moments:
 
     def _decode(self, key: str, signed: bool) -> torch.Tensor:
         codes = self._part(f"{key}_codes")
-        return code_of(signed, codes).decode(codes, self._scales(key), self._block)
+        return self._code(signed, codes).decode(codes, self._scales(key), self._block)

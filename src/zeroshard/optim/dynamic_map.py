@@ -12,6 +12,7 @@ import torch
 
 DECADES = 7
 KEPT_BITS = 17  # of a number in fp32: its sign, its exponent and 8 bits of its fraction
+PIECE = 2**13  # entries of the table that are made at a time
 
 
 @cache
@@ -46,9 +47,12 @@ class DynamicCode:
         middles = (values[1:].double() + values[:-1].double()).div_(2)
         borders = middles.float()  # rounded down, so that a number is above a border if it is above the middle
         borders = torch.where(borders.double() > middles, borders.nextafter(values[0] - 1.0), borders)
-        # The least number in size with the same leading bits, which is the largest of those below zero.
-        ends = (torch.arange(2**KEPT_BITS, dtype=torch.int64) << (32 - KEPT_BITS)).to(torch.int32)
-        steps = torch.bucketize(_least(ends), borders, out_int32=True)
+        steps = torch.empty(2**KEPT_BITS, dtype=torch.int32)
+        for piece in steps.split(PIECE):  # or temporaries of five times the table would be the peak of small models
+            # The least number in size with the same leading bits, which is the largest of those below zero.
+            first = piece.storage_offset()
+            ends = (torch.arange(first, first + PIECE, dtype=torch.int64) << (32 - KEPT_BITS)).to(torch.int32)
+            piece.copy_(torch.bucketize(_least(ends), borders, out_int32=True))
         self.values, self._table = values.to(device), steps.to(device)
         self._borders = torch.cat([borders, borders.new_tensor([torch.inf])]).to(device)
 

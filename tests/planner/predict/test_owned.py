@@ -22,7 +22,7 @@ SHAPE = GPTConfig(vocabulary=600, context=16, width=32, heads=2, layers=7)  # th
 ROWS = 6
 STAGES = (1, 2, 3)
 STATES = ("parameters", "gradients", "master weights", "optimizer states")
-HELD = 0.25  # how far a peak may be off: gloo's threads hold the operands of a collective a little after its end
+LATE = 0.005  # how far a peak may be off: a thread of gloo may hold an operand of a few KiB a little after its end
 CASES = [*((name, ranks) for name in ("Adafactor", "Shampoo") for ranks in (2, 3)), ("Adam8bit", 3), ("Muon", 2)]
 
 
@@ -101,7 +101,7 @@ def test_the_fullest_rank_to_the_byte(name: str, ranks: int, pool: Pool) -> None
         assert {p: n for p, n in found.wire_bytes.items() if n and p != "agreement"} == {
             p: w[1] for p, w in fullest["wire"].items() if w[1] and p != "agreement"
         }
-        assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=HELD)
+        assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=LATE)
 
 
 @pytest.mark.parametrize(("name", "zero"), [("Adafactor", 2), ("Shampoo", 1)])
