@@ -104,6 +104,9 @@ class CheckpointArena:
         """None of layers."""
         return {}
 
+    def before_update(self) -> None:
+        """The layout is planned at the end of the step."""
+
     def end_step(self, skipped: bool) -> None:
         """Plan the layout from the step, if it differed from what was planned and all its checkpoints are free."""
         whole = not self._live

@@ -1,8 +1,9 @@
 """Recomputation that is decided block by block within the device's budget: `recompute="auto"` (1911.13214).
 
 The first forward of each kind keeps nothing but the input of its first block, and measures; its backward is already the
-cheapest in what is left of the budget. When the first step is over, the ranks agree on what was measured, the largest
-bytes of all, and decide what later forwards do. A forward of other shapes is measured and decided when it first comes.
+cheapest in what is left of the budget. Before the first update the ranks agree on what was measured, the largest bytes
+of all, and refuse a budget that is too small for it; after it they decide what later forwards do. A forward of other
+shapes is measured and decided when it first comes.
 
 [Note: alike on all ranks] Decisions follow from the agreed measurements alone, so ranks with the same shapes decide the
 same. Where units are gathered for use or layers are split over ranks, a block that is computed again is so by itself:
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -24,6 +26,7 @@ from zeroshard.activations.block_meter import BlockMeasures, BlockMeter, ChosenO
 from zeroshard.activations.budget import ActivationBudget
 from zeroshard.activations.chain_decision import PassChain, Rules, one_at_a_time
 from zeroshard.activations.decided import Decided, rows_of
+from zeroshard.activations.first_step import FirstStep
 from zeroshard.activations.nested import NestedSegment
 from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
@@ -44,6 +47,7 @@ class _Pass:
         decision: what is done with its blocks, if it is decided.
         known: storages that are not counted again.
         held: bytes of activations when its last block was over.
+        copied: bytes of buffers that its blocks keep for a recomputation.
         references: to storages, whose addresses are not given out again.
     """
 
@@ -52,6 +56,7 @@ class _Pass:
     decision: Decided | None
     known: set[int]
     held: int = 0
+    copied: int = 0
     references: list[StorageWeakRef] = field(default_factory=list)
 
 
@@ -66,7 +71,10 @@ class AutoRecomputation(Recomputation):
     Attributes:
         measured: what was measured, by kind of forward.
         decided: what is done, by kind of forward.
+        first: what is undone if the first step shows that the budget is too small.
     """
+
+    first: FirstStep
 
     def __init__(
         self,
@@ -88,6 +96,7 @@ class AutoRecomputation(Recomputation):
         self._pass: _Pass | None = None
         self._started = 0  # bytes of activations when the forward began
         self._measure: BlockMeasures
+        self._region: Region
         self._forwards: list[Callable[[], Any]] = []  # weak references to the segments of measured forwards
         self.measured: dict[PassKey, PassMeasures] = {}
         self.decided: dict[PassKey, Decided] = {}
@@ -102,9 +111,13 @@ class AutoRecomputation(Recomputation):
         """What is done with each block of each kind of forward, predicted beside measured."""
         return [row for decided in self.decided.values() for row in rows_of(decided, self._calls)]
 
-    def step_ends(self, comm: Comm) -> list[StepEnd]:
+    def step_ends(self, comm: Comm, world: Comm) -> list[StepEnd]:
         """The agreement of the ranks on what was measured."""
-        return [AutoStepEnd(self, self._budget, comm)]
+        return [AutoStepEnd(self, self._budget, self.first, comm, world)]
+
+    def needed(self, measured: Mapping[PassKey, PassMeasures]) -> int:
+        """The fewest bytes of activations in which all kinds of forwards that were measured can run."""
+        return max((chain.least for chain in self._chains(measured).values()), default=0)
 
     def apply(self, measured: Mapping[PassKey, PassMeasures], room: int) -> None:
         """Decide on all kinds of forwards that were measured.
@@ -116,28 +129,32 @@ class AutoRecomputation(Recomputation):
         Raises:
             BudgetExceeded: it is too small, with the least.
         """
-        chains = {key: PassChain(measures, self._rules, self._budget.forwards) for key, measures in measured.items()}
-        needed = max((chain.least for chain in chains.values()), default=0)
-        if needed > room:
+        if (needed := self.needed(measured)) > room:
             raise self._budget.too_small(needed, room)
-        for key, chain in chains.items():
+        for key, chain in self._chains(measured).items():
             decision = chain.decide(room)
             assert decision is not None
             again = {name: call.again for name, call in self._calls.items()}
             self.decided[key] = Decided(decision, measured[key], again=again)
             self.measured.pop(key, None)
 
+    def _chains(self, measured: Mapping[PassKey, PassMeasures]) -> dict[PassKey, PassChain]:
+        return {key: PassChain(measures, self._rules, self._budget.forwards) for key, measures in measured.items()}
+
     def _operations_of(self, region: Region) -> AbstractContextManager[Any] | None:
         return None if region.choice is None else ChosenOperations(region, self._treatments)
 
     def _begin(self, *given: Any) -> None:
         super()._begin(*given)
+        if self._budget.measures and torch.is_grad_enabled():
+            self.first.begin()
         self._pass, self._started = None, self._budget.activations
 
     def _end(self, *given: Any) -> None:
         found, self._pass = self._pass, None
         super()._end(*given)
         if found is not None and found.measures is not None and found.measures.blocks:
+            self._budget.copied = max(self._budget.copied, found.copied)
             found.measures.after = max(0, self._budget.activations - found.held)
             before = self.measured.get(found.key)
             self.measured[found.key] = found.measures if before is None else found.measures.highest(before)
@@ -220,7 +237,7 @@ class AutoRecomputation(Recomputation):
         if found is None or found.measures is None:
             self._choose(region, self._called - 1)
             return super()._compute(region, arguments, hooks, watching)
-        held, measures = self._budget.activations, found.measures
+        held, measures, self._region = self._budget.activations, found.measures, region
         entering, kept = self._places(found, arguments), 0 if self._rules.alone else held - found.held
         if not measures.blocks:
             measures.before, kept = held - self._started, 0
@@ -240,6 +257,7 @@ class AutoRecomputation(Recomputation):
         if found is not None and found.measures is not None:
             if not left_alone:
                 found.measures.blocks.append(self._measure)
+                found.copied += self._region.copied
             found.held = self._budget.activations
 
     def _places(self, found: _Pass, arguments: Any) -> int:

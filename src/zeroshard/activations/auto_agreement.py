@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, PassKey, PassMeasures
 from zeroshard.activations.budget import ActivationBudget
+from zeroshard.activations.first_step import FirstStep
 from zeroshard.comm.collectives import Comm
 
 
@@ -22,6 +23,9 @@ class Deciding(Protocol):
     def known(self) -> dict[PassKey, PassMeasures]:
         """What decisions were made from."""
 
+    def needed(self, measured: Mapping[PassKey, PassMeasures]) -> int:
+        """The fewest bytes of activations."""
+
     def apply(self, measured: Mapping[PassKey, PassMeasures], room: int) -> None:
         """Decide."""
 
@@ -30,19 +34,49 @@ class AutoStepEnd:
     """Has the ranks agree on what was measured, and decide.
 
     Args:
+        first: what is undone where the budget is too small.
         comm: of the ranks that have the same blocks.
+        world: of all.
     """
 
     reads = False
 
-    def __init__(self, recomputation: Deciding, budget: ActivationBudget, comm: Comm) -> None:
-        self._recomputation, self._budget, self._comm = recomputation, budget, comm
+    def __init__(
+        self, recomputation: Deciding, budget: ActivationBudget, first: FirstStep, comm: Comm, world: Comm
+    ) -> None:
+        self._recomputation, self._budget, self._first, self._comm = recomputation, budget, first, comm
+        self._everyone = world if first.waits else comm
         self._room: int | None = None
 
     @property
     def readings(self) -> Mapping[str, Mapping[str, Any]]:
         """None of layers."""
         return {}
+
+    def before_update(self) -> None:
+        """Refuse a budget that is too small before the first update, on all ranks alike, and as if nothing had run.
+
+        In later steps a rank refuses shapes that it had not met.
+
+        Raises:
+            BudgetExceeded: with the least `device_memory`.
+        """
+        recomputation, budget, begins = self._recomputation, self._budget, self._room is None
+        if not begins and (budget.together or not recomputation.measured):
+            return
+        if begins:
+            budget.foresee(self._first.reserve)
+        measured, room = dict(recomputation.measured), budget.room
+        if begins:
+            room, measured = self._agreed(room, measured)
+        found = [recomputation.needed(measured) - room, room]
+        if begins:
+            found = max(self._everyone.agree_on(found, "room for activations"))
+        short, room = found
+        if short > 0:
+            self._first.undo()
+            recomputation.measured.clear()
+            raise budget.too_small(short + room, room)
 
     def end_step(self, skipped: bool) -> None:
         """Decide what was not decided yet; in the first step together, and so always where blocks hold collectives.
@@ -53,14 +87,20 @@ class AutoStepEnd:
         recomputation, budget = self._recomputation, self._budget
         measured, room = dict(recomputation.measured), budget.room
         if self._room is None or budget.together:
-            mine = [room, budget.forwards, [[key, asdict(each)] for key, each in measured.items()]]
-            answers = self._comm.agree_on(mine, "activations of the step")
-            room, budget.forwards = min(each[0] for each in answers), max(each[1] for each in answers)
-            measured = _merged(pair for answer in answers for pair in answer[2])
+            room, measured = self._agreed(room, measured)
         budget.end_first_step()
+        self._first.end()
         if self._room is None or room < self._room:  # later steps may hold more beside activations
             measured, self._room = {**recomputation.known, **measured}, room
         recomputation.apply(measured, self._room)
+
+    def _agreed(self, room: int, measured: Mapping[PassKey, PassMeasures]) -> tuple[int, dict[PassKey, PassMeasures]]:
+        """The least room and the largest measurements of the ranks; a collective call."""
+        budget = self._budget
+        mine = [room, budget.forwards, [[key, asdict(each)] for key, each in measured.items()]]
+        answers = self._comm.agree_on(mine, "activations of the step")
+        budget.forwards = max(each[1] for each in answers)
+        return min(each[0] for each in answers), _merged(pair for answer in answers for pair in answer[2])
 
 
 def _merged(pairs: Iterable[tuple[Any, Any]]) -> dict[PassKey, PassMeasures]:

@@ -19,6 +19,7 @@ class ActivationBudget:
     Attributes:
         by_shape, together: as given.
         forwards: that come before the first backward, at most.
+        copied: bytes of buffers that each of them keeps for its recomputation, at most.
     """
 
     def __init__(
@@ -30,14 +31,26 @@ class ActivationBudget:
         together: bool = False,
     ) -> None:
         self._ledger, self._planned, self._scratch = ledger, planned, scratch
-        self.by_shape, self.together, self.forwards = by_shape, together, 1
+        self.by_shape, self.together, self.forwards, self.copied = by_shape, together, 1, 0
         self._budget = ledger.budgets["device"]
+        self._foreseen: dict[Category, int] = {}
         ledger.measures = True
 
     @property
     def measures(self) -> bool:
         """Whether the first step is under way."""
         return self._ledger.measures
+
+    def foresee(self, reserve: Callable[[], None]) -> None:
+        """Count buffers that stay, with those that `reserve` enters, beside those that each step has for a while.
+
+        A step may find at its peak what the first one made after its own.
+        """
+        account = self._ledger.account(Category.BUFFERS)
+        held, peak = account.current, account.peak
+        reserve()
+        known = peak + account.current - held, account.current + self.forwards * self.copied
+        self._foreseen = {Category.BUFFERS: max(known)}
 
     def end_first_step(self) -> None:
         """Keep within the budget from now on."""
@@ -54,7 +67,8 @@ class ActivationBudget:
         planned, rest = self._planned(), 0
         for category in Category:
             if category is not Category.ACTIVATIONS:
-                rest += max(self._ledger.account(category).peak, planned.get(category, 0))
+                known = planned.get(category, 0), self._foreseen.get(category, 0)
+                rest += max(self._ledger.account(category).peak, *known)
         return self._budget - rest
 
     @property

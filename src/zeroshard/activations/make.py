@@ -12,6 +12,7 @@ from zeroshard.activations.budget import ActivationBudget
 from zeroshard.activations.chain_decision import Rules
 from zeroshard.activations.codes.lossy import lossy_of
 from zeroshard.activations.compression import Allowed, CompressedStore
+from zeroshard.activations.first_step import FirstStep
 from zeroshard.activations.gist import GistMode, enter_forwards
 from zeroshard.activations.offload import ActivationStore
 from zeroshard.activations.operations import operations_of
@@ -94,6 +95,7 @@ class Means:
         planned: gives planned bytes besides those of the parts.
         mesh: of the ranks of the stage.
         staged: whether the model is cut into stages, so that other forwards come before a forward's backward.
+        streams: whether stages update without waiting for each other.
         splits: whether layers are split over ranks.
         shares_experts: whether ranks share out experts.
     """
@@ -102,6 +104,7 @@ class Means:
     planned: Callable[[], Iterable[Planned]]
     mesh: Mesh
     staged: bool
+    streams: bool
     splits: bool
     shares_experts: bool
 
@@ -128,7 +131,9 @@ def _auto_of(
     planned = lambda: planned_bytes(parts, means.planned())  # noqa: E731
     budget = ActivationBudget(around.ledger, planned, scratch, not means.shares_experts, together)
     rules = Rules(parts.gatherer.passes or together)
-    return AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
+    found = AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
+    found.first = FirstStep(model, around.device, around.ledger, parts.reserve, waits=not means.streams)
+    return found
 
 
 def one_by_one(blocks: int) -> list[int]:

@@ -124,8 +124,8 @@ class Recomputation:
         """What is done with each block, where that is decided for each."""
         return []
 
-    def step_ends(self, comm: Comm) -> list[StepEnd]:
-        """What it does at the end of each step, with the ranks of a stage."""
+    def step_ends(self, comm: Comm, world: Comm) -> list[StepEnd]:
+        """What it does at the end of each step, with the ranks of a stage and those of all."""
         return [] if self._around.arena is None else [self._around.arena]
 
     @property

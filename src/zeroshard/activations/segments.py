@@ -205,6 +205,11 @@ class Region:
         return sum(slot is not None and slot() is not None for slot in self.slots)
 
     @property
+    def copied(self) -> int:
+        """Bytes of buffers that are kept as they were before the forward."""
+        return self._replay.nbytes
+
+    @property
     def links(self) -> list[tuple[int, int]]:
         """What it takes from earlier regions of the segment, as (region, leaf)."""
         return [(each.region, each.leaf) for each in self._arguments if isinstance(each, _Linked)]

@@ -1,11 +1,11 @@
 """The decision on a step, from its gradient norm: clipped, skipped because of an overflow, or refused."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zeroshard.checkpoint.facts import plain, setting
-from zeroshard.parts.steps import Verdict
+from zeroshard.parts.steps import StepEnd, Verdict
 from zeroshard.plan import Plan
 from zeroshard.precision.loss_scaling import LossScaler
 
@@ -19,11 +19,13 @@ class Decision:
         clip: for the next step alone, a limit and the norm that it limits, set by `clip_grad_norm`.
         last: the verdict on the last update; None before the first.
         watcher: called before each verdict, when all gradients are reduced.
+        step_ends: told of it before.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.watcher: Callable[[], None] = lambda: None
+        self.step_ends: Sequence[StepEnd] = ()
         self.scaler = LossScaler.of(plan.loss_scaling) if plan.scales_loss else None
         self.clip: tuple[float, float] | None = None
         self.last: Verdict | None = None
@@ -50,6 +52,8 @@ class Decision:
             refuse: raises for a norm that is not finite, where the plan says so.
             sound: whether all losses are finite, on all ranks.
         """
+        for each in self.step_ends:
+            each.before_update()
         self.watcher()
         scale = self.scale
         norm = scaled_norm / scale

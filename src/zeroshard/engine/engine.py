@@ -32,7 +32,7 @@ from zeroshard.engine.policies import cut_of, saving_of, step_ends_of, technique
 from zeroshard.engine.readings import Readings
 from zeroshard.engine.state import State
 from zeroshard.engine.update import Update
-from zeroshard.errors import BatchError, NonFiniteError, PlanError
+from zeroshard.errors import BatchError, BudgetExceeded, NonFiniteError, PlanError
 from zeroshard.losses.heads import set_loss_chunk
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.editing import Editing, state_dict_by_unit
@@ -128,7 +128,8 @@ class Engine(Readings):
         self._update = Update(self._assembly, self._backward, self._axes, writes)
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
-        self._step_ends = step_ends_of(model, self._stage, self._axes.alike, techniques, self._assembly.recomputation)
+        ends = step_ends_of(model, self._stage, self._axes.alike, techniques, self._assembly.recomputation)
+        self._step_ends = self._decision.step_ends = ends
         self._order = self._make_order()
         self._counts = {}
         self.exposed: Mapping[str, float] = {}
@@ -246,7 +247,7 @@ class Engine(Readings):
         try:
             settled = self._update.demand(self.steps)
             verdict = self._decision.decide(settled.norm, self._update.refuse_nonfinite, settled.sound)
-        except (BatchError, NonFiniteError):
+        except (BatchError, BudgetExceeded, NonFiniteError):
             self._update.consume()
             raise
         self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor * settled.gain)

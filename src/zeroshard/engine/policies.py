@@ -58,7 +58,10 @@ def step_ends_of(
         more: what recomputes blocks.
     """
     together = ranks_together(techniques, comm.mesh.ranks)
-    return [MixtureSteps(model, comm, stage.is_elsewhere, together), *(more.step_ends(comm) if more else [])]
+    return [
+        MixtureSteps(model, comm, stage.is_elsewhere, together),
+        *(more.step_ends(comm, stage.world) if more else []),
+    ]
 
 
 def cut_of(plan: Plan, techniques: Sequence[Technique], ranks: int) -> Cut:
@@ -87,7 +90,8 @@ def saving_of(
     arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
     around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now, partition, arena)
     with stage.blocks() as blocks:
-        means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.tensor.splits, plan.experts.divides)
+        splits = plan.tensor.splits, plan.experts.divides
+        means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)
         return recomputation_of(policy, model, blocks, around, means)
 
 

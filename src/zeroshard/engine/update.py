@@ -20,8 +20,7 @@ from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.agreement import Answer, check_together
 from zeroshard.parts.axes import Axes
-from zeroshard.parts.gradients import Gradients
-from zeroshard.parts.part import Counted, Part, Parts
+from zeroshard.parts.part import Counted, Part
 from zeroshard.parts.steps import Settled
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
@@ -35,7 +34,7 @@ class Update:
         self._backward, self._axes = backward, axes
         self._comm = axes.alike
         self._trained = assembly.parts.trained
-        self._turns = _in_turn(assembly.parts)
+        self._turns = assembly.parts.turns
         self._settled: tuple[int, Settled] | None = None
         self._averaged = 0  # backwards of the step whose gradients were averaged over the replicas
         self._writes = writes
@@ -255,16 +254,6 @@ class Update:
             count = len(gradients.written_in_step)
             gradients.written_in_step[:] = settled.written[place : place + count]
             place += count
-
-
-def _in_turn(parts: Parts) -> list[tuple[Part, Gradients, int]]:
-    """Trained parts in the order in which a forward uses them, with their places among what was written."""
-    found, place = [], 0
-    for part, gradients in parts.trained:
-        found.append((part, gradients, place))
-        place += len(part.flat.parameters)
-    roots = parts.units[-1:]  # none on a stage without parameters
-    return sorted(found, key=lambda item: item[0].flat.unit not in roots)
 
 
 def _clamp(total: torch.Tensor, limit: float) -> None:

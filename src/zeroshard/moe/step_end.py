@@ -45,6 +45,9 @@ class MixtureSteps:
             for router in routers:
                 router.summed = _Sum(own, together)
 
+    def before_update(self) -> None:
+        """Statistics are for the end of the step."""
+
     def end_step(self, skipped: bool) -> None:
         """Add up the statistics of all ranks, and move biases unless the step was skipped; a collective call.
 

@@ -54,6 +54,9 @@ class HostUpdater(MasterUpdater):
         out.copy_(self.values)
         self._updates.rise(HostUpdate(self.weights, self.unit, self.start, None, out, staging))
 
+    def reserve(self, gradients: Gradients) -> None:
+        """An update makes nothing on the device."""
+
     def planned(self) -> Iterator[Planned]:
         """Master weights, and states that torch.optim makes in memory of its own, by 2101.06840, section 4."""
         index, masters = self.weights.flat.index, self.values.numel() * self.values.itemsize

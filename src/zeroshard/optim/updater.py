@@ -41,6 +41,9 @@ class Untrained:
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Frozen weights get no update."""
 
+    def reserve(self, gradients: Gradients) -> None:
+        """An update makes nothing."""
+
     def split(self, cuts: Sequence[int]) -> None:
         """There are no spans."""
 
@@ -118,6 +121,16 @@ class DeviceUpdater(Untrained):
         else:
             self._step(gradient, written, factor)
             self._updated(gradients)
+
+    def reserve(self, gradients: Gradients) -> None:
+        """Enter the optimizer's scalars, and have scratch for gradients of another dtype than the values."""
+        total, written, index = gradients.settle().settle(), bytes(gradients.written_in_step), self.weights.flat.index
+        gradients.reduction.reserve(total)
+        if total.dtype != self.values.dtype:
+            self._give(self._take(self.values.numel()))
+        self._split_for(written)
+        updated = sum(bool(written[index.number_at(span.start)]) for span in self.spans)
+        self._optimizer.expect_scalars(self._number, updated)
 
     def split(self, cuts: Sequence[int]) -> None:
         """Cut the spans at these elements of the flat, with their states."""

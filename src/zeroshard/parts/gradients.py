@@ -91,6 +91,9 @@ class Reduction(Protocol):
     def used(self) -> None:
         """The tensor that `whole` returned is not needed any more."""
 
+    def reserve(self, total: torch.Tensor) -> None:
+        """Have the scratch that `whole` of this sum takes."""
+
     def wire(self, work: Work) -> Wire:
         """Planned elements that it sends in a step."""
 

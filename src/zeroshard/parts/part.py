@@ -245,3 +245,20 @@ class Parts:
     def trained(self) -> list[tuple[Part, Gradients]]:
         """Those with gradients."""
         return [(part, part.gradients) for part in self.all if part.gradients is not None]
+
+    @property
+    def turns(self) -> list[tuple[Part, Gradients, int]]:
+        """Trained parts in the order in which a forward uses and an update takes them, with their places in `written`.
+
+        The root, which a stage may be without, comes first.
+        """
+        found, place = [], 0
+        for part, gradients in self.trained:
+            found.append((part, gradients, place))
+            place += len(part.flat.parameters)
+        return sorted(found, key=lambda item: item[0].flat.unit not in self.units[-1:])
+
+    def reserve(self) -> None:
+        """Enter what the next update makes on the device beside states, before it changes anything."""
+        for part, gradients, _ in self.turns:
+            part.updater.reserve(gradients)

@@ -27,6 +27,7 @@ class Replay:
 
     Attributes:
         device: whose random numbers are replayed, with those of the CPU.
+        nbytes: of the buffers that are kept.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger, often: bool = False) -> None:
@@ -39,7 +40,7 @@ class Replay:
         for module in filter(_has_buffers, modules):
             self._before[module] = dict(module._buffers)
             self._copies[module] = {name: _copy(buffer, copies) for name, buffer in module._buffers.items()}
-        self._nbytes = 0
+        self.nbytes = 0
 
     def end(self) -> None:
         """Keep the buffers that the forward has changed, as they were, and no others."""
@@ -56,9 +57,9 @@ class Replay:
                 self._copies[module] = {name: changed.get(name, before[name]) for name in before}
                 kept |= {id(copy): copy for copy in changed.values() if copy is not None}
         self._before.clear()
-        self._nbytes = sum(copy.nbytes for copy in kept.values())
-        if self._nbytes:
-            self._ledger.take(Category.BUFFERS, self._nbytes, "buffers for a recomputation")
+        self.nbytes = sum(copy.nbytes for copy in kept.values())
+        if self.nbytes:
+            self._ledger.take(Category.BUFFERS, self.nbytes, "buffers for a recomputation")
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -79,9 +80,9 @@ class Replay:
     def drop(self) -> None:
         """The backward is done."""
         self._copies.clear()
-        if self._nbytes:
-            self._ledger.give(Category.BUFFERS, self._nbytes, "buffers for a recomputation")
-            self._nbytes = 0
+        if self.nbytes:
+            self._ledger.give(Category.BUFFERS, self.nbytes, "buffers for a recomputation")
+            self.nbytes = 0
 
 
 def _has_buffers(module: nn.Module) -> bool:

@@ -162,6 +162,9 @@ class StepEnd(Protocol):
 
     reads: bool
 
+    def before_update(self) -> None:
+        """The gradients of an update are there, and nothing is changed yet; a collective call."""
+
     def end_step(self, skipped: bool) -> None:
         """A step was taken or skipped; a collective call."""
 

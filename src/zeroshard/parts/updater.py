@@ -50,6 +50,9 @@ class Updater(Protocol):
             written: by parameter, whether it got a gradient; the others stay as they are.
         """
 
+    def reserve(self, gradients: Gradients) -> None:
+        """Enter what the next `update` makes on the device beside states: scratch, and the optimizer's scalars."""
+
     def split(self, cuts: Sequence[int]) -> None:
         """Cut the spans at these elements of the flat, with their states."""
 

@@ -55,6 +55,9 @@ class OwnSlice:
     def used(self) -> None:
         """The tensor that `whole` returned is not needed any more."""
 
+    def reserve(self, total: torch.Tensor) -> None:
+        """The sum takes no scratch."""
+
     def wire(self, work: Work) -> Wire:
         """Nothing is sent."""
         yield Purpose.REDUCE_GRADIENTS, 0
@@ -195,8 +198,7 @@ class AllReduce(Scatter):
         whole = self._buffer.ready()
         if self._gather is None:
             if total.dtype != whole.dtype:
-                numel, label = self._flat.index.padded_numel, f"sums {self._flat.label}"
-                whole = self._wide = self._arena.take(numel, total.dtype, label)
+                whole = self._wide = self._take_wide(total)
                 self.lasts = False
             self._start_gather(whole, total)
         assert self._gather is not None
@@ -210,10 +212,18 @@ class AllReduce(Scatter):
             self._arena.give(self._wide)
             self._wide, self.lasts = None, True
 
+    def reserve(self, total: torch.Tensor) -> None:
+        """Have the scratch in which slices are gathered that the gradient buffer cannot hold."""
+        if total.dtype != self._buffer.dtype:
+            self._arena.give(self._take_wide(total))
+
     def wire(self, work: Work) -> Wire:
         """With the gather for the update it is an all-reduce."""
         yield from super().wire(work)
         yield Purpose.GATHER_GRADIENTS, self._flat.index.numel * work.updates
+
+    def _take_wide(self, total: torch.Tensor) -> torch.Tensor:
+        return self._arena.take(self._flat.index.padded_numel, total.dtype, f"sums {self._flat.label}")
 
     def _start_gather(self, whole: torch.Tensor, total: torch.Tensor) -> None:
         index = self._flat.index
