@@ -96,12 +96,6 @@ class Activations:
 
     def split_refusals(self, tensor_ranks: int, sequence: bool, stages: int) -> Iterator[str]:
         """Sentences about settings that do not combine with split layers, or not without, each with the way out."""
-        if tensor_ranks > 1 and self.recompute == "selective" and not self.save_sums:
-            yield (
-                f"activations.save_sums=False and recompute='selective' do not combine with tensor_parallel="
-                f"{tensor_ranks}: 'selective' keeps products, which sums are written into. Leave save_sums "
-                f"out, or use recompute='blocks' or 'sqrt'."
-            )
         if not self.partition:
             return
         if tensor_ranks == 1:

@@ -138,8 +138,8 @@ class Recomputation:
         args, kwargs = arguments
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(*hooks))
-            sums = Using(region) if self._save_sums else None
-            for context in (sums, region.call.operations(region), watching):
+            region.saves_sums = self._save_sums
+            for context in (Using(region), region.call.operations(region), watching):
                 stack.enter_context(context) if context is not None else None
             return region.call.forward(*args, **kwargs)
 

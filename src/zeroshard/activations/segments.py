@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zeroshard.activations.arenas import CheckpointArena, PlacedCheckpoint
 from zeroshard.activations.keep import Kept
@@ -158,10 +158,12 @@ class Region:
         again: whether a recomputation is under way.
         linked: whether a later region of the segment takes what it makes.
         choice: what of it is kept, for its operations.
+        saves_sums: whether it keeps what `once` makes.
         sums: bytes of results that were made in the forward alone.
     """
 
     choice: Any = None
+    saves_sums = True
 
     def __init__(self, call: Call, arguments: list[Any], spec: TreeSpec, replay: Replay, hooks: Hooks | None) -> None:
         self.call, self._arguments, self._spec, self._replay = call, arguments, spec, replay
@@ -169,11 +171,16 @@ class Region:
         self.slots: list[ReferenceType[SavedSlot] | None] = []
         self.kept: list[Any] = []
         self.asked, self.again, self.linked, self.sums = 0, False, False, 0
+        self._places: dict[int, int] = {}  # of kept results, by storage, where sums may be written into them
         self._autocast = _autocast_now(replay.device)
         self._modes = _get_current_function_mode_stack()
 
-    def once(self, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
         """A result that is made in the forward alone; as `parts.results.KeptResults`."""
+        if not self.saves_sums:
+            if (number := self._places.pop(place_of(written), None)) is not None:
+                self.copy_kept(number)
+            return make()
         if self.again:
             found = self.take()
             return make() if found is None else found
@@ -185,6 +192,8 @@ class Region:
     def keep(self, result: Any) -> None:
         """Keep a result, a tensor or several, unless recomputations are known to stop before they ask for it."""
         needed = self.call.needed is None or len(self.kept) < self.call.needed
+        if not self.saves_sums:
+            self._places |= {place_of(each): len(self.kept) for each in tree_leaves(result) if isinstance(each, Tensor)}
         self.kept.append(tree_map_only(Tensor, lambda each: _KeptBack(each, self.hooks), result) if needed else None)
 
     def take(self) -> Any:

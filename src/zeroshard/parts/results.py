@@ -13,8 +13,12 @@ from torch import Tensor
 class KeptResults(Protocol):
     """The results of one forward, in the order in which it makes them."""
 
-    def once(self, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` returns: in the forward it is called, in the recomputation that result comes again."""
+    def once(self, make: Callable[[], Tensor], written: Tensor) -> Tensor:
+        """What `make` returns: in the forward it is called, in the recomputation that result comes again.
+
+        Args:
+            written: what `make` may write into, which no dispatch shows.
+        """
 
 
 _current: list[KeptResults] = []

@@ -265,7 +265,7 @@ class SumOut(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, label: str) -> Tensor:
         """The sum, in the place of x."""
         ctx.mark_dirty(x)
-        total = _once(lambda: ranks.sum(x, label))
+        total = _once(lambda: ranks.sum(x, label), x)
         return x if total is x else x.copy_(total)
 
     @staticmethod
@@ -296,7 +296,7 @@ class Summed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks, dim: int, label: str) -> Tensor:
         """Sum, and keep own rows along `dim`."""
         ctx.ranks, ctx.dim, ctx.label, ctx.total = ranks, dim, label, x.shape[dim]
-        rows = _once(lambda: ranks.scatter_sum(x, dim, label))
+        rows = _once(lambda: ranks.scatter_sum(x, dim, label), x)
         return rows.data if rows._is_view() else rows  # autograd forbids changes in place to views made here
 
     @staticmethod
@@ -339,10 +339,10 @@ class JoinRows(torch.autograd.Function):
         return gradients[0].narrow(ctx.dim, start, stop - start), None, None, None, None
 
 
-def _once(make: Callable[[], Tensor]) -> Tensor:
-    """A sum that is made in a forward alone, where its block is to be computed again."""
+def _once(make: Callable[[], Tensor], written: Tensor) -> Tensor:
+    """A sum that is made in a forward alone, where its block is to be computed again; it may be in `written`."""
     results = current()
-    return make() if results is None else results.once(make)
+    return make() if results is None else results.once(make, written)
 
 
 def _own(gradient: Tensor) -> Tensor:
