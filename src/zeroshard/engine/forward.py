@@ -7,7 +7,6 @@ before the saved tensor is read, whatever path the backward took.
 """
 
 import sys
-import weakref
 from functools import partial
 from typing import Any
 
@@ -221,10 +220,10 @@ class Forward:
         """Enter a storage that autograd saved, once however many tensors share it; strike it out with the last."""
         key = storage._cdata
         before = self._activations.get(key, 0)
-        self._activations[key] = before + change
         if before == 0:
             self._ledger.take(Category.ACTIVATIONS, storage.nbytes(), "save for backward")
-        elif before + change == 0:
+        self._activations[key] = before + change
+        if before + change == 0:
             del self._activations[key]
             self._ledger.give(Category.ACTIVATIONS, storage.nbytes(), "saved activation")
 
@@ -261,12 +260,17 @@ class _Stored:
 class _Activation(_Stored):
     """One on the device, counted in the ledger for as long as the graph holds it."""
 
-    __slots__ = ()
+    __slots__ = ("counter", "storage")
 
     def __init__(self, tensor: torch.Tensor, saved: Any, counter: Forward) -> None:
-        super().__init__(saved)
-        counter.count_activation(tensor.untyped_storage(), 1)
-        weakref.finalize(self, counter.count_activation, tensor.untyped_storage(), -1)
+        self.saved, self.storage = saved, tensor.untyped_storage()
+        self.counter: Forward | None = None
+        counter.count_activation(self.storage, 1)
+        self.counter = counter  # unless the budget has refused it
+
+    def __del__(self) -> None:
+        if self.counter is not None:
+            self.counter.count_activation(self.storage, -1)
 
 
 class _Watch:
