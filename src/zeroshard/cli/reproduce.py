@@ -136,7 +136,8 @@ def _readings_table(outcome: Outcome) -> Table:
 
 
 def _verdict(outcome: Outcome) -> list[str]:
-    number, agreeing = len(outcome.readings), sum(reading.agrees for reading in outcome.readings)
+    printed_ones = [reading for reading in outcome.readings if reading.published]
+    number, agreeing = len(printed_ones), sum(reading.agrees for reading in printed_ones)
     lines = [f"{agreeing} of {number} reproduced, in {outcome.seconds:.0f} s."]
     numbers = [r for r in outcome.readings if not isinstance(r.ours, str)]
     printed = [CONVENTION] if any(not r.exact and not r.within for r in numbers) else []
@@ -147,7 +148,7 @@ def _verdict(outcome: Outcome) -> list[str]:
 
 def _summary(done: Sequence[Outcome | Waiting]) -> str:
     outcomes = [outcome for outcome in done if isinstance(outcome, Outcome)]
-    readings = [reading for outcome in outcomes for reading in outcome.readings]
+    readings = [reading for outcome in outcomes for reading in outcome.readings if reading.published]
     agreeing = sum(reading.agrees for reading in readings)
     missed = [outcome.claim.name for outcome in outcomes if not outcome.reproduced]
     rest = f"; not all of {', '.join(missed)}" if missed else ""

@@ -16,7 +16,7 @@ class Reading:
 
     Attributes:
         what: name of the case.
-        published: as printed, or a formula's value as a fraction.
+        published: as printed, or a formula's value as a fraction; empty where the paper prints none.
         ours: as computed.
         exact: whether ours must be equal, instead of equal in the printed digits.
         note: a remark on ours.
@@ -32,16 +32,19 @@ class Reading:
 
     @property
     def difference(self) -> float | None:
-        """Ours minus the published one; None if they are texts."""
-        if isinstance(self.ours, str):
+        """Ours minus the published one; None if they are texts, or none is published."""
+        if isinstance(self.ours, str) or not self.published:
             return None
         return float(self.ours - Fraction(self.published)) if self.exact else float(self.ours) - float(self.published)
 
     @property
     def agrees(self) -> bool:
-        """Whether ours equals the published one, exactly or rounded or cut to the printed digits, or is near it."""
-        if isinstance(self.ours, str):
-            return self.ours == self.published
+        """Whether ours equals the published one, exactly or rounded or cut to the printed digits, or is near it.
+
+        Where none is published there is nothing that it could differ from.
+        """
+        if isinstance(self.ours, str) or not self.published:
+            return not self.published or self.ours == self.published
         if self.within:
             return abs(float(self.ours) / float(self.published) - 1) <= self.within
         if self.exact:
