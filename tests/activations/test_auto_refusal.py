@@ -64,7 +64,7 @@ def refused(mesh: zs.Mesh, plan: dict[str, Any]) -> tuple[str, list[str]]:
     return str(raised.value), changed
 
 
-def peaks(mesh: zs.Mesh, plan: dict[str, Any], steps: int = 2) -> tuple[list[int], int]:
+def peaks(mesh: zs.Mesh, plan: dict[str, Any], steps: int = 3) -> tuple[list[int], int]:
     """The most bytes of each step, the first included; and of all but activations."""
     engine, found = engine_of(mesh, plan), []
     for step in range(steps):
