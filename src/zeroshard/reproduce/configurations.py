@@ -63,8 +63,8 @@ CONFIGURATION = (
         "The largest GPT of the family of `zeroshard plan --largest` whose whole step fits is found, at 16 rows of "
         "1024 tokens for each of 25 data ranks; it and the next one are rehearsed whole, and ours is where the line "
         "between the two reaches the memory for tensors. All five recompute each block, with its sums over ranks, and "
-        "have buffers of constant size; M_D, memory set aside for checkpoints and gradients, is not built. The paper's "
-        "numbers are of runs, ours of a rehearsal.",
+        "have buffers of constant size. M_D, memory set aside for checkpoints, is left out: it fights fragmentation, "
+        "of which a rehearsal has none. The paper's numbers are of runs, ours of a rehearsal.",
         configurations,
     ),
 )
