@@ -111,7 +111,7 @@ class Engine(Readings):
         cut = cut_of(self.plan, techniques, self.mesh.ranks)
         self._stage = make_stage(model, cut, self.mesh, example, self._run)
         self._axes = Axes(self._stage, self.plan.shard_group, techniques)
-        self.world, self.comm = self._axes.world, self._axes.dense.slices.comm
+        self.world, self.comm, alike = self._axes.world, self._axes.dense.slices.comm, self._axes.alike
         tied = tied_names(model)
         self._decision = Decision(self.plan)
         terms = StepLosses(self.plan.nonfinite == "skip")
@@ -122,14 +122,13 @@ class Engine(Readings):
         self._backward = Backward(self._assembly, self.comm, terms, self.plan.scales_loss, self.plan.pipelined)
         self._forward = Forward(model, self._assembly, self._backward, self.ledger)
         around = (self._stage, self._assembly.parts, self._forward, self._axes.new)
-        self._assembly.recomputation = saving_of(self.plan, model, *around)
+        self._assembly.recomputation = saving = saving_of(self.plan, model, *around)
         writes = self._forward.writes
         self._editing = Editing(self._assembly.parts, self._gatherer, self._late, self.world, writes)
         self._update = Update(self._assembly, self._backward, self._axes, writes)
         self._state = State(model, self._assembly, self._axes, self.ledger, self._stage, tied)
         self._savings, self._takes_apart = Savings(), False
-        ends = step_ends_of(model, self._stage, self._axes.alike, techniques, self._assembly.recomputation)
-        self._step_ends = self._decision.step_ends = ends
+        self._step_ends = self._decision.step_ends = step_ends_of(model, self._stage, alike, techniques, saving)
         self._order = self._make_order()
         self._counts = {}
         self.exposed: Mapping[str, float] = {}
