@@ -26,7 +26,6 @@ from zeroshard.activations.block_meter import BlockMeasures, BlockMeter, ChosenO
 from zeroshard.activations.budget import ActivationBudget
 from zeroshard.activations.chain_decision import PassChain, Rules, one_at_a_time
 from zeroshard.activations.decided import Decided, rows_of
-from zeroshard.activations.first_step import FirstStep
 from zeroshard.activations.nested import NestedSegment
 from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
@@ -48,6 +47,7 @@ class _Pass:
         known: storages that are not counted again.
         held: bytes of activations when its last block was over.
         copied: bytes of buffers that its blocks keep for a recomputation.
+        region: the last block.
         references: to storages, whose addresses are not given out again.
     """
 
@@ -57,6 +57,7 @@ class _Pass:
     known: set[int]
     held: int = 0
     copied: int = 0
+    region: Region | None = None
     references: list[StorageWeakRef] = field(default_factory=list)
 
 
@@ -71,10 +72,7 @@ class AutoRecomputation(Recomputation):
     Attributes:
         measured: what was measured, by kind of forward.
         decided: what is done, by kind of forward.
-        first: what is undone if the first step shows that the budget is too small.
     """
-
-    first: FirstStep
 
     def __init__(
         self,
@@ -96,7 +94,6 @@ class AutoRecomputation(Recomputation):
         self._pass: _Pass | None = None
         self._started = 0  # bytes of activations when the forward began
         self._measure: BlockMeasures
-        self._region: Region
         self._forwards: list[Callable[[], Any]] = []  # weak references to the segments of measured forwards
         self.measured: dict[PassKey, PassMeasures] = {}
         self.decided: dict[PassKey, Decided] = {}
@@ -113,7 +110,7 @@ class AutoRecomputation(Recomputation):
 
     def step_ends(self, comm: Comm, world: Comm) -> list[StepEnd]:
         """The agreement of the ranks on what was measured."""
-        return [AutoStepEnd(self, self._budget, self.first, comm, world)]
+        return [AutoStepEnd(self, self._budget, comm, world)]
 
     def needed(self, measured: Mapping[PassKey, PassMeasures]) -> int:
         """The fewest bytes of activations in which all kinds of forwards that were measured can run."""
@@ -147,7 +144,7 @@ class AutoRecomputation(Recomputation):
     def _begin(self, *given: Any) -> None:
         super()._begin(*given)
         if self._budget.measures and torch.is_grad_enabled():
-            self.first.begin()
+            self._budget.first.begin()
         self._pass, self._started = None, self._budget.activations
 
     def _end(self, *given: Any) -> None:
@@ -237,7 +234,7 @@ class AutoRecomputation(Recomputation):
         if found is None or found.measures is None:
             self._choose(region, self._called - 1)
             return super()._compute(region, arguments, hooks, watching)
-        held, measures, self._region = self._budget.activations, found.measures, region
+        held, measures, found.region = self._budget.activations, found.measures, region
         entering, kept = self._places(found, arguments), 0 if self._rules.alone else held - found.held
         if not measures.blocks:
             measures.before, kept = held - self._started, 0
@@ -257,7 +254,7 @@ class AutoRecomputation(Recomputation):
         if found is not None and found.measures is not None:
             if not left_alone:
                 found.measures.blocks.append(self._measure)
-                found.copied += self._region.copied
+                found.copied += found.region.copied if found.region is not None else 0
             found.held = self._budget.activations
 
     def _places(self, found: _Pass, arguments: Any) -> int:

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, PassKey, PassMeasures
 from zeroshard.activations.budget import ActivationBudget
-from zeroshard.activations.first_step import FirstStep
 from zeroshard.comm.collectives import Comm
 
 
@@ -34,18 +33,15 @@ class AutoStepEnd:
     """Has the ranks agree on what was measured, and decide.
 
     Args:
-        first: what is undone where the budget is too small.
         comm: of the ranks that have the same blocks.
         world: of all.
     """
 
     reads = False
 
-    def __init__(
-        self, recomputation: Deciding, budget: ActivationBudget, first: FirstStep, comm: Comm, world: Comm
-    ) -> None:
-        self._recomputation, self._budget, self._first, self._comm = recomputation, budget, first, comm
-        self._everyone = world if first.waits else comm
+    def __init__(self, recomputation: Deciding, budget: ActivationBudget, comm: Comm, world: Comm) -> None:
+        self._recomputation, self._budget, self._comm = recomputation, budget, comm
+        self._everyone = world if budget.first.waits else comm
         self._room: int | None = None
 
     @property
@@ -65,7 +61,7 @@ class AutoStepEnd:
         if not begins and (budget.together or not recomputation.measured):
             return
         if begins:
-            budget.foresee(self._first.reserve)
+            budget.foresee()
         measured, room = dict(recomputation.measured), budget.room
         if begins:
             room, measured = self._agreed(room, measured)
@@ -74,7 +70,7 @@ class AutoStepEnd:
             found = max(self._everyone.agree_on(found, "room for activations"))
         short, room = found
         if short > 0:
-            self._first.undo()
+            budget.first.undo()
             recomputation.measured.clear()
             raise budget.too_small(short + room, room)
 
@@ -89,7 +85,7 @@ class AutoStepEnd:
         if self._room is None or budget.together:
             room, measured = self._agreed(room, measured)
         budget.end_first_step()
-        self._first.end()
+        budget.first.end()
         if self._room is None or room < self._room:  # later steps may hold more beside activations
             measured, self._room = {**recomputation.known, **measured}, room
         recomputation.apply(measured, self._room)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from zeroshard.activations.first_step import FirstStep
 from zeroshard.errors import BudgetExceeded
 from zeroshard.memory.ledger import MODEL_STATES, Category, Ledger
 
@@ -12,12 +13,13 @@ class ActivationBudget:
     Args:
         ledger: of the rank; its device has a budget.
         planned: gives the bytes of model states on the device by category, once all are made.
+        first: what is undone if the first step shows that the budget is too small.
         scratch: bytes that a first backward may take besides, for what is on its way between ranks.
         by_shape: whether forwards of unlike shapes are decided apart.
         together: whether ranks agree in every step, because blocks hold collectives.
 
     Attributes:
-        by_shape, together: as given.
+        first, by_shape, together: as given.
         forwards: that come before the first backward, at most.
         copied: bytes of buffers that each of them keeps for its recomputation, at most.
     """
@@ -26,13 +28,14 @@ class ActivationBudget:
         self,
         ledger: Ledger,
         planned: Callable[[], Mapping[Category, int]],
+        first: FirstStep,
         scratch: int = 0,
         by_shape: bool = True,
         together: bool = False,
     ) -> None:
         self._ledger, self._planned, self._scratch = ledger, planned, scratch
         self.by_shape, self.together, self.forwards, self.copied = by_shape, together, 1, 0
-        self._budget = ledger.budgets["device"]
+        self._budget, self.first = ledger.budgets["device"], first
         self._foreseen: dict[Category, int] = {}
         ledger.measures = True
 
@@ -41,16 +44,16 @@ class ActivationBudget:
         """Whether the first step is under way."""
         return self._ledger.measures
 
-    def foresee(self, reserve: Callable[[], None]) -> None:
-        """Count buffers that stay, with those that `reserve` enters, beside those that each step has for a while.
+    def foresee(self) -> None:
+        """Count buffers that stay, with those that the update leaves, beside those that each step has for a while.
 
         A step may find at its peak what the first one made after its own.
         """
         account = self._ledger.account(Category.BUFFERS)
         held, peak = account.current, account.peak
-        reserve()
-        known = peak + account.current - held, account.current + self.forwards * self.copied
-        self._foreseen = {Category.BUFFERS: max(known)}
+        scalars = self.first.reserve()
+        more = account.current - held + scalars
+        self._foreseen = {Category.BUFFERS: more + max(peak, held + self.forwards * self.copied)}
 
     def end_first_step(self) -> None:
         """Keep within the budget from now on."""

@@ -20,7 +20,7 @@ class FirstStep:
         model: whose buffers are kept, those of its state dict, on the host until the step is over.
         device: whose random numbers are kept, with those of the CPU.
         ledger: enters what is kept.
-        reserve: enters what the update will make on the device.
+        reserve: makes the scratch of the update; gives the bytes of scalars that it will make.
         waits: whether no rank updates before all have agreed.
 
     Attributes:
@@ -28,7 +28,7 @@ class FirstStep:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, ledger: Ledger, reserve: Callable[[], None], waits: bool
+        self, model: nn.Module, device: torch.device, ledger: Ledger, reserve: Callable[[], int], waits: bool
     ) -> None:
         self.reserve, self.waits = reserve, waits
         self._model, self._device, self._ledger = model, device, ledger

@@ -129,11 +129,10 @@ def _auto_of(
     largest = max((sum(part.flat.index.padded_numel for part in of_unit) for of_unit in parts.of_units), default=0)
     scratch = 16 * largest if means.mesh.ranks > 1 else 0  # two units on their way, as they are and summed in fp32
     planned = lambda: planned_bytes(parts, means.planned())  # noqa: E731
-    budget = ActivationBudget(around.ledger, planned, scratch, not means.shares_experts, together)
+    first = FirstStep(model, around.device, around.ledger, parts.reserve, waits=not means.streams)
+    budget = ActivationBudget(around.ledger, planned, first, scratch, not means.shares_experts, together)
     rules = Rules(parts.gatherer.passes or together)
-    found = AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
-    found.first = FirstStep(model, around.device, around.ledger, parts.reserve, waits=not means.streams)
-    return found
+    return AutoRecomputation(model, blocks, around, budget, rules, policy.save_sums)
 
 
 def one_by_one(blocks: int) -> list[int]:

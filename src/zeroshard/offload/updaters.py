@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import OptimizerError
-from zeroshard.memory.ledger import Category
+from zeroshard.memory.ledger import Arena, Category
 from zeroshard.offload.host_adam import Scalars
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
@@ -54,8 +54,10 @@ class HostUpdater(MasterUpdater):
         out.copy_(self.values)
         self._updates.rise(HostUpdate(self.weights, self.unit, self.start, None, out, staging))
 
-    def reserve(self, gradients: Gradients) -> None:
+    @property
+    def leaves(self) -> tuple[Arena | None, int]:
         """An update makes nothing on the device."""
+        return None, 0
 
     def planned(self) -> Iterator[Planned]:
         """Master weights, and states that torch.optim makes in memory of its own, by 2101.06840, section 4."""

@@ -62,7 +62,6 @@ class SpanOptimizer:
         self._states_bytes = {"device": 0, "host": 0}  # that this object has entered into the ledger
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
         self.sizes = StateSizes(optimizer)
-        self._expected: dict[int, int] = {}  # scalars of flats, by the layout
         self._stepping = False
         optimizer.register_step_pre_hook(self._refuse_user_step)
         self._fresh: list[tuple[SliceSpan, dict[str, Any]]] = []
@@ -230,15 +229,6 @@ class SpanOptimizer:
         if self.layout.whole is None:
             return int(sum(s.tensor.nbytes for s in self._spans[number]) * self.layout.bytes_per_element // 4)
         return sum(self.sizes.of(span.group, span.tensor) for span in self._spans[number])
-
-    def expect_scalars(self, number: int, spans: int) -> None:
-        """Enter the scalars that the first step makes for so many spans of one flat, as `account` would after it."""
-        place = self._tiers[number] or "host"
-        self._expected[number] = spans * self.layout.scalar_bytes
-        expected = sum(n for other, n in self._expected.items() if (self._tiers[other] or "host") == place)
-        if expected > self._seen_bytes[place]:
-            self._ledger.take(Category.BUFFERS, expected - self._seen_bytes[place], "optimizer scalars", tier=place)
-            self._seen_bytes[place] = expected
 
     def account(self) -> None:
         """Enter states that the optimizer made since the last call into the ledger; scalars count as buffers."""

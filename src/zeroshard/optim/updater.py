@@ -30,6 +30,11 @@ class Untrained:
     lost: str | None = None
     separate = False
 
+    @property
+    def leaves(self) -> tuple[Arena | None, int]:
+        """An update makes nothing."""
+        return None, 0
+
     def __init__(self, weights: Weights, values: torch.Tensor, start: int) -> None:
         self.weights, self.values, self.start = weights, values, start
 
@@ -40,9 +45,6 @@ class Untrained:
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Frozen weights get no update."""
-
-    def reserve(self, gradients: Gradients) -> None:
-        """An update makes nothing."""
 
     def split(self, cuts: Sequence[int]) -> None:
         """There are no spans."""
@@ -122,16 +124,6 @@ class DeviceUpdater(Untrained):
             self._step(gradient, written, factor)
             self._updated(gradients)
 
-    def reserve(self, gradients: Gradients) -> None:
-        """Enter the optimizer's scalars, and have scratch for gradients of another dtype than the values."""
-        total, written, index = gradients.settle().settle(), bytes(gradients.written_in_step), self.weights.flat.index
-        gradients.reduction.reserve(total)
-        if total.dtype != self.values.dtype:
-            self._give(self._take(self.values.numel()))
-        self._split_for(written)
-        updated = sum(bool(written[index.number_at(span.start)]) for span in self.spans)
-        self._optimizer.expect_scalars(self._number, updated)
-
     def split(self, cuts: Sequence[int]) -> None:
         """Cut the spans at these elements of the flat, with their states."""
         self._optimizer.split(self._number, cuts)
@@ -177,6 +169,11 @@ class DeviceUpdater(Untrained):
         return self._optimizer.state_bytes(self._number)
 
     @property
+    def leaves(self) -> tuple[Arena | None, int]:
+        """Scratch for gradients of other dtypes, and the optimizer's scalars."""
+        return self._arena, self._optimizer.layout.scalar_bytes
+
+    @property
     def _slice_of(self) -> int | None:
         """The rank whose slice is updated; None where everything is."""
         return self.weights.rank if self.values.numel() < self.weights.flat.index.padded_numel else None
@@ -216,8 +213,7 @@ class DeviceUpdater(Untrained):
     def _split_for(self, written: bytes) -> None:
         """Cut the spans so that each has gradients for all its parameters or for none."""
         if not all(written):
-            ends = zip(written, written[1:], self.weights.flat.index.entries[1:], strict=False)
-            self.split([entry.offset for before, after, entry in ends if before != after])
+            self.split(self.weights.flat.index.borders(written))
 
     def _take(self, numel: int) -> torch.Tensor:
         return self._arena.take(numel, self.values.dtype, "gradients in fp32")

@@ -194,6 +194,18 @@ class Part:
                 yield Purpose.AVERAGE_REPLICAS, 2 * self.flat.index.slice_numel(self.weights.rank) * work.updates
         yield from self.updater.wire(work)
 
+    def reserve(self, gradients: Gradients) -> int:
+        """Make the scratch that an update with these gradients takes; bytes of scalars that it will make."""
+        updater, index, written = self.updater, self.flat.index, bytes(gradients.written_in_step)
+        total, (arena, scalars) = gradients.settle().settle(), updater.leaves
+        gradients.reduction.reserve(total)
+        if arena is None:
+            return 0
+        if total.dtype != updater.values.dtype:
+            arena.give(arena.take(updater.values.numel(), updater.values.dtype, "gradients in fp32"))
+        updater.split(index.borders(written))  # as the update will
+        return scalars * sum(bool(written[index.number_at(span.start)]) for span in updater.spans)
+
     def next_version(self) -> None:
         """Where older weights are still in use, let the update work on a copy of the latest."""
         buffer = self.versions.advance()
@@ -258,7 +270,6 @@ class Parts:
             place += len(part.flat.parameters)
         return sorted(found, key=lambda item: item[0].flat.unit not in self.units[-1:])
 
-    def reserve(self) -> None:
-        """Enter what the next update makes on the device beside states, before it changes anything."""
-        for part, gradients, _ in self.turns:
-            part.updater.reserve(gradients)
+    def reserve(self) -> int:
+        """Make the scratch of the next update before it changes anything; bytes of scalars that it will make."""
+        return sum(part.reserve(gradients) for part, gradients, _ in self.turns)

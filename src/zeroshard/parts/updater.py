@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from zeroshard.memory.ledger import Arena
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.parts.weights import Weights
@@ -40,6 +41,14 @@ class Updater(Protocol):
         """Its elements as the optimizer sees them; none where nothing is trained."""
 
     @property
+    def leaves(self) -> tuple[Arena | None, int]:
+        """What the first `update` leaves on the device beside states.
+
+        Returns:
+            the arena in which gradients get the dtype of the values, and bytes of scalars of each span.
+        """
+
+    @property
     def lost(self) -> str | None:
         """Why a write into the parameters would be undone by the next update, in words; None if it would not."""
 
@@ -49,9 +58,6 @@ class Updater(Protocol):
         Args:
             written: by parameter, whether it got a gradient; the others stay as they are.
         """
-
-    def reserve(self, gradients: Gradients) -> None:
-        """Enter what the next `update` makes on the device beside states: scratch, and the optimizer's scalars."""
 
     def split(self, cuts: Sequence[int]) -> None:
         """Cut the spans at these elements of the flat, with their states."""

@@ -106,6 +106,11 @@ class Index:
         """The number of the parameter that holds `element`; for padding, of the last one."""
         return max(0, bisect.bisect_right(self.entries, element, key=lambda entry: entry.offset) - 1)
 
+    def borders(self, chosen: bytes) -> list[int]:
+        """The first elements of parameters that are `chosen` where the one before is not, or the other way round."""
+        ends = zip(chosen, chosen[1:], self.entries[1:], strict=False)
+        return [entry.offset for before, after, entry in ends if before != after]
+
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(number, first, one past the last element in the buffer) of every parameter in [start, stop)."""
         for number, entry in enumerate(self.entries):
