@@ -138,16 +138,16 @@ class Network:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
         """Start to send `tensor` to a rank."""
-        sent = tensor.to("cpu") if _needs_host(tensor, group) else tensor
+        sent = tensor.to("cpu") if _is_closed_to(group, tensor) else tensor
         return dist.isend(sent, group=group, group_dst=peer, tag=tag)
 
     def receive(self, into: torch.Tensor, peer: int, tag: int, group: Group) -> dist.Work | None:
         """Start to fill `into` with a tensor that a rank sends."""
-        if not _needs_host(into, group):
+        if not _is_closed_to(group, into):
             return dist.irecv(into, group=group, group_src=peer, tag=tag)
-        landed = torch.empty_like(into, device="cpu")
-        work = dist.irecv(landed, group=group, group_src=peer, tag=tag)
-        return None if work is None else _Landing(work, landed, into)
+        staged = torch.empty_like(into, device="cpu")
+        work = dist.irecv(staged, group=group, group_src=peer, tag=tag)
+        return None if work is None else _StagedMessage(work, staged, into)
 
     def _rotate(self, into: torch.Tensor, source: int, out: torch.Tensor, to: int, group: Group) -> dist.Work:
         sends, receives = [0] * self._ranks, [0] * self._ranks
@@ -155,23 +155,23 @@ class Network:
         return self.all_to_all(into, out, receives, sends, group)
 
 
-class _Landing(dist.Work):
+class _StagedMessage(dist.Work):
     """A message that arrives in host memory; the wait copies it to the device."""
 
-    def __init__(self, work: dist.Work, landed: torch.Tensor, into: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work, staged: torch.Tensor, into: torch.Tensor) -> None:
         super().__init__()
-        self._work, self._landed, self._into = work, landed, into
+        self._work, self._staged, self._into = work, staged, into
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._work.wait() if timeout is None else self._work.wait(timeout)
-        self._into.copy_(self._landed)
+        self._into.copy_(self._staged)
         return True
 
 
-def _needs_host(tensor: torch.Tensor, group: Group) -> bool:
+def _is_closed_to(group: Group, tensor: torch.Tensor) -> bool:
     """Whether a message goes through host memory: gloo reads a device's memory in collectives alone."""
     return is_accelerator(tensor.device) and dist.get_backend(group) == "gloo"
 
