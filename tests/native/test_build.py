@@ -1,5 +1,7 @@
 """Libraries are built once into the cache, and what cannot be built is named."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,19 @@ def test_without_a_compiler_those_that_were_looked_for_are_named(source: Path, m
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(OSError, match=r"No C\+\+ compiler was found \(no-such-compiler\). Install one."):
         build.library(source, FLAGS)
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_of_several_processes_one_builds(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler of this test notes each of its calls, and takes its time."""
+    slow = tmp_path / "slow-c++"
+    slow.write_text(f'#!/bin/sh\necho called >> "{tmp_path}/calls"\nsleep 0.3\nexec {build.compiler()} "$@"\n')
+    slow.chmod(0o755)
+    program = (
+        "import sys; from pathlib import Path; from zeroshard.native import build\n"
+        f"build.compiler = lambda: {str(slow)!r}\n"
+        f"assert build.library(Path({str(source)!r}), {FLAGS!r}).one_more(41) == 42"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
+    assert (tmp_path / "calls").read_text().split() == ["called"]

@@ -1,13 +1,21 @@
-"""Shared libraries from C++ sources of the package, built once per machine into the user's cache."""
+"""Shared libraries from C++ sources of the package, built once per machine into the user's cache.
 
+[Note: dispatch] A library is built for the processor that will run it, with all of that one's instructions (AVX2 or
+AVX-512 on x86). The name of its file has a digest of source, flags, compiler and processor, so machines that share a
+cache and differ in their instructions have a file each.
+"""
+
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zeroshard.comm.mesh import user_cache
@@ -38,7 +46,9 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     parts = [source.read_bytes(), " ".join(flags).encode(), _target(command).encode()]
     built = _folder() / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if not built.exists():
-        _build(command, source, flags, built)
+        with _alone(built):
+            if not built.exists():
+                _build(command, source, flags, built)
     try:
         return ctypes.CDLL(str(built))
     except OSError as error:
@@ -61,8 +71,28 @@ def _target(compiler: str) -> str:
     return f"{Path(compiler).resolve()} {os.path.getmtime(compiler)} {cpu}"
 
 
+@contextlib.contextmanager
+def _alone(built: Path) -> Iterator[None]:
+    """Let one process of those that want a library build it, while the others wait; a lock is gone with its process.
+
+    Where the file system has no locks, or one is held for too long, each builds it.
+    """
+    with contextlib.ExitStack() as inside:
+        with contextlib.suppress(OSError):  # of a folder that cannot be written, building tells
+            built.parent.mkdir(parents=True, exist_ok=True)
+            lock = inside.enter_context(built.with_suffix(".lock").open("w"))
+            until = time.monotonic() + PATIENCE
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.05)
+        yield
+
+
 def _build(compiler: str, source: Path, flags: Sequence[str], built: Path) -> None:
-    """Compile into a file of this process's own, then rename: several ranks may build at once."""
+    """Compile into a file of this process's own, then rename, so that no process finds a part of it."""
     try:
         built.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
