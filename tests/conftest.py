@@ -12,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 from order import place_of
+from plain_adam import adam_as_in_engines
 from pool import Pool, free_port
 
 torch.set_num_threads(1)
+adam_as_in_engines()
 _POOL = Pool()
 _WIDE = Pool(8, (6, 8), apart=False)
 

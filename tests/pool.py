@@ -178,10 +178,12 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
     sys.path[:0] = path
     import torch
     import torch.distributed as dist
+    from plain_adam import adam_as_in_engines
 
     from zeroshard.comm.mesh import Mesh, mesh_of
 
     torch.set_num_threads(1)
+    adam_as_in_engines()
     torch.manual_seed(1000 + rank)  # tests that need equal random numbers on all ranks must ask for them
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     meshes = {1: Mesh(timeout=TIMEOUT)}

@@ -12,10 +12,10 @@ from zeroshard.errors import ModelError, OptimizerError
 from zeroshard.memory import Disk, Room
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
-from zeroshard.offload.host_adam import stands_for
-from zeroshard.offload.moments import BLOCK
 from zeroshard.offload.policy import Offload
 from zeroshard.offload.slices import Form, HostSlice, Shadows
+from zeroshard.optim.host_adam import stands_for
+from zeroshard.optim.moments import BLOCK
 from zeroshard.parts.planned import Planned, on_lower_tier
 from zeroshard.parts.weights import Weights
 from zeroshard.traffic import Purpose
@@ -44,7 +44,7 @@ class HostTiers:
     def __init__(
         self, policy: Offload, mesh: Mesh, ledger: Ledger, optimizer: torch.optim.Optimizer, timeout: float
     ) -> None:
-        self.policy, self._device, self.ranks = policy, mesh.device, mesh.ranks
+        self.policy, self.ranks = policy, mesh.ranks
         platform = mesh.platform
         self.host = platform.host(ledger, mesh.device)
         self.link = Transfers(platform.executor(mesh.device, timeout), mesh.now)
@@ -125,7 +125,7 @@ class HostTiers:
         """The host slice [numel] of a flat."""
         most = numel // BLOCK + 1 + len(flat.index.entries)  # of spans, each may end in a block that is not full
         blocks = most if self.policy.moments == "8bit" else 0
-        form = Form(numel, self.policy.moments, blocks, as_on_cpus=self._device.type == "cpu")
+        form = Form(numel, self.policy.moments, blocks)
         return HostSlice(self.link, self.host, form, flat.label, padding, self.disk)
 
 

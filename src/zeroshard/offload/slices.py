@@ -16,8 +16,8 @@ import torch
 from zeroshard.memory import Disk, Extent, HostMemory
 from zeroshard.memory.ledger import Category
 from zeroshard.memory.transfers import Task, Transfers
-from zeroshard.offload.host_adam import HostStates, Scalars, adam_update
-from zeroshard.offload.moments import BLOCK, Blockwise
+from zeroshard.optim.host_adam import HostStates, Scalars, adam_update
+from zeroshard.optim.moments import BLOCK, Blockwise
 from zeroshard.traffic import DISK, UPDATE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,13 +41,11 @@ class Form:
     Attributes:
         moments: "fp32", "bf16" or "8bit" (2110.02861).
         blocks: at most so many blocks of 8-bit moments.
-        as_on_cpus: whether updates equal those of torch.optim on a CPU bit for bit, which takes longer.
     """
 
     numel: int
     moments: str
     blocks: int
-    as_on_cpus: bool = True
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -304,6 +302,6 @@ def _update(
         part_slice = slice(part.start, part.stop)
         old, new = (pages.states(part.start, part.stop, part.block) for pages in (before, after))
         into = None if narrow is None else narrow[part_slice]
-        adam_update(gradient[part_slice], factor, part.scalars, old, new, into, like_torch=before.form.as_on_cpus)
+        adam_update(gradient[part_slice], factor, part.scalars, old, new, into)
     if out is not None and (narrow is None or sum(part.stop - part.start for part in parts) < out.numel()):
         out.copy_(after.master)

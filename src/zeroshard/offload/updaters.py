@@ -9,11 +9,11 @@ import torch
 
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Arena, Category
-from zeroshard.offload.host_adam import Scalars
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
-from zeroshard.offload.moments import Blockwise
 from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded
+from zeroshard.optim.host_adam import Scalars
+from zeroshard.optim.moments import Blockwise
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.updater import MasterUpdater
 from zeroshard.parts.gradients import Gradients

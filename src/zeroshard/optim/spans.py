@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.optim.in_memory import fast_on_cpus
 from zeroshard.optim.owners import Owners
 from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
 from zeroshard.units import Index, Unreadable
@@ -54,7 +55,7 @@ class SpanOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = UNKNOWN) -> None:
-        self.optimizer, self.layout = optimizer, layout
+        self.optimizer, self.layout = fast_on_cpus(optimizer), layout
         self.owners = Owners()
         self._ledger = ledger
         self._spans: list[list[SliceSpan]] = []

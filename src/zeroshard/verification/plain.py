@@ -1,7 +1,8 @@
 """The plain loop: the same training run in one process, as its definition says it.
 
-Nothing of the engine is used. A step is a forward and a backward of each microbatch of each data rank, one after the
-other; their losses are averaged by rows, or added and divided by the counts where the loss is (sum, count).
+Nothing of the engine is used, but for its Adam on CPUs, so that updates differ by gradients alone. A step is a forward
+and a backward of each microbatch of each data rank, one after the other; their losses are averaged by rows, or added
+and divided by the counts where the loss is (sum, count).
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zeroshard.errors import BatchError, ModelError
+from zeroshard.optim import fast_on_cpus
 from zeroshard.verification.job import VerificationJob, called_with
 from zeroshard.verification.watch import ModuleCall, Place, Watch
 
@@ -54,7 +56,7 @@ class Plain:
             model = model.to_empty(device="cpu")
             model.load_state_dict(start)
         self.model = model.train()
-        self.optimizer = job.optimizer(list(self.model.parameters()))
+        self.optimizer = fast_on_cpus(job.optimizer(list(self.model.parameters())))
         taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for parameter in self.model.parameters():
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in taken)

@@ -24,6 +24,7 @@ from zeroshard.engine import Engine
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.memory.transfers import Task as Job
 from zeroshard.optim import StateLayout, layout_of
+from zeroshard.optim.in_memory import torchs_own_loop
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker
@@ -196,7 +197,8 @@ def rehearse(
             task_seconds=(lambda job: 0.0) if timed else rates.job,
             make_on_host=tracker.make_on_host,
         )
-        with tracker, tracker.resizing():
+        elsewhere = contextlib.nullcontext() if beside is not None else torchs_own_loop()
+        with elsewhere, tracker, tracker.resizing():
             run = _Run(task, plan, rows, (rank, ranks, rehearsal), tracker)
             rehearsed = run.tracked()
         return run.timed(rehearsed) if timed else rehearsed

@@ -1,17 +1,16 @@
 """Adam and AdamW on the host, in one pass over memory: the update of ZeRO-Offload (arXiv 2101.06840, section 5.1).
 
 One call takes the gradient as it came from the device, multiplies clipping and loss scale into it, updates master
-parameters and moments, and writes the 16-bit parameters that go back. With fp32 states the results are those of
-torch.optim's Adam or AdamW on the CPU, bit for bit.
+parameters and moments, and writes the 16-bit parameters that go back. Updates in memory are the same call.
 
-There are three back ends: "c++", a kernel of our own that is built at first use; "compile", torch.compile, for a
-compiler that does not take our source; and "torch", tiles in torch's own operations, which need no compiler. The first
-and the last are exact; "compile" may differ in the last place.
+There are two back ends: "c++", a kernel of our own that is built at first use, and "torch", tiles in torch's own
+operations, which need no compiler. Their results are the same, bit for bit, on every processor: each operation is
+correctly rounded by itself. From those of torch.optim's loops they differ in last places.
 
-[Note: square roots] Where torch is built with MKL, as its wheels for x86 are, its square root is a function of that
-library, which on some processors is off by a last place for one number in six, and slower than the instruction. To
-equal torch.optim, the kernel calls the same function; `like_torch=False` takes the instruction, which is correctly
-rounded: for training on a device whose own Adam has other roundings anyway.
+[Note: one rounding each] torch fuses some products and sums into one rounding, and where it is built with MKL, as its
+wheels for x86 are, its square root is a function of that library, which on some processors is off by a last place for
+one number in six. So its bits depend on the processor, and its roots take more time than the rest of the update. Ours
+are those of the plain operations in the order of `tiled.update`.
 """
 
 import ctypes
@@ -25,10 +24,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import OptimizerError
-from zeroshard.native import build
-from zeroshard.offload import compiled, kernel, tiled
-from zeroshard.offload.host_states import HostStates, Moment, Scalars, StateSplit, stands_for
-from zeroshard.offload.moments import BLOCK, Blockwise, code_map
+from zeroshard.optim import kernel, tiled
+from zeroshard.optim.host_states import HostStates, Moment, Scalars, StateSplit, stands_for
+from zeroshard.optim.moments import BLOCK, Blockwise, code_map
 
 __all__ = [
     "BACKENDS",
@@ -38,11 +36,12 @@ __all__ = [
     "StateSplit",
     "adam_update",
     "backend",
+    "fp32_update",
     "stands_for",
     "using",
 ]
 
-BACKENDS = ("c++", "compile", "torch")
+BACKENDS = ("c++", "torch")
 KINDS = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
 PROOF = Scalars.of({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}, 3, decoupled=False)
 _chosen: str | None = None
@@ -57,7 +56,6 @@ def adam_update(
     after: HostStates,
     out: Tensor | None = None,
     threads: int | None = None,
-    like_torch: bool = True,
 ) -> None:
     """One step of Adam or AdamW on n elements.
 
@@ -72,8 +70,7 @@ def adam_update(
         after: the states to write, in the same layout: `before` itself, or others; then `before` stays as it was.
         out: bf16 or fp16 [n], for the new parameters rounded to nearest even; None if they are not wanted, as with a
             split master, whose `after.master.hi` they are.
-        threads: how many threads may work; by default as many as torch uses. The back ends in torch use torch's.
-        like_torch: take square roots as torch does on this CPU; see [Note: square roots].
+        threads: how many threads may work; by default as many as torch uses. The back end in torch uses torch's.
 
     Raises:
         OptimizerError: tensors of the wrong size, dtype or device.
@@ -81,13 +78,29 @@ def adam_update(
     _check(gradient, before, after, out)
     if gradient.numel() == 0 or gradient.untyped_storage().device.type == "meta":
         return  # nothing to do, or a rehearsal, whose tensors have no values
-    name = backend()
-    if name == "c++":
-        update = describe(gradient, factor, scalars, before, after, out, like_torch)
+    if backend() == "c++":
+        update = describe(gradient, factor, scalars, before, after, out)
         kernel.library().zeroshard_adam(ctypes.byref(update), threads or torch.get_num_threads())
     else:
-        module = compiled if name == "compile" else tiled
-        module.update(gradient, factor, scalars, before, after, out)
+        tiled.update(gradient, factor, scalars, before, after, out)
+
+
+@torch.no_grad()
+def fp32_update(gradient: Tensor, scalars: Scalars, parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """As `adam_update`, in place and of fp32 alone, for small tensors too: the caller knows that they fit.
+
+    Args:
+        gradient, parameter, exp_avg, exp_avg_sq: fp32 and contiguous on the CPU, of one shape.
+    """
+    tensors = (parameter, exp_avg, exp_avg_sq)
+    if backend() == "c++" and gradient.numel():
+        update = kernel.KernelUpdate.in_fp32(gradient.numel(), gradient.data_ptr(), [t.data_ptr() for t in tensors])
+        for name in Scalars.__slots__:
+            setattr(update, name, getattr(scalars, name))
+        kernel.library().zeroshard_adam(ctypes.byref(update), torch.get_num_threads())
+    else:
+        states = HostStates(*(tensor.view(-1) for tensor in tensors))
+        tiled.update(gradient.view(-1), 1.0, scalars, states, states)
 
 
 def backend() -> str:
@@ -108,29 +121,14 @@ def using(name: str) -> Iterator[None]:
 
 @cache
 def _first() -> str:
-    """The first back end that works here; each that does not is named in a warning, with the reason."""
-    compiles = build.compiler() is not None
+    """The first back end that works here; a warning says why it is not the kernel."""
     try:
         kernel.library()
-        compiles = False  # if the kernel's results are not torch's, neither are those of torch.compile
         _prove()
         return "c++"
     except OptimizerError as error:
-        reason = str(error)
-    if compiles:
-        try:
-            one = torch.ones(1, dtype=torch.float32, device="cpu")
-            compiled.update(
-                one, 1.0, PROOF, HostStates(one, one, one), HostStates(one.clone(), one.clone(), one.clone())
-            )
-            warnings.warn(
-                f"Updates on the host go through torch.compile, inexact in the last place: {reason}", stacklevel=4
-            )
-            return "compile"
-        except Exception as error:  # whatever torch.compile makes of a compiler that is broken
-            reason = f"{reason} torch.compile fails too: {error}"
-    warnings.warn(f"Updates on the host run in torch's operations, which are slower: {reason}", stacklevel=4)
-    return "torch"
+        warnings.warn(f"Adam's updates on CPUs run in torch's operations, which are slower: {error}", stacklevel=4)
+        return "torch"
 
 
 def _prove() -> None:
@@ -143,11 +141,11 @@ def _prove() -> None:
     values = torch.randn(4, 1003, generator=random, dtype=torch.float32, device="cpu")
     gradient, master, exp_avg, exp_avg_sq = values
     before = HostStates(master, exp_avg, exp_avg_sq.square())
-    ours, torchs = (HostStates(*(torch.empty_like(master) for _ in HostStates.__slots__)) for _ in range(2))
-    kernel.library().zeroshard_adam(ctypes.byref(describe(gradient, 0.5, PROOF, before, ours, like_torch=True)), 1)
-    tiled.update(gradient, 0.5, PROOF, before, torchs)
-    if not all(torch.equal(getattr(ours, name), getattr(torchs, name)) for name in HostStates.__slots__):
-        raise OptimizerError("On this machine the kernel's results are not torch's, bit for bit.")
+    ours, plain = (HostStates(*(torch.empty_like(master) for _ in HostStates.__slots__)) for _ in range(2))
+    kernel.library().zeroshard_adam(ctypes.byref(describe(gradient, 0.5, PROOF, before, ours)), 1)
+    tiled.update(gradient, 0.5, PROOF, before, plain)
+    if not all(torch.equal(getattr(ours, name), getattr(plain, name)) for name in HostStates.__slots__):
+        raise OptimizerError("On this machine the kernel's results are not those of plain operations, bit for bit.")
 
 
 def describe(
@@ -157,12 +155,11 @@ def describe(
     before: HostStates,
     after: HostStates,
     out: Tensor | None = None,
-    like_torch: bool = True,
 ) -> kernel.KernelUpdate:
     """The update as the kernel takes it; the tensors must outlive it."""
-    roots, set_threads, roots_mode = kernel.torch_roots() if like_torch else (None, None, 0)
     names = ("master", "exp_avg", "exp_avg_sq")
-    signed, unsigned = (_map(s) for s in (True, False))
+    coded = any(isinstance(getattr(before, name), Blockwise) for name in names)
+    signed, unsigned = (_map(s) if coded else kernel.Map() for s in (True, False))
     return kernel.KernelUpdate(
         n=gradient.numel(),
         gradient=gradient.data_ptr(),
@@ -171,9 +168,6 @@ def describe(
         out_kind=kernel.NONE if out is None else KINDS[out.dtype],
         signed_map=signed,
         unsigned_map=unsigned,
-        roots=roots,
-        set_threads=set_threads,
-        roots_mode=roots_mode,
         factor=factor,
         **{name: _values(getattr(before, name)) for name in names},
         **{f"new_{name}": _values(getattr(after, name)) for name in names},

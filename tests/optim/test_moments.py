@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroshard.offload.moments import BLOCK, Blockwise, code_map
+from zeroshard.optim.moments import BLOCK, Blockwise, code_map
 
 SIGNS = pytest.mark.parametrize("signed", [True, False])
 

@@ -1,10 +1,9 @@
 """The C++ kernel of the host Adam: built at first use, called through ctypes, which releases the GIL."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-
-import torch
 
 from zeroshard.errors import OptimizerError
 from zeroshard.native import build
@@ -20,7 +19,6 @@ FLAGS = (
     "-shared",
     "-pthread",
 )
-ROOTS_MODE = 0x140102  # as torch calls it: VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE
 NONE, FP32, BF16, FP16, SPLIT, SIGNED, UNSIGNED = range(7)
 
 
@@ -45,12 +43,25 @@ class KernelUpdate(ctypes.Structure):
         *((name, Values) for name in ("master", "exp_avg", "exp_avg_sq")),
         *((f"new_{name}", Values) for name in ("master", "exp_avg", "exp_avg_sq")),
         *((f"{name}_map", Map) for name in ("signed", "unsigned")),
-        *((name, ctypes.c_void_p) for name in ("roots", "set_threads")),
-        ("roots_mode", ctypes.c_int64),
         *((f"{name}_kind", ctypes.c_int32) for name in ("gradient", "master", "exp_avg", "exp_avg_sq", "out")),
-        *((name, ctypes.c_float) for name in ("factor", "decay", "l2", "weight1", "beta2", "weight2")),
-        *((name, ctypes.c_float) for name in ("root", "eps", "step_size")),
+        *((name, ctypes.c_float) for name in ("factor", "decay", "l2", "beta1", "weight1")),
+        *((name, ctypes.c_float) for name in ("beta2", "weight2", "eps", "step_size")),
     )
+
+    @classmethod
+    def in_fp32(cls, n: int, gradient: int, states: Sequence[int]) -> "KernelUpdate":
+        """One of n elements in place, all in fp32, without the numbers of the step.
+
+        Args:
+            gradient: the address of the gradient.
+            states: those of parameters, first and second moment.
+        """
+        update = cls(n=n, gradient=gradient, gradient_kind=FP32, master_kind=FP32, factor=1.0)
+        update.exp_avg_kind = update.exp_avg_sq_kind = FP32
+        update.master.data = update.new_master.data = states[0]
+        update.exp_avg.data = update.new_exp_avg.data = states[1]
+        update.exp_avg_sq.data = update.new_exp_avg_sq.data = states[2]
+        return update
 
 
 @cache
@@ -67,20 +78,3 @@ def library() -> ctypes.CDLL:
     for function in (kernel.zeroshard_adam, kernel.zeroshard_traffic):
         function.argtypes, function.restype = [ctypes.POINTER(KernelUpdate), ctypes.c_int32], None
     return kernel
-
-
-@cache
-def torch_roots() -> tuple[int | None, int | None, int]:
-    """The fields `roots`, `set_threads` and `roots_mode` with which an update takes square roots as torch does.
-
-    Where torch is built with MKL it calls `vmsSqrt`, which is found here; elsewhere it uses the instruction.
-    """
-    if not torch.backends.mkl.is_available():
-        return None, None, 0
-    try:
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        functions = (torch_cpu.vmsSqrt, torch_cpu.MKL_Set_Num_Threads_Local)
-    except (OSError, AttributeError):
-        return None, None, 0
-    roots, set_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-    return roots, set_threads, ROOTS_MODE

@@ -3,16 +3,20 @@
 import torch
 from torch import Tensor
 
-from zeroshard.offload.host_states import HostStates, Moment, Scalars, StateSplit
-from zeroshard.offload.moments import Blockwise
+from zeroshard.optim.host_states import HostStates, Moment, Scalars, StateSplit
+from zeroshard.optim.moments import Blockwise
 
-TILE = 2**18  # elements
+TILE = 2**16  # elements
 
 
 def update(
     gradient: Tensor, factor: float, scalars: Scalars, before: HostStates, after: HostStates, out: Tensor | None = None
 ) -> None:
-    """As `host_adam.adam_update`."""
+    """As `host_adam.adam_update`.
+
+    Operations that round twice in one place and once in another (`lerp_`, `addcmul_`, `add_` with a factor) are not
+    used, and square roots are taken in fp64: those of torch in fp32 are not always correctly rounded.
+    """
     n = gradient.numel()
     scratch = gradient.new_empty(2, min(TILE, n), dtype=torch.float32)
     for start in range(0, n, TILE):
@@ -20,16 +24,17 @@ def update(
         old, new = before.part(start, stop), after.part(start, stop)
         p = opened(old.master, new.master)
         m, v = opened(old.exp_avg, new.exp_avg), opened(old.exp_avg_sq, new.exp_avg_sq)
-        g, denominator = scratch[:, : stop - start]
+        g, term = scratch[:, : stop - start]
         g.copy_(gradient[start:stop]).mul_(factor)
-        if scalars.decay != 1.0:
-            p.mul_(scalars.decay)
         if scalars.l2:
-            g.add_(p, alpha=scalars.l2)
-        m.lerp_(g, scalars.weight1)
-        v.mul_(scalars.beta2).addcmul_(g, g, value=scalars.weight2)
-        torch.sqrt(v, out=denominator).div_(scalars.root).add_(scalars.eps)
-        p.addcdiv_(m, denominator, value=-scalars.step_size)
+            g.add_(torch.mul(p, scalars.l2, out=term))
+        if scalars.beta1 >= 0.5:
+            m.add_(torch.sub(g, m, out=term).mul_(scalars.weight1))
+        else:
+            m.sub_(g).mul_(scalars.beta1).add_(g)
+        v.mul_(scalars.beta2).add_(torch.mul(g, scalars.weight2, out=term).mul_(g))
+        g.copy_(v.double().sqrt_()).add_(scalars.eps)
+        p.mul_(scalars.decay).sub_(torch.mul(m, scalars.step_size, out=term).div_(g))
         for values, place in ((p, new.master), (m, new.exp_avg), (v, new.exp_avg_sq)):
             close(values, place)
         if out is not None:

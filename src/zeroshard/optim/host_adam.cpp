@@ -2,9 +2,8 @@
 //
 // Work goes in tiles that stay in the first-level cache: what is not fp32 in memory is widened into a local buffer, the
 // arithmetic runs on fp32, and the results are narrowed again. fp32 states are read and written in place, once.
-// The arithmetic is that of torch.optim's single-tensor path on the CPU, operation by operation: torch fuses lerp,
-// addcmul and add(alpha) into one rounding each, and so does this; compile with -ffp-contract=off so that nothing else
-// is fused. Its square root may be a library's, not always correctly rounded; then the caller passes that function.
+// Each operation is rounded by itself, in the order of `tiled.py`: compile with -ffp-contract=off, so that none are fused.
+// Sums, products, quotients and roots are the processor's, correctly rounded, so that all processors have the same bits.
 
 #include <atomic>
 #include <condition_variable>
@@ -29,6 +28,7 @@ namespace {
 constexpr int64_t BLOCK = 256;        // elements that share one scale
 constexpr int64_t TILE = 2 * BLOCK;   // elements; all local buffers of a tile fit the first-level cache
 constexpr int64_t SHARE = 64 * TILE;  // elements that a thread takes at a time
+constexpr int64_t CHUNK = 64, AHEAD = 384;  // elements between fetches, and how far these are ahead of the arithmetic
 
 enum Kind : int32_t { NONE, FP32, BF16, FP16, SPLIT, SIGNED, UNSIGNED };
 
@@ -50,11 +50,6 @@ struct Map {
   const uint8_t* lowest;
 };
 
-// Square roots of n numbers as MKL's vmsSqrt takes them, and its setter of this thread's own number of threads, which
-// returns the one before.
-using Roots = void (*)(int64_t n, const float* from, float* into, int64_t mode);
-using SetThreads = int (*)(int threads);
-
 struct Update {
   int64_t n;
   const void* gradient;
@@ -62,11 +57,8 @@ struct Update {
   Values master, exp_avg, exp_avg_sq;              // read
   Values new_master, new_exp_avg, new_exp_avg_sq;  // written; may be those that are read
   Map signed_map, unsigned_map;
-  Roots roots;  // null: the processor's own
-  SetThreads set_threads;
-  int64_t roots_mode;
   int32_t gradient_kind, master_kind, exp_avg_kind, exp_avg_sq_kind, out_kind;
-  float factor, decay, l2, weight1, beta2, weight2, root, eps, step_size;
+  float factor, decay, l2, beta1, weight1, beta2, weight2, eps, step_size;
 };
 
 }  // extern "C"
@@ -181,7 +173,7 @@ void encode(float* values, uint8_t* codes, float* scales, const Map& map, int64_
 }
 
 struct Buffers {
-  alignas(64) float gradient[TILE], master[TILE], exp_avg[TILE], exp_avg_sq[TILE], roots[TILE];
+  alignas(64) float gradient[TILE], master[TILE], exp_avg[TILE], exp_avg_sq[TILE];
   alignas(64) uint16_t out[TILE];
 };
 
@@ -240,66 +232,49 @@ struct State {
   float *new_p, *new_m, *new_v;
 };
 
-struct Pair {
-  float m, v;
-};
-
 inline float widened(float value) { return value; }
 inline float widened(uint16_t bf16) { return from_bits(static_cast<uint32_t>(bf16) << 16); }
 
-// L2: weight decay goes into the gradient. SMALL: 1 - beta1 is below a half; else lerp starts from the gradient.
-template <bool L2, bool SMALL>
-inline Pair moments(const Update& u, float gradient, float p, float m, float v) {
-  float g = gradient * u.factor;
-  if (L2) g = __builtin_fmaf(p, u.l2, g);
-  const float weight1 = SMALL ? u.weight1 : u.weight1 - 1.0f;
-  return {__builtin_fmaf(weight1, g - m, SMALL ? m : g), __builtin_fmaf(u.weight2 * g, g, v * u.beta2)};
-}
-
-inline float parameter(const Update& u, float p, float m, float root) {
-  return p * u.decay + -u.step_size * m / (root / u.root + u.eps);
-}
-
-// The gradient is fp32 or bf16; OUT: the new parameters go to `out` as bf16 in the same loop, which saves a round trip
-// through the first-level cache of each.
-template <bool L2, bool SMALL, bool OUT, typename G>
+// L2: weight decay goes into the gradient. SLOW: beta1 is at least a half, and the mean starts from itself; else from the
+// gradient. OUT: the new parameters, of which the gradient is bf16 or fp32, go to `out` as bf16 in the same loop, which
+// saves a round trip through the first-level cache of each.
+template <bool L2, bool SLOW, bool OUT, typename G>
 void adam(const Update& update, const State& state, const G* gradient, Buffers& b, int64_t n) {
   const Update u = update;  // copies, so that no store can change them
   const float *const p = state.p, *const m = state.m, *const v = state.v;
   float *const new_p = state.new_p, *const new_m = state.new_m, *const new_v = state.new_v;
   uint16_t* const out = b.out;
-  if (!u.roots) {
-    INDEPENDENT
-    for (int64_t i = 0; i < n; i++) {
-      const Pair made = moments<L2, SMALL>(u, widened(gradient[i]), p[i], m[i], v[i]);
-      new_m[i] = made.m;
-      new_v[i] = made.v;
-      const float changed = parameter(u, p[i], made.m, __builtin_sqrtf(made.v));
-      new_p[i] = changed;
-      if (OUT) out[i] = to_bf16(changed);
-    }
-    return;
-  }
-  INDEPENDENT
-  for (int64_t i = 0; i < n; i++) {
-    const Pair made = moments<L2, SMALL>(u, widened(gradient[i]), p[i], m[i], v[i]);
-    new_m[i] = made.m;
-    new_v[i] = made.v;
-  }
-  u.roots(n, new_v, b.roots, u.roots_mode);
-  INDEPENDENT
-  for (int64_t i = 0; i < n; i++) {
-    const float changed = parameter(u, p[i], new_m[i], b.roots[i]);
+  const auto step = [=](int64_t i) {
+    float g = widened(gradient[i]) * u.factor;
+    if (L2) g = g + p[i] * u.l2;
+    const float mean = SLOW ? m[i] + (g - m[i]) * u.weight1 : g + (m[i] - g) * u.beta1;
+    const float square = v[i] * u.beta2 + g * u.weight2 * g;
+    const float changed = p[i] * u.decay - mean * u.step_size / (__builtin_sqrtf(square) + u.eps);
+    new_m[i] = mean;
+    new_v[i] = square;
     new_p[i] = changed;
     if (OUT) out[i] = to_bf16(changed);
+  };
+  int64_t i = 0;
+  for (; i + CHUNK <= n; i += CHUNK) {
+    for (int64_t k = i + AHEAD; k < i + AHEAD + CHUNK; k += 16) {  // a line of 64 bytes
+      __builtin_prefetch(p + k, 1);
+      __builtin_prefetch(m + k, 1);
+      __builtin_prefetch(v + k, 1);
+      if (sizeof(G) * (k - i) % 64 == 0) __builtin_prefetch(gradient + k);
+    }
+    INDEPENDENT
+    for (int64_t k = i; k < i + CHUNK; k++) step(k);
   }
+  INDEPENDENT
+  for (int64_t k = i; k < n; k++) step(k);
 }
 
 template <bool OUT, typename G>
 void adam(const Update& u, const State& s, const G* gradient, Buffers& b, int64_t n) {
-  const bool small = u.weight1 < 0.5f;
-  const auto run = u.l2 != 0.0f ? (small ? adam<true, true, OUT, G> : adam<true, false, OUT, G>)
-                                : (small ? adam<false, true, OUT, G> : adam<false, false, OUT, G>);
+  const bool slow = u.beta1 >= 0.5f;
+  const auto run = u.l2 != 0.0f ? (slow ? adam<true, true, OUT, G> : adam<true, false, OUT, G>)
+                                : (slow ? adam<false, true, OUT, G> : adam<false, false, OUT, G>);
   run(u, s, gradient, b, n);
 }
 
@@ -385,12 +360,10 @@ class Crew {
 
   void work(const Update& update, Tile tile) {
     Buffers buffers;
-    const int before = update.set_threads ? update.set_threads(1) : 0;  // who calls is one of many
     for (int64_t start; (start = next_.fetch_add(SHARE)) < update.n;) {
       const int64_t stop = start + SHARE < update.n ? start + SHARE : update.n;
       for (int64_t i = start; i < stop; i += TILE) tile(update, buffers, i, i + TILE < stop ? TILE : stop - i);
     }
-    if (update.set_threads) update.set_threads(before);
 #if defined(__SSE2__)
     _mm_sfence();  // streamed stores are seen before the update counts as done
 #endif

@@ -8,32 +8,38 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from zeroshard.offload.moments import BLOCK, Blockwise
+from zeroshard.optim.moments import BLOCK, Blockwise
 
 CANONICAL_NAN = 0x7FC00000
 
 
+OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # that the host Adam does not have
+
+
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """Numbers that one step of Adam needs besides tensors: Python floats, in fp64, as torch.optim computes them.
+    """Numbers that one step of Adam needs besides tensors: Python floats, in fp64.
+
+    The bias corrections are in the last two (Kingma and Ba, 1412.6980, end of section 2), so that an element takes one
+    division: the parameter loses step_size · m / (√v + eps).
 
     Attributes:
         decay: 1 - lr · weight decay, by which decoupled weight decay multiplies the parameters; 1 without it.
         l2: the weight decay that is added to the gradient; 0 where it is decoupled.
+        beta1: the decay of the first moment.
         weight1: 1 - beta1.
         beta2: the decay of the second moment.
         weight2: 1 - beta2.
-        root: the square root of the second moment's bias correction.
-        eps: added to the denominator.
-        step_size: lr over the first moment's bias correction.
+        eps: the group's, times the square root of the second moment's bias correction.
+        step_size: lr times that root, over the first moment's bias correction.
     """
 
     decay: float
     l2: float
+    beta1: float
     weight1: float
     beta2: float
     weight2: float
-    root: float
     eps: float
     step_size: float
 
@@ -41,36 +47,41 @@ class Scalars:
     def of(cls, group: Mapping[str, Any], step: int, decoupled: bool) -> "Scalars":
         """Those of an optimizer's parameter group.
 
-        A learning rate that is a tensor takes part as it is, since torch computes with it in its own precision.
-
         Args:
             group: with "lr", "betas", "eps" and "weight_decay".
             step: the number of this step; the first is 1.
             decoupled: weight decay as in AdamW, not as in Adam.
         """
-        lr, (beta1, beta2), wd = group["lr"], group["betas"], group["weight_decay"]
+        lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], float(group["weight_decay"])
+        root = (1 - beta2**step) ** 0.5
         return cls(
-            decay=float(1 - lr * wd) if decoupled and wd else 1.0,
-            l2=0.0 if decoupled else float(wd),
+            decay=1 - lr * decay if decoupled else 1.0,
+            l2=0.0 if decoupled else decay,
+            beta1=beta1,
             weight1=1 - beta1,
             beta2=beta2,
             weight2=1 - beta2,
-            root=(1 - beta2**step) ** 0.5,
-            eps=float(group["eps"]),
-            step_size=float(lr / (1 - beta1**step)),
+            eps=float(group["eps"]) * root,
+            step_size=lr * root / (1 - beta1**step),
         )
 
 
 def stands_for(optimizer: Optimizer) -> str | None:
-    """None if the host Adam computes exactly what `optimizer` would; else why not, in words."""
+    """None if the host Adam updates in the place of `optimizer`; else why not, in words."""
     if type(optimizer) not in (Adam, AdamW):
         return f"the optimizer is {type(optimizer).__name__}, neither torch.optim.Adam nor torch.optim.AdamW itself"
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "maximize", "capturable", "differentiable", "fused"):
-            if group[option]:
-                return f"the optimizer has {option}=True"
-        if any(isinstance(beta, Tensor) for beta in group["betas"]):
-            return "the optimizer's betas are tensors"
+    return next(filter(None, map(lacks, optimizer.param_groups)), None)
+
+
+def lacks(group: Mapping[str, Any]) -> str | None:
+    """The option of a parameter group that the host Adam does not have, or that asks for a loop of torch's."""
+    for option in OPTIONS:
+        if group[option]:
+            return f"the optimizer has {option}=True"
+    if group["foreach"] is not None:
+        return f"the optimizer has foreach={group['foreach']}, which asks for a loop of torch's"
+    if any(isinstance(beta, Tensor) for beta in group["betas"]):
+        return "the optimizer's betas are tensors"
     return None
 
 
