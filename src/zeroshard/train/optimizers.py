@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zeroshard import optim
+from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.train.config import TrainConfig
 
 OTHERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -22,13 +23,18 @@ OTHERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 WITH_BETAS = ("adam8bit", "adamw8bit", "lamb")  # of Adam's kind; the others have decays of their own
 
 
-def make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that the options ask for, over a model's parameters."""
+def make_optimizer(config: TrainConfig, model: nn.Module, device: torch.device | None = None) -> torch.optim.Optimizer:
+    """The optimizer that the options ask for, over a model's parameters.
+
+    Args:
+        device: of the training; not known where it is planned, for which torch's fused update costs what ours does.
+    """
     rate, betas = config.learning_rate, (0.9, config.beta2)
     groups = decay_groups(model, config.weight_decay)
     match config.optimizer:
         case "adamw":
-            fused = not config.plan.offloading.optimizer  # the host's Adam rounds like the unfused one
+            on_cpus = device is not None and not is_accelerator(device)
+            fused = False if on_cpus else not config.plan.offloading.optimizer  # CPUs have one, in memory and offloaded
             return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
         case "sgd":
             return torch.optim.SGD(groups, lr=rate, momentum=0.9)

@@ -125,7 +125,7 @@ class Run:
         plan = config.plan
         if self.folder.split:
             plan = plan.with_settings({"pipeline_parallel.split": self.folder.split})
-        optimizer = make_optimizer(config, self.built.module)
+        optimizer = make_optimizer(config, self.built.module, mesh.device)
         self.engine = Engine(self.built.module, optimizer, plan, mesh=mesh, example=self._example())
         batch = mesh.rank // together_of(plan, mesh.ranks)  # dropout differs between ranks that have other rows
         torch.manual_seed(seed_of(config.plan.seed, "rank", batch))
