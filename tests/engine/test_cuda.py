@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from planner import rehearsed
 from pool import Pool
 from torch import Tensor, nn
 
@@ -277,15 +278,7 @@ def test_an_exceeded_budget_is_said() -> None:
 @pytest.mark.parametrize("settings", [{"zero": 2}, {"zero": 3, "precision": "bf16", "recompute": "blocks"}], ids=str)
 def test_the_peak_is_predicted(settings: Settings) -> None:
     shape = GPTConfig(1024, 256, 512, 8, 8)
-
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return GPT(shape)
-
-    def words(rows: int) -> dict[str, Tensor]:
-        drawn = torch.randint(shape.vocabulary, (rows, shape.context))
-        return {"tokens": drawn, "targets": drawn}
-
+    build, words = partial(rehearsed.gpt, shape), partial(rehearsed.tokens, shape=shape)
     plan = zs.Plan.from_dict(settings)
     task = TrainingTask(build, words, MAKERS["fused adamw"], 16, shape.context)
     wanted = predict(task, plan, Machines.of("H200", 1), 16).peak_bytes

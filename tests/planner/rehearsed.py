@@ -25,15 +25,15 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def gpt() -> nn.Module:
+def gpt(shape: GPTConfig = SHAPE) -> nn.Module:
     """A small built-in model, on the meta device."""
     with torch.device("meta"):
-        return GPT(SHAPE)
+        return GPT(shape)
 
 
-def tokens(rows: int) -> dict[str, Tensor]:
+def tokens(rows: int, shape: GPTConfig = SHAPE) -> dict[str, Tensor]:
     """So many rows of text."""
-    drawn = torch.randint(SHAPE.vocabulary, (rows, SHAPE.context))
+    drawn = torch.randint(shape.vocabulary, (rows, shape.context))
     return {"tokens": drawn, "targets": drawn}
 
 

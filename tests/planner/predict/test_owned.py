@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from planner import rehearsed
 from planner.rehearsed import peak_of, punctual, wire_of
 from pool import Pool
-from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
@@ -16,7 +16,7 @@ from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.states import least_bytes, sizes_of
-from zeroshard.train.gpt import GPT, GPTConfig
+from zeroshard.train.gpt import GPTConfig
 
 SHAPE = GPTConfig(vocabulary=600, context=16, width=32, heads=2, layers=7)  # the embedding is 0.4 of the weights
 ROWS = 6
@@ -49,14 +49,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def gpt() -> nn.Module:
-    with torch.device("meta"):
-        return GPT(SHAPE)
-
-
-def tokens(rows: int) -> dict[str, Tensor]:
-    drawn = torch.randint(SHAPE.vocabulary, (rows, SHAPE.context))
-    return {"tokens": drawn, "targets": drawn}
+gpt = partial(rehearsed.gpt, SHAPE)
+tokens = partial(rehearsed.tokens, shape=SHAPE)
 
 
 def task(name: str) -> TrainingTask:
