@@ -53,7 +53,10 @@ def names_of(name: str, value: Any) -> tuple[str, ...]:
     Raises:
         PlanError: `value` is something else.
     """
-    if isinstance(value, str) or not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
+    if isinstance(value, str):
+        each = tuple(part.strip() for part in value.split(","))
+        raise PlanError(f"{name} is {value!r}; it must be a tuple of names, such as {each!r}.")
+    if not isinstance(value, Iterable) or not all(isinstance(v, str) for v in value):
         raise PlanError(f"{name} is {value!r}; it must be a tuple of names, such as ('Block',).")
     return tuple(value)
 
