@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make train` runs the main job, `make test` the whole test suite.
+# Two commands do all the set-up: `make train` runs the main job, `make test` the tests; `make test-whole` has all cases.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -11,15 +11,20 @@ PIP     = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 DRAW    = $(BIN)/zeroshard simulate --stages 4 --microbatches 8
 DRAWN   = docs/pictures/timeline
 
-.PHONY: train test lint types check soak verify docs pictures clean
+.PHONY: train test test-whole lint types check soak verify docs pictures clean
 
 train: export OMP_NUM_THREADS = 1
 train: $(VENV)/.installed
 	$(BIN)/zeroshard train --ranks $(RANKS) $(ARGS)
 
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder \
 		--durations=30 $(ARGS)
+
+test-whole: WORKERS = 2
+test-whole: ARGS = --whole
+test-whole: test
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import torch
 from order import place_of
 from plain_adam import adam_as_in_engines
 from pool import Pool, free_port
+from selection import selected
 
 torch.set_num_threads(1)
 adam_as_in_engines()
@@ -21,8 +22,25 @@ _POOL = Pool()
 _WIDE = Pool(8, (6, 8), apart=False)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--whole`."""
+    parser.addoption(
+        "--whole", action="store_true", help="run all tests and cases, not a selection (tests/selection.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the markers of the selection."""
+    config.addinivalue_line("markers", "whole: shows once more, or at a larger size, what other tests show")
+    config.addinivalue_line("markers", "thinned: of the product of parameters each value of each is enough")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several processes share the tests, the longest files come first."""
+    """Leave tests out by the selection; where several processes share the tests, the longest files come first."""
+    if not config.option.whole and not any("::" in word for word in config.args):
+        kept = selected(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):
         items.sort(key=place_of(Path(__file__).parent))
 
@@ -44,6 +62,12 @@ def wide_pool() -> Iterator[Pool]:
     """Eight workers, for the few tests that need more than four ranks."""
     yield _WIDE
     _WIDE.stop()
+
+
+@pytest.fixture(scope="session")
+def whole(pytestconfig: pytest.Config) -> bool:
+    """Whether all cases are asked for."""
+    return bool(pytestconfig.option.whole)
 
 
 @pytest.fixture

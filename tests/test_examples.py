@@ -7,14 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import run_job
+from jobs import TORCHRUN, run_job
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
 def test_own_loop() -> None:
-    output = run_job(EXAMPLES / "own_loop.py")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*start, str(EXAMPLES / "own_loop.py")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     loss = float(output.split("loss ")[1].split(",")[0])
     assert loss < 0.55  # the variance of the target is 0.5
     assert "planned bytes" in output
@@ -49,12 +54,7 @@ def test_unmodified_hugging_face_gpt2() -> None:
 
 def test_lightning_strategy() -> None:
     pytest.importorskip("lightning")
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*start, str(EXAMPLES / "lightning_strategy.py")]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    output = done.stdout
+    output = run_job(EXAMPLES / "lightning_strategy.py", **TORCHRUN)
     assert float(re.findall(r"'loss on other rows': (\S+)}", output)[0]) < 0.1  # the variance of the target is 0.5
     assert "planned bytes" in output
 

@@ -114,6 +114,7 @@ def test_rounding_keeps_within_the_budget(sizes: int) -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.whole
 def test_two_hundred_blocks_are_planned() -> None:
     blocks = [BlockCosts(1, 2, 10, 100) for _ in range(200)]
     found = cheapest(blocks, 3000)

@@ -86,6 +86,7 @@ def test_the_number_of_a_model_is_near_or_not() -> None:
     assert Reading("", "1.11", 1.0791, within=0.05).agrees and not Reading("", "1.11", 1.0, within=0.05).agrees
 
 
+@pytest.mark.whole
 def test_states_of_a_trillion_parameters() -> None:
     """The paper's headline; the whole table takes minutes and is `zeroshard reproduce zero-table-1`."""
     first = next(iter(table_1(silent, ("1T",))))

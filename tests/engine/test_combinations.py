@@ -12,6 +12,7 @@ from engine.models import OPTIMIZERS, batch, build
 from engine.offloaded import EXECUTORS, executing, in_memory
 from engine.test_pipelines import plain
 from pool import Pool
+from selection import by_default
 from torch import Tensor
 
 import zeroshard as zs
@@ -170,7 +171,10 @@ def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -
             )
 
 
-@pytest.mark.parametrize("name", SLICED_STAGES)
+SHOWN = ("breadth first", "1f1b", "uneven, tied", "activations", "streamed")
+
+
+@pytest.mark.parametrize("name", by_default(SLICED_STAGES, *SHOWN))
 def test_sliced_parameters_in_stages_change_no_bit(pool: Pool, tmp_path: Path, name: str) -> None:
     """Over the network, as whole parameters do; and over shared memory, where ranks of a stage have one copy."""
     ranks, model, options = SLICED_STAGES[name]

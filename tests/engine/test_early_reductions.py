@@ -10,6 +10,7 @@ from engine.golden import digest
 from engine.models import LONGER, MODELS, OPTIMIZERS, Block, Deep, Five
 from engine.pipelines import data
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -229,7 +230,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+SHOWN = ("zero0", "zero3", "zero1-shared", "gpipe-recomputed", "bf16-two-dtypes", "fp16", "offload")
+
+
+@pytest.mark.parametrize("name", by_default(PLANS, *SHOWN))
 def test_all_but_the_first_unit_start_inside_of_the_last_backward(pool: Pool, name: str) -> None:
     plan = PLANS[name]
     for rank, events in enumerate(both(pool, 4, "Five", plan)):

@@ -10,6 +10,7 @@ import torch
 from engine.models import Five
 from engine.offloaded import executing
 from pool import Pool, WorkerError
+from selection import by_default
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -156,7 +157,7 @@ def assert_equal_to_one_process(name: str, data_ranks: int, found: Any) -> None:
         torch.testing.assert_close(found[2][key], weight, rtol=TOLERANCE, atol=TOLERANCE, msg=key)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", by_default([1, 2, 3, 4], 1, 4))
 def test_every_token_weighs_the_same(pool: Pool, ranks: int) -> None:
     cases = cases_of(ranks)
     everyone = pool.run(train_all, ranks, cases) if ranks > 1 else [train_all(zs.init_mesh(), cases)]

@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("way", WAYS)
 def test_offloaded_equals_in_memory(way: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from engine.fused import COMMON, FEATURES, WIDTH, Model, cut_over, engine_of, plain, rows, run
 from pool import Pool
 from safetensors.torch import load_file
+from selection import by_default
 from torch import Tensor
 
 import zeroshard as zs
@@ -154,7 +155,7 @@ def go_on(mesh: zs.Mesh, plan: Plan, size: int | None, folder: str, name: str) -
     return norms, engine.state_dict()
 
 
-@pytest.mark.parametrize("written", ["whole", "in two, sliced", "in two, shared", "in four"])
+@pytest.mark.parametrize("written", by_default(CUTS, "in two, sliced", "in four"))
 def test_a_checkpoint_of_any_cut_loads_under_any_other(pool: Pool, tmp_path: Path, written: str) -> None:
     ranks, size, plan = CUTS[written]
     pool.run(save_as, ranks, plan, size, str(tmp_path))

@@ -2,6 +2,7 @@
 
 import pytest
 from pool import Pool
+from selection import by_default
 from verification.zoo_jobs import MODELS, PLANS, RANKS, SPLIT, SPLITS, WIDE, job, plans_of
 
 import zeroshard as zs
@@ -35,7 +36,7 @@ def test_there_are_forty_plans_and_others_that_split_layers() -> None:
     assert not {*plans_of("Five")} & {*plans_of("split-gpt")}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", by_default([2, 4], 2))
 def test_the_zoo_gives_no_false_alarm(pool: Pool, ranks: int) -> None:
     jobs = [job(model, plan) for model, plan in SAMPLE if RANKS[plan] == ranks and model in MODELS]
     answers = pool.run(observe_all, ranks, jobs)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from planner.rehearsed import SHAPE, peak_of, task
+from selection import by_default
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,25 +42,24 @@ def six_blocks() -> nn.Module:
         return GPT(type(SHAPE)(**{**vars(SHAPE), "layers": 6}))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"zero": 3, "precision": "bf16"},
-        {"zero": 0, "precision": "bf16", "tensor_parallel": 2, "microbatches": 6},
-        {"zero": 1, "microbatches": 6, "reduce_every": "step"},
-        {"zero": 3, "recompute": "blocks"},
-        {"zero": 0, "recompute": "sqrt"},  # whose blocks are all rehearsed, since they do not cost alike
-        {"zero": 2, "recompute": "selective", "precision": "bf16"},
-        {
-            "pipeline_parallel": 2,
-            "zero": 0,
-            "pipeline_parallel.schedule": "1f1b",
-            "microbatches": 6,
-            "pipeline_parallel.balance": "parameters",
-        },
-    ],
-    ids=str,
-)
+FEW: list[dict[str, Any]] = [
+    {"zero": 3, "precision": "bf16"},
+    {"zero": 0, "precision": "bf16", "tensor_parallel": 2, "microbatches": 6},
+    {"zero": 1, "microbatches": 6, "reduce_every": "step"},
+    {"zero": 3, "recompute": "blocks"},
+    {"zero": 0, "recompute": "sqrt"},  # whose blocks are all rehearsed, since they do not cost alike
+    {"zero": 2, "recompute": "selective", "precision": "bf16"},
+    {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.schedule": "1f1b",
+        "zero": 0,
+        "microbatches": 6,
+        "pipeline_parallel.balance": "parameters",
+    },
+]
+
+
+@pytest.mark.parametrize("plan", by_default(FEW, FEW[2], FEW[4], FEW[5]), ids=str)
 def test_few_blocks_and_microbatches_tell_all(plan: dict[str, Any]) -> None:
     job = task(build=six_blocks, rows=12)
     rows = 6 if "pipeline_parallel" not in plan else 12
@@ -171,54 +171,29 @@ def test_a_stage_of_many_blocks_is_rehearsed_with_few(monkeypatch: pytest.Monkey
     assert blocks_run(plans[0], 8, monkeypatch) == blocks_run(plans[1], 16, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "layers, plan",
-    [  # just so many blocks and microbatches that not all are rehearsed; of gpipe, all microbatches are
-        (9, {"pipeline_parallel.schedule": "1f1b", "microbatches": 6, "pipeline_parallel.split": ("blocks.4",)}),
-        (
-            9,
-            {
-                "pipeline_parallel.schedule": "gpipe",
-                "microbatches": 2,
-                "pipeline_parallel.split": ("blocks.4",),
-                "precision": "bf16",
-            },
-        ),
-        (9, {"pipeline_parallel.schedule": "zb-h1", "microbatches": 6, "pipeline_parallel.split": ("blocks.4",)}),
-        (
-            12,
-            {
-                "pipeline_parallel.schedule": "interleaved",
-                "microbatches": 8,
-                "pipeline_parallel.virtual_stages": 2,
-                "pipeline_parallel.split": ("blocks.4", "blocks.7", "blocks.8"),
-            },
-        ),
-        (
-            9,
-            {
-                "pipeline_parallel.schedule": "1f1b",
-                "microbatches": 6,
-                "pipeline_parallel.split": ("blocks.4",),
-                "recompute": "blocks",
-            },
-        ),
-        *(
-            (
-                9,
-                {
-                    "pipeline_parallel.schedule": "1f1b",
-                    "microbatches": 6,
-                    "pipeline_parallel.split": ("blocks.4",),
-                    "recompute": recompute,
-                },
-            )
-            for recompute in ("sqrt", "selective")
-        ),
-    ],
-    ids=str,
-)
-def test_few_blocks_of_a_stage_tell_all(layers: int, plan: dict[str, Any]) -> None:
+# Just so many blocks and microbatches that not all are rehearsed; of gpipe, all microbatches are.
+NINE: dict[str, Any] = {"microbatches": 6, "pipeline_parallel.split": ("blocks.4",)}
+STAGED: dict[str, dict[str, Any]] = {
+    "1f1b": {**NINE, "pipeline_parallel.schedule": "1f1b"},
+    "gpipe": {**NINE, "pipeline_parallel.schedule": "gpipe", "microbatches": 2, "precision": "bf16"},
+    "zb-h1": {**NINE, "pipeline_parallel.schedule": "zb-h1"},
+    "interleaved": {
+        "pipeline_parallel.schedule": "interleaved",
+        "microbatches": 8,
+        "pipeline_parallel.virtual_stages": 2,
+        "pipeline_parallel.split": ("blocks.4", "blocks.7", "blocks.8"),
+    },
+    **{
+        recompute: {**NINE, "pipeline_parallel.schedule": "1f1b", "recompute": recompute}
+        for recompute in ("blocks", "sqrt", "selective")
+    },
+}
+
+
+@pytest.mark.parametrize("name", by_default(STAGED, "gpipe", "selective"))
+def test_few_blocks_of_a_stage_tell_all(name: str) -> None:
+    plan, layers = STAGED[name], 12 if name == "interleaved" else 9
+
     def build() -> nn.Module:
         with torch.device("meta"):
             return GPT(replace(SHAPE, layers=layers))
@@ -232,15 +207,14 @@ def test_few_blocks_of_a_stage_tell_all(layers: int, plan: dict[str, Any]) -> No
     assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"pipeline_parallel.schedule": "1f1b", "zero": 0},
-        {"pipeline_parallel.schedule": "1f1b", "zero": 1, "precision": "bf16", "tensor_parallel": 2},
-        {"pipeline_parallel.schedule": "zb-h1", "zero": 0},
-    ],
-    ids=str,
-)
+LONG: list[dict[str, Any]] = [
+    {"pipeline_parallel.schedule": "1f1b", "zero": 0},
+    {"pipeline_parallel.schedule": "1f1b", "zero": 1, "precision": "bf16", "tensor_parallel": 2},
+    {"pipeline_parallel.schedule": "zb-h1", "zero": 0},
+]
+
+
+@pytest.mark.parametrize("plan", by_default(LONG, LONG[0]), ids=str)
 def test_the_ends_of_a_long_pipeline_are_those_of_a_short_one(plan: dict[str, Any]) -> None:
     """The first of nine stages has nine microbatches in flight."""
 

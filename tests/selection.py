@@ -1,0 +1,68 @@
+"""Which tests run: a selection by default, all of them with `--whole`.
+
+Left out by default are tests and cases marked `whole`, which show at a larger size or once more what others show; and
+products: of a test on several ranks with more than one parameter, or marked `thinned`, each value of each parameter
+stays, in as few cases as a greedy choice finds. A test that is named by its id runs as it is.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+POOLS = {"pool", "wide_pool"}  # fixtures of tests on several ranks
+Case = Mapping[str, Hashable]
+
+
+def covering(cases: Sequence[Case]) -> list[int]:
+    """The places of some cases that have each value of each parameter, in order."""
+    left = {value for case in cases for value in case.items()}
+    chosen: list[int] = []
+    while left:
+        best = max(range(len(cases)), key=lambda place: len(left & cases[place].items()))  # the first of equals
+        chosen.append(best)
+        left -= cases[best].items()
+    return sorted(chosen)
+
+
+def by_default(cases: Iterable[Any], *shown: Any) -> list[Any]:
+    """Cases for `parametrize`, of which only those shown run by default.
+
+    Raises:
+        ValueError: one of those is no case.
+    """
+    each = list(cases)
+    if unknown := [case for case in shown if case not in each]:
+        raise ValueError(f"{unknown} are no cases; those are {each}.")
+    marks = [() if case in shown else (pytest.mark.whole,) for case in each]
+    return [pytest.param(case, marks=mark) for case, mark in zip(each, marks, strict=True)]
+
+
+def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """The tests that run by default."""
+    kept: set[pytest.Item] = set()
+    products: defaultdict[str, list[tuple[pytest.Item, Case]]] = defaultdict(list)
+    for item in items:
+        case = _case_of(item)
+        if item.get_closest_marker("whole"):
+            continue
+        several = POOLS.intersection(getattr(item, "fixturenames", ())) or item.get_closest_marker("thinned")
+        if len(case) > 1 and several:
+            products[item.nodeid.partition("[")[0]].append((item, case))
+        else:
+            kept.add(item)
+    for product in products.values():
+        kept |= {product[place][0] for place in covering([case for _, case in product])}
+    return kept
+
+
+def _case_of(item: pytest.Item) -> Case:
+    """The values of a test's parameters, by the names that one decorator sets together; values by identity."""
+    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    case: dict[str, Hashable] = {}
+    for marker in item.iter_markers("parametrize"):
+        given = marker.args[0] if marker.args else marker.kwargs["argnames"]
+        names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+        case[",".join(names)] = tuple(id(parameters[name]) for name in names)
+    return case
