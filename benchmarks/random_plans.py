@@ -55,7 +55,7 @@ def check(pool: Pool, case: Case) -> Verdict:
 
 def run(first: int, count: int) -> dict[str, Any]:
     """Check cases `first` to `first + count - 1`; returns the figures to store."""
-    pool, began = Pool(apart=False), time.monotonic()
+    pool, began = Pool(apart=0), time.monotonic()
     kinds: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     failed = []

@@ -19,7 +19,7 @@ from selection import selected
 torch.set_num_threads(1)
 adam_as_in_engines()
 _POOL = Pool()
-_WIDE = Pool(8, (6, 8), apart=False)
+_WIDE = Pool(8, (6, 8), apart=0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -68,11 +68,11 @@ class WorkerError(AssertionError):
 class Pool:
     """The workers, started on first use: `world` of them, which work together in groups of `sizes`.
 
-    With `apart` they begin as interpreters of their own, unlike even in the order of a set of words, as in a real job;
-    else, and after a failure, as copies of one process that has imported torch, which takes an eighth of the time.
+    The first `apart` begin as interpreters of their own, unlike even in the order of a set of words, as in a real job;
+    the others, and all after a failure, as copies of one process that has imported torch, in an eighth of the time.
     """
 
-    def __init__(self, world: int = WORLD, sizes: tuple[int, ...] = SIZES, apart: bool = True) -> None:
+    def __init__(self, world: int = WORLD, sizes: tuple[int, ...] = SIZES, apart: int = 2) -> None:
         self._world, self._sizes, self._apart = world, sizes, apart
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -103,7 +103,7 @@ class Pool:
         if errors:
             if ranks > 1:
                 self.stop()  # collectives may be left half done
-                self._apart = False
+                self._apart = 0
             raise WorkerError(errors)
         return [answers[rank][1] for rank in range(ranks)]
 
@@ -116,9 +116,9 @@ class Pool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn") if self._apart else copies()
         with free_port() as port:
             for rank in range(self._world):
+                context: Any = multiprocessing.get_context("spawn") if rank < self._apart else copies()
                 here, there = context.Pipe()
                 place = (rank, self._world, self._sizes, port)
                 process = context.Process(target=_work, args=(place, there, [str(Path(__file__).parent)]), daemon=True)

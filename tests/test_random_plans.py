@@ -23,7 +23,7 @@ def bench() -> Iterator[Any]:
 class Broken:
     """A pool whose workers die or hang in turns."""
 
-    def __init__(self, apart: bool = True) -> None:
+    def __init__(self, apart: int = 2) -> None:
         self.calls = self.stops = 0
 
     def run(self, *args: Any) -> Any:

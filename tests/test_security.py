@@ -4,7 +4,7 @@ import ast
 import os
 import re
 import stat
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -21,12 +21,15 @@ PAGE = (ROOT / "SECURITY.md").read_text()
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
     """(file, dotted name, call) of every call in the source."""
-    for path in SOURCE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                yield path.relative_to(ROOT / "src" / "zeroshard").as_posix(), ast.unparse(node.func), node
+    return [
+        (path.relative_to(ROOT / "src" / "zeroshard").as_posix(), ast.unparse(node.func), node)
+        for path in SOURCE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
 
 
 def test_nothing_unpickles_and_no_text_is_run() -> None:
@@ -35,7 +38,7 @@ def test_nothing_unpickles_and_no_text_is_run() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.partition(".")[0] for name in names} & UNPICKLERS, path
-    every = list(calls())
+    every = calls()
     assert not [(file, name) for file, name, _ in every if name in ("eval", "exec")]
     objects = [
         (file, name) for file, name, _ in every if re.search(r"(all_gather|broadcast|gather|scatter)_object", name)

@@ -256,6 +256,6 @@ if __name__ == "__main__":
     from engine import golden
     from pool import Pool
 
-    workers = Pool(apart=False)
+    workers = Pool(apart=0)
     golden.write(sys.argv[1:] or list(CASES), workers.run)
     workers.stop()

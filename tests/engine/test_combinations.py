@@ -96,7 +96,7 @@ STAGES_OF_GROUPS: dict[str, Case] = {
 @pytest.fixture(scope="module")
 def cube() -> Iterator[Pool]:
     """Eight workers: two stages of two groups of two ranks."""
-    workers = Pool(8, (8,), apart=False)
+    workers = Pool(8, (8,), apart=0)
     yield workers
     workers.stop()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pool import Pool
+from selection import by_default
 from split_models.training import MODELS, Run, check, train
 
 pytest.importorskip("transformers")
@@ -26,9 +27,13 @@ def check_all(pool: Pool, ranks: int, runs: list[Run], tolerance: float = 1e-5) 
         check(each, [answer[number] for answer in answers], tolerance)
 
 
-@pytest.mark.parametrize("ranks, sequence, steps", [(2, True, 20), (2, False, 20), (4, True, 5), (4, False, 5)])
-def test_families(pool: Pool, ranks: int, sequence: bool, steps: int) -> None:
+FAMILIES = [(2, True, 20), (2, False, 20), (4, True, 5), (4, False, 5)]  # ranks, sequence parallelism, steps
+
+
+@pytest.mark.parametrize("case", by_default(FAMILIES, (2, True, 20), (4, False, 5)), ids=str)
+def test_families(pool: Pool, case: tuple[int, bool, int]) -> None:
     """OPT works on rows of all sequences together, which sequence parallelism must divide evenly."""
+    ranks, sequence, steps = case
     runs = [
         run(
             name,

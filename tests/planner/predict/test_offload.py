@@ -149,8 +149,8 @@ def test_what_is_on_the_disk_is_counted_and_no_file_is_made(tmp_path: Path, plan
 
 
 def test_a_rehearsal_of_what_is_offloaded_takes_no_memory() -> None:
-    found = rehearsed(ALL, rows=2**20)
-    assert sum(found.host.values()) > 2**36  # saved activations
+    found = rehearsed(ALL, rows=2**16)
+    assert sum(found.host.values()) > 2**32  # saved activations
 
 
 def test_a_step_is_as_long_as_what_is_slow_and_what_is_hidden_is_not_spent() -> None:
