@@ -49,7 +49,7 @@ def choices_of(plan: Plan) -> Choices:
             reduce_every=plan.reduce_every,
             reduces_each=plan.reduces_each_microbatch,
         ),
-        SharingExperts(plan.experts.ranks, plan.experts.two_level),
+        SharingExperts(plan.experts.ranks, plan.experts.two_level, plan.pipeline.stages),
         Computing(plan.precision, plan.scales_loss),
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),
