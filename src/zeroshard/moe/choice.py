@@ -50,7 +50,12 @@ class SharingExperts(Choice):
             yield Remedy(sentence, {"expert_parallel.ranks": more}, ranks)
 
     def variants(self, states: States, ranks: int) -> Iterator[Mapping[str, Any]]:
-        """Every number of ranks up to that of the experts, for plans that do not have one already."""
+        """Every number of ranks up to that of the experts, for plans that do not have one already.
+
+        Args:
+            states: of one rank under the plan.
+            ranks: of the whole job.
+        """
         for more in self._more(ranks) if self.ranks == 1 else ():
             if more <= states.mixtures.experts:
                 yield {"expert_parallel.ranks": more}

@@ -143,15 +143,6 @@ class Choice:
         """Changes of the technique with which states could fit, the smallest first."""
         yield from ()
 
-    def variants(self, states: States, ranks: int) -> Iterator[Mapping[str, Any]]:
-        """Settings with which a plan may keep, send or update less, in the order in which they are tried.
-
-        Args:
-            states: of one rank under the plan.
-            ranks: of the whole job.
-        """
-        yield from ()
-
     def row_owner(self, usual: str) -> str:
         """The name of what takes rows of its own, such as "rank"; the `usual` one by default."""
         return usual

@@ -26,6 +26,11 @@ class Choices(NamedTuple):
     drawing: Drawing
     offloading: Offloading
 
+    @property
+    def varied(self) -> tuple[SharingExperts, ...]:
+        """Those with variants of the plan for a search to try out, in the order in which it does."""
+        return (self.sharing_experts,)
+
 
 def choices_of(plan: Plan) -> Choices:
     """The choices of a plan."""

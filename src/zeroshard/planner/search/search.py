@@ -223,7 +223,8 @@ class _Search:
             states = states_of(self._sizes_of(), plan, ranks)
         except ZeroshardError:  # no plan works, and the search reports why
             return []
-        return [plan.with_settings(each) for choice in choices_of(plan) for each in choice.variants(states, ranks)]
+        varied = choices_of(plan).varied
+        return [plan.with_settings(each) for choice in varied for each in choice.variants(states, ranks)]
 
     @property
     def _fastest(self) -> float:
