@@ -39,6 +39,7 @@ SEARCHED = (  # by `Plan.auto`, which keeps all other settings
     *(f"pipeline_parallel.{name}" for name in ("stages", "schedule", "virtual_stages", "replicas", "split")),
     *("pipeline_parallel.vertical_sync", "tensor_parallel.ranks"),
 )
+SEARCHED_UNLESS_GIVEN = ("expert_parallel.ranks",)  # likewise, where they are at their defaults
 GROUPS: dict[str, Any] = {
     "loss_scale": LossScale,
     "pipeline_parallel": Pipeline,
@@ -228,7 +229,8 @@ class Plan:
             base: settings to keep, such as precision, clipping and seed. It leaves the settings that are searched at
                 their defaults: zero, shard_group, microbatches, activations.recompute, overlap_gather, offload.parts,
                 offload.fraction, of pipeline_parallel stages, schedule, virtual_stages, replicas, split and
-                vertical_sync, and of tensor_parallel ranks.
+                vertical_sync, and of tensor_parallel ranks. expert_parallel is searched for models with mixtures of
+                experts, and kept where it is set.
             say: called on rank 0 with lines about the progress, and in the end with the chosen plan and the reason.
 
         Raises:

@@ -113,6 +113,17 @@ def test_stages_leave_the_rows_of_a_step_as_they_are(
     assert "2 stages 1f1b x 2, zero 1, fp32, 4 microbatches" in capsys.readouterr().out
 
 
+def test_a_resumed_run_keeps_the_ranks_of_experts_that_were_chosen(words: list[str], tmp_path: Path) -> None:
+    mesh, auto = Mesh(0, 2, platform=Rehearsal(range(2))), [*words, "--plan", "auto", "--resume", str(tmp_path)]
+    given = parse(TrainConfig, auto, "train")
+    chosen = Plan(zero=1, expert_parallel=2)
+    dump_toml(replace(given, planning="given", plan=chosen, resume=None), tmp_path / "config.toml")
+    (tmp_path / "run.json").write_text(json.dumps({"ranks": 2}))
+    assert plan_ahead(given, mesh)[0].plan.experts.ranks == 2
+    two_level = parse(TrainConfig, [*auto, "--expert-parallel", "2", "--expert-parallel.two-level"], "train")
+    assert plan_ahead(two_level, mesh)[0].plan.experts == two_level.plan.experts
+
+
 FIRSTS = {"offload": "parts", "pipeline_parallel": "stages", "tensor_parallel": "ranks", "activations": "recompute"}
 
 

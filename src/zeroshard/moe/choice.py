@@ -1,8 +1,15 @@
-"""Answers of expert parallelism to the planner."""
+"""Answers of expert parallelism to the planner, among them the numbers of ranks that it offers to a search."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
-from zeroshard.parts.choice import Choice, Description, States
+from torch import nn
+
+from zeroshard.moe.families import find_experts
+from zeroshard.parts.choice import Choice, Description, Mixtures, Remedy, States
+from zeroshard.parts.offers import divisors
 
 
 @dataclass(frozen=True)
@@ -12,10 +19,12 @@ class SharingExperts(Choice):
     Attributes:
         ranks: that share out the experts of each mixture.
         two_level: whether tokens go first between the ranks of a machine.
+        stages: of the plan, within each of which ranks share out experts.
     """
 
     ranks: int = 1
     two_level: bool = False
+    stages: int = 1
 
     def describe(self, ranks: int | None) -> Description:
         """How many ranks share out the experts."""
@@ -24,13 +33,51 @@ class SharingExperts(Choice):
         return Description((f"experts {self.ranks}",), settings=("tokens in two levels",) if self.two_level else ())
 
     def share(self, states: States, ranks: int) -> States:
-        """At least the states of a model that has nothing but experts, which fewer ranks slice."""
-        trainable, frozen, largest = (n // self.ranks for n in (states.trainable, states.frozen, states.largest))
-        slices = max(1, states.slices // self.ranks)
-        return replace(states, trainable=trainable, frozen=frozen, largest=largest, slices=slices)
+        """At least an equal part of the experts, whose parameters fewer ranks slice; all else is whole."""
+        mixtures = states.mixtures
+        if not 1 < self.ranks <= mixtures.experts:
+            return states
+        kept = 1 - mixtures.share + mixtures.share / self.ranks
+        sliced = (1 - mixtures.share) / states.slices + mixtures.share / max(self.ranks, states.slices)
+        trainable, frozen = (int(kept * n) for n in (states.trainable, states.frozen))
+        largest = states.largest // self.ranks  # it may be all experts
+        return replace(states, trainable=trainable, frozen=frozen, largest=largest, slices=kept / sliced)
+
+    def remedies(self, ranks: int) -> Iterator[Remedy]:
+        """More ranks; where there are no experts to share out, the states stay as large."""
+        for more in self._more(ranks):
+            sentence = f"expert_parallel={more} would bring the states down to fit."
+            yield Remedy(sentence, {"expert_parallel.ranks": more}, ranks)
+
+    def variants(self, states: States, ranks: int) -> Iterator[Mapping[str, Any]]:
+        """Every number of ranks up to that of the experts, for plans that do not have one already.
+
+        Args:
+            states: of one rank under the plan.
+            ranks: of the whole job.
+        """
+        for more in self._more(ranks) if self.ranks == 1 else ():
+            if more <= states.mixtures.experts:
+                yield {"expert_parallel.ranks": more}
+
+    def _more(self, ranks: int) -> list[int]:
+        """Larger numbers of ranks that divide those of a stage."""
+        return [more for more in divisors(ranks // self.stages) if more > self.ranks]
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
         """What is assumed of tokens."""
         if self.ranks == 1:
             return ()
         return ("Tokens are taken to fall on all experts alike; a rank with more of them takes longer.",)
+
+
+def mixtures_of(model: nn.Module) -> Mixtures:
+    """The mixtures of a model, as far as plans depend on them."""
+    found = find_experts(model)
+    inside = {parameter for each in found for parameter in each.parameters}
+    shares = [Fraction(0)]
+    for trained in (True, False):
+        alike = [parameter for parameter in model.parameters() if parameter.requires_grad is trained]
+        if alike:
+            shares.append(Fraction(sum(p.numel() for p in alike if p in inside), sum(p.numel() for p in alike)))
+    return Mixtures(min((each.experts for each in found), default=0), max(shares))

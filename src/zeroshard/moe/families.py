@@ -56,6 +56,12 @@ class FoundExperts:
     modules: tuple[nn.Module, ...]
     compute: Compute
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of all experts."""
+        stacked = [self.module.get_parameter(name) for name in self.stacked]
+        return [*stacked, *(parameter for module in self.modules for parameter in module.parameters())]
+
     def install(self, forward: Forward) -> None:
         """Put a forward of tokens [T, D] and their routing in the place of the module's own; it may exchange rows."""
         for each in self.modules:

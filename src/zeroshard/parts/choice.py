@@ -29,6 +29,19 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixtures:
+    """The mixtures of experts of a model.
+
+    Attributes:
+        experts: of the smallest mixture; 0 for a model without any.
+        share: of the trained or of the frozen parameters those of experts, whichever is more.
+    """
+
+    experts: int = 0
+    share: Fraction = Fraction(0)
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """The model states of one rank, before they are sliced or moved anywhere.
 
@@ -40,7 +53,8 @@ class States:
         parameter: bytes of one parameter.
         gradient: bytes of one parameter's gradient.
         master_weight: bytes of its master weight, 0 without.
-        slices: into which a buffer is cut.
+        slices: into which a buffer is cut; a mean where buffers differ.
+        mixtures: of the whole model.
     """
 
     trainable: int
@@ -50,7 +64,8 @@ class States:
     parameter: int = 4
     gradient: int = 4
     master_weight: int = 0
-    slices: int = 1
+    slices: int | Fraction = 1
+    mixtures: Mixtures = Mixtures()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,11 @@ class Choices(NamedTuple):
     drawing: Drawing
     offloading: Offloading
 
+    @property
+    def varied(self) -> tuple[SharingExperts, ...]:
+        """Those with variants of the plan for a search to try out, in the order in which it does."""
+        return (self.sharing_experts,)
+
 
 def choices_of(plan: Plan) -> Choices:
     """The choices of a plan."""
@@ -49,7 +54,7 @@ def choices_of(plan: Plan) -> Choices:
             reduce_every=plan.reduce_every,
             reduces_each=plan.reduces_each_microbatch,
         ),
-        SharingExperts(plan.experts.ranks, plan.experts.two_level),
+        SharingExperts(plan.experts.ranks, plan.experts.two_level, plan.pipeline.stages),
         Computing(plan.precision, plan.scales_loss),
         Drawing(plan.rng == "exact"),
         Offloading(plan.offloading, sliced=plan.zero == 3),

@@ -17,7 +17,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.engine.policies import data_ranks_of
 from zeroshard.errors import ConfigError
 from zeroshard.parts.settings import flat
-from zeroshard.plan import SEARCHED, Plan
+from zeroshard.plan import SEARCHED, SEARCHED_UNLESS_GIVEN, Plan
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.result import Prediction
 from zeroshard.planner.search.auto import best_plans, on_rank_zero, refuse_chosen, why
@@ -125,8 +125,9 @@ def _kept(config: TrainConfig, mesh: Mesh) -> tuple[Path, Plan] | None:
         return None
     if ranks != mesh.ranks or before.batch_per_rank * data_ranks_of(before.plan, ranks) != _rows(config, mesh):
         return None
-    chosen = dict(flat(before.plan.as_dict()))
-    return folder, config.plan.with_settings({name: chosen[name] for name in SEARCHED})
+    chosen, given, usual = (dict(flat(plan.as_dict())) for plan in (before.plan, config.plan, Plan()))
+    open_ones = [name for name in SEARCHED_UNLESS_GIVEN if given[name] == usual[name]]
+    return folder, config.plan.with_settings({name: chosen[name] for name in (*SEARCHED, *open_ones)})
 
 
 def _prediction(found: Mapping[str, Any]) -> Prediction:

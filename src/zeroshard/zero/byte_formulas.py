@@ -42,7 +42,7 @@ class BytesPerParameter:
 
 def state_bytes(
     parameters: int | Fraction,
-    ranks: int,
+    ranks: int | Fraction,
     zero: int,
     each: BytesPerParameter = BytesPerParameter(),
     frozen: bool = False,

@@ -1,14 +1,18 @@
 """The search: first estimates, what is said meanwhile, and what is never rehearsed."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.errors import PlanError
+from zeroshard.parts.offers import Offer, Refused, Site
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction
@@ -17,6 +21,7 @@ from zeroshard.planner.search.progress import SearchProgress
 from zeroshard.planner.search.search import search
 from zeroshard.train.family import gpt_task
 from zeroshard.train.gpt import GPTConfig
+from zeroshard.zero import choice as zero
 
 WIDTH = 64
 PSI = 6 * WIDTH * WIDTH
@@ -140,3 +145,60 @@ def test_a_model_that_cannot_be_split_is_refused_once_for_each_number_of_ranks()
     found = search(job(), MACHINES)
     refused = [refusal for refusal in found.refused if refusal.plan.tensor.ranks > 1]
     assert [refusal.plan.tensor.ranks for refusal in refused] == [2] and refused == list(found.refused[-1:])
+
+
+class Sparse(nn.Module):
+    """Two mixtures of four experts, which have nearly all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixtures = nn.Sequential(*(zs.moe.MoE(32, 128, experts=4) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.mixtures(x).square().mean()
+        return loss
+
+
+SPARSE = TrainingTask(Sparse, lambda rows: torch.ones(rows, 4, 32), torch.optim.Adam, rows=2)
+SLOW = Machines(MACHINES.device, 2, 2, Link(1e7), Link(1e7))
+
+
+def one_offer(site: Site) -> Iterator[Offer | Refused]:
+    """Plans without slices and stages."""
+    return islice(zero.offers(site), 1)
+
+
+def kinds_of(plans: Iterable[Plan]) -> list[tuple[int, int]]:
+    """The stage of ZeRO and the ranks that share out experts."""
+    return [(plan.zero, plan.experts.ranks) for plan in plans]
+
+
+def test_experts_are_shared_out_where_that_is_faster_or_nothing_else_fits(
+    asked: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "OFFERS", (one_offer,))
+    found = search(SPARSE, SLOW, top=10)
+    assert kinds_of(asked[:2]) == [(0, 1), (0, 2)]
+    assert kinds_of(prediction.plan for prediction in found.best) == [(0, 2), (0, 1)]
+    states = 16 * sum(parameter.numel() for parameter in Sparse().parameters())
+    small = replace(SLOW, device=replace(SLOW.device, memory_bytes=int(0.9 * states)))
+    asked.clear()
+    found = search(SPARSE, small, top=10)
+    assert found.best and set(kinds_of(asked)) == {(0, 2)}
+    whole = next(refusal for refusal in found.refused if (refusal.plan.zero, refusal.plan.experts.ranks) == (0, 1))
+    assert "states alone" in whole.why and whole.way_out == "expert_parallel=2 would bring the states down to fit."
+
+
+def test_all_plans_have_the_ranks_of_experts_that_are_asked_for(
+    asked: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "OFFERS", (one_offer,))
+    search(SPARSE, SLOW, Plan(expert_parallel=2))
+    assert kinds_of(asked[:-1]) == [(0, 2)]
+
+
+def test_a_model_without_mixtures_is_searched_as_if_there_were_no_experts(asked: list[Plan]) -> None:
+    found = search(job(2), MACHINES)
+    assert kinds_of(asked[:-1]) == [(0, 1), (1, 1), (2, 1), (3, 1), (0, 1), (0, 1), (0, 1)]
+    assert [plan.pipeline.schedule for plan in asked[4:-1]] == ["1f1b", "interleaved", "zb-h1"]
+    assert found.looked_at == 7

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from zeroshard.parts.choice import States
+from zeroshard.moe.choice import mixtures_of
+from zeroshard.parts.choice import Mixtures, States
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of
 from zeroshard.planner.predict.rehearse import TrainingTask, quiet
@@ -20,12 +21,14 @@ class Sizes:
         frozen: number of the others.
         units: number of parameters of each unit.
         state_bytes: bytes of optimizer states per parameter, in fp32; of whole tensors the mean.
+        mixtures: of the model.
     """
 
     trainable: int
     frozen: int
     units: tuple[int, ...]
     state_bytes: int | Fraction
+    mixtures: Mixtures = Mixtures()
 
 
 def sizes_of(task: TrainingTask) -> Sizes:
@@ -39,8 +42,10 @@ def sizes_of(task: TrainingTask) -> Sizes:
         parameters = list(model.parameters())
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
         units = tuple(sum(p.numel() for p in unit.parameters.values()) for unit in find_units(model))
+        mixtures = mixtures_of(model)
     layout = task.layout
-    return Sizes(trainable, sum(p.numel() for p in parameters) - trainable, units, layout.bytes_per_element)
+    frozen = sum(p.numel() for p in parameters) - trainable
+    return Sizes(trainable, frozen, units, layout.bytes_per_element, mixtures)
 
 
 def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
@@ -52,7 +57,7 @@ def least_bytes(sizes: Sizes, plan: Plan, ranks: int) -> int:
 
 def states_of(sizes: Sizes, plan: Plan, ranks: int) -> States:
     """One rank's part of the model, in the plan's dtypes."""
-    states = States(sizes.trainable, sizes.frozen, max(sizes.units), sizes.state_bytes)
+    states = States(sizes.trainable, sizes.frozen, max(sizes.units), sizes.state_bytes, mixtures=sizes.mixtures)
     for choice in choices_of(plan):
         states = choice.share(states, ranks)
     return states

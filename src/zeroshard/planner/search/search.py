@@ -7,6 +7,11 @@ is deterministic.
 [Note: plans that are left out] Kinds of plans that split layers are looked at where their first estimate is faster than
 the fastest plan found, or where no plan has been found to fit. Of many kinds, those with the fastest estimates come
 first, and those that are expected to be clearly slower than the fastest found are left out.
+
+[Note: variants] Variants of a plan, such as other numbers of ranks that share out experts, send, update or keep less
+for some messages more. They are looked at after the plan itself, each with microbatches of its own, as long as each is
+faster than the one before, or none has fitted yet; where the plan fits, only if they could give the fastest plan by the
+best gain so far. Estimates, which are of plans without them, are compared with those alone where any fits.
 """
 
 import math
@@ -29,7 +34,7 @@ from zeroshard.planner.predict.estimate import Estimator
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.planner.predict.result import Found, Prediction, Refusal
-from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of
+from zeroshard.planner.predict.states import Sizes, least_bytes, sizes_of, states_of
 from zeroshard.planner.predict.timed import predict_timed
 from zeroshard.planner.predict.ways import way_of
 from zeroshard.planner.search.progress import SearchProgress
@@ -127,6 +132,7 @@ class _Search:
     _sizes: Sizes | None = None
     _likely: dict[Plan, list[int]] = field(default_factory=dict)
     _expected: dict[Plan, tuple[bool, float]] = field(default_factory=dict)
+    _gain: float = 0.0  # seconds of a variant relative to its plan, the least so far; 0 before any is faster
     _whole: list[Refusal] = field(default_factory=list)  # of plans that split layers of a model which cannot be split
 
     @property
@@ -176,17 +182,49 @@ class _Search:
             return not fits, seconds
 
         ordered = sorted(whole + split, key=rank) if many else whole + sorted(split, key=rank)
+        fastest = math.inf
         while ordered:
             shape, *ordered = ordered
             self.progress.begin(shape.plan)
-            self.try_shape(shape, many)
+            fastest = min(fastest, self.try_with_variants(shape, many))
             if self.fitting:
-                limit = self._fastest * (BEHIND if many else 1.0)
+                limit = fastest * (BEHIND if many else 1.0)
                 behind = [s for s in ordered if (many or s.together > least) and rank(s)[1] >= limit]
                 for slow in behind:
                     self.progress.drop(slow.plan)
                 ordered = [s for s in ordered if s not in behind]
         self.refused += self._whole
+
+    def try_with_variants(self, shape: Shape, many: bool = False) -> float:
+        """Look at a shape and its variants ([Note: variants]); returns the seconds without them, if that fits."""
+        plain = best = self._best_of(shape, many)
+        if plain is not None and plain.seconds * self._gain > self._fastest:
+            return plain.seconds
+        for plan in self._variants(shape.plan):
+            found = self._best_of(replace(shape, plan=plan), many=True)
+            if best is not None and (found is None or found.seconds >= best.seconds):
+                break
+            best = found or best
+            if plain is not None and found is not None:
+                self._gain = min(self._gain or 1.0, found.seconds / plain.seconds)
+        chosen = plain or best
+        return math.inf if chosen is None else chosen.seconds
+
+    def _best_of(self, shape: Shape, many: bool = False) -> Prediction | None:
+        """Look at a shape; returns the fastest plan of it that fits."""
+        before = len(self.fitting)
+        self.try_shape(shape, many)
+        return min(self.fitting[before:], key=lambda one: one.seconds, default=None)
+
+    def _variants(self, plan: Plan) -> list[Plan]:
+        """The plan with what its techniques offer further."""
+        ranks = self.machines.count
+        try:
+            states = states_of(self._sizes_of(), plan, ranks)
+        except ZeroshardError:  # no plan works, and the search reports why
+            return []
+        varied = choices_of(plan).varied
+        return [plan.with_settings(each) for choice in varied for each in choice.variants(states, ranks)]
 
     @property
     def _fastest(self) -> float:
@@ -196,9 +234,7 @@ class _Search:
         """Try the last resorts in their order, until a plan fits."""
         divided = self._divisions[0]
         for offer in (offer for offers in LAST_RESORTS for offer in offers(divided.site)):
-            before = len(self.fitting)
-            self.try_shape(self._shape(offer, divided))
-            if len(self.fitting) > before:
+            if self._best_of(self._shape(offer, divided)) is not None:
                 return
 
     def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
@@ -207,19 +243,20 @@ class _Search:
         expected: dict[Plan, int] = {}
         estimators = self._estimators(dict.fromkeys(shape.together for shape in shapes))
         for shape in (shape for shape in shapes if shape.together in estimators):
-            estimator, counts = estimators[shape.together], shape.offer.counts
-            each = [estimator.prediction(self._with(shape.plan, count), shape.rows) for count in counts]
-            fitting = [one for one in each if one.fits]
-            usual = [one for one in fitting if one.plan.microbatches <= shape.offer.usual]
-            near = shape.offer.order.near(usual) if usual else fitting[:1]
+            estimator, offer = estimators[shape.together], shape.offer
+            plans = [shape.plan, *self._variants(shape.plan)]
+            each = [[estimator.prediction(self._with(plan, m), shape.rows) for m in offer.counts] for plan in plans]
+            nears = [_near(offer, estimated) for estimated in each]
+            near = next(filter(None, nears), [])  # of the first that is expected to fit
             chosen += near[:1]
-            if each:
-                again = 1.0 if near else RECOMPUTED if shape.offer.leaner else math.inf
-                self._expected[shape.plan] = (bool(near), again * min(one.seconds for one in near or each))
-            likely = self._likely[shape.plan] = [one.plan.microbatches for one in near]
-            expected[shape.plan] = 1
-            if likely:
-                expected[shape.plan] = shape.offer.order.looks(counts, likely) + shape.offer.most_faster
+            if offer.counts:
+                again = 1.0 if near else RECOMPUTED if offer.leaner else math.inf
+                self._expected[shape.plan] = (bool(near), again * min(one.seconds for one in near or each[0]))
+            likely = [[one.plan.microbatches for one in found] for found in nears]
+            self._likely.update(zip(plans, likely, strict=True))
+            expected[shape.plan] = len(plans)
+            if likely[0]:
+                expected[shape.plan] += offer.order.looks(offer.counts, likely[0]) + offer.most_faster - 1
         self.progress = SearchProgress(expected)
         return sorted(chosen, key=lambda one: (one.seconds, one.peak_bytes))
 
@@ -365,3 +402,10 @@ class _Search:
         if isinstance(self._layers, str):
             raise PlanError(self._layers)
         return self._layers
+
+
+def _near(offer: Offer, estimated: Sequence[Prediction]) -> Sequence[Prediction]:
+    """Of estimates by their microbatches those that are expected to be found; none where none fits."""
+    fitting = [one for one in estimated if one.fits]
+    usual = [one for one in fitting if one.plan.microbatches <= offer.usual]
+    return offer.order.near(usual) if usual else fitting[:1]
