@@ -105,11 +105,11 @@ def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     assert progress.look(staged) == "3/4 plans, about 16 s left: "
 
 
-BLOCKS = GPTConfig(vocabulary=64, context=32, width=64, heads=4, layers=8)
+BLOCKS = GPTConfig(vocabulary=64, context=32, width=64, heads=4, layers=4)
 FAST = Link(1e12)
 
 
-def gpt(rows: int = 16) -> TrainingTask:
+def gpt(rows: int = 4) -> TrainingTask:
     return gpt_task(BLOCKS, rows)
 
 
