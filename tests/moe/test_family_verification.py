@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
+from selection import by_default
 from verification.injected import around
 
 import zeroshard as zs
@@ -54,7 +55,7 @@ def observe_all(mesh: zs.Mesh, jobs: list[VerificationJob]) -> list[RankRecord]:
     return [observe(mesh, job) for job in jobs]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", by_default(PLANS, "ep2-zero3-m2", "ep2x2-zero3"))
 def test_families_give_no_false_alarm(pool: Pool, plan: str) -> None:
     jobs = [job(family, plan) for family in FAMILIES]
     answers = pool.run(observe_all, PLANS[plan][0], jobs)
