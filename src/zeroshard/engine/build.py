@@ -21,7 +21,7 @@ from zeroshard.offload.host_tiers import HostTiers, units_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostUpdater
-from zeroshard.optim import SpanOptimizer, deal_out, layout_of
+from zeroshard.optim import JoinedSpans, SpanOptimizer, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
@@ -124,7 +124,7 @@ class Builder:
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         for technique in techniques:
             self._cut(technique, torch_optimizer, materialiser)
-        refuse_split(torch_optimizer, layout, self._cuts)
+        refuse_split(torch_optimizer, layout, self._cuts, self._plan)
         groups = groups_of(torch_optimizer, self._model)
         kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
         units = self._stage.units
@@ -139,9 +139,10 @@ class Builder:
             self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
         kinds = [self._kinds(unit, groups, kept) for unit in units]
-        if layout.whole is not None and self._residency.slice_states:
+        if layout.whole is not None:
             apart = (self._residency.slice_gradients, self._residency.slice_parameters, bool(self._precision.compute))
-            self._spans.owners = deal_out(kinds, self._axes.place, groups, torch_optimizer, 4 * sum(apart))
+            owned = 4 * sum(apart) if self._residency.slice_states else None
+            self._spans.owners = deal_out(kinds, self._axes, groups, torch_optimizer, owned, self._cuts)
         for unit, of_unit in zip(units, kinds, strict=True):
             for owner in unit.owners:
                 materialiser.materialise(owner)
@@ -306,7 +307,8 @@ class Builder:
             updater = self._host_updater(weights, values[start:stop], start, numbers, total)
             gradients = self._gradients(flat, place, accumulation, total)
         else:
-            updater = self._updater(weights, values[start:stop], start, numbers)
+            spans = spans_of(self._spans, members, splits, self._axes.new, self._arena, flat.label)
+            updater = self._updater(weights, values[start:stop], start, numbers, spans)
             gradients = self._gradients(flat, place, accumulation, None)
         return Part(flat, place, splits, weights, gradients, updater, OneVersion(weights), flat.edits)
 
@@ -335,16 +337,18 @@ class Builder:
         flat.attach()
         return weights.full
 
-    def _updater(self, weights: Weights, values: torch.Tensor, start: int, groups: list[int]) -> Updater:
+    def _updater(
+        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], spans: SpanOptimizer | JoinedSpans
+    ) -> Updater:
         """The user's optimizer over the parameters, or over fp32 master weights."""
         if weights.flat.dtype.itemsize >= 4:
             own = weights.own if self._residency.slice_states else weights.full
-            return DeviceUpdater(weights, own, start, self._spans, groups, self._arena)
+            return DeviceUpdater(weights, own, start, spans, groups, self._arena)
         label, device = f"master weights {weights.flat.label}", self._comm.mesh.device
         padding = weights.flat.index.padding_in(start, start + values.numel())
         masters = self._ledger.empty(values.numel(), torch.float32, device, Category.MASTER_WEIGHTS, label, padding)
         masters.copy_(values)
-        return MasterUpdater(weights, masters, start, self._spans, groups, self._arena)
+        return MasterUpdater(weights, masters, start, spans, groups, self._arena)
 
     def _gathers(self, comm: Comm) -> bool:
         """Whether units sliced among these ranks are gathered for use; those that ranks share are there for all."""

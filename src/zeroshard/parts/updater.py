@@ -1,6 +1,6 @@
 """Updaters: they update the weights that a rank owns, and keep their optimizer states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -41,6 +41,13 @@ class Updater(Protocol):
         """Its elements as the optimizer sees them; none where nothing is trained."""
 
     @property
+    def matrices(self) -> Mapping[str, Span] | None:
+        """By name, the whole matrices over which this rank steps for all ranks that hold parts; they have the states.
+
+        None where the optimizer steps over `spans`, which else are the parts of matrices in `values`.
+        """
+
+    @property
     def leaves(self) -> tuple[Arena | None, int]:
         """What the first `update` leaves on the device beside states.
 
@@ -51,6 +58,9 @@ class Updater(Protocol):
     @property
     def lost(self) -> str | None:
         """Why a write into the parameters would be undone by the next update, in words; None if it would not."""
+
+    def reserve(self) -> None:
+        """Make the scratch of an update, beside that for gradients in the dtype of the values."""
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Begin one step with the gradients times `factor`.
