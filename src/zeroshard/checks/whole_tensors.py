@@ -8,10 +8,9 @@ from zeroshard.errors import PlanError
 from zeroshard.optim import StateLayout
 from zeroshard.optim.tensor_optimizer import leading_shape
 from zeroshard.parts.place import Cuts, Split
-from zeroshard.plan import Plan
 
 
-def refuse_split(optimizer: torch.optim.Optimizer, layout: StateLayout, cuts: Cuts, plan: Plan) -> None:
+def refuse_split(optimizer: torch.optim.Optimizer, layout: StateLayout, cuts: Cuts) -> None:
     """Refuse an optimizer over whole tensors where a technique has cut a matrix among ranks.
 
     None of those are matrices that one rank updates for all that hold parts ([Note: joined matrices]); parameters that
@@ -23,7 +22,7 @@ def refuse_split(optimizer: torch.optim.Optimizer, layout: StateLayout, cuts: Cu
     """
     if layout.whole is None:
         return
-    _refuse_joined(optimizer, layout, [cut for p, cut in cuts.items() if isinstance(cut, Split) and cut.by_rank], plan)
+    _refuse_empty(optimizer, layout, [cut for cut in cuts.values() if isinstance(cut, Split) and cut.by_rank])
     stacks = getattr(optimizer, "whole_tensors", False)
     options = {p: group.get("batch_dims") for group in optimizer.param_groups for p in group["params"]}
     split = [
@@ -52,16 +51,9 @@ def refuse_split(optimizer: torch.optim.Optimizer, layout: StateLayout, cuts: Cu
     )
 
 
-def _refuse_joined(optimizer: torch.optim.Optimizer, layout: StateLayout, splits: Sequence[Split], plan: Plan) -> None:
-    """Refuse what does not go with matrices that one rank updates for all that hold parts of them."""
+def _refuse_empty(optimizer: torch.optim.Optimizer, layout: StateLayout, splits: Sequence[Split]) -> None:
+    """Refuse a matrix of which some rank has nothing: all that hold parts of it take part in its update."""
     name = type(optimizer).__name__
-    if splits and plan.offloading.optimizer:
-        raise PlanError(
-            f"{name}, tensor_parallel and offload='optimizer' do not combine: {layout.whole} And a matrix that ranks "
-            f"split is put together on the device of one of them to be updated, not in host memory. Leave "
-            f"offload='optimizer' out and use zero=1, 2 or 3, which keep the states of each matrix on one rank; or "
-            f"leave tensor_parallel out; or use an optimizer that treats every element alone, such as AdamW."
-        )
     empty = next((cut for cut in splits if not all(cut.by_rank)), None)
     if empty is not None:
         raise PlanError(

@@ -15,6 +15,7 @@ from zeroshard.checks.whole_tensors import refuse_split
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
+from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_tiers import HostTiers, units_on_host
@@ -124,7 +125,7 @@ class Builder:
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         for technique in techniques:
             self._cut(technique, torch_optimizer, materialiser)
-        refuse_split(torch_optimizer, layout, self._cuts, self._plan)
+        refuse_split(torch_optimizer, layout, self._cuts)
         groups = groups_of(torch_optimizer, self._model)
         kept = keep_in_fp32(self._model, self._plan.fp32_modules, self._precision)
         units = self._stage.units
@@ -302,13 +303,13 @@ class Builder:
             kept = (weights.own, start) if weights.sliced else (weights.full, 0)
             return Part(flat, place, splits, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
         accumulation = self._accumulation()
+        spans = partial(spans_of, self._spans, members, splits, self._axes.new, self._arena, flat.label)
         if on_host:
             total = self._host_sum(flat, place, accumulation)
-            updater = self._host_updater(weights, values[start:stop], start, numbers, total)
+            updater = self._host_updater(weights, values[start:stop], start, numbers, total, spans)
             gradients = self._gradients(flat, place, accumulation, total)
         else:
-            spans = spans_of(self._spans, members, splits, self._axes.new, self._arena, flat.label)
-            updater = self._updater(weights, values[start:stop], start, numbers, spans)
+            updater = self._updater(weights, values[start:stop], start, numbers, spans())
             gradients = self._gradients(flat, place, accumulation, None)
         return Part(flat, place, splits, weights, gradients, updater, OneVersion(weights), flat.edits)
 
@@ -356,8 +357,9 @@ class Builder:
         return self._residency.slice_parameters and several and comm.shared is None
 
     def _host_updater(
-        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum
-    ) -> Updater:
+        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum,
+        spans: Callable[[HostMemory], SpanOptimizer | JoinedSpans],
+    ) -> Updater:  # fmt: skip
         """The host's own Adam where it stands for the user's optimizer, else that one on the host."""
         lower, updates, flat = self._lower, self._late, weights.flat
         assert lower is not None and isinstance(updates, HostUpdates)
@@ -374,7 +376,7 @@ class Builder:
         )
         masters = lower.host.slab(values.numel(), dtype, category, label, padding)
         masters.copy_(values)
-        return HostUpdater(weights, masters, start, self._spans, groups, updates, unit)
+        return HostUpdater(weights, masters, start, spans(lower.host), groups, updates, unit)
 
     def _host_sum(self, flat: Flat, place: Place, accumulation: Accumulation) -> HostSum:
         """The sum of the gradients of a slice that is updated on the host."""

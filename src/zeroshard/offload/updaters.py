@@ -13,6 +13,7 @@ from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
 from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded
 from zeroshard.optim.host_adam import Scalars
+from zeroshard.optim.joined import JoinedSpans
 from zeroshard.optim.moments import Blockwise
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.updater import MasterUpdater
@@ -36,7 +37,7 @@ class HostUpdater(MasterUpdater):
         weights: Weights,
         values: torch.Tensor,
         start: int,
-        optimizer: SpanOptimizer,
+        optimizer: SpanOptimizer | JoinedSpans,
         groups: Sequence[int],
         updates: HostUpdates,
         unit: int,
@@ -71,6 +72,7 @@ class HostUpdater(MasterUpdater):
             index = self.weights.flat.index
             own = self.values.numel() - index.padding_in(self.start, self.start + self.values.numel())
             yield Purpose.PARAMETERS_UP, own * work.updates
+        yield from super().wire(work)
 
     def _take(self, numel: int) -> torch.Tensor:
         return self._updates.host.borrow(numel * self.values.dtype.itemsize).view(self.values.dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.collectives import Comm
+from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena
 from zeroshard.optim.probe import StateLayout
 from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
@@ -72,6 +73,7 @@ class JoinedSpans:
         comm: of the ranks that hold the parts.
         arena: for what is sent, and for wholes.
         label: of the flat.
+        host: for wholes, if the flat is updated in its memory.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class JoinedSpans:
         comm: Comm,
         arena: Arena,
         label: str,
+        host: HostMemory | None = None,
     ) -> None:
         self._optimizer, self._splits, self._owners = optimizer, splits, owners
-        self._comm, self._arena, self._label = comm, arena, label
+        self._comm, self._arena, self._label, self._host = comm, arena, label, host
         self._matrices: dict[str, Matrix] = {}
         self._index = Index.of([], 1)
 
@@ -147,7 +150,7 @@ class JoinedSpans:
         parts = {name: matrix.part.tensor.detach() for name, matrix in self._matrices.items()}
         found = {name: gradient_of(matrix.part) for name, matrix in self._matrices.items()}
         gradients = {name: parts[name] if g is None else g.view(parts[name].shape) for name, g in found.items()}
-        wholes = self._take(2 * self._index.numel)
+        wholes = self._take_wholes()
         gradient, values = wholes.tensor_split(2)
         self._exchange(
             [
@@ -171,15 +174,16 @@ class JoinedSpans:
             [[view for name, m in self._of(rank) for view in m.of_part(parts[name], False)] for rank in self._ranks],
             f"updated matrices of {self._label}",
         )
-        self._arena.give(wholes)
+        (self._arena.give if self._host is None else self._host.give_back)(wholes)
 
     def reserve(self) -> None:
-        """Make the scratch of an update."""
+        """Make the scratch on the device that an update takes."""
         whole, sent, updated = self._index.numel, self._numel_out(counted=True), self._numel_out(counted=False)
-        held = [self._take(numel) for numel in (2 * whole, 2 * sum(sent.values()), 2 * whole)]
-        for scratch in held[1:]:
-            self._arena.give(scratch)
-        held[1:] = [self._take(sum(self._numel_in().values())), self._take(sum(updated.values()))]
+        held = [self._take_wholes()] if self._host is None else []
+        messages = [(2 * sum(sent.values()), 2 * whole), (sum(self._numel_in().values()), sum(updated.values()))]
+        for pair in messages:
+            for scratch in [self._take(numel) for numel in pair]:
+                self._arena.give(scratch)
         for scratch in held:
             self._arena.give(scratch)
 
@@ -213,6 +217,11 @@ class JoinedSpans:
     def _take(self, numel: int) -> torch.Tensor:
         return self._arena.take(numel, self._absent.dtype, "whole matrices")
 
+    def _take_wholes(self) -> torch.Tensor:
+        """Room for gradients and values of all that this rank updates, where these are updated."""
+        numel, dtype = 2 * self._index.numel, self._absent.dtype
+        return self._take(numel) if self._host is None else self._host.borrow(numel * dtype.itemsize).view(dtype)
+
     def _exchange(self, out: Views, into: Views, label: str) -> None:
         """Copy what this rank has for each rank to where that wants it."""
         sends, receives = ([sum(view.numel() for view in of) for of in each] for each in (out, into))
@@ -244,6 +253,7 @@ def spans_of(
     axes: Mapping[str, Axis],
     arena: Arena,
     label: str,
+    host: HostMemory | None = None,
 ) -> SpanOptimizer | JoinedSpans:
     """What steps over a flat: the optimizer itself, or its steps over matrices of which the flat has parts.
 
@@ -251,10 +261,11 @@ def spans_of(
         members: the parameters of the flat as they were dealt out, by name.
         splits: of those that are parts.
         axes: over which they are split, by name.
+        arena, label, host: as for `JoinedSpans`.
     """
     joined, axis = optimizer.owners.joined, next((split.axis for split in splits.values() if split.by_rank), None)
     if joined is None or axis is None:
         return optimizer
     owners = {name: rank for name, parameter in members.items() if (rank := joined.rank_of(parameter)) is not None}
     # where this rank's slice has none of the matrices too: all ranks are to start the same collectives
-    return JoinedSpans(optimizer, splits, owners, axes[axis].comm, arena, label)
+    return JoinedSpans(optimizer, splits, owners, axes[axis].comm, arena, label, host)
