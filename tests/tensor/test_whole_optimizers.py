@@ -3,6 +3,7 @@
 Models have few key heads on several ranks (llama-1), fused and transposed features and a tied vocabulary (gpt2).
 """
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,16 +152,18 @@ def test_data_ranks_slice_parts_of_the_same_matrices(pool: Pool) -> None:
 NARROW: list[Case] = [
     (optimizer, name, {**TENSOR, "zero": zero, "precision": precision})
     for optimizer, name, precision in (("Adafactor", "llama-1", "bf16"), ("Muon", "gpt", "fp16"))
-    for zero in (0, 1, 2, 3)
+    for zero in (0, 2, 3)
 ]
 
 
 def test_master_weights_of_narrow_parameters(pool: Pool) -> None:
-    """Zero 0 to 3 are the same bit for bit but for sums in other orders; and near a loop in fp32."""
+    """All stages are the same but for sums in other orders, and near a loop in fp32."""
     everyone = pool.run(trained, 4, NARROW, 2)
     for number, (optimizer, name, _) in enumerate(NARROW):
         rows = [answers[number] for answers in everyone]
         assert [differing for _, differing, _ in rows] == [[]] * 4
+        first = everyone[0][number - number % 3][0].weights
+        assert all(np.allclose(rows[0][0].weights[key], value, 1e-4, 1e-6) for key, value in first.items()), number
         compare(NARROW[number], [seen for seen, _, _ in rows], plain(optimizer, name, 2), 5e-3, 2e-2)
 
 
@@ -180,25 +183,27 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"zero": 0}),
     "tensor 2": (2, {**TENSOR, "zero": 0}),
     "data 2, zero 3": (2, {"zero": 3}),
-    "tensor 4": (4, {"tensor_parallel": 4, "zero": 1}),
+    "tensor 4": (4, {"tensor_parallel": 4, "zero": 1, "offload": "optimizer"}),
     "tensor 2, data 2, zero 3": (4, {**TENSOR, "zero": 3, "transport": "network"}),
     "tensor 2, data 2, zero 0": (4, {**TENSOR, "zero": 0}),
     "tensor 2, stages 2": (4, {**TENSOR, **STAGED, "zero": 1}),
 }
-CHECKPOINTED = {"Adafactor": "llama-1", "AdamW8bit": "gpt", "Shampoo": "gpt2", "torch's Adafactor": "gpt2"}
+CHECKPOINTED = {"Adafactor": "llama-1", "AdamW8bit": "gpt", "Shampoo": "gpt2"}
 
 
 def handed_on(mesh: zs.Mesh, plan: str, source: str, folder: str) -> list[list[float]]:
-    """For each optimizer: load a checkpoint, save it again, and the losses of two steps."""
+    """For each optimizer: load a checkpoint, save it again, and the loss of the next step."""
     found = []
-    for optimizer, name in CHECKPOINTED.items():
-        engine = engine_of(mesh, optimizer, name, PLANS[plan][1])
-        if source:
-            engine.load(f"{folder}/{optimizer} {source}")
-        else:
-            go_on(engine, name, 2, STEPS)
-        engine.save(f"{folder}/{optimizer} {plan}", wait=True)
-        found.append(go_on(engine, name, 2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        for optimizer, name in CHECKPOINTED.items():
+            engine = engine_of(mesh, optimizer, name, PLANS[plan][1])
+            if source:
+                engine.load(f"{folder}/{optimizer} {source}")
+            else:
+                go_on(engine, name, 2, STEPS)
+            engine.save(f"{folder}/{optimizer} {plan}", wait=True)
+            found.append(go_on(engine, name, 2, 1))
     return found
 
 
@@ -208,6 +213,7 @@ def comparable(path: Path) -> Tensors:
 
 
 def test_checkpoints_go_through_all_plans_unchanged(pool: Pool, tmp_path: Path) -> None:
+    """Each plan loads what the one before saved; the first is one rank, which steps over whole tensors anyway."""
     losses, source = [], ""
     for plan, (ranks, _) in PLANS.items():
         everyone = pool.run(handed_on, ranks, plan, source, str(tmp_path))

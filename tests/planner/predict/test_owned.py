@@ -109,7 +109,7 @@ def test_owners_among_ranks_that_split_layers_to_the_byte(name: str, zero: int, 
     assert {p: n for p, n in found.wire_bytes.items() if n and p != "agreement"} == {
         p: w[1] for p, w in fullest["wire"].items() if w[1] and p != "agreement"
     }
-    assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=LATE)
+    assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=2 * LATE)  # two exchanges a flat
 
 
 @pytest.mark.parametrize(("name", "zero"), [("Adafactor", 2), ("Shampoo", 1)])
