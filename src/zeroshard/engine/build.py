@@ -15,13 +15,12 @@ from zeroshard.checks.whole_tensors import refuse_split
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
-from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_tiers import HostTiers, units_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
-from zeroshard.offload.updaters import HostAdam, HostUpdater
+from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
 from zeroshard.optim import JoinedSpans, SpanOptimizer, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
@@ -303,13 +302,13 @@ class Builder:
             kept = (weights.own, start) if weights.sliced else (weights.full, 0)
             return Part(flat, place, splits, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
         accumulation = self._accumulation()
-        spans = partial(spans_of, self._spans, members, splits, self._axes.new, self._arena, flat.label)
+        spans = partial(spans_of, self._spans, members, splits, self._axes.new, flat.label, self._arena)
         if on_host:
             total = self._host_sum(flat, place, accumulation)
             updater = self._host_updater(weights, values[start:stop], start, numbers, total, spans)
             gradients = self._gradients(flat, place, accumulation, total)
         else:
-            updater = self._updater(weights, values[start:stop], start, numbers, spans())
+            updater = self._updater(weights, values[start:stop], start, numbers, spans(self._arena))
             gradients = self._gradients(flat, place, accumulation, None)
         return Part(flat, place, splits, weights, gradients, updater, OneVersion(weights), flat.edits)
 
@@ -358,7 +357,7 @@ class Builder:
 
     def _host_updater(
         self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum,
-        spans: Callable[[HostMemory], SpanOptimizer | JoinedSpans],
+        spans: Callable[[HostScratch], SpanOptimizer | JoinedSpans],
     ) -> Updater:  # fmt: skip
         """The host's own Adam where it stands for the user's optimizer, else that one on the host."""
         lower, updates, flat = self._lower, self._late, weights.flat
@@ -376,7 +375,7 @@ class Builder:
         )
         masters = lower.host.slab(values.numel(), dtype, category, label, padding)
         masters.copy_(values)
-        return HostUpdater(weights, masters, start, spans(lower.host), groups, updates, unit)
+        return HostUpdater(weights, masters, start, spans(HostScratch(lower.host)), groups, updates, unit)
 
     def _host_sum(self, flat: Flat, place: Place, accumulation: Accumulation) -> HostSum:
         """The sum of the gradients of a slice that is updated on the host."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zeroshard.errors import OptimizerError
+from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
@@ -22,6 +23,21 @@ from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.parts.updater import Span
 from zeroshard.parts.weights import Weights
 from zeroshard.traffic import Purpose
+
+
+class HostScratch:
+    """Scratch in the memory of the host, for whole matrices that are updated there."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+
+    def take(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """An uninitialised 1-D tensor of `numel` elements."""
+        return self._host.borrow(numel * dtype.itemsize).view(dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Hand it back."""
+        self._host.give_back(tensor)
 
 
 class HostUpdater(MasterUpdater):

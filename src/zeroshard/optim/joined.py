@@ -10,12 +10,12 @@ whole is scratch. Pieces that several ranks hold come from the one that counts t
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena
 from zeroshard.optim.probe import StateLayout
 from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
@@ -25,6 +25,16 @@ from zeroshard.traffic import Purpose
 from zeroshard.units import Entry, Index
 
 Views = Sequence[Sequence[torch.Tensor]]  # for each rank
+
+
+class MatrixScratch(Protocol):
+    """Buffers for whole matrices; an `Arena`, or one in the memory of the host."""
+
+    def take(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """An uninitialised 1-D tensor of `numel` elements."""
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Hand it back."""
 
 
 @dataclass(slots=True)
@@ -71,9 +81,9 @@ class JoinedSpans:
         splits: of the parameters of the flat, by name.
         owners: the rank that updates each of those of this rank's slice.
         comm: of the ranks that hold the parts.
-        arena: for what is sent, and for wholes.
         label: of the flat.
-        host: for wholes, if the flat is updated in its memory.
+        arena: for what is sent.
+        wholes: for whole matrices, where the flat is updated.
     """
 
     def __init__(
@@ -82,12 +92,12 @@ class JoinedSpans:
         splits: Mapping[str, Split],
         owners: Mapping[str, int],
         comm: Comm,
-        arena: Arena,
         label: str,
-        host: HostMemory | None = None,
+        arena: Arena,
+        wholes: MatrixScratch,
     ) -> None:
         self._optimizer, self._splits, self._owners = optimizer, splits, owners
-        self._comm, self._arena, self._label, self._host = comm, arena, label, host
+        self._comm, self._label, self._arena, self._wholes = comm, label, arena, wholes
         self._matrices: dict[str, Matrix] = {}
         self._index = Index.of([], 1)
 
@@ -116,19 +126,27 @@ class JoinedSpans:
             matrix.entry = entry
         nothing = torch.full((1,), float("nan"), dtype=owned.dtype, device=owned.device)
         self._absent = nothing.expand(self._index.numel)  # between updates wholes have a shape alone
-        return self._optimizer.add(self._index, [m.part.group for m in mine.values()], self._absent, 0, tier)
+        self._number = self._optimizer.add(self._index, [m.part.group for m in mine.values()], self._absent, 0, tier)
+        return self._number
 
     def spans(self, number: int) -> list[SliceSpan]:
         """The parts of matrices that are updated here."""
         return [matrix.part for matrix in self._matrices.values()]
 
-    def matrices(self, number: int) -> Mapping[str, SliceSpan] | None:
+    @property
+    def matrices(self) -> Mapping[str, SliceSpan]:
         """The wholes that this rank updates, by name."""
         entries = self._index.entries
-        return {entries[self._index.number_at(s.start)].name: s for s in self._optimizer.spans(number)}
+        return {entries[self._index.number_at(s.start)].name: s for s in self._optimizer.spans(self._number)}
 
     def split(self, number: int, cuts: Sequence[int]) -> None:
-        """Each part is of one parameter."""
+        """Make the scratch of an update; each part is of one parameter, so that there is nothing to cut."""
+        whole, sent, updated = self._index.numel, self._numel_out(counted=True), self._numel_out(counted=False)
+        wholes = self._wholes.take(2 * whole, self._absent.dtype, "whole matrices")
+        for pair in ((2 * sum(sent.values()), 2 * whole), (sum(self._numel_in().values()), sum(updated.values()))):
+            for scratch in [self._take(numel) for numel in pair]:
+                self._arena.give(scratch)
+        self._wholes.give(wholes)
 
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
         """Let the parts view `owned`, which begins at `start` and holds the same values."""
@@ -150,7 +168,7 @@ class JoinedSpans:
         parts = {name: matrix.part.tensor.detach() for name, matrix in self._matrices.items()}
         found = {name: gradient_of(matrix.part) for name, matrix in self._matrices.items()}
         gradients = {name: parts[name] if g is None else g.view(parts[name].shape) for name, g in found.items()}
-        wholes = self._take_wholes()
+        wholes = self._wholes.take(2 * self._index.numel, self._absent.dtype, "whole matrices")
         gradient, values = wholes.tensor_split(2)
         self._exchange(
             [
@@ -174,18 +192,7 @@ class JoinedSpans:
             [[view for name, m in self._of(rank) for view in m.of_part(parts[name], False)] for rank in self._ranks],
             f"updated matrices of {self._label}",
         )
-        (self._arena.give if self._host is None else self._host.give_back)(wholes)
-
-    def reserve(self) -> None:
-        """Make the scratch on the device that an update takes."""
-        whole, sent, updated = self._index.numel, self._numel_out(counted=True), self._numel_out(counted=False)
-        held = [self._take_wholes()] if self._host is None else []
-        messages = [(2 * sum(sent.values()), 2 * whole), (sum(self._numel_in().values()), sum(updated.values()))]
-        for pair in messages:
-            for scratch in [self._take(numel) for numel in pair]:
-                self._arena.give(scratch)
-        for scratch in held:
-            self._arena.give(scratch)
+        self._wholes.give(wholes)
 
     def wire(self, work: Work) -> Wire:
         """Gradients and values to the owners of the others' matrices; from its own, each other rank's new values."""
@@ -217,11 +224,6 @@ class JoinedSpans:
     def _take(self, numel: int) -> torch.Tensor:
         return self._arena.take(numel, self._absent.dtype, "whole matrices")
 
-    def _take_wholes(self) -> torch.Tensor:
-        """Room for gradients and values of all that this rank updates, where these are updated."""
-        numel, dtype = 2 * self._index.numel, self._absent.dtype
-        return self._take(numel) if self._host is None else self._host.borrow(numel * dtype.itemsize).view(dtype)
-
     def _exchange(self, out: Views, into: Views, label: str) -> None:
         """Copy what this rank has for each rank to where that wants it."""
         sends, receives = ([sum(view.numel() for view in of) for of in each] for each in (out, into))
@@ -251,9 +253,9 @@ def spans_of(
     members: Mapping[str, nn.Parameter],
     splits: Mapping[str, Split],
     axes: Mapping[str, Axis],
-    arena: Arena,
     label: str,
-    host: HostMemory | None = None,
+    arena: Arena,
+    wholes: MatrixScratch,
 ) -> SpanOptimizer | JoinedSpans:
     """What steps over a flat: the optimizer itself, or its steps over matrices of which the flat has parts.
 
@@ -261,11 +263,11 @@ def spans_of(
         members: the parameters of the flat as they were dealt out, by name.
         splits: of those that are parts.
         axes: over which they are split, by name.
-        arena, label, host: as for `JoinedSpans`.
+        label, arena, wholes: as for `JoinedSpans`.
     """
     joined, axis = optimizer.owners.joined, next((split.axis for split in splits.values() if split.by_rank), None)
     if joined is None or axis is None:
         return optimizer
     owners = {name: rank for name, parameter in members.items() if (rank := joined.rank_of(parameter)) is not None}
     # where this rank's slice has none of the matrices too: all ranks are to start the same collectives
-    return JoinedSpans(optimizer, splits, owners, axes[axis].comm, arena, label, host)
+    return JoinedSpans(optimizer, splits, owners, axes[axis].comm, label, arena, wholes)

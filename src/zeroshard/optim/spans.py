@@ -8,7 +8,7 @@ elementwise optimizer; so a parameter without a gradient is skipped exactly as t
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim.in_memory import fast_on_cpus
 from zeroshard.optim.owners import Owners
 from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
-from zeroshard.parts.planned import Wire, Work
 from zeroshard.units import Index, Unreadable
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
@@ -149,17 +148,6 @@ class SpanOptimizer:
     def spans(self, number: int) -> list[SliceSpan]:
         """The spans of one flat."""
         return self._spans[number]
-
-    def matrices(self, number: int) -> Mapping[str, SliceSpan] | None:
-        """None: it steps over the spans."""
-        return None
-
-    def reserve(self) -> None:
-        """A step makes no scratch."""
-
-    def wire(self, work: Work) -> Wire:
-        """Nothing is sent."""
-        yield from ()
 
     def split(self, number: int, cuts: Sequence[int]) -> None:
         """Cut the spans of one flat at the given elements, with their states."""

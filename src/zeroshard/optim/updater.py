@@ -49,9 +49,6 @@ class Untrained:
         """None, as there are no spans."""
         return None
 
-    def reserve(self) -> None:
-        """There is no update."""
-
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Frozen weights get no update."""
 
@@ -126,11 +123,7 @@ class DeviceUpdater(Untrained):
     @property
     def matrices(self) -> Mapping[str, Span] | None:
         """The whole matrices that this rank steps over, by name, where the values are parts of matrices."""
-        return self._optimizer.matrices(self._number)
-
-    def reserve(self) -> None:
-        """Make the scratch that a step takes."""
-        self._optimizer.reserve()
+        return self._optimizer.matrices if isinstance(self._optimizer, JoinedSpans) else None
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and let the other ranks have the new weights."""
@@ -183,7 +176,8 @@ class DeviceUpdater(Untrained):
 
     def wire(self, work: Work) -> Wire:
         """What a step sends."""
-        yield from self._optimizer.wire(work)
+        if isinstance(self._optimizer, JoinedSpans):
+            yield from self._optimizer.wire(work)
 
     @property
     def state_bytes(self) -> int:

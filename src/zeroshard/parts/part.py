@@ -204,7 +204,6 @@ class Part:
         if total.dtype != updater.values.dtype:
             arena.give(arena.take(updater.values.numel(), updater.values.dtype, "gradients in fp32"))
         updater.split(index.borders(written))  # as the update will
-        updater.reserve()
         return scalars * sum(bool(written[index.number_at(span.start)]) for span in updater.spans)
 
     def next_version(self) -> None:

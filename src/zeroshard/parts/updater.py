@@ -59,9 +59,6 @@ class Updater(Protocol):
     def lost(self) -> str | None:
         """Why a write into the parameters would be undone by the next update, in words; None if it would not."""
 
-    def reserve(self) -> None:
-        """Make the scratch of an update, beside that for gradients in the dtype of the values."""
-
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Begin one step with the gradients times `factor`.
 
@@ -70,7 +67,7 @@ class Updater(Protocol):
         """
 
     def split(self, cuts: Sequence[int]) -> None:
-        """Cut the spans at these elements of the flat, with their states."""
+        """Cut the spans at these elements of the flat, with their states, and make the scratch of an update."""
 
     def follow(self) -> None:
         """The parameters have moved to another buffer, values included."""
