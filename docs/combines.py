@@ -38,8 +38,8 @@ parts combine; a dash means none. An empty cell right of the diagonal means that
 diagonal has each part on its own. A combination without a stage is refused when the plan is made, with the reason in
 the last table. `docs/combines.py` prints this page from the plans themselves.
 
-An optimizer that needs whole tensors (Adafactor, Muon, 8-bit Adam, Shampoo, ...) combines with every part but tensor
-and heads, and with 8-bit or 16-bit `offload.moments`, which are for Adam; see [optimizers](optimizers.md#under-slices).
+An optimizer that needs whole tensors (Adafactor, Muon, 8-bit Adam, Shampoo, ...) combines with every part, but not with
+8-bit or 16-bit `offload.moments`, which are for Adam; see [optimizers](optimizers.md#under-slices).
 """
 SAID = """
 | Word | Part of the plan |

@@ -13,6 +13,7 @@ class Purpose(StrEnum):
     REDUCE_GRADIENTS = "reduce gradients"
     GATHER_GRADIENTS = "gather gradients"
     AVERAGE_REPLICAS = "average replicas"
+    JOIN_MATRICES = "join matrices"
     SEND_ACTIVATIONS = "send activations"
     SEND_TO_EVALUATE = "send to evaluate"
     SEND_GRADIENTS = "send their gradients"

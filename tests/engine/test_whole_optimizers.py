@@ -1,5 +1,6 @@
 """Optimizers over whole tensors: each parameter has one owner, and trains as in one process under every plan."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -315,3 +316,16 @@ def test_groups_that_shard_apart_have_ranks_that_own_nothing_of_a_layer(pool: Po
         assert differing == []
         for key, value in expected.items():
             torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=2e-6)
+
+
+def largest_gradient(mesh: zs.Mesh, zero: int) -> float:
+    torch.manual_seed(0)
+    engine = zs.Engine(Matrices(), Gram, zs.Plan(zero=zero), mesh=mesh)  # type: ignore[arg-type]
+    x, y = batches(1)[0]
+    engine.backward(loss_of(engine(x[mesh.rank :: mesh.ranks]), y[mesh.rank :: mesh.ranks]))
+    return engine.clip_grad_norm(1.0, math.inf)
+
+
+def test_the_largest_gradient_is_found_where_ranks_own_nothing_of_a_layer(pool: Pool) -> None:
+    expected = pool.run(largest_gradient, 1, 0)[0]
+    assert pool.run(largest_gradient, 3, 2) == pytest.approx([expected] * 3, rel=1e-5)

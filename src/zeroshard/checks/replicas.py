@@ -161,6 +161,8 @@ def _states(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
     for span in part.updater.spans:
         for key, value in part.updater.elements(span).items():
             yield from _pieces(part, f"{key} of", value, span.start)
+    for name, span in (part.updater.matrices or {}).items():
+        yield from ((f"{key} of {name}", value) for key, value in part.updater.elements(span).items())
 
 
 def _details(pieces: Pieces) -> dict[str, int]:

@@ -20,8 +20,8 @@ from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_tiers import HostTiers, units_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
-from zeroshard.offload.updaters import HostAdam, HostUpdater
-from zeroshard.optim import SpanOptimizer, deal_out, layout_of
+from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
+from zeroshard.optim import JoinedSpans, SpanOptimizer, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
@@ -139,9 +139,10 @@ class Builder:
             self._late = HostUpdates(self._lower, self._spans, self._arena, self._unclipped, len(units), gathers)
         parts: list[list[Part]] = []
         kinds = [self._kinds(unit, groups, kept) for unit in units]
-        if layout.whole is not None and self._residency.slice_states:
+        if layout.whole is not None:
             apart = (self._residency.slice_gradients, self._residency.slice_parameters, bool(self._precision.compute))
-            self._spans.owners = deal_out(kinds, self._axes.place, groups, torch_optimizer, 4 * sum(apart))
+            owned = 4 * sum(apart) if self._residency.slice_states else None
+            self._spans.owners = deal_out(kinds, self._axes, groups, torch_optimizer, owned, self._cuts)
         for unit, of_unit in zip(units, kinds, strict=True):
             for owner in unit.owners:
                 materialiser.materialise(owner)
@@ -301,12 +302,13 @@ class Builder:
             kept = (weights.own, start) if weights.sliced else (weights.full, 0)
             return Part(flat, place, splits, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
         accumulation = self._accumulation()
+        spans = partial(spans_of, self._spans, members, splits, self._axes.new, flat.label, self._arena)
         if on_host:
             total = self._host_sum(flat, place, accumulation)
-            updater = self._host_updater(weights, values[start:stop], start, numbers, total)
+            updater = self._host_updater(weights, values[start:stop], start, numbers, total, spans)
             gradients = self._gradients(flat, place, accumulation, total)
         else:
-            updater = self._updater(weights, values[start:stop], start, numbers)
+            updater = self._updater(weights, values[start:stop], start, numbers, spans(self._arena))
             gradients = self._gradients(flat, place, accumulation, None)
         return Part(flat, place, splits, weights, gradients, updater, OneVersion(weights), flat.edits)
 
@@ -335,16 +337,18 @@ class Builder:
         flat.attach()
         return weights.full
 
-    def _updater(self, weights: Weights, values: torch.Tensor, start: int, groups: list[int]) -> Updater:
+    def _updater(
+        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], spans: SpanOptimizer | JoinedSpans
+    ) -> Updater:
         """The user's optimizer over the parameters, or over fp32 master weights."""
         if weights.flat.dtype.itemsize >= 4:
             own = weights.own if self._residency.slice_states else weights.full
-            return DeviceUpdater(weights, own, start, self._spans, groups, self._arena)
+            return DeviceUpdater(weights, own, start, spans, groups, self._arena)
         label, device = f"master weights {weights.flat.label}", self._comm.mesh.device
         padding = weights.flat.index.padding_in(start, start + values.numel())
         masters = self._ledger.empty(values.numel(), torch.float32, device, Category.MASTER_WEIGHTS, label, padding)
         masters.copy_(values)
-        return MasterUpdater(weights, masters, start, self._spans, groups, self._arena)
+        return MasterUpdater(weights, masters, start, spans, groups, self._arena)
 
     def _gathers(self, comm: Comm) -> bool:
         """Whether units sliced among these ranks are gathered for use; those that ranks share are there for all."""
@@ -352,8 +356,9 @@ class Builder:
         return self._residency.slice_parameters and several and comm.shared is None
 
     def _host_updater(
-        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum
-    ) -> Updater:
+        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum,
+        spans: Callable[[HostScratch], SpanOptimizer | JoinedSpans],
+    ) -> Updater:  # fmt: skip
         """The host's own Adam where it stands for the user's optimizer, else that one on the host."""
         lower, updates, flat = self._lower, self._late, weights.flat
         assert lower is not None and isinstance(updates, HostUpdates)
@@ -370,7 +375,7 @@ class Builder:
         )
         masters = lower.host.slab(values.numel(), dtype, category, label, padding)
         masters.copy_(values)
-        return HostUpdater(weights, masters, start, self._spans, groups, updates, unit)
+        return HostUpdater(weights, masters, start, spans(HostScratch(lower.host)), groups, updates, unit)
 
     def _host_sum(self, flat: Flat, place: Place, accumulation: Accumulation) -> HostSum:
         """The sum of the gradients of a slice that is updated on the host."""

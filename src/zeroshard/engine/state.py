@@ -28,8 +28,8 @@ from zeroshard.checkpoint.facts import check_facts, plain, unfit
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
-from zeroshard.optim.restoring import WAY_OUT, Saved
-from zeroshard.optim.whole_states import encoded, whole_pieces
+from zeroshard.optim.restoring import WAY_OUT, Saved, load_states
+from zeroshard.optim.whole_states import scalars_of, whole_pieces
 from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.parameters.whole_tensors import WholeTensors
 from zeroshard.parts.axes import Axes
@@ -206,7 +206,7 @@ class State:
         """This rank's facts, those of its parts included."""
         optimizer = self._optimizer.optimizer
         groups = [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        scalars = {name: kept for part in self._parts.all for name, kept in self._scalars(part).items()}
+        scalars = {name: kept for part in self._parts.all for name, kept in scalars_of(part).items()}
         layouts = {s.flat.label: s.gradients.layout for s in self._parts.all if s.gradients}
         return {
             **facts,
@@ -237,7 +237,7 @@ class State:
             with part.updater.at_hand(writes=True):
                 self._load_weights(part, reader)
                 if part.gradients is not None:
-                    self._load_optimizer(part, reader, saved)
+                    load_states(part, reader, saved)
         for group, options in zip(self._optimizer.optimizer.param_groups, saved.groups, strict=True):
             group.update(options)
         self.buffers.load(reader, same_layout)
@@ -294,16 +294,6 @@ class State:
         for key, several in found.items():
             yield key, several[0] if len(several) == 1 else torch.cat(several)
 
-    def _scalars(self, part: Part) -> dict[str, dict[str, Any]]:
-        """States that are no element's (step counts), by parameter."""
-        found: dict[str, dict[str, Any]] = {}
-        for span in part.updater.spans:
-            scalars = part.updater.scalars(span)
-            for number, _, _ in part.flat.index.overlaps(span.start, span.stop):
-                if scalars is not None:
-                    found[part.flat.index.entries[number].name] = {k: encoded(v, k, {}) for k, v in scalars.items()}
-        return found
-
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all parameters of the model, those of other stages included."""
         every = ((part, n, entry) for part in self._parts.all for n, entry in enumerate(part.flat.index.entries))
@@ -338,24 +328,6 @@ class State:
         for number, low, high in part.flat.index.overlaps(start, start + values.numel()):
             targets = [each for each, _ in part.boxes(number, low, values[low - start : high - start])]
             reader.fill(f"weight:{part.flat.index.entries[number].name}", targets)
-
-    def _load_optimizer(self, part: Part, reader: Reader, saved: Saved) -> None:
-        entries, updater = part.flat.index.entries, part.updater
-        kept = [(saved.scalars.get(entry.name), saved.kinds(entry.name)) for entry in entries]
-        updater.split([after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b])
-        for span in updater.spans:
-            entry = entries[part.flat.index.number_at(span.start)]
-            loaded = saved.state(entry.name, part.splits.get(entry.name))
-            if loaded is None:
-                updater.load_state(span, None)
-                continue
-            for key in saved.kinds(entry.name):
-                loaded[key] = saved.room(key, entry.name, span.tensor)
-                values = loaded[key].view(-1)
-                for number, low, high in part.flat.index.overlaps(span.start, span.stop):
-                    inside = values[low - span.start : high - span.start]
-                    reader.fill(f"{key}:{entries[number].name}", [each for each, _ in part.boxes(number, low, inside)])
-            updater.load_state(span, loaded)
 
 
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:

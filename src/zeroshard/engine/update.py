@@ -84,7 +84,8 @@ class Update:
         settled = self.settle(step)
         if kind == 2:
             return settled.norm
-        parts = [float(torch.linalg.vector_norm(v.settle(), kind, dtype=torch.float64)) for v in self._counted()]
+        sums = [values for each in self._counted() if (values := each.settle()).numel()]  # slices may be empty
+        parts = [float(torch.linalg.vector_norm(values, kind, dtype=torch.float64)) for values in sums]
         own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
         everyone = self._comm.agree(struct.pack("<d", own), f"norm of step {step}")
         norms = torch.tensor([struct.unpack("<d", answer)[0] for answer in everyone], dtype=torch.float64)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from zeroshard.errors import OptimizerError
+from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
 from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded
 from zeroshard.optim.host_adam import Scalars
+from zeroshard.optim.joined import JoinedSpans
 from zeroshard.optim.moments import Blockwise
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.updater import MasterUpdater
@@ -21,6 +23,21 @@ from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
 from zeroshard.parts.updater import Span
 from zeroshard.parts.weights import Weights
 from zeroshard.traffic import Purpose
+
+
+class HostScratch:
+    """Scratch in the memory of the host, for whole matrices that are updated there."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+
+    def take(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """An uninitialised 1-D tensor of `numel` elements."""
+        return self._host.borrow(numel * dtype.itemsize).view(dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Hand it back."""
+        self._host.give_back(tensor)
 
 
 class HostUpdater(MasterUpdater):
@@ -36,7 +53,7 @@ class HostUpdater(MasterUpdater):
         weights: Weights,
         values: torch.Tensor,
         start: int,
-        optimizer: SpanOptimizer,
+        optimizer: SpanOptimizer | JoinedSpans,
         groups: Sequence[int],
         updates: HostUpdates,
         unit: int,
@@ -71,6 +88,7 @@ class HostUpdater(MasterUpdater):
             index = self.weights.flat.index
             own = self.values.numel() - index.padding_in(self.start, self.start + self.values.numel())
             yield Purpose.PARAMETERS_UP, own * work.updates
+        yield from super().wire(work)
 
     def _take(self, numel: int) -> torch.Tensor:
         return self._updates.host.borrow(numel * self.values.dtype.itemsize).view(self.values.dtype)

@@ -124,10 +124,14 @@ class StateSizes:
 
     def of(self, group: int, tensor: torch.Tensor) -> int:
         """Those of a parameter in a group; of fewer than 32 bits, those of its fp32 master weights."""
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        key = (group, tensor.shape, dtype)
+        return self.of_shape(group, tensor.shape, tensor.dtype)
+
+    def of_shape(self, group: int, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Those of a parameter of this shape."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        key = (group, shape, dtype)
         if key not in self._known:
-            self._known[key] = state_nbytes(self._optimizer, self.templates[group], tensor.shape, dtype)
+            self._known[key] = state_nbytes(self._optimizer, self.templates[group], shape, dtype)
         return self._known[key]
 
 

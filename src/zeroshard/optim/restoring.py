@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint import Reader
+from zeroshard.checkpoint import Box, Reader
+from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.checkpoint.facts import setting, shown
 from zeroshard.errors import CheckpointError, OptimizerError
 from zeroshard.optim.probe import SHAPE, try_states
 from zeroshard.optim.whole_states import decoded, paths_of, read_whole
+from zeroshard.parts.part import Part
 from zeroshard.parts.place import Split
 
 NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are no optimizer states
@@ -81,7 +83,7 @@ class Saved:
     def room(self, key: str, name: str, values: torch.Tensor) -> torch.Tensor:
         """Zeros for a state with a value for each of some elements, in the dtype in which the optimizer keeps it."""
         kept = values.dtype if self._elementwise else self._reader.tensors[f"{key}:{name}"].dtype
-        return torch.zeros_like(values, dtype=kept)
+        return torch.zeros(values.shape, dtype=kept, device=values.device)
 
     def kinds(self, name: str) -> list[str]:
         """The states of a parameter that have a value per element."""
@@ -126,6 +128,35 @@ class Saved:
                 f"{self._path} holds '{key}:{name}' as {entry.dtype} {list(entry.shape)}; it must have floating-point "
                 f"numbers in the shape of the weights, {list(weight.shape)}. {WAY_OUT}"
             )
+
+
+def load_states(part: Part, reader: Reader, saved: Saved) -> None:
+    """Set the optimizer's states of a part, or of the whole matrices that this rank steps over for those of parts."""
+    entries, updater, matrices = part.flat.index.entries, part.updater, part.updater.matrices
+    if matrices is not None:
+        for name, span in matrices.items():
+            state, whole = saved.state(name), Box.whole(tuple(span.tensor.shape))
+            if state is not None:
+                for key in saved.kinds(name):
+                    state[key] = saved.room(key, name, span.tensor)
+                    reader.fill(f"{key}:{name}", [BoxValues(whole, state[key])])
+            updater.load_state(span, state)
+        return
+    kept = [(saved.scalars.get(entry.name), saved.kinds(entry.name)) for entry in entries]
+    updater.split([after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b])
+    for span in updater.spans:
+        entry = entries[part.flat.index.number_at(span.start)]
+        loaded = saved.state(entry.name, part.splits.get(entry.name))
+        if loaded is None:
+            updater.load_state(span, None)
+            continue
+        for key in saved.kinds(entry.name):
+            loaded[key] = saved.room(key, entry.name, span.tensor)
+            values = loaded[key].view(-1)
+            for number, low, high in part.flat.index.overlaps(span.start, span.stop):
+                inside = values[low - span.start : high - span.start]
+                reader.fill(f"{key}:{entries[number].name}", [each for each, _ in part.boxes(number, low, inside)])
+        updater.load_state(span, loaded)
 
 
 def _decoded(path: Path, at: str, saved: Any) -> Any:

@@ -1,6 +1,6 @@
 """Updates on the device: the user's optimizer steps over the slice that a rank owns."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import partial
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zeroshard.memory.ledger import Arena, Category
+from zeroshard.optim.joined import JoinedSpans
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
@@ -42,6 +43,11 @@ class Untrained:
     def spans(self) -> Sequence[Span]:
         """None: the optimizer does not have these weights."""
         return []
+
+    @property
+    def matrices(self) -> Mapping[str, Span] | None:
+        """None, as there are no spans."""
+        return None
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Frozen weights get no update."""
@@ -100,7 +106,7 @@ class DeviceUpdater(Untrained):
         weights: Weights,
         values: torch.Tensor,
         start: int,
-        optimizer: SpanOptimizer,
+        optimizer: SpanOptimizer | JoinedSpans,
         groups: Sequence[int],
         arena: Arena,
         tier: str | None = "device",
@@ -113,6 +119,11 @@ class DeviceUpdater(Untrained):
     def spans(self) -> Sequence[Span]:
         """The spans of the values."""
         return self._optimizer.spans(self._number)
+
+    @property
+    def matrices(self) -> Mapping[str, Span] | None:
+        """The whole matrices that this rank steps over, by name, where the values are parts of matrices."""
+        return self._optimizer.matrices if isinstance(self._optimizer, JoinedSpans) else None
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and let the other ranks have the new weights."""
@@ -162,6 +173,11 @@ class DeviceUpdater(Untrained):
         else:
             nbytes = Fraction(self._optimizer.state_bytes(self._number))
             yield Planned("device", Category.OPTIMIZER_STATES, nbytes, Fraction(0))
+
+    def wire(self, work: Work) -> Wire:
+        """What a step sends."""
+        if isinstance(self._optimizer, JoinedSpans):
+            yield from self._optimizer.wire(work)
 
     @property
     def state_bytes(self) -> int:

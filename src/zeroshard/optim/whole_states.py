@@ -6,6 +6,7 @@ kept whole, under the path of the state ("preconditioners.0"), and lists, tuples
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,6 +91,28 @@ def whole_pieces(part: Part, interval: tuple[int, int]) -> Iterator[TensorPiece]
             for (box, inside), counted in boxes_of(values.shape, split, 0, values.reshape(-1)):
                 if counted:
                     yield TensorPiece(f"{path}:{entry.name}", shape, box, inside)
+    offsets = {entry.name: entry.offset for entry in part.flat.index.entries}
+    for name, span in (part.updater.matrices or {}).items():
+        if start <= offsets[name] < stop:
+            tensors = {key: values.view(span.tensor.shape) for key, values in part.updater.elements(span).items()}
+            for key, value in (part.updater.scalars(span) or {}).items():
+                encoded(value, key, tensors)
+            yield from (TensorPiece.whole(f"{path}:{name}", values) for path, values in tensors.items())
+
+
+def scalars_of(part: Part) -> dict[str, dict[str, Any]]:
+    """States that are no element's (step counts), by parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    spans = [
+        (part.flat.index.entries[number].name, span)
+        for span in part.updater.spans
+        for number, _, _ in part.flat.index.overlaps(span.start, span.stop)
+    ]
+    for name, span in chain(spans, (part.updater.matrices or {}).items()):
+        scalars = part.updater.scalars(span)
+        if scalars is not None:
+            found[name] = {key: encoded(value, key, {}) for key, value in scalars.items()}
+    return found
 
 
 def read_whole(reader: Reader, name: str, split: Split | None, path: str) -> torch.Tensor:

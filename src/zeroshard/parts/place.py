@@ -95,12 +95,15 @@ class Split:
         shape: of the whole tensor.
         dimension: along which it is cut.
         pieces: those that this rank holds, which lie one after the other in the parameter, along that dimension.
+        by_rank: those of each rank of the axis, for a technique that lets whole matrices be put together to be updated;
+            empty for others.
     """
 
     axis: str
     shape: tuple[int, ...]
     dimension: int
     pieces: tuple[Piece, ...]
+    by_rank: tuple[tuple[Piece, ...], ...] = ()
 
     @property
     def part_shape(self) -> tuple[int, ...]:

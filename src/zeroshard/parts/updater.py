@@ -1,6 +1,6 @@
 """Updaters: they update the weights that a rank owns, and keep their optimizer states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -41,6 +41,13 @@ class Updater(Protocol):
         """Its elements as the optimizer sees them; none where nothing is trained."""
 
     @property
+    def matrices(self) -> Mapping[str, Span] | None:
+        """By name, the whole matrices over which this rank steps for all ranks that hold parts; they have the states.
+
+        None where the optimizer steps over `spans`, which else are the parts of matrices in `values`.
+        """
+
+    @property
     def leaves(self) -> tuple[Arena | None, int]:
         """What the first `update` leaves on the device beside states.
 
@@ -60,7 +67,7 @@ class Updater(Protocol):
         """
 
     def split(self, cuts: Sequence[int]) -> None:
-        """Cut the spans at these elements of the flat, with their states."""
+        """Cut the spans at these elements of the flat, with their states, and make the scratch of an update."""
 
     def follow(self) -> None:
         """The parameters have moved to another buffer, values included."""

@@ -164,8 +164,12 @@ class _Cutting:
         pieces = tuple(own_pieces(layer, self._ranks))
         values = torch.cat([whole.detach().narrow(dimension, p.start, p.stop - p.start) for p in pieces], dimension)
         part = nn.Parameter(values.contiguous(), requires_grad=whole.requires_grad)
-        held = tuple(piece for piece in pieces if piece.stop > piece.start)
-        self.places[part] = Split(AXIS, tuple(whole.shape), dimension, held)
+        by_rank = tuple(
+            tuple(piece for piece in own_pieces(layer, self._ranks, rank) if piece.length)
+            for rank in range(self._ranks.size)
+        )
+        held = by_rank[self._ranks.rank]
+        self.places[part] = Split(AXIS, tuple(whole.shape), dimension, held, by_rank)
         return part
 
     def _tell_sizes(self, module: Any, layer: FoundLayer) -> None:
@@ -183,12 +187,12 @@ SIZES = {  # attributes that tell the features of a part
 }
 
 
-def own_pieces(layer: FoundLayer, ranks: TensorRanks) -> Iterator[Piece]:
-    """What this rank holds of the features, or of the vocabulary, of a layer."""
+def own_pieces(layer: FoundLayer, ranks: TensorRanks, rank: int | None = None) -> Iterator[Piece]:
+    """What a rank, this one by default, holds of the features, or of the vocabulary, of a layer."""
     if layer.style in (Style.EMBEDDING, Style.OUTPUT):
-        yield Piece(*ranks.rows(layer.segments[0].size))
+        yield Piece(*ranks.rows(layer.segments[0].size, rank))
     else:
-        yield from pieces_of(layer.segments, ranks.size, ranks.rank)
+        yield from pieces_of(layer.segments, ranks.size, ranks.rank if rank is None else rank)
 
 
 def dimension_of(layer: FoundLayer, module: nn.Module, name: str) -> int | None:

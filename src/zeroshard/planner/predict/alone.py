@@ -36,7 +36,7 @@ class Unstaged:
         chosen = owner_ranks(task, plan, 0, slices)
         if len(chosen) > 1:
             each = [rehearse(task, less, rank, machines.count, rows // m * few, machines) for rank in chosen]
-            return [fullest_of([needs_of(one, more=m - few) for one in each], slices)]
+            return [fullest_of([needs_of(one, more=m - few) for one in each], slices * plan.tensor.ranks)]
         deep = _deeper(plan, stacks or (), FEW + 1)
         seen: list[Rehearsed] = []
         for depths in probes(deep):

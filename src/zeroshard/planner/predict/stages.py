@@ -47,16 +47,16 @@ class Staged:
     ) -> list[Needs]:
         """The numbers of the first and the last stage, with few of their blocks; or of all stages, whole."""
         slices = [choices_of(plan).slicing.slices_of(n) for n in schedule_of(plan, machines.count).layout.replicas]
-        owned = [len(owner_ranks(task, plan, 0, of)) for of in slices]
-        stacks = None if max(owned) > 1 else stacks
+        owned = [owner_ranks(task, plan, 0, of) for of in slices]
+        stacks = None if max(map(len, owned)) > 1 else stacks
         chosen = sorted(set(range(plan.pipeline.stages)) if stacks is None else {0, plan.pipeline.stages - 1})
         depths = _depths(plan, stacks or ())
         pipeline = plan.pipeline
         stages = pipeline.rehearsed_stages(plan.microbatches) if depths is not None else pipeline.stages
         found = []
         for stage in chosen:
-            jobs = [_Job(task, plan, machines, rows, stage, depths, stages, number) for number in range(owned[stage])]
-            found.append(fullest_of([_of_stage(job) for job in jobs], slices[stage]))
+            jobs = [_Job(task, plan, machines, rows, stage, depths, stages, rank) for rank in owned[stage]]
+            found.append(fullest_of([_of_stage(job) for job in jobs], slices[stage] * plan.tensor.ranks))
         return found
 
     def timed(self, task: TrainingTask, plan: Plan, machines: Machines, rows: int) -> list[Needs]:
@@ -122,7 +122,7 @@ class _Job:
             task = replace(task, build=shallow(task.build, {path: sum(blocks)}))
             ranks = ranks // self.plan.pipeline.stages * self.stages
         plan = self.plan.with_settings(settings)
-        rank = schedule_of(plan, ranks).layout.first_ranks[self.place] + self.owner * plan.tensor.ranks
+        rank = schedule_of(plan, ranks).layout.first_ranks[self.place] + self.owner
         rows = self.rows // self.plan.microbatches * microbatches
         return rehearse(task, plan, rank, ranks, rows, self.machines)
 
