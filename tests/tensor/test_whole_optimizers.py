@@ -241,3 +241,23 @@ def test_a_matrix_of_which_a_rank_has_nothing_is_refused(pool: Pool) -> None:
 def test_what_is_said_of_owners(pool: Pool) -> None:
     said = check_all(pool, 2, [("Adafactor", "gpt", {**TENSOR, "zero": 0})], 1)[0]
     assert "parameters that 2 ranks split is put together by one of them" in said and "Adafactor" in said
+
+
+def with_the_muon_of_torch(mesh: zs.Mesh, plan: dict[str, Any]) -> dict[str, Any]:
+    """Weights after some steps over the matrices, while all other parameters are frozen."""
+    model = build("gpt")
+    for p in model.parameters():
+        p.requires_grad_(p.dim() == 2)
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-3)
+    engine = zs.Engine(model, optimizer, zs.Plan.from_dict(plan), mesh=mesh)
+    go_on(engine, "gpt", 2, STEPS)
+    return arrays(engine.state_dict())
+
+
+def test_the_muon_of_torch(pool: Pool) -> None:
+    """It orthogonalises in bfloat16, where last places of gradients show; parts of a matrix would end up elsewhere."""
+    expected, before = pool.run(with_the_muon_of_torch, 1, {"zero": 0})[0], arrays(build("gpt").state_dict())
+    for weights in pool.run(with_the_muon_of_torch, 4, {**TENSOR, "zero": 2}):
+        for key, value in expected.items():
+            moved = np.linalg.norm(value - before[key])
+            assert np.linalg.norm(weights[key] - value) <= 0.02 * moved, key
