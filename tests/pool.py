@@ -135,7 +135,7 @@ class Pool:
 
 _ENDED: list[Any] = []  # groups of past tests, which somebody may still hold
 LOOK = 0.2  # seconds between looks at whether anybody does
-MANY = 24  # such groups, before garbage is collected for their sake
+MANY = 6  # such groups, before garbage is collected for their sake
 
 
 def _free_ended() -> None:
@@ -168,6 +168,7 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
         del leases._GROUPS[lease]
     if len(_ENDED) > MANY:
         gc.collect()  # engines of past tests, which hold their meshes in rings
+        gc.freeze()  # what is left are imports, which the next collection need not look through
     while len(names) < most:
         names[object()] = f"filler {len(names)}"
 
