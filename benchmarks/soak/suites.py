@@ -39,6 +39,7 @@ def suite(name: str, folder: Path, quick: bool) -> Counts:
         str(folder / "pytest"),
         str(path),
         *(["-k", which] if which else []),
+        *([] if quick else ["--whole"]),
     ]
     knobs = {} if quick else KNOBS
     done = subprocess.run(
