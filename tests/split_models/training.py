@@ -1,6 +1,7 @@
 """Engines that split the layers of every family on the pool's workers, and plain loops to compare with."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
+Make = Callable[[Any], torch.optim.Optimizer]  # of parameters
 ROWS, POSITIONS = 2, 12  # rows of a microbatch
 # Some gradients are rounding of zero, such as those of biases of keys: without a large eps Adam makes steps of them.
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, eps=1e-4)
@@ -96,10 +98,10 @@ def loss_of(output: Any) -> Tensor:
 
 
 @functools.cache
-def plain(name: str, parts: int, steps: int, positions: int, clip: float | None) -> Seen:
-    """A loop in one process: the mean over the parts of a step."""
+def plain(name: str, parts: int, steps: int, positions: int, clip: float | None, make: Make = ADAMW) -> Seen:
+    """A loop in one process with the optimizer that is made: the mean over the parts of a step."""
     model, seen = build(name), Seen()
-    optimizer = ADAMW(model.parameters())
+    optimizer = make(model.parameters())
     for step in range(steps):
         whole = batch(name, step, ROWS * parts, positions)
         optimizer.zero_grad()
@@ -121,11 +123,11 @@ def arrays(state: dict[str, Any]) -> dict[str, "np.ndarray[Any, Any]"]:
     return {name: value.float().numpy().copy() for name, value in state.items() if value.is_floating_point()}
 
 
-def make_engine(mesh: zs.Mesh, run: Run, seed: int = 0) -> zs.Engine:
+def make_engine(mesh: zs.Mesh, run: Run, seed: int = 0, make: Make = ADAMW) -> zs.Engine:
     """The engine of a run; a pipeline takes a row as its example."""
     plan = zs.Plan.from_dict(dict(run.plan))
     example = between(batch(run.name, 0, 1, run.positions), 0, 1) if plan.pipelined else None
-    return zs.Engine(build(run.name, seed), ADAMW, plan, mesh=mesh, example=example)
+    return zs.Engine(build(run.name, seed), make, plan, mesh=mesh, example=example)
 
 
 def take_steps(engine: zs.Engine, run: Run, seen: Seen, steps: int) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from checkpoint.faults import Tensors, content
 from pool import Pool
-from split_models.training import ROWS, Seen, arrays, batch, between, build, loss_of
-from torch import nn
+from split_models import training
+from split_models.training import Run, Seen, arrays, build, make_engine, take_steps
 
 import zeroshard as zs
 from zeroshard.train.gpt import GPT, GPTConfig
@@ -40,38 +40,17 @@ Case = tuple[str, str, dict[str, Any]]  # optimizer, model, plan
 
 
 def plain(optimizer: str, name: str, parts: int, clip: float | None = None) -> Seen:
-    model, seen = build(name), Seen()
-    stepping = OPTIMIZERS[optimizer](model.parameters())
-    for step in range(STEPS):
-        whole = batch(name, step, ROWS * parts)
-        stepping.zero_grad()
-        total = 0.0
-        for part in range(parts):
-            loss = loss_of(model(**between(whole, part * ROWS, (part + 1) * ROWS))) / parts
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        seen.losses.append(total)
-        if clip is not None:
-            seen.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        stepping.step()
-    seen.weights = arrays(model.state_dict())
-    return seen
+    return training.plain(name, parts, STEPS, training.POSITIONS, clip, OPTIMIZERS[optimizer])
 
 
 def engine_of(mesh: zs.Mesh, optimizer: str, name: str, plan: dict[str, Any]) -> zs.Engine:
-    made = zs.Plan.from_dict(plan)
-    example = between(batch(name, 0, 1), 0, 1) if made.pipelined else None
-    return zs.Engine(build(name, mesh.rank), OPTIMIZERS[optimizer], made, mesh=mesh, example=example)
+    return make_engine(mesh, Run(name, tuple(plan.items())), mesh.rank, OPTIMIZERS[optimizer])
 
 
 def go_on(engine: zs.Engine, name: str, parts: int, steps: int) -> list[float]:
-    losses = []
-    for step in range(engine.steps, engine.steps + steps):
-        own = ROWS * parts // engine.data_ranks
-        first = engine.data_rank * own
-        loss = engine.train_step(between(batch(name, step, ROWS * parts), first, first + own)).loss
-        losses.append(float("nan") if loss is None else float(loss))
-    return losses
+    seen = Seen()
+    take_steps(engine, Run(name, parts=parts), seen, steps)
+    return seen.losses
 
 
 def differences(engine: zs.Engine) -> list[Any]:
