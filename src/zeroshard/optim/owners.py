@@ -89,13 +89,11 @@ class Owners:
         """Of matrices that layers split among ranks."""
         if self.joined is None or not self.joined._groups:
             return ""
-        shares, joined = self.joined.shares, len(self.joined._owners)
-        over = " and ".join(dict.fromkeys(f"{len(of)} ranks" for of in shares))
-        fullest = max(len(of) * max(of) / max(1, sum(of)) for of in shares)
+        joined = self.joined
         return (
-            f"Each of {joined} parameters that {over} split is put together by one of them, which updates it whole for "
-            f"{self._optimizer}. The fullest of these updates {fullest:.2f} times the mean of elements; gradients and "
-            f"values are sent there, and new values back."
+            f"Each of {len(joined._owners)} parameters that {joined._over} split is put together by one of them, which "
+            f"updates it whole for {self._optimizer}. The fullest of these updates {joined._fullest:.2f} times the "
+            f"mean of elements; gradients and values are sent there, and new values back."
         )
 
     @property
@@ -103,14 +101,21 @@ class Owners:
         """Of parameters that ranks slice."""
         if not self._groups:
             return ""
-        shares = self.shares
-        fullest = max(ranks * max(of) / max(1, sum(of)) for of in shares for ranks in [len(of)])
-        over = " and ".join(dict.fromkeys(f"{len(of)} ranks" for of in shares))
         return (
             f"{self._optimizer} needs whole tensors: each of {len(self._owners)} parameters is updated by one owner "
-            f"among {over}. The fullest rank owns {fullest:.2f} times the mean of elements; as many elements go over "
-            f"the wire as with even slices."
+            f"among {self._over}. The fullest rank owns {self._fullest:.2f} times the mean of elements; as many "
+            f"elements go over the wire as with even slices."
         )
+
+    @property
+    def _over(self) -> str:
+        """The numbers of ranks among which parameters were dealt out."""
+        return " and ".join(dict.fromkeys(f"{len(of)} ranks" for of in self.shares))
+
+    @property
+    def _fullest(self) -> float:
+        """The elements of the rank with the most, over the mean of its group."""
+        return max(len(of) * max(of) / max(1, sum(of)) for of in self.shares)
 
     def _deal(self, parameters: list[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
         """The parameters of each rank."""
