@@ -553,7 +553,7 @@ def test_relus_write_over_inputs_that_nothing_needs() -> None:
         (("fp8", "int4"), r"'fp8' and 'int4', and a value gets one code"),
         (("inplace",), r"lacks 'binarize'"),
         (("zip",), r"'zip'; it must be one of 'binarize', 'sparse'"),
-        ("fp8", r"must be a tuple of names"),
+        ("fp8", r"must be a tuple of names, such as \('fp8',\)"),
     ],
 )
 def test_settings_that_are_refused(compress: Any, message: str) -> None:
