@@ -158,6 +158,15 @@ def test_two_ranks_on_one_gpu(pool: Pool, settings: Settings) -> None:
         compare((losses, weights), by_hand("adamw", settings.get("clip_norm")))
 
 
+@pytest.mark.parametrize("settings", [{"zero": 2}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("maker", ["adafactor", "muon", "8 bits"])
+def test_whole_matrices_of_two_ranks(pool: Pool, maker: str, settings: Settings) -> None:
+    answers = pool.run(train, 2, settings, maker)
+    losses = torch.tensor([losses for losses, _ in answers]).mean(0).tolist()
+    for _, weights in answers:
+        compare((losses, weights), by_hand(maker))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "settings", [{}, {"offload": "optimizer"}, {"zero": 3, "offload": "optimizer,parameters"}], ids=str
@@ -192,23 +201,43 @@ class Squared(nn.Module):
         return self.net(x).square().mean()
 
 
-def test_a_mixture() -> None:
-    def make() -> nn.Module:
-        made = model()
-        zs.moe.replace_ffn(made, every=2, experts=4, router="mixtral")
-        return made
+def mixture() -> nn.Module:
+    """The small GPT with experts in every second block."""
+    made = model()
+    zs.moe.replace_ffn(made, every=2, experts=4, router="mixtral")
+    return made
 
+
+def train_mixture(mesh: zs.Mesh, settings: Settings) -> list[float]:
+    """Losses [STEPS] of this rank."""
     torch.manual_seed(0)
-    plain = make().cuda()
+    engine = zs.Engine(mixture(), MAKERS["momentum"], zs.Plan.from_dict(settings), mesh=on_gpu(mesh))
+    return [engine.train_step(batch(step, mesh.rank, mesh.ranks)).loss.item() for step in range(STEPS)]
+
+
+def mixture_by_hand(ranks: int) -> list[float]:
+    """Losses of the plain loop; each rank's rows have a balance loss of their own."""
+    torch.manual_seed(0)
+    plain = mixture().cuda()
     optimizer = MAKERS["momentum"](plain.parameters())
-    torch.manual_seed(0)
-    engine = zs.Engine(make(), MAKERS["momentum"], zs.Plan(zero=3), mesh=on_gpu(zs.Mesh()))
+    losses = []
     for step in range(STEPS):
-        loss = plain(*batch(step))
+        loss = torch.stack([plain(*batch(step, rank, ranks)) for rank in range(ranks)]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        torch.testing.assert_close(engine.train_step(batch(step)).loss, loss.detach(), rtol=1e-5, atol=0)
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_mixture() -> None:
+    torch.testing.assert_close(train_mixture(zs.Mesh(), {"zero": 3}), mixture_by_hand(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("settings", [{"expert_parallel": 2}, {"expert_parallel": 2, "zero": 3}], ids=str)
+def test_a_mixture_on_two_ranks(pool: Pool, settings: Settings) -> None:
+    losses = torch.tensor(pool.run(train_mixture, 2, settings)).mean(0)
+    torch.testing.assert_close(losses, torch.tensor(mixture_by_hand(2)), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("counts", [(5, 0, 19, 8), (0, 0, 32, 0), (8, 8, 8, 8)], ids=str)
