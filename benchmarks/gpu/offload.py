@@ -1,6 +1,7 @@
 """One GPU and its host: bandwidths, and models whose optimizer states or parameters live in host memory. See METHOD.md.
 
-    python benchmarks/gpu/offload.py [--models 1.4B,7B,13B,20B] [--tokens 8192,16384] [--largest] [--json FILE]
+    python benchmarks/gpu/offload.py [--models 1.4B,7B,13B,20B] [--tokens 8192,16384] [--layers N] [--largest]
+        [--json FILE]
 
 First it measures rates: pinned copies down, up and both at once, and reads and updates of the host's own memory. Then
 it trains the GPT of train/gpt.py with checkpointed blocks in bf16, every launch a process of its own: tokens per
@@ -209,7 +210,7 @@ def attempts(options: argparse.Namespace, engines: list[str]) -> Iterator[tuple[
     for model in options.models.split(","):
         for tokens in map(int, options.tokens.split(",")):
             for engine in engines:
-                yield engine, model, tokens, None
+                yield engine, model, tokens, options.layers
 
 
 def largest(engine: str, run: Callable[[str, str, int, int | None], Row | None]) -> Row | None:
@@ -227,6 +228,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help="by default 1.4B,7B,13B,20B")
     parser.add_argument("--tokens", help="of a step, a multiple of 2048; by default 8192,16384")
+    parser.add_argument("--layers", type=int, help="in the place of each model's own: for what a host cannot hold")
     parser.add_argument("--engines", help=f"by default all of {', '.join(ENGINES)}")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARM} others")
     parser.add_argument("--largest", action="store_true", help="also search for the largest model of each engine")
