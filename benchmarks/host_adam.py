@@ -15,7 +15,7 @@ rounds, since other processes can only add to it.
     fused          torch's fused AdamW, with the cast of the gradient before and of the parameters after it
     deepspeed      its own sequence: grad.mul_, DeepSpeedCPUAdam, copy to bf16
     memory         an update in memory: the kernel with gradients in fp32 and no 16-bit parameters
-    fused memory   torch's fused AdamW alone
+    fused memory   torch's fused AdamW alone, on the tensors of that row: where pages lie changes a row by a fifth
 
 DeepSpeed takes part if this Python can import it or, with --deepspeed-python, another one with the same torch
 (peers_requirements.txt), which then runs all rows. It builds an extension at its first start, which takes minutes.
@@ -47,8 +47,8 @@ BARS = [  # row, peer's row, the least ratio of times "their" / "our" with AVX-5
 ]
 
 
-def our_rows(n: int, threads: int, gradient: Any, out: Any) -> dict[str, Row]:
-    """zeroshard's."""
+def our_rows(n: int, threads: int, gradient: Any, out: Any, full: Any, in_fp32: Any) -> dict[str, Row]:
+    """zeroshard's; `full` and `in_fp32` are the states and the gradient of the row in memory."""
     import torch
 
     from zeroshard.optim import kernel
@@ -59,8 +59,6 @@ def our_rows(n: int, threads: int, gradient: Any, out: Any) -> dict[str, Row]:
     small = HostStates(torch.randn(n), whole.exp_avg.bfloat16(), whole.exp_avg_sq.bfloat16())
     codes = HostStates(small.master, Blockwise.encode(whole.exp_avg, True), Blockwise.encode(whole.exp_avg_sq, False))
     halves = HostStates(StateSplit.of(whole.master), *(torch.rand(n) * 1e-6 for _ in range(2)))
-
-    full, in_fp32 = HostStates(*(torch.rand(n) * 1e-6 for _ in range(3))), torch.randn(n)
 
     def row(states: HostStates, name: str = "c++", into: Any = out, given: Any = gradient) -> Row:
         def update() -> None:
@@ -104,8 +102,8 @@ def compiled_row(states: Any, scalars: Any, gradient: Any, out: Any) -> Row:
     return lambda: made(gradient, *vectors, out)
 
 
-def peer_rows(n: int, gradient: Any, out: Any) -> dict[str, Row]:
-    """torch's fused AdamW and, where it is installed, DeepSpeed's."""
+def peer_rows(n: int, gradient: Any, out: Any, full: Any, in_fp32: Any) -> dict[str, Row]:
+    """torch's fused AdamW and, where it is installed, DeepSpeed's; the arguments as for `our_rows`."""
     import torch
 
     def row(optimizer: torch.optim.Optimizer, prepare: Callable[[torch.Tensor], Any]) -> Row:
@@ -120,10 +118,13 @@ def peer_rows(n: int, gradient: Any, out: Any) -> dict[str, Row]:
 
         return step
 
-    made = [torch.nn.Parameter(torch.randn(n)) for _ in range(3)]
+    made = [torch.nn.Parameter(torch.randn(n)) for _ in range(2)]
     rows = {"fused": row(torch.optim.AdamW(made[:1], fused=True, **GROUP), lambda grad: grad.copy_(gradient))}  # type: ignore[arg-type]
-    alone = torch.optim.AdamW(made[2:], fused=True, **GROUP)  # type: ignore[arg-type]
-    made[2].grad = torch.randn(n)
+    parameter = torch.nn.Parameter(full.master)
+    parameter.grad = in_fp32
+    alone = torch.optim.AdamW([parameter], fused=True, **GROUP)  # type: ignore[arg-type]
+    moments = {"exp_avg": full.exp_avg, "exp_avg_sq": full.exp_avg_sq}
+    alone.state[parameter] = {"step": torch.tensor(4.0), **moments}
     rows["fused memory"] = alone.step
     if find_spec("deepspeed") is not None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -137,11 +138,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of CPU and of wall clock per element, row by row."""
     import torch
 
+    from zeroshard.optim.host_adam import HostStates
+
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     n = options.elements
     gradient, out = torch.randn(n).bfloat16(), torch.empty(n, dtype=torch.bfloat16)
-    rows = {**our_rows(n, options.threads, gradient, out), **peer_rows(n, gradient, out)}
+    full, in_fp32 = HostStates(*(torch.rand(n) * 1e-6 for _ in range(3))), torch.randn(n)
+    rows = {**our_rows(n, options.threads, gradient, out, full, in_fp32), **peer_rows(n, gradient, out, full, in_fp32)}
     for row in rows.values():  # builds, compiles, touches pages
         row()
     cpu: dict[str, list[float]] = {name: [] for name in rows}

@@ -1,10 +1,13 @@
 """Predictions of the planner against measurements: step times, the order of plans, and plans that fit into memory.
 
-    python benchmarks/predictions.py [--part times] [--part fits] [--rounds 3] [--plans 200] [--json FILE]
+    python benchmarks/predictions.py [--part times] [--part policies] [--part fits] [--rounds 3] [--plans 200]
+        [--json FILE]
 
 `times`: CPU seconds of a step for plans of several stages, schedules, microbatches and models on two gloo processes
 with one thread each, against predictions from few blocks run in one process and the profile of the machine (measured
 at the start). Then the plan with the shortest predicted step is looked up among the measured ones.
+
+`policies`: likewise for twelve policies of activations, with one figure alone: how far predictions are off.
 
 `fits`: random plans run for real on two processes; each is given a random limit of memory, and the prediction, made
 from tensors without values, says whether it fits with 3 % to spare. The measured peak of the run decides.
@@ -58,6 +61,21 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("tall", {"zero": 3, "transport": "network"}),
     ("tall", {"zero": 2, "transport": "shared"}),
     ("tall", {**CUT, "zero": 0, "pipeline_parallel.schedule": "1f1b"}),
+]
+DATA = {"zero": 2, "transport": "network"}
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("wide", {**DATA, "recompute": "off"}),
+    ("wide", {**DATA, "recompute": "blocks"}),
+    ("wide", {**DATA, "recompute": "selective"}),
+    ("deep", {**DATA, "recompute": "blocks"}),
+    ("deep", {**DATA, "recompute": "sqrt"}),
+    ("deep", {**DATA, "recompute": "selective"}),
+    ("deep", {**DATA, "recompute": "auto", "device_memory": 120_000_000}),
+    ("deep", {**DATA, "recompute": "auto", "device_memory": 80_000_000}),
+    ("deep", {**DATA, "offload": "activations"}),
+    ("deep", {**DATA, "recompute": "blocks", "offload": "activations"}),
+    ("deep", {**DATA, "activations.compress": ("e4m3",)}),
+    ("deep", {**DATA, "zero": 3, "recompute": "blocks", "microbatches": 2}),
 ]
 ROWS = 8  # of one data rank
 
@@ -119,47 +137,51 @@ def rank_of_times(plans: list[tuple[str, dict[str, Any]]], steps: int) -> None:
     answer({"found": found})
 
 
-def times(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Predicted and measured CPU seconds, in turns."""
+def times(arguments: argparse.Namespace, plans: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Predicted and measured CPU seconds of each plan, in turns."""
     import torch
 
-    from zeroshard.doctor.cpu_load import company
+    from zeroshard.doctor.cpu_load import busy_cpus
     from zeroshard.doctor.facts import gather_facts
     from zeroshard.doctor.measure import Effort, measure
     from zeroshard.plan import Plan
     from zeroshard.planner.predict.timed import predict_timed
 
     torch.set_num_threads(1)
-    measured: list[list[float]] = [[] for _ in PLANS]
-    walls: list[list[float]] = [[] for _ in PLANS]
-    foretold: list[list[float]] = [[] for _ in PLANS]
+    measured: list[list[float]] = [[] for _ in plans]
+    walls: list[list[float]] = [[] for _ in plans]
+    foretold: list[list[float]] = [[] for _ in plans]
     profile = measure(Effort(), gather_facts(os.environ, Path(".")), threads=1)
     for number in range(arguments.rounds):
-        for place, (model, given) in enumerate(PLANS):
+        for place, (model, given) in enumerate(plans):
             plan = Plan.from_dict(given)
             transport: Any = "shared" if given.get("transport") == "shared" else "network"
             machines = profile.machines(RANKS, transport, "cpu")
-            with company(RANKS - 1):
+            with busy_cpus(RANKS - 1):
                 prediction = predict_timed(task_of(MODELS[model], ROWS * RANKS), plan, machines, ROWS, threads=1)
             foretold[place].append(prediction.seconds - prediction.causes.get("bubble", 0.0))
-            ranks = launch(__file__, ["--times-rank", json.dumps([[PLANS[place]], arguments.steps])], RANKS)
+            ranks = launch(__file__, ["--times-rank", json.dumps([[plans[place]], arguments.steps])], RANKS)
             measured[place].append(max(rank["found"][0][0] for rank in ranks))
             walls[place].append(max(rank["found"][0][1] for rank in ranks))
             says = f"{foretold[place][-1]:.4f} s foretold, {measured[place][-1]:.4f} s taken"
             print(f"round {number}: {model} {given}: {says}", file=sys.stderr, flush=True)
     rows = []
-    for place, (model, given) in enumerate(PLANS):
+    for place, (model, given) in enumerate(plans):
         real, ours = statistics.median(measured[place]), statistics.median(foretold[place])
         wall = statistics.median(walls[place])
         rows.append({"model": model, "plan": given, "cpu_s": real, "foretold_s": ours, "wall_s": wall,
                      "error": ours / real - 1})  # fmt: skip
     errors = [abs(row["error"]) for row in rows]
     summary = {"median": statistics.median(errors), "worst": max(errors), "plans": len(rows)}
+    return {"rows": rows, "summary": summary}
+
+
+def choice(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The plan with the shortest predicted step among the measured ones of one model without stages."""
     same = [row for row in rows if row["model"] == "wide" and row["plan"].get("pipeline_parallel", 1) == 1]
     chosen = min(same, key=lambda row: row["foretold_s"])
     best = min(same, key=lambda row: row["cpu_s"])
-    summary |= {"chosen": chosen["cpu_s"] / best["cpu_s"], "among": len(same), "tau": _tau(same)}
-    return {"rows": rows, "summary": summary}
+    return {"chosen": chosen["cpu_s"] / best["cpu_s"], "among": len(same), "tau": _tau(same)}
 
 
 def _tau(rows: list[dict[str, Any]]) -> float:
@@ -255,7 +277,7 @@ def fits(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run the chosen parts, and print a table and the targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=("times", "fits"))
+    parser.add_argument("--part", action="append", choices=("times", "policies", "fits"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--plans", type=int, default=200)
@@ -270,9 +292,11 @@ def main() -> None:
         rank_of_fits(arguments.fits_rank)
         return
     content: dict[str, Any] = {"circumstances": circumstances()}
-    for part in arguments.part or ("times", "fits"):
-        content[part] = times(arguments) if part == "times" else fits(arguments)
+    for part in arguments.part or ("times", "policies", "fits"):
+        content[part] = fits(arguments) if part == "fits" else times(arguments, PLANS if part == "times" else POLICIES)
         if part == "times":
+            content[part]["summary"] |= choice(content[part]["rows"])
+        if part != "fits":
             for row in content[part]["rows"]:
                 print(f"{row['model']:5} {row['cpu_s']:.4f} s  foretold {row['foretold_s']:.4f} s  {row['error']:+.1%}"
                       f"  {row['plan']}")  # fmt: skip

@@ -22,10 +22,12 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from zeroshard.errors import PlanError
+
+Times = NDArray[np.float64]  # seconds by sizes of memory; not a tensor, since a rehearsal's tensors have no values
 
 
 class ChainStep(StrEnum):
@@ -167,10 +169,10 @@ class OrderTable:
         self._bytes = [[self._whole(n) for n in (each.entering, each.saved, each.temporary)] for each in blocks]
         self._forward = [block.forward for block in blocks]
         self._backward = [block.backward for block in blocks]
-        self._until = torch.tensor([0.0, *accumulate(self._forward)], dtype=torch.float64)
+        self._until = np.array([0.0, *accumulate(self._forward)])
         count = self._count = len(blocks)
-        self._seconds = torch.full((count, count, self.steps + 1), inf, dtype=torch.float64)
-        self._after = torch.full((count, count, self.steps + 1), inf, dtype=torch.float64)  # [t, r]: C(r, t, m - a_r)
+        self._seconds = np.full((count, count, self.steps + 1), inf)
+        self._after = np.full((count, count, self.steps + 1), inf)  # [t, r]: C(r, t, m - a_r)
         for length in range(count):
             for s in range(count - length):
                 if not alone or length == 0 or s + length == count - 1:
@@ -192,36 +194,36 @@ class OrderTable:
     def _fill(self, s: int, t: int) -> None:
         best = self._saving(s, t)
         for way in self._ways(s, t):
-            best = torch.minimum(best, self._keeping(s, t, way))
+            best = np.minimum(best, self._keeping(s, t, way))
         if t > s:
-            best = torch.minimum(best, self._passing(s, t).amin(0))
+            best = np.minimum(best, self._passing(s, t).min(0))
         self._seconds[s, t] = best
         self._after[t, s] = _moved(best, self._bytes[s][0])
 
     def _ways(self, s: int, t: int) -> tuple[OtherWay, ...]:
         return self._blocks[s].ways if t == self._count - 1 else ()
 
-    def _rest(self, s: int, t: int) -> Tensor:
-        return self._seconds[s + 1, t] if t > s else torch.zeros(self.steps + 1, dtype=torch.float64)
+    def _rest(self, s: int, t: int) -> Times:
+        return self._seconds[s + 1, t] if t > s else np.zeros(self.steps + 1)
 
-    def _saving(self, s: int, t: int) -> Tensor:
+    def _saving(self, s: int, t: int) -> Times:
         """By m, the seconds where block s saves what its backward needs."""
         _, saved, temporary = self._bytes[s]
         found = _moved(self._rest(s, t), saved) + (self._forward[s] + self._backward[s])
         found[: saved + temporary] = inf
         return found
 
-    def _keeping(self, s: int, t: int, way: OtherWay) -> Tensor:
+    def _keeping(self, s: int, t: int, way: OtherWay) -> Times:
         """By m, the seconds where block s is kept in another way."""
         found = _moved(self._rest(s, t), self._whole(way.held)) + way.seconds
         found[: self._whole(way.peak)] = inf
         return found
 
-    def _passing(self, s: int, t: int) -> Tensor:
+    def _passing(self, s: int, t: int) -> Times:
         """[r - s - 1, m]: the seconds where blocks s to r - 1 save nothing at first."""
         most = s + 1 if self._alone else t
         ahead = (self._until[s + 1 : most + 1] - self._until[s])[:, None]
-        found = self._after[t, s + 1 : most + 1] + self._seconds[s, s:most] + ahead
+        found: Times = self._after[t, s + 1 : most + 1] + self._seconds[s, s:most] + ahead
         room = 0
         for r in range(s + 1, most + 1):
             before = self._bytes[r - 1][0] if r - 1 > s else 0
@@ -266,9 +268,9 @@ def _operations(items: Sequence[ChainItem]) -> Iterator[tuple[ChainStep, int]]:
             yield from _operations(done)
 
 
-def _moved(values: Tensor, steps: int) -> Tensor:
+def _moved(values: Times, steps: int) -> Times:
     """values[m - steps] at m; infinite where there is no such m."""
-    moved = torch.full_like(values, inf)
+    moved = np.full_like(values, inf)
     if steps < len(values):
         moved[steps:] = values[: len(values) - steps]
     return moved
