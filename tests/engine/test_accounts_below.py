@@ -210,3 +210,13 @@ def test_elements_between_the_tiers(pool: Pool, every: str, microbatches: int, r
             up += answer["traffic"]["parameters up"][1]
         streamed = 2 * microbatches * (psi(name) + psi(name, trainable=False))
         assert up == (streamed if "parameters" in offload else psi(name))
+
+
+@pytest.mark.parametrize("narrow", [{"precision": "bf16"}, {"precision": "fp16", "loss_scale.initial": 256.0}], ids=str)
+def test_new_weights_leave_in_the_memory_of_their_gradients(narrow: dict[str, Any]) -> None:
+    """So that 16-bit training takes 14 bytes of the host for each parameter, where none is updated ahead."""
+    plan = {"offload": "optimizer", "offload.speculate": False, **narrow}
+    memory = measure(zs.Mesh(), "Tiny", plan, "adamw", 3)["memory"]
+    planned, padding, measured = memory["gradients", "host"]
+    assert planned + padding == measured
+    assert memory["buffers", "host"][2] <= mmap.PAGESIZE

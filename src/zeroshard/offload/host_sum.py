@@ -73,6 +73,11 @@ class HostSum:
         """Whether it is in fp32 or wider."""
         return self.dtype.itemsize >= 4
 
+    @property
+    def lends(self) -> bool:
+        """Whether an update may leave new weights of its dtype in its memory, on their way to the device."""
+        return not self.wide and len(self._sums) == 1
+
     def room(self) -> torch.Tensor:
         """Where the next mean [S] is to be put, on the device."""
         self._scratch = self._arena.take(self._numel, self.dtype, f"mean of {self._flat.label}")
@@ -164,13 +169,13 @@ class HostSum:
 
     @property
     def reader(self) -> Task | None:
-        """The update that reads the sum, where the next sum has to wait for it."""
+        """The task that reads the memory of the sum, where the next sum has to wait for it."""
         return self._reader
 
     @reader.setter
-    def reader(self, update: Task) -> None:
-        """Let the next sum wait for an update that reads this one, or take the spare one."""
-        self._reader = update if len(self._sums) == 1 else None
+    def reader(self, task: Task) -> None:
+        """Let the next sum wait for a task that reads this one, or take the spare one."""
+        self._reader = task if len(self._sums) == 1 else None
         self._sums.reverse()
 
     def consume(self) -> None:

@@ -21,6 +21,7 @@ import torch
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Arena
 from zeroshard.memory.transfers import Task
+from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_tiers import HostTiers
 from zeroshard.offload.slices import Form, Pages, SlicePiece
 from zeroshard.optim.spans import SpanOptimizer
@@ -42,6 +43,7 @@ class HostUpdate:
         source: the new weights on the host.
         staging: memory that is free again when they have reached the device.
         placed: whether they are in their place already.
+        lender: the sum of gradients in whose memory they are, and which must not be written before they have left it.
     """
 
     weights: Weights
@@ -51,6 +53,7 @@ class HostUpdate:
     source: torch.Tensor
     staging: torch.Tensor | None = None
     placed: bool = False
+    lender: HostSum | None = None
 
 
 @dataclass(slots=True)
@@ -225,6 +228,8 @@ class HostUpdates(LateUpdates):
                 padding = weights.flat.index.padding_in(update.start, update.start + source.numel())
                 task = link.copy(source, own, Purpose.PARAMETERS_UP, label, after, padding)
         assert task is not None
+        if update.lender is not None:
+            update.lender.reader = task
         weights.update = task
         self._rising.append((update, task))
 

@@ -213,14 +213,16 @@ class HostAdam(HostUpdater):
             shadow: write these pages instead of the slice's own.
         """
         out = self.weights.own if self._updates.in_place and not aside else None
-        placed, staging, dtype = out is not None, None, self.weights.flat.dtype
-        if out is None and (aside or self._host_slice.on_disk or dtype.itemsize < 4):
+        placed, staging, dtype, lender = out is not None, None, self.weights.flat.dtype, None
+        if out is None and not aside and self._sum.lends and self._sum.dtype == dtype:  # read before it is written
+            out, lender = self._sum.sum, self._sum
+        elif out is None and (aside or self._host_slice.on_disk or dtype.itemsize < 4):
             staging = self._updates.host.borrow(self.values.numel() * dtype.itemsize)
             out = staging.view(dtype)
         after = [*self._sum.arrived, *([shadow.reader] if shadow is not None and shadow.reader is not None else [])]
         task = self._host_slice.update(pieces, self._sum.sum, factor, out, after, shadow)
         source = self.values if out is None else out
-        return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed)
+        return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed, lender)
 
     def _speculate(self) -> None:
         """Begin an update on shadow pages, if its gradient seems complete ([Note: speculation])."""
