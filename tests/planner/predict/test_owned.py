@@ -18,7 +18,7 @@ from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.states import least_bytes, sizes_of
 from zeroshard.train.gpt import GPTConfig
 
-SHAPE = GPTConfig(vocabulary=600, context=16, width=32, heads=2, layers=7)  # the embedding is 0.4 of the weights
+SHAPE = GPTConfig(vocabulary=340, context=16, width=32, heads=2, layers=4)  # the embedding is 0.4 of the weights
 ROWS = 6
 STAGES = (1, 2, 3)
 STATES = ("parameters", "gradients", "master weights", "optimizer states")
