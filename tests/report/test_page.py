@@ -82,6 +82,15 @@ def test_the_header_has_the_key_facts(tmp_path: Path) -> None:
     assert facts["digest"] == "abc123"
 
 
+def test_the_header_names_the_ranks_that_share_layers_and_experts(tmp_path: Path) -> None:
+    plan = {"zero": 1, "tensor_parallel": {"ranks": 2}, "expert_parallel": {"ranks": 4}}
+    _, page = _page(_complete(tmp_path, plan=plan))
+    facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
+    assert (facts["Tensor parallel"], facts["Expert parallel"]) == ("2 ranks", "4 ranks")
+    _, plain = _page(_complete(tmp_path, plan={"zero": 1, "expert_parallel": {"ranks": 1}}))
+    assert not {"Tensor parallel", "Expert parallel"} & set(plain.texts["dt"])
+
+
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     html, page = _page(_complete(tmp_path))
     assert "http://" not in html

@@ -108,6 +108,8 @@ def _facts(run: RunRecord) -> Facts:
         ("Parameters", format_count(summary.parameters)),
         ("Plan", _stage(summary.plan)),
         ("Pipeline", _pipeline(summary.plan)),
+        ("Tensor parallel", _ranks(summary.plan, "tensor_parallel")),
+        ("Expert parallel", _ranks(summary.plan, "expert_parallel")),
         ("Offloaded", (_settings(summary.plan, "offload").get("parts") or DASH).replace(",", ", ")),
         ("Checkpoint arena", _arena(summary.arena)),
         ("Ranks", format_exact(summary.world_size)),
@@ -141,6 +143,11 @@ def _arena(arena: ArenaRecord | None) -> str:
 def _stage(plan: dict[str, object]) -> str:
     stage = plan.get("zero", plan.get("stage"))
     return DASH if stage is None else f"ZeRO-{stage}"
+
+
+def _ranks(plan: dict[str, object], group: str) -> str:
+    count = _settings(plan, group).get("ranks")
+    return f"{count} ranks" if isinstance(count, int) and count > 1 else DASH
 
 
 def _pipeline(plan: dict[str, object]) -> str:
