@@ -75,8 +75,8 @@ class HostSum:
 
     @property
     def lends(self) -> bool:
-        """Whether an update may leave new weights of its dtype in its memory, on their way to the device."""
-        return not self.wide and len(self._sums) == 1
+        """Whether an update may leave new weights in its memory, on their way to the device."""
+        return not self.wide and self.dtype == self._flat.dtype and len(self._sums) == 1
 
     def room(self) -> torch.Tensor:
         """Where the next mean [S] is to be put, on the device."""

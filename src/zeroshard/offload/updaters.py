@@ -214,7 +214,7 @@ class HostAdam(HostUpdater):
         """
         out = self.weights.own if self._updates.in_place and not aside else None
         placed, staging, dtype, lender = out is not None, None, self.weights.flat.dtype, None
-        if out is None and not aside and self._sum.lends and self._sum.dtype == dtype:  # read before it is written
+        if out is None and not aside and self._sum.lends:  # each element is read before it is written
             out, lender = self._sum.sum, self._sum
         elif out is None and (aside or self._host_slice.on_disk or dtype.itemsize < 4):
             staging = self._updates.host.borrow(self.values.numel() * dtype.itemsize)

@@ -25,8 +25,8 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 256;        // elements that share one scale
-constexpr int64_t TILE = 2 * BLOCK;   // elements; all local buffers of a tile fit the first-level cache
+constexpr int64_t BLOCK = 256;         // elements that share one scale
+constexpr int64_t TILE = 2 * BLOCK;    // elements; all local buffers of a tile fit the first-level cache
 constexpr int64_t SHARE = 256 * TILE;  // elements that a thread takes at a time
 constexpr int64_t CHUNK = 64, AHEAD = 384;  // elements between fetches, and how far these are ahead of the arithmetic
 
