@@ -197,13 +197,17 @@ class TestWithAnAccelerator:
         assert calls == [("set_device", XPU), ("synchronize all", XPU), ("synchronize", "current")]
         assert accelerator.title(XPU) == "A Fine Card"
 
-    def test_its_memory(self, calls: Calls) -> None:
+    def test_its_memory(self, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(accelerator, "_limited", set())
         assert (accelerator.total_memory(XPU), accelerator.peak_memory(XPU)) == (1000, 77)
         assert accelerator.taken_memory(XPU) == 300  # of 400 that are not free, torch's allocator has 100
+        REAL.limit(XPU, None)  # a limit of the user's own stays
         accelerator.limit_memory(XPU, 250)
         REAL.limit(XPU, 4000)
+        REAL.limit(XPU, 125)
         REAL.limit(XPU, None)
-        assert calls == [("empty_cache",), ("fraction", 0.25, XPU), ("fraction", 1.0, XPU)]
+        fractions = [("fraction", share, XPU) for share in (0.25, 1.0, 0.125, 1.0)]
+        assert calls == [("empty_cache",), *fractions]
 
     def test_its_generator(self, calls: Calls) -> None:
         state = accelerator.random_state(XPU)

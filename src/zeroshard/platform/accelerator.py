@@ -22,6 +22,7 @@ from zeroshard.errors import OffloadError, PlanError
 HOSTS = ("cpu", "meta")  # types of devices without execution beside the host
 TRAINING = ("Event", "Stream", "current_stream", "get_rng_state", "set_device", "set_rng_state", "stream",
             "synchronize")  # fmt: skip
+_limited: set[torch.device] = set()  # whose allocators were limited here
 WAYS_OUT = {"cudart": "train without offload", "set_per_process_memory_fraction": "leave out device_memory"}
 PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 BUILDS = (("CUDA", "cuda"), ("ROCm", "hip"), ("XPU", "xpu"))  # name for people; attribute of torch.version
@@ -194,11 +195,13 @@ def peak_memory(device: torch.device) -> int | None:
     return int(_ask(device, "max_memory_allocated")(device)) if is_accelerator(device) else None
 
 
-def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Limit torch's allocator to so many bytes; without effect on a CPU."""
+def limit_memory(device: torch.device, nbytes: int | None) -> None:
+    """Limit torch's allocator to so many bytes, or lift an earlier limit; without effect on a CPU."""
     total = total_memory(device)
-    if total is not None:
-        _ask(device, "set_per_process_memory_fraction")(min(1.0, nbytes / total), device)
+    if total is None or (nbytes is None and device not in _limited):
+        return
+    _ask(device, "set_per_process_memory_fraction")(1.0 if nbytes is None else min(1.0, nbytes / total), device)
+    _limited.add(device)
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:

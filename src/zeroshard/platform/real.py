@@ -26,8 +26,7 @@ class Platform:
 
     def limit(self, device: torch.device, budget: int | None) -> None:
         """Limit torch's allocator to a GPU's budget in bytes; on a CPU the ledger alone refuses."""
-        if budget is not None:
-            accelerator.limit_memory(device, budget)
+        accelerator.limit_memory(device, budget)
 
     def part(self, ranks: Sequence[int]) -> "Platform":
         """The platform of a mesh of some of the ranks."""
