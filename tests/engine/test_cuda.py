@@ -178,6 +178,18 @@ def test_sixteen_bits(precision: str, settings: Settings) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(by_hand("adamw")[0]), rtol=5e-3, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "settings", [{"offload": "optimizer"}, {"zero": 3, "offload": "optimizer,parameters"}], ids=str
+)
+def test_weights_before_the_verdict(precision: str, settings: Settings) -> None:
+    losses, weights = train(zs.Mesh(), {"precision": precision, "clip_norm": 1e3, **settings})
+    settings = {**settings, "precision": precision, "clip_norm": 1e3, "offload.speculate": False}
+    wanted = train(zs.Mesh(), settings)
+    assert losses == wanted[0]
+    assert all(torch.equal(weights[name], value) for name, value in wanted[1].items())
+
+
 @pytest.mark.parametrize("recompute", ["blocks", "sqrt", "selective"])
 @pytest.mark.parametrize("rng", ["fast", "exact"])
 def test_recomputed_dropout_is_the_same(recompute: str, rng: str) -> None:
@@ -304,6 +316,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_an_exceeded_budget_is_said() -> None:
     with pytest.raises(BudgetExceeded):
         train(zs.Mesh(), {"device_memory": "64KiB"})
+    train(zs.Mesh(), {})  # which has no budget
 
 
 @pytest.mark.parametrize("settings", [{"zero": 2}, {"zero": 3, "precision": "bf16", "recompute": "blocks"}], ids=str)

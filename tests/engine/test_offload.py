@@ -21,6 +21,8 @@ import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, ModelError, OffloadError, OptimizerError, PlanError
 from zeroshard.memory.ledger import Category
 from zeroshard.offload import host_tiers
+from zeroshard.offload import slices as host_slices
+from zeroshard.optim.host_adam import adam_update
 
 WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"offload": "optimizer"},
@@ -145,6 +147,36 @@ def test_wrong_guesses_leave_no_trace(executor: str) -> None:
             )
             assert_same((take_steps(sober, 18, spikes=spikes), sober.state_dict()), found)
         assert (sober.speculation_counts.taken, sober.speculation_counts.undone) == (0, 0)
+
+
+@pytest.mark.parametrize("executor", ["latest", "shuffled", "worker"])
+def test_weights_that_are_made_before_the_states_are_the_same(executor: str, tmp_path: Path) -> None:
+    spikes = (7, -9, 12, -15)
+    cases: list[dict[str, Any]] = [
+        {"precision": "bf16", "clip_norm": 50.0, "nonfinite": "skip"},
+        {"precision": "fp16", "loss_scale.initial": 1024.0},
+        {"precision": "bf16", "clip_norm": 50.0, "nonfinite": "skip", "offload": "optimizer,parameters", "zero": 3},
+        {"precision": "bf16", "clip_norm": 50.0, "nonfinite": "skip", "offload.moments": "8bit"},
+    ]
+    for number, extra in enumerate(cases):
+        plan = zs.Plan.from_dict({**WAYS["optimizer"], **extra})
+        with executing(executor):
+            engine = zs.Engine(build("Sometimes", 0), ADAMW, plan)
+            with patch.object(host_slices, "adam_update", wraps=adam_update) as updates:
+                steps = take_steps(engine, 12, spikes=spikes)
+                engine.save(tmp_path / f"saved {number}", wait=True)
+                steps += take_steps(engine, 6, first=12, spikes=spikes)
+                found = steps, engine.state_dict()
+                loaded = zs.Engine(build("Sometimes", 1), ADAMW, plan)
+                loaded.load(tmp_path / f"saved {number}")
+                assert take_steps(loaded, 6, first=12, spikes=spikes) == steps[12:]
+        alone = [call for call in updates.call_args_list if call.args[4] is None]
+        taken, undone = engine.speculation_counts.taken, engine.speculation_counts.undone
+        assert len(alone) >= taken > 18 and undone >= 4, (extra, len(alone), taken, undone)
+        if "offload.moments" not in extra:
+            assert_same(found, run(in_memory(plan), "Sometimes", 18, spikes=spikes))
+        sober = zs.Plan.from_dict({**WAYS["optimizer"], **extra, "offload.speculate": False})
+        assert_same(found, run(sober, "Sometimes", 18, spikes=spikes))
 
 
 def test_guessing_stops_while_most_steps_are_clipped() -> None:

@@ -79,17 +79,29 @@ def serial(seconds: Seconds) -> float:
     "update, exposed",
     [
         (3, {DOWN: 2, UPDATE: 3, UP: 1}),  # of the block whose gradient comes last, and which is needed first
-        (6, {DOWN: 2, UPDATE: 12, UP: 1}),  # the backward begins at 0, updates end at 12, 18, 24, 30, and it at 18
+        (4, {DOWN: 2, UPDATE: 5, UP: 1}),  # the host has no pause: weights and states of four blocks, in 32 s
+        (6, {DOWN: 2, UPDATE: 21, UP: 1}),  # likewise, in 48 s
     ],
 )
 def test_speculation_hides_all_but_the_way_of_one_block(
     monkeypatch: pytest.MonkeyPatch, update: float, exposed: dict[str, float]
 ) -> None:
+    """Here the weights alone take as long as the states."""
     seconds = {DOWN: 2, UPDATE: update, UP: 1}
     run = Clocked(monkeypatch, seconds)
-    assert run.steps(3) == exposed
-    assert run.engine.speculation_counts.taken == 2 * BLOCKS  # in the first step nobody knows yet what a step is
+    assert run.steps(4) == exposed
+    assert run.engine.speculation_counts.taken == 3 * BLOCKS  # in the first step nobody knows yet what a step is
     assert sum(exposed.values()) < serial(seconds)
+
+
+def test_a_host_that_is_behind_speculates_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, ends = {DOWN: 2, UPDATE: 12, UP: 1}, []
+    for speculate in (True, False):
+        run = Clocked(monkeypatch, seconds, **{"offload.speculate": speculate})
+        run.steps(9)
+        ends.append(run.clock.now)
+        assert run.engine.speculation_counts.taken == (17 if speculate else 0)  # of 32
+    assert ends[0] < 1.1 * ends[1]
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,24 @@ def parts_of(moment: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("layout", ["fp32", *LAYOUTS])
+def test_new_weights_alone_are_those_of_the_update_and_states_stay(name: str, layout: str) -> None:
+    n, scalars = 3000, Scalars.of(GROUP, 3, decoupled=True)
+    states = random_states(n) if layout == "fp32" else HostStates(torch.randn(n), *moments_of(layout, n))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        gradient, alone = torch.randn(n).to(dtype), torch.empty(n, dtype=dtype)
+        kept = [part.clone() for field in HostStates.__slots__ for part in parts_of(getattr(states, field))]
+        with using(name):
+            adam_update(gradient, 0.5, scalars, states, None, alone)
+            now = [part for field in HostStates.__slots__ for part in parts_of(getattr(states, field))]
+            assert all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
+            adam_update(gradient, 0.5, scalars, states, states)
+        assert torch.equal(alone, states.master.to(dtype))
+    with pytest.raises(OptimizerError, match="writes nothing"):
+        adam_update(gradient, 0.5, scalars, states, None)
+
+
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_small_moments_are_the_fp32_update_and_then_rounded(name: str, layout: str) -> None:
     n, scalars = 1100, Scalars.of(GROUP, 5, decoupled=True)

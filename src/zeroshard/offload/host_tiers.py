@@ -1,7 +1,7 @@
 """The tiers below the device: host memory, a disk, the link to them, and which units are kept there."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from zeroshard.memory import Disk, Room
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.offload.policy import Offload
-from zeroshard.offload.slices import Form, HostSlice, Shadows
+from zeroshard.offload.slices import Form, HostSlice
 from zeroshard.optim.host_adam import stands_for
 from zeroshard.optim.moments import BLOCK
 from zeroshard.parts.planned import Planned, on_lower_tier
@@ -22,7 +22,7 @@ from zeroshard.traffic import Purpose
 from zeroshard.units import Flat, Unit
 
 PROBED, SLOW = 2**28, 2.0  # bytes from which a disk's speed is measured; seconds of a step that are worth a warning
-SPARED = 4  # of the host memory that states leave free, the part that shadow pages may take
+SPARED = 2  # of the host memory that states leave free, the part that speculations may take
 
 
 class HostTiers:
@@ -33,7 +33,7 @@ class HostTiers:
         host: its memory.
         link: to it.
         disk: where states live, if not in host memory.
-        shadows: pages for updates that may have to be undone.
+        spare: gives the bytes, beside those taken now, in which weights may be made that may be wrong.
         ranks: that slice among themselves.
         brings: the purposes under which slices of parameters are moved for each use.
         adam: whether the host's own Adam takes the place of the user's optimizer.
@@ -61,9 +61,7 @@ class HostTiers:
                 f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {name} out."
             )
         spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
-        self.shadows = Shadows(
-            self.host, lambda: max(0, spare - ledger.total("host")) // SPARED if policy.speculate else 0
-        )
+        self.spare: Callable[[], int] = lambda: max(0, spare - ledger.total("host")) // SPARED
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
         """A place for a slice [numel] of parameters, of which `padding` elements hold nothing."""

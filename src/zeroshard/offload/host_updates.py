@@ -3,9 +3,11 @@
 [Note: after the norm] A step ends when its updates are begun, in the order of the forward. The next forward waits for
 each unit's weights where it needs them. A slice that other ranks need is published then, in one fixed order.
 
-[Note: speculation] As soon as a slice's gradient is on the host, its update can run beside the backward, on shadow
-pages, as if nothing were to be clipped or skipped. If the step's verdict is the expected one, the pages change places;
-else they are dropped and the update runs again. After too many wrong speculations none begins for a while.
+[Note: speculation] As soon as a slice's gradient is on the host, its new weights can be made beside the backward, as if
+nothing were to be clipped or skipped ([Note: weights first] in `slices`). If the step's verdict is the expected one,
+they leave at once, and the states are written after all weights of the step, those that the next backward reaches first
+before the others; else they are dropped and the update runs with the right factor. After too many wrong speculations
+none begins for a while, nor for a slice whose states the host has had no time to write.
 
 [Note: delayed update] ZeRO-Offload's one-step delay (2101.06840, section 5): after a warm-up, the update of step t runs
 beside step t+1, and its weights reach the device when that one ends. Its rate, decay and clipping are those of step t.
@@ -19,11 +21,12 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.errors import OptimizerError
+from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena
 from zeroshard.memory.transfers import Task
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_tiers import HostTiers
-from zeroshard.offload.slices import Form, Pages, SlicePiece
+from zeroshard.offload.slices import SlicePiece
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.late_updates import LateUpdates, SpeculationCounts
 from zeroshard.parts.weights import Weights
@@ -58,13 +61,12 @@ class HostUpdate:
 
 @dataclass(slots=True)
 class Speculation:
-    """An update that ran before it was known whether it should: as it was begun, and the pages that it wrote."""
+    """New weights that were made before it was known whether they are wanted, and what they were made from."""
 
     update: HostUpdate
     pieces: Sequence[SlicePiece]
     factor: float
     puts: int
-    shadow: Pages
 
 
 class Speculates(Protocol):
@@ -76,9 +78,12 @@ class Speculates(Protocol):
     def forget(self) -> int:
         """Drop updates that ran and were not taken over; returns their number."""
 
+    def settle(self) -> None:
+        """Wait until the states are written."""
+
 
 class Speculations:
-    """Updates before the verdict: whether to begin one, and whether its pages are kept ([Note: speculation]).
+    """Updates before the verdict: whether to begin one, and whether its weights are kept ([Note: speculation]).
 
     Args:
         unclipped: the factor on the gradients of the step under way, unless they are clipped.
@@ -87,6 +92,8 @@ class Speculations:
     def __init__(self, lower: HostTiers, unclipped: Callable[[], float], speculation_counts: SpeculationCounts) -> None:
         self._lower, self._unclipped, self._speculation_counts = lower, unclipped, speculation_counts
         self._wrong: deque[bool] = deque(maxlen=WINDOW)
+        self._later: list[Callable[[], None]] = []
+        self._left: int | None = None  # bytes of host memory for further slices
 
     @property
     def likely_factor(self) -> float:
@@ -97,26 +104,59 @@ class Speculations:
         """The verdict: the factor on the gradients of the step under way; None for no update."""
         self._wrong.append(factor != self.likely_factor)
 
-    def shadow(self, form: Form) -> Pages | None:
-        """Pages for an update before the verdict; None if there should be none."""
+    @property
+    def likely(self) -> bool:
+        """Whether an update may begin before the verdict."""
         policy = self._lower.policy
-        if not policy.speculate or policy.delayed_update or sum(self._wrong) > MOST_WRONG:
-            return None
-        return self._lower.shadows.take(form)
+        return policy.speculate and not policy.delayed_update and sum(self._wrong) <= MOST_WRONG
 
-    def take_over(self, update: HostUpdate, before: Pages) -> None:
-        """An update before the verdict was right; `before` are the pages that it read."""
-        before.reader = update.task
-        self._lower.shadows.give(before)
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the host has memory for the new weights of a slice, beside all states; to be asked once by each."""
+        if self._left is None:
+            self._left = self._lower.spare()
+        fits = nbytes <= self._left
+        self._left -= nbytes if fits else 0
+        return fits
+
+    def take_over(self, write_states: Callable[[], None]) -> None:
+        """The weights were right; `write_states` begins to write the states."""
         self._speculation_counts.taken += 1
+        self._later.append(write_states)
+
+    def write_states(self) -> None:
+        """Begin to write the states of updates whose weights were right."""
+        while self._later:
+            self._later.pop()()
 
     def undo(self, wrong: Speculation) -> None:
         """An update before the verdict was wrong."""
         assert wrong.update.task is not None
         wrong.update.task.wait()
-        self._lower.shadows.give(wrong.shadow)
         if wrong.update.staging is not None:
             self._lower.host.give_back(wrong.update.staging)
+
+
+class StagingMemory:
+    """Memory of the host where new weights wait for their way to the device."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self._host = host
+        self._left: list[tuple[Task, torch.Tensor]] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised bytes, of weights that have reached the device where there are any."""
+        under_way = []
+        for task, staging in self._left:
+            if task.ended:
+                self._host.give_back(staging)
+            else:
+                under_way.append((task, staging))
+        self._left = under_way
+        return self._host.borrow(nbytes)
+
+    def leave(self, staging: torch.Tensor, task: Task) -> None:
+        """What `take` returned is free when a task has ended."""
+        self._left.append((task, staging))
 
 
 class HostUpdates(LateUpdates):
@@ -130,6 +170,7 @@ class HostUpdates(LateUpdates):
     Attributes:
         link: to the host.
         host: the memory in which they run.
+        staging: of it, where new weights wait for their way to the device.
         arena: scratch on the device.
         speculations: of its updates before the verdict.
         in_place: whether parameters are offloaded too, so that updates write the weights in their place.
@@ -146,7 +187,7 @@ class HostUpdates(LateUpdates):
         self._gathers = gathers
         self._todo: list[tuple[int, Callable[[float, bool], HostUpdate]]] = []
         self._rising: list[tuple[HostUpdate, Task]] = []
-        self._used: list[tuple[Task, torch.Tensor]] = []
+        self.staging = StagingMemory(lower.host)
         self._late: list[HostUpdate] = []
         self.speculations = Speculations(lower, unclipped, self.speculation_counts)
         self._adams: list[Speculates] = []
@@ -169,13 +210,13 @@ class HostUpdates(LateUpdates):
     def start(self, factor: float, step: int) -> None:
         """Begin the updates of a step, with gradients times `factor`, after `step` steps before."""
         self._commit()
-        self._tidy()
         self.speculations.decide(factor)
         late = self._policy.delayed_update and step >= self._policy.delayed_warmup
         todo, self._todo = sorted(self._todo, key=lambda item: item[0]), []
         for _, begin in todo:
             update = begin(factor, late)
             self._late.append(update) if late else self.rise(update)
+        self.speculations.write_states()
         self.forget()
         if todo:
             self._optimizer.touch()
@@ -192,9 +233,11 @@ class HostUpdates(LateUpdates):
             self.speculation_counts.undone += updater.forget()
 
     def flush(self) -> None:
-        """Wait for all new weights on the device."""
+        """Wait for all new weights on the device, and for the states."""
         self._commit()
         self.finish()
+        for updater in self._adams:
+            updater.settle()
 
     def finish(self) -> None:
         """Wait for all new weights on the device, but for those of delayed updates."""
@@ -249,19 +292,12 @@ class HostUpdates(LateUpdates):
             self._rising.remove(item)
             task.wait()
             if update.staging is not None:
-                self._used.append((task, update.staging))
+                self.staging.leave(update.staging, task)
             if update.weights.update is task:
                 update.weights.update = None
             update.weights.publish()
         for update, _ in items:
             update.weights.published()
-
-    def _tidy(self) -> None:
-        """Take back the staging memory of weights that were copied up; on a GPU this waits for the copies."""
-        for task, staging in self._used:
-            task.wait_on_host()
-            self.host.give_back(staging)
-        self._used.clear()
 
 
 def _refuse_states(optimizer: torch.optim.Optimizer, states: Any) -> None:

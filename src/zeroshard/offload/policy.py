@@ -38,7 +38,7 @@ class Offload:
     delayed_warmup: int = 40
     """Steps before the first delayed update."""
     speculate: bool = True
-    """Let offloaded updates run during the backward, on copies, as if nothing were clipped; wrong ones are undone."""
+    """Make new weights during the backward, as if nothing were clipped, and drop wrong ones; states come after it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, str) or self.kinds - {*KINDS}:

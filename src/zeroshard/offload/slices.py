@@ -1,8 +1,9 @@
 """Master weights and moments of one slice below the device, and the updates of it (ZeRO-Offload, 2101.06840).
 
-[Note: shadow pages] An update that may have to be undone reads one set of pages and writes another. To take it over is
-to swap the two; to undo it is to forget the other. Nothing is computed back, so it is exact, and clipping or an
-overflow that is known only when the backward has ended costs no more than the work that was in vain.
+[Note: weights first] An update that may have to be undone makes the new weights alone, beside the states, which it
+reads and leaves as they are. To undo it is to forget those weights. If they are right, the same update runs again,
+later, and writes the states. Nothing is computed back, so it is exact. The two move 42 bytes of memory per element of
+16 bits instead of 28: as much as one update that writes copies of its states, and in a sixth of the room.
 
 [Note: pages on the disk] A slice on the disk has pages in memory only while it is updated, saved or loaded.
 """
@@ -62,12 +63,10 @@ class Pages:
         form: what is in them.
         buffers: themselves.
         master: the master weights [S] in the first.
-        reader: an update that may still read them, where they are to be written by another.
     """
 
     def __init__(self, form: Form, buffers: Sequence[torch.Tensor]) -> None:
         self.form, self.buffers = form, list(buffers)
-        self.reader: Task | None = None
         self.master = self.buffers[0].view(torch.float32)[: form.numel]
 
     def states(self, start: int, stop: int, block: int) -> HostStates:
@@ -83,35 +82,6 @@ class Pages:
         return Blockwise(values[start:stop], scales, signed=number == 0)
 
 
-class Shadows:
-    """Pages that updates write which may have to be undone; none beyond a limit of bytes.
-
-    Args:
-        limit: called at the first update, when all states have their places.
-    """
-
-    def __init__(self, host: HostMemory, limit: Callable[[], int]) -> None:
-        self._host, self._limit = host, limit
-        self._left: int | None = None
-        self._free: dict[Form, list[Pages]] = {}
-
-    def take(self, form: Form) -> Pages | None:
-        """Pages for one slice, or None where there is no room."""
-        free = self._free.setdefault(form, [])
-        if free:
-            return free.pop()
-        if self._left is None:
-            self._left = self._limit()
-        if sum(form.sizes) > self._left:
-            return None
-        self._left -= sum(form.sizes)
-        return Pages(form, [self._host.borrow(size) for size in form.sizes])
-
-    def give(self, pages: Pages) -> None:
-        """Hand back pages that no update reads any more."""
-        self._free[pages.form].append(pages)
-
-
 class HostSlice:
     """One slice [S] whose updates run on the host.
 
@@ -122,7 +92,7 @@ class HostSlice:
 
     Attributes:
         form: how it is kept.
-        rebind: called with its pages whenever they are others, and with None when they are on the disk alone.
+        rebind: called with its pages when they are in memory, and with None when they are on the disk alone.
     """
 
     def __init__(
@@ -153,16 +123,25 @@ class HostSlice:
         return self._disk is not None
 
     @property
+    def behind(self) -> bool:
+        """Whether the host has had no time yet for its last update."""
+        return self._last is not None and self._link.executor.behind(self._last)
+
+    @property
     def pages(self) -> Pages:
         """Where it is in host memory; on the disk, only inside of `fetched`."""
         assert self._pages is not None
         return self._pages
 
+    def settle(self) -> None:
+        """Wait for the updates that were begun."""
+        if self._last is not None:
+            self._last.wait_on_host()
+
     @contextmanager
     def fetched(self, writes: bool = False) -> Iterator[Pages]:
         """Have the slice in host memory inside; what was written goes back to the disk if `writes`."""
-        if self._last is not None:
-            self._last.wait_on_host()
+        self.settle()
         if self._disk is None or self._pages is not None:
             yield self.pages
             return
@@ -186,23 +165,23 @@ class HostSlice:
         factor: float,
         out: torch.Tensor | None,
         after: Sequence[Task],
-        shadow: Pages | None = None,
+        weights_alone: bool = False,
     ) -> Task:
         """Begin an update with `gradient` [S] times `factor`.
 
         Args:
             parts: what is updated, and how; the rest of `out` gets the weights as they are.
             out: [S] in the dtype of computation, where the new weights go too.
-            shadow: pages to write instead of this slice's own ([Note: shadow pages]).
+            weights_alone: write `out`, and no states ([Note: weights first]).
         """
 
         own = self._pages
 
         def work() -> None:
             with self._brought(own) as pages:
-                _update(parts, gradient, factor, out, pages, shadow or pages)
+                _update(parts, gradient, factor, out, pages, weights_alone)
 
-        cause, nbytes = UPDATE if self._disk is None else DISK, sum(self.form.sizes)
+        cause, nbytes = UPDATE if self._disk is None else DISK, sum(self.form.sizes) // (2 if weights_alone else 1)
         before = [*after, *([] if self._last is None else [self._last])]
         self._last = self._link.run(work, cause, self._label, nbytes, before)
         return self._last
@@ -265,12 +244,6 @@ class HostSlice:
         nothing = torch.zeros(stop - start)
         self.keep_moments(start, stop, nothing, nothing)
 
-    def take_over(self, shadow: Pages) -> Pages:
-        """Let `shadow` be this slice's pages from now on; returns those that were."""
-        before, self._pages = self.pages, shadow
-        self.rebind(shadow)
-        return before
-
     def _borrow(self) -> Pages:
         return Pages(self.form, [self._host.borrow(size) for size in self.form.sizes])
 
@@ -294,14 +267,17 @@ def _update(
     gradient: torch.Tensor,
     factor: float,
     out: torch.Tensor | None,
-    before: Pages,
-    after: Pages,
+    pages: Pages,
+    weights_alone: bool,
 ) -> None:
-    narrow = out if out is not None and out.dtype.itemsize < 4 else None
+    into = out if weights_alone or (out is not None and out.dtype.itemsize < 4) else None
+    others = out is not None and (into is None or sum(part.stop - part.start for part in parts) < out.numel())
+    if out is not None and others and weights_alone:
+        out.copy_(pages.master)
     for part in parts:
         part_slice = slice(part.start, part.stop)
-        old, new = (pages.states(part.start, part.stop, part.block) for pages in (before, after))
-        into = None if narrow is None else narrow[part_slice]
-        adam_update(gradient[part_slice], factor, part.scalars, old, new, into)
-    if out is not None and (narrow is None or sum(part.stop - part.start for part in parts) < out.numel()):
-        out.copy_(after.master)
+        states = pages.states(part.start, part.stop, part.block)
+        new = None if weights_alone else states
+        adam_update(gradient[part_slice], factor, part.scalars, states, new, None if into is None else into[part_slice])
+    if out is not None and others and not weights_alone:  # after the gradient in its place has been read
+        out.copy_(pages.master)

@@ -66,7 +66,7 @@ class HostUpdater(MasterUpdater):
         """Take one step with the gradients times `factor`, and begin to copy the new weights to the device."""
         self._step(gradients.for_update(), written, factor)
         gradients.reduction.used()
-        staging = self._updates.host.borrow(self.values.numel() * self.weights.flat.dtype.itemsize)
+        staging = self._updates.staging.take(self.values.numel() * self.weights.flat.dtype.itemsize)
         out = staging.view(self.weights.flat.dtype)
         out.copy_(self.values)
         self._updates.rise(HostUpdate(self.weights, self.unit, self.start, None, out, staging))
@@ -121,6 +121,7 @@ class HostAdam(HostUpdater):
         self._expected = 0  # means in the sum at the last update of everything; 0 where it was of a part
         self._ahead: Speculation | None = None
         self._began = False
+        self._may_run_ahead: bool | None = None
         updates.join(self)
 
     def spans_installed(self) -> None:
@@ -141,6 +142,10 @@ class HostAdam(HostUpdater):
         ahead, self._ahead = self._ahead, None
         self._updates.speculations.undo(ahead)
         return 1
+
+    def settle(self) -> None:
+        """Wait until the states are written."""
+        self._host_slice.settle()
 
     def split(self, cuts: Sequence[int]) -> None:
         """Cut the spans at these elements of the flat, with their states."""
@@ -192,8 +197,8 @@ class HostAdam(HostUpdater):
         ahead = self._ahead
         self._expected = self._sum.puts if all(written) else 0
         if ahead is not None and (ahead.pieces, ahead.factor, ahead.puts) == (pieces, factor, self._sum.puts):
-            update, before, self._ahead = ahead.update, self._host_slice.take_over(ahead.shadow), None
-            self._updates.speculations.take_over(update, before)
+            update, self._ahead = ahead.update, None
+            self._updates.speculations.take_over(partial(self._write_states, pieces, factor))
         else:
             update = self._launch(pieces, factor, aside=late)
         self._began = True
@@ -203,35 +208,42 @@ class HostAdam(HostUpdater):
         self._sum.reader = update.task
         return update
 
+    def _write_states(self, pieces: Sequence[SlicePiece], factor: float) -> None:
+        """Begin the second part of an update whose new weights were made first."""
+        self._sum.reader = self._host_slice.update(pieces, self._sum.sum, factor, None, self._sum.arrived)
+
     def _launch(
-        self, pieces: Sequence[SlicePiece], factor: float, aside: bool, shadow: Pages | None = None
+        self, pieces: Sequence[SlicePiece], factor: float, aside: bool, weights_alone: bool = False
     ) -> HostUpdate:
         """Begin one update.
 
         Args:
             aside: do not write where the device reads.
-            shadow: write these pages instead of the slice's own.
+            weights_alone: write no states.
         """
         out = self.weights.own if self._updates.in_place and not aside else None
         placed, staging, dtype, lender = out is not None, None, self.weights.flat.dtype, None
         if out is None and not aside and self._sum.lends:  # each element is read before it is written
             out, lender = self._sum.sum, self._sum
         elif out is None and (aside or self._host_slice.on_disk or dtype.itemsize < 4):
-            staging = self._updates.host.borrow(self.values.numel() * dtype.itemsize)
+            staging = self._updates.staging.take(self.values.numel() * dtype.itemsize)
             out = staging.view(dtype)
-        after = [*self._sum.arrived, *([shadow.reader] if shadow is not None and shadow.reader is not None else [])]
-        task = self._host_slice.update(pieces, self._sum.sum, factor, out, after, shadow)
+        task = self._host_slice.update(pieces, self._sum.sum, factor, out, self._sum.arrived, weights_alone)
         source = self.values if out is None else out
         return HostUpdate(self.weights, self.unit, self.start, task, source, staging, placed, lender)
 
     def _speculate(self) -> None:
-        """Begin an update on shadow pages, if its gradient seems complete ([Note: speculation])."""
-        wrong = self._host_slice.on_disk or self._sum.puts != self._expected or self._ahead is not None
-        shadow = None if wrong else self._updates.speculations.shadow(self._host_slice.form)
-        if shadow is not None:
-            pieces, factor = self._pieces(self.spans), self._updates.speculations.likely_factor
-            update = self._launch(pieces, factor, aside=True, shadow=shadow)
-            self._ahead = Speculation(update, pieces, factor, self._sum.puts, shadow)
+        """Begin to make the new weights, if the gradient seems complete ([Note: speculation])."""
+        speculations = self._updates.speculations
+        if self._sum.puts != self._expected or self._ahead is not None or not speculations.likely:
+            return
+        if self._may_run_ahead is None:
+            nbytes = self.values.numel() * self.weights.flat.dtype.itemsize
+            self._may_run_ahead = not self._host_slice.on_disk and speculations.has_room(nbytes)
+        if self._may_run_ahead and not self._host_slice.behind:
+            pieces, factor = self._pieces(self.spans), speculations.likely_factor
+            update = self._launch(pieces, factor, aside=True, weights_alone=True)
+            self._ahead = Speculation(update, pieces, factor, self._sum.puts)
 
     def _pieces(self, spans: Sequence[Span]) -> list[SlicePiece]:
         """The work of an update on each of some spans; states that are not there yet begin at zero."""

@@ -55,7 +55,7 @@ struct Update {
   const void* gradient;
   void* out;
   Values master, exp_avg, exp_avg_sq;              // read
-  Values new_master, new_exp_avg, new_exp_avg_sq;  // written; may be those that are read
+  Values new_master, new_exp_avg, new_exp_avg_sq;  // written; may be those that are read; null for `out` alone
   Map signed_map, unsigned_map;
   int32_t gradient_kind, master_kind, exp_avg_kind, exp_avg_sq_kind, out_kind;
   float factor, decay, l2, beta1, weight1, beta2, weight2, eps, step_size;
@@ -194,7 +194,13 @@ const float* load(const Update& u, const Values& values, int32_t kind, float* bu
   return buffer;
 }
 
+// Where the new values go as fp32: to their place if they are kept as that, else to the buffer.
+float* place(const Values& values, int32_t kind, float* buffer, int64_t i) {
+  return kind == FP32 && values.data ? at<float>(values.data, i) : buffer;
+}
+
 void store(const Update& u, const Values& values, int32_t kind, float* buffer, int64_t i, int64_t n) {
+  if (!values.data) return;
   if (kind == BF16) narrow_bf16(buffer, at<uint16_t>(values.data, i), n);
   if (kind == SPLIT) split(buffer, at<uint16_t>(values.data, i), at<int16_t>(values.rest, i), n);
   if (kind >= SIGNED)
@@ -283,9 +289,9 @@ void update_tile(const Update& u, Buffers& b, int64_t i, int64_t n) {
   s.p = load(u, u.master, u.master_kind, b.master, i, n);
   s.m = load(u, u.exp_avg, u.exp_avg_kind, b.exp_avg, i, n);
   s.v = load(u, u.exp_avg_sq, u.exp_avg_sq_kind, b.exp_avg_sq, i, n);
-  s.new_p = u.master_kind == FP32 ? at<float>(u.new_master.data, i) : b.master;
-  s.new_m = u.exp_avg_kind == FP32 ? at<float>(u.new_exp_avg.data, i) : b.exp_avg;
-  s.new_v = u.exp_avg_sq_kind == FP32 ? at<float>(u.new_exp_avg_sq.data, i) : b.exp_avg_sq;
+  s.new_p = place(u.new_master, u.master_kind, b.master, i);
+  s.new_m = place(u.new_exp_avg, u.exp_avg_kind, b.exp_avg, i);
+  s.new_v = place(u.new_exp_avg_sq, u.exp_avg_sq_kind, b.exp_avg_sq, i);
   const bool out = u.out_kind == BF16;
   if (u.gradient_kind == BF16) {
     const uint16_t* gradient = static_cast<const uint16_t*>(u.gradient) + i;

@@ -53,7 +53,7 @@ def adam_update(
     factor: float,
     scalars: Scalars,
     before: HostStates,
-    after: HostStates,
+    after: HostStates | None,
     out: Tensor | None = None,
     threads: int | None = None,
 ) -> None:
@@ -67,9 +67,10 @@ def adam_update(
         factor: what to multiply the gradient by: clipping over loss scale.
         scalars: the numbers of this step.
         before: the states to read.
-        after: the states to write, in the same layout: `before` itself, or others; then `before` stays as it was.
-        out: bf16 or fp16 [n], for the new parameters rounded to nearest even; None if they are not wanted, as with a
-            split master, whose `after.master.hi` they are.
+        after: the states to write, in the same layout: `before` itself, or others; then `before` stays as it was. None
+            for new parameters in `out` alone.
+        out: bf16 or fp16 [n], for the new parameters rounded to nearest even, or fp32 if there is no `after`; None if
+            they are not wanted, as with a split master, whose `after.master.hi` they are.
         threads: how many threads may work; by default as many as torch uses. The back end in torch uses torch's.
 
     Raises:
@@ -153,11 +154,14 @@ def describe(
     factor: float,
     scalars: Scalars,
     before: HostStates,
-    after: HostStates,
+    after: HostStates | None,
     out: Tensor | None = None,
 ) -> kernel.KernelUpdate:
     """The update as the kernel takes it; the tensors must outlive it."""
     names = ("master", "exp_avg", "exp_avg_sq")
+    written = {} if after is None else {f"new_{name}": _values(getattr(after, name)) for name in names}
+    if after is None and out is not None and out.dtype == torch.float32:
+        written, out = {"new_master": _values(out)}, None
     coded = any(isinstance(getattr(before, name), Blockwise) for name in names)
     signed, unsigned = (_map(s) if coded else kernel.Map() for s in (True, False))
     return kernel.KernelUpdate(
@@ -170,7 +174,7 @@ def describe(
         unsigned_map=unsigned,
         factor=factor,
         **{name: _values(getattr(before, name)) for name in names},
-        **{f"new_{name}": _values(getattr(after, name)) for name in names},
+        **written,
         **{f"{name}_kind": _kind(getattr(before, name)) for name in names},
         **{name: getattr(scalars, name) for name in Scalars.__slots__},
     )
@@ -197,14 +201,14 @@ def _kind(vector: Tensor | StateSplit | Moment) -> int:
     return KINDS[vector.dtype]
 
 
-def _check(gradient: Tensor, before: HostStates, after: HostStates, out: Tensor | None) -> None:
+def _check(gradient: Tensor, before: HostStates, after: HostStates | None, out: Tensor | None) -> None:
     """The kernel trusts what it is given, so nothing wrong may reach it."""
     n = gradient.numel()
     half, full = (torch.bfloat16, torch.float16), (torch.float32,)
     _check_one("the gradient", gradient, n, half + full)
     if out is not None:
-        _check_one("out", out, n, half)
-    for states in (before, after):
+        _check_one("out", out, n, half if after is not None else half + full)
+    for states in (before,) if after is None else (before, after):
         if isinstance(states.master, StateSplit):
             _check_one("the master's upper half", states.master.hi, n, (torch.bfloat16,))
             _check_one("the master's lower half", states.master.lo, n, (torch.int16,))
@@ -218,7 +222,9 @@ def _check(gradient: Tensor, before: HostStates, after: HostStates, out: Tensor 
             _check_one(f"the scales of {name}", moment.scales, math.ceil(n / BLOCK), full)
             if moment.signed is not signed:
                 raise OptimizerError(f"{name} has signed={moment.signed}; it needs signed={signed}.")
-    if any(_kind(getattr(before, name)) != _kind(getattr(after, name)) for name in HostStates.__slots__):
+    if after is None and out is None:
+        raise OptimizerError("The update writes nothing: it has neither states to write nor `out`. Pass one of them.")
+    if after and any(_kind(getattr(before, name)) != _kind(getattr(after, name)) for name in HostStates.__slots__):
         raise OptimizerError("States before and after an update differ in layout; give both the same dtypes.")
     if out is not None and isinstance(before.master, StateSplit):
         raise OptimizerError("A split master leaves nothing for `out`: its upper half is the parameter. Pass no `out`.")

@@ -10,7 +10,12 @@ TILE = 2**16  # elements
 
 
 def update(
-    gradient: Tensor, factor: float, scalars: Scalars, before: HostStates, after: HostStates, out: Tensor | None = None
+    gradient: Tensor,
+    factor: float,
+    scalars: Scalars,
+    before: HostStates,
+    after: HostStates | None,
+    out: Tensor | None = None,
 ) -> None:
     """As `host_adam.adam_update`.
 
@@ -21,9 +26,8 @@ def update(
     scratch = gradient.new_empty(2, min(TILE, n), dtype=torch.float32)
     for start in range(0, n, TILE):
         stop = min(start + TILE, n)
-        old, new = before.part(start, stop), after.part(start, stop)
-        p = opened(old.master, new.master)
-        m, v = opened(old.exp_avg, new.exp_avg), opened(old.exp_avg_sq, new.exp_avg_sq)
+        old, new = before.part(start, stop), None if after is None else after.part(start, stop)
+        p, m, v = (opened(getattr(old, name), getattr(new, name, None)) for name in HostStates.__slots__)
         g, term = scratch[:, : stop - start]
         g.copy_(gradient[start:stop]).mul_(factor)
         if scalars.l2:
@@ -35,21 +39,22 @@ def update(
         v.mul_(scalars.beta2).add_(torch.mul(g, scalars.weight2, out=term).mul_(g))
         g.copy_(v.double().sqrt_()).add_(scalars.eps)
         p.mul_(scalars.decay).sub_(torch.mul(m, scalars.step_size, out=term).div_(g))
-        for values, place in ((p, new.master), (m, new.exp_avg), (v, new.exp_avg_sq)):
-            close(values, place)
+        if new is not None:
+            for values, place in ((p, new.master), (m, new.exp_avg), (v, new.exp_avg_sq)):
+                close(values, place)
         if out is not None:
             out[start:stop].copy_(p)
 
 
-def opened(old: Tensor | StateSplit | Blockwise, new: Tensor | StateSplit | Blockwise) -> Tensor:
-    """The values of `old` in fp32, to be updated in place: in `new` itself where that is fp32."""
+def opened(old: Tensor | StateSplit | Blockwise, new: Tensor | StateSplit | Blockwise | None) -> Tensor:
+    """The values of `old` in fp32, to be updated in place: in `new` itself where that is fp32, else in a copy."""
     if isinstance(old, StateSplit):
         return old.values()
     if isinstance(old, Blockwise):
         return old.decode()
     if isinstance(new, Tensor) and new.dtype == torch.float32:
         return new if new.data_ptr() == old.data_ptr() else new.copy_(old)
-    return old.float()
+    return old.to(torch.float32, copy=True)
 
 
 def close(values: Tensor, place: Tensor | StateSplit | Moment) -> None:
