@@ -34,6 +34,7 @@ ENGINES = {
     "optimizer": {"zero": 2, "offload": "optimizer"},
     "after-norm": {"zero": 2, "offload": "optimizer", "offload.speculate": False},
     "share": {"zero": 2, "offload": "optimizer"},  # with the smallest fraction offloaded that fits
+    "8-bit share": {"zero": 2, "offload": "optimizer", "offload.moments": "8bit"},  # likewise
     "parameters": {"zero": 3, "offload": "optimizer,parameters"},
     "deepspeed": {},
 }
@@ -82,6 +83,7 @@ def probe(device: str, nbytes: int, times: int = 5) -> Row:
         "both_gb_s": rate(partial(copy, 0, 1), 2 * nbytes),
         "host_read_gb_s": rate(floats.sum, nbytes),
         "host_update_gb_s": rate(lambda: adam_update(gradient, 1.0, scalars, states, states, out), 28 * n),
+        "host_weights_gb_s": rate(lambda: adam_update(gradient, 1.0, scalars, states, None, out), 16 * n),
         "threads": torch.get_num_threads(),
     }
 
@@ -125,7 +127,7 @@ def make_step(engine_name: str, model: Any, batch: Any, device: str) -> tuple[An
         return _deepspeed(model, batch, device)
     import zeroshard as zs
 
-    if engine_name == "share":
+    if engine_name.endswith("share"):
         settings["offload.fraction"] = share_that_fits(sum(p.numel() for p in model.parameters()), device)
     adam = partial(torch.optim.AdamW, lr=1e-5)
     engine = zs.Engine(
@@ -198,7 +200,7 @@ def show(row: Row, peak_flops: float) -> None:
     memory = " ".join("-" if peak is None else f"{peak / 2**30:.1f}" for peak in peaks)
     causes = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in row["exposed_s"].items())
     print(
-        f"{row['model']:5} {row['parameters'] / 1e9:6.2f} B {row['engine']:10} {row['tokens']:6} tokens"
+        f"{row['model']:5} {row['parameters'] / 1e9:6.2f} B {row['engine']:11} {row['tokens']:6} tokens"
         f" {row['tokens_per_s']:9,.0f}/s  MFU {100 * row['mfu']:5.1f} %  device and host GiB {memory}"
         f"  exposed s: {causes or 'none'}",
         flush=True,
