@@ -9,6 +9,7 @@ between CPUs), each of the group's p ranks in the node sends to the N - p outsid
 """
 
 import math
+import sys
 import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -310,6 +311,11 @@ class Machines:
             return self.device.memory_bandwidth
         whole = self.host_bandwidth or 1e9 * _presets()["assumed"]["host_memory_gbytes"]
         return float(whole / min(self.count, self.per_node))
+
+    @property
+    def host_room(self) -> int:
+        """Bytes of a node's host memory for each of its devices."""
+        return sys.maxsize if self.host_memory is None else self.host_memory // min(self.count, self.per_node)
 
     def copy_seconds(self, nbytes: float) -> float:
         """Time of a copy between a device and its host's memory, with another in the other direction."""

@@ -94,8 +94,9 @@ class Offloading(Choice):
         return {"offload.delayed_warmup": min(self.policy.delayed_warmup, settled)}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
-        """Weights of a delayed update reach the device one step later."""
-        return usual + 2 * self.policy.delayed_update
+        """Weights of a delayed update reach the device one step later; the first update runs after its verdict."""
+        policy = self.policy
+        return usual + (2 if policy.delayed_update else int(policy.optimizer and policy.speculate))
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
         """Its seconds are modelled."""

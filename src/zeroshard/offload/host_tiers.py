@@ -9,7 +9,7 @@ import torch
 
 from zeroshard.comm.mesh import Mesh, local_ranks
 from zeroshard.errors import ModelError, OptimizerError
-from zeroshard.memory import Disk, Room
+from zeroshard.memory import Disk
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.memory.transfers import Task, Transfers
 from zeroshard.offload.policy import Offload
@@ -60,7 +60,7 @@ class HostTiers:
             raise OptimizerError(
                 f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {name} out."
             )
-        spare = _spare(platform.rooms(), local_ranks() or mesh.ranks)
+        spare = platform.host_room_of(local_ranks() or mesh.ranks)
         self.spare: Callable[[], int] = lambda: max(0, spare - ledger.total("host")) // SPARED
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:
@@ -138,11 +138,6 @@ def _warn_if_slow(disk: Disk, nbytes: int) -> None:
             f"per step, a faster disk, or keep fewer bytes there (offload.moments, more ranks).",
             stacklevel=6,
         )
-
-
-def _spare(rooms: Sequence[Room], ranks: int) -> int:
-    """Bytes of host memory that each of the machine's ranks may still take."""
-    return min((room.nbytes // (ranks if room.shared else 1) for room in rooms), default=0)
 
 
 def units_on_host(units: Sequence[Unit], share: float) -> set[int]:

@@ -96,6 +96,7 @@ class Rehearsal(Platform):
         compute: called with the bytes and the number of skipped operations.
         task_seconds: gives the time of a copy between tiers, or of a host job; 0 by default.
         make_on_host: makes each buffer that is not on the device.
+        host_room: bytes of the host's memory for this rank.
     """
 
     members: Sequence[int]
@@ -109,6 +110,7 @@ class Rehearsal(Platform):
     compute: Callable[[int, int], None] = lambda nbytes, operations: None
     task_seconds: Callable[[Task], float] = lambda task: 0.0
     make_on_host: Make = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    host_room: int = 0
 
     def part(self, ranks: Sequence[int]) -> "Rehearsal":
         """The rehearsal of a mesh of some of the ranks."""
@@ -141,6 +143,10 @@ class Rehearsal(Platform):
     def rooms(self) -> list[Room]:
         """None: the rehearsed machine is another one, whose memory the planner knows."""
         return []
+
+    def host_room_of(self, ranks: int) -> int:
+        """As given, whatever the number of ranks."""
+        return self.host_room
 
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
         """Memory that is only counted."""

@@ -30,7 +30,7 @@ ROWS, MIB, GIB = 16, 2**20, 2**30
 PLAIN = {
     "transport": "network",
     "offload.speculate": False,
-}  # shadow pages take what is free, so they depend on the machine
+}  # speculation takes what is free, so it depends on the machine
 STATES = {"offload": "optimizer", **PLAIN}
 STREAMED = {"offload": "optimizer,parameters", "zero": 3, **PLAIN}
 ALL = {**STREAMED, "offload": "optimizer,parameters,activations"}
@@ -163,6 +163,17 @@ def test_a_step_is_as_long_as_what_is_slow_and_what_is_hidden_is_not_spent() -> 
     hidden, late = (rehearsed({**STATES, "offload.delayed_update": d}, slow_device).spent for d in (False, True))
     assert 0 < hidden["host update"] < 28 * elements / 5e9 / 2
     assert "host update" not in late
+
+
+def test_weights_made_before_the_verdict_are_hidden_and_counted_where_the_host_has_room() -> None:
+    machines = replace(one(GIB, launch_seconds=1e-5), host_bandwidth=5e9)
+    plan = {**STATES, "offload.speculate": True}
+    after, before = rehearsed(STATES, machines), rehearsed(plan, machines)
+    assert before.spent["host update"] < 0.7 * after.spent["host update"]
+    assert sum(before.host.values()) - sum(after.host.values()) == pytest.approx(4 * 115_008, rel=0.1)  # new weights
+    full = rehearsed(plan, replace(machines, host_memory=sum(after.host.values())))
+    assert full.spent == pytest.approx(after.spent)
+    assert full.host == after.host
 
 
 def test_a_note_says_that_such_seconds_are_modelled() -> None:

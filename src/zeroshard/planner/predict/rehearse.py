@@ -196,6 +196,7 @@ def rehearse(
             compute=rates.compute,
             task_seconds=(lambda job: 0.0) if timed else rates.job,
             make_on_host=tracker.make_on_host,
+            host_room=0 if machines is None else machines.host_room,
         )
         elsewhere = contextlib.nullcontext() if beside is not None else torchs_own_loop()
         with elsewhere, tracker, tracker.resizing():
