@@ -94,9 +94,9 @@ class Offloading(Choice):
         return {"offload.delayed_warmup": min(self.policy.delayed_warmup, settled)}
 
     def settled(self, pipeline: PipelineSchedule, usual: int) -> int:
-        """Weights of a delayed update reach the device one step later; the first update runs after its verdict."""
+        """Weights of delayed updates come one step later, and so do the states of those before their verdict."""
         policy = self.policy
-        return usual + (2 if policy.delayed_update else int(policy.optimizer and policy.speculate))
+        return usual + 2 * (policy.delayed_update or (policy.optimizer and policy.speculate))
 
     def notes(self, host_rate: str) -> tuple[str, ...]:
         """Its seconds are modelled."""
