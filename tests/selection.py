@@ -2,16 +2,19 @@
 
 Left out by default are tests and cases marked `whole`, which show at a larger size or once more what others show; and
 products: of a test on several ranks with more than one parameter, or marked `thinned`, each value of each parameter
-stays, in as few cases as a greedy choice finds. A test that is named by its id runs as it is.
+stays, in as few cases as a greedy choice finds; the values in a tuple, a mapping or a record count as parameters. A
+test that is named by its id runs as it is.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
 
 POOLS = {"pool", "wide_pool"}  # fixtures of tests on several ranks
+PLAIN = (str, int, float, type(None))  # values that are compared; others are told apart by identity
 Case = Mapping[str, Hashable]
 
 
@@ -58,11 +61,20 @@ def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def _case_of(item: pytest.Item) -> Case:
-    """The values of a test's parameters, by the names that one decorator sets together; values by identity."""
+    """The values of a test's parameters by name; of a tuple, a mapping or a record, the values in it."""
     parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-    case: dict[str, Hashable] = {}
-    for marker in item.iter_markers("parametrize"):
-        given = marker.args[0] if marker.args else marker.kwargs["argnames"]
-        names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
-        case[",".join(names)] = tuple(id(parameters[name]) for name in names)
-    return case
+    return dict(pair for name, value in parameters.items() for pair in _values_in(name, value))
+
+
+def _values_in(name: str, value: Any) -> Iterator[tuple[str, Hashable]]:
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, tuple):
+        parts = enumerate(value)
+    elif isinstance(value, Mapping):
+        parts = value.items()
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).items()
+    for key, part in parts:
+        yield from _values_in(f"{name}.{key}", part)
+    if not parts:
+        yield name, value if isinstance(value, PLAIN) else id(value)

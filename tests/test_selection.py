@@ -34,6 +34,13 @@ def item(name: str, case: dict[str, Any], *fixtures: str, whole: bool = False) -
     )
 
 
+def test_values_inside_of_a_tuple_a_mapping_or_a_record_are_values_too() -> None:
+    pairs = [item("pairs", {"case": (a, {"b": b, "same": 0})}, "pool") for a, b in itertools.product("pqr", range(5))]
+    assert len(selected(pairs)) == 5
+    unlike = [item("unlike", {"case": (a, object())}, "pool") for a in "pppp"]
+    assert selected(unlike) == set(unlike)
+
+
 def test_only_products_on_several_ranks_are_thinned_out() -> None:
     several = [item("several", case, "pool") for case in PRODUCT]
     alone = [item("alone", case) for case in PRODUCT]

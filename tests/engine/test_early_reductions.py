@@ -230,7 +230,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-SHOWN = ("zero0", "zero3", "zero1-shared", "gpipe-recomputed", "bf16-two-dtypes", "fp16", "offload")
+SHOWN = ("zero3", "zero1-shared", "gpipe-recomputed", "fp16", "offload")
 
 
 @pytest.mark.parametrize("name", by_default(PLANS, *SHOWN))

@@ -14,6 +14,7 @@ from engine.offloaded import ADAMW, EXECUTORS, assert_same, executing, in_memory
 from engine.plain import transport_of
 from planner.rehearsed import peak_of
 from pool import Pool
+from selection import by_default
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -108,8 +109,9 @@ def offloaded_on(mesh: zs.Mesh, executor: str, plans: list[zs.Plan]) -> list[tup
     return answers
 
 
-@pytest.mark.parametrize("ranks, executor", [(2, "latest"), (2, "worker"), (3, "shuffled")])
-def test_offloaded_equals_in_memory_on_several_ranks(pool: Pool, ranks: int, executor: str) -> None:
+@pytest.mark.parametrize("job", by_default([(2, "latest"), (2, "worker"), (3, "shuffled")], (3, "shuffled")), ids=str)
+def test_offloaded_equals_in_memory_on_several_ranks(pool: Pool, job: tuple[int, str]) -> None:
+    ranks, executor = job
     kinds: list[dict[str, Any]] = [KINDS["bf16"], {**KINDS["four"], "microbatches": 2}]
     ways = [*WAYS.values(), {"offload": "optimizer", "transport": "network"}]
     if ranks == 3:

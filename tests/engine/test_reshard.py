@@ -11,6 +11,7 @@ import torch
 from checkpoint.faults import Part, Tensors, content, raw
 from engine.models import OPTIMIZERS, Plain, batch
 from pool import Pool
+from selection import by_default
 
 import zeroshard as zs
 
@@ -147,7 +148,22 @@ def comparable(tensors: Tensors, same: bool, bf16: bool) -> Tensors:
     return kept | {name: [cast(part, dtype) for part in kept[name]] for name in FROZEN}
 
 
-@pytest.mark.parametrize("name", NAMES)
+SHOWN = (
+    "1 ranks, zero 0, fp32",
+    "1 ranks, zero 2, bf16",
+    "2 ranks, zero 1, bf16",
+    "2 ranks, zero 3, fp32",
+    "3 ranks, zero 0, bf16",
+    "3 ranks, zero 2, fp32",
+    "3 ranks, zero 3, bf16",
+    "4 ranks, zero 1, fp32",
+    "4 ranks, zero 3, bf16",
+    "two stages",
+    "four chunks",
+)
+
+
+@pytest.mark.parametrize("name", by_default(NAMES, *SHOWN))
 def test_any_plan_loads_what_any_other_saved(
     pool: Pool, saved: tuple[Path, dict[str, torch.Tensor]], name: str
 ) -> None:

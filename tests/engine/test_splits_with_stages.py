@@ -20,6 +20,7 @@ from engine.pipelines import data
 from engine.split_blocks import POSITIONS, SplitBlocks
 from engine.test_pipelines import plain
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -299,7 +300,7 @@ def load(mesh: zs.Mesh, layout: str, folder: str, saved: str) -> tuple[list[floa
     return [each.loss.item() for each in results], [each.grad_norm for each in results]
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize("saved", by_default(LAYOUTS, "2x1x2"))
 def test_a_checkpoint_loads_under_any_layout(pool: Pool, wide_pool: Pool, tmp_path: Path, saved: str) -> None:
     losses, norms, _ = plain("TiedFive", "adamw", (ROWS,) * STEPS, None)
     of = {ranks: wide_pool if ranks > 4 else pool for ranks, _, _ in LAYOUTS.values()}

@@ -9,6 +9,7 @@ import torch
 from engine.models import OPTIMIZERS
 from pool import Pool
 from safetensors.torch import save_file
+from selection import by_default
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -102,7 +103,7 @@ def whole(pool: Pool, name: str) -> Any:
     return pool.run(trained, 1, name, 1)[0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", by_default(CONFIGS, "gpt2", "llama-yarn", "qwen3-moe"))
 def test_a_model_on_meta_is_cut_and_trains_as_in_one_process(pool: Pool, name: str) -> None:
     losses, weights, _, _ = whole(pool, name)
     values = constants(model_of(name, "cpu"))
@@ -117,7 +118,7 @@ def test_a_model_on_meta_is_cut_and_trains_as_in_one_process(pool: Pool, name: s
         assert here < weights.keys()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", by_default(["gpt2", "llama"], "llama"))
 def test_weights_from_a_file(pool: Pool, tmp_path: Path, name: str) -> None:
     """A model on meta that is given the weights of one on the CPU is that model."""
     path = tmp_path / "model.safetensors"

@@ -16,6 +16,7 @@ import pytest
 import torch
 from jobs import error_of
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -335,7 +336,7 @@ def mean_of(results: list[Any]) -> Any:
     return torch.tensor([torch.as_tensor(r).tolist() for r in results]).mean(0) if results[0] is not None else None
 
 
-@pytest.mark.parametrize("plan", ["0", "2 shared", "3 network", "3 offload"])
+@pytest.mark.parametrize("plan", by_default(["0", "2 shared", "3 network", "3 offload"], "2 shared", "3 network"))
 def test_writes_and_discards_do_what_torch_does(pool: Pool, plan: str) -> None:
     found = pool.run(run_kept, 2, plan)
     for name in KEPT:
@@ -395,7 +396,7 @@ def run_maybe(mesh: zs.Mesh, settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "bf16"])
+@pytest.mark.parametrize("plan", by_default([*PLANS, "bf16"], "1 network", "2 shared", "3 offload", "bf16"))
 def test_writes_outside_of_gathered_last_or_are_refused(pool: Pool, plan: str) -> None:
     settings = PLANS.get(plan, {"zero": 1, "precision": "bf16", "transport": "network"})
     for found in pool.run(run_maybe, 2, settings):
@@ -611,7 +612,7 @@ def run_router(mesh: zs.Mesh, settings: dict[str, Any]) -> Any:
     return losses, weights, {p.dtype for p in model.parameters()}
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", by_default(range(4), 0, 3))
 def test_modules_that_cast_their_weights_train_under_bf16(pool: Pool, zero: int) -> None:
     plans = [
         {"zero": zero, "precision": "bf16", "transport": t} for t in ("network", "shared") if zero or t == "network"
