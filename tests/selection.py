@@ -8,7 +8,7 @@ test that is named by its id runs as it is.
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -67,13 +67,13 @@ def _case_of(item: pytest.Item) -> Case:
 
 
 def _values_in(name: str, value: Any) -> Iterator[tuple[str, Hashable]]:
-    parts: Iterable[tuple[Any, Any]] = ()
+    parts: list[tuple[Any, Any]] = []
     if isinstance(value, tuple):
-        parts = enumerate(value)
+        parts = list(enumerate(value))
     elif isinstance(value, Mapping):
-        parts = value.items()
+        parts = list(value.items())
     elif is_dataclass(value) and not isinstance(value, type):
-        parts = vars(value).items()
+        parts = [(field.name, getattr(value, field.name)) for field in fields(value)]
     for key, part in parts:
         yield from _values_in(f"{name}.{key}", part)
     if not parts:
