@@ -158,6 +158,9 @@ def test_before_the_first_step_there_is_more_time() -> None:
     assert diagnose(stuck, LIMITS) is not None  # nobody computes: no reason to wait longer
 
 
+WRONG = Failure("PlanError", "no", True, 1.0, code=2)
+
+
 def failure(step: int, message: str | None = "bad", **values: Any) -> Culprit:
     words = said("ValueError", message) if message else None
     return Culprit(**{"ranks": (1,), "kind": "exit", "reason": "", "exit": 1, "step": step, "failure": words, **values})
@@ -180,6 +183,7 @@ def failure(step: int, message: str | None = "bad", **values: Any) -> Culprit:
         ([failure(7, None)] * 4, [5, 6, 6, 6], 3, True, 1),
         ([failure(7, None)], [5], 0, False, 1),
         ([failure(7, exit=2)], [-1], 3, False, 2),  # wrong input
+        ([failure(7, None, exit=None, failure=WRONG)], [-1], 3, False, 2),  # while the rank is ending
         ([failure(7, None, kind="left", exit=75)], [-1], 3, False, 75),
         ([failure(7, None, kind="node", exit=None)], [-1], 3, False, 1),
     ],

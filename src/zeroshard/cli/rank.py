@@ -94,9 +94,9 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
         _stop(error, mesh)
     if isinstance(error, KeyboardInterrupt | BrokenPipeError):
         _break_off(error, mesh)
-    first = _is_first(error, mesh)
+    first, code = _is_first(error, mesh), 2 if isinstance(error, WRONG_INPUT) else 1
     if "ZEROSHARD_HEARTBEAT" in os.environ:
-        write_failure(Path(os.environ["ZEROSHARD_HEARTBEAT"]), error, first)
+        write_failure(Path(os.environ["ZEROSHARD_HEARTBEAT"]), error, first, code)
     if first:
         if isinstance(error, ZeroshardError):
             print(f"zeroshard: {type(error).__name__}: {error}", file=sys.stderr)
@@ -107,7 +107,7 @@ def leave(error: BaseException, mesh: Mesh | None) -> None:
             handler.initialize()
             handler.record_exception(error)
     _flush()
-    os._exit(2 if isinstance(error, WRONG_INPUT) else 1)  # a normal exit would wait for peers that are gone
+    os._exit(code)  # a normal exit would wait for peers that are gone
 
 
 def _stop(stopped: Stopped, mesh: Mesh | None) -> NoReturn:

@@ -67,6 +67,7 @@ class Failure:
         first: whether the rank takes itself for the first to fail.
         when: monotonic seconds.
         trace: the traceback as text.
+        code: with which the rank is about to exit.
     """
 
     type: str
@@ -74,6 +75,7 @@ class Failure:
     first: bool
     when: float
     trace: str = ""
+    code: int = 1
 
 
 class Heartbeat:
@@ -165,10 +167,10 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
     )
 
 
-def write_failure(path: Path, error: BaseException, first: bool = True) -> None:
+def write_failure(path: Path, error: BaseException, first: bool = True, code: int = 1) -> None:
     """Write beside the heartbeat at `path` why this rank stops; a file that cannot be written is left out."""
     trace = "".join(traceback.format_exception(error))
-    failure = Failure(type(error).__name__, str(error), first, time.monotonic(), trace)
+    failure = Failure(type(error).__name__, str(error), first, time.monotonic(), trace, code)
     part = path.with_suffix(".part")
     try:
         part.write_text(json.dumps(asdict(failure)), encoding="utf-8")

@@ -72,7 +72,7 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
         max_restarts: how often to start again without a newer checkpoint.
     """
     last = culprits[-1]
-    if last.exit == WRONG_INPUT:
+    if last.code == WRONG_INPUT:
         return FailureVerdict(False, WRONG_INPUT, "wrong options, data or models are the same at every attempt")
     if last.kind == "node":
         return FailureVerdict(False, FAILED, "the job cannot go on without a node")
@@ -93,7 +93,7 @@ def decide(culprits: Sequence[Culprit], committed: Sequence[int], max_restarts: 
 
 def pass_on(culprit: Culprit) -> FailureVerdict:
     """The verdict under a launcher that restarts ranks itself: exit as the rank did."""
-    code = culprit.exit or FAILED
+    code = culprit.code or FAILED
     return FailureVerdict(False, code if code > 0 else 128 - code, "the launcher decides what follows")
 
 

@@ -94,6 +94,11 @@ class Culprit:
     failure: Failure | None = None
     follows: bool = False
 
+    @property
+    def code(self) -> int | None:
+        """The exit code, or the one that the rank wrote down before it ended."""
+        return self.failure.code if self.exit is None and self.failure is not None else self.exit
+
     def __str__(self) -> str:
         ranks = "ranks " + ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else f"rank {self.ranks[0]}"
         where = [f"on {self.host}"] if self.host else []
