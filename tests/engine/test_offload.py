@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, ModelError, OffloadError, OptimizerError, PlanError
+from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Category
 from zeroshard.offload import slices as host_slices
 from zeroshard.optim.host_adam import adam_update
-from zeroshard.platform import real
 
 WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"offload": "optimizer"},
@@ -192,7 +192,7 @@ def test_guessing_stops_while_most_steps_are_clipped() -> None:
 def test_guesses_take_a_part_of_what_the_states_leave(times: int, guesses: bool) -> None:
     plan = zs.Plan(offload="optimizer")
     states = zs.Engine(build("Plain", 0), ADAMW, plan).ledger.total("host")
-    with patch.object(real.Platform, "host_room_of", lambda platform, ranks: times * states):
+    with patch.object(HostMemory, "room", lambda memory, ranks: times * states):
         engine = zs.Engine(build("Plain", 0), ADAMW, plan)
     take_steps(engine, 3)
     assert (engine.speculation_counts.taken > 0) is guesses and engine.speculation_counts.undone == 0

@@ -76,7 +76,7 @@ def check_machine(mesh: Mesh, nbytes: int, what: str) -> None:
         return
     ranks = local_ranks() or mesh.ranks
     for room in sorted(mesh.platform.rooms(), key=lambda room: room.nbytes):
-        count = ranks if room.shared else 1
+        count = room.takers(ranks)
         if nbytes * count > room.nbytes:
             each = f" on each of {count} ranks" if count > 1 else ""
             raise BudgetExceeded(

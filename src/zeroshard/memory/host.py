@@ -84,6 +84,7 @@ class HostMemory:
         device: the tier above; slabs are registered with an accelerator.
         root: folder of /proc and /sys.
         make: in a rehearsal, makes the elements of a slab, which are only counted.
+        room: bytes that the rank may take then.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class HostMemory:
         device: torch.device,
         root: Path = ROOT,
         make: Callable[[int, torch.dtype], torch.Tensor] | None = None,
+        room: int = 0,
     ) -> None:
-        self._ledger, self._device, self._root, self._make = ledger, device, root, make
+        self._ledger, self._device, self._root, self._make, self._room = ledger, device, root, make, room
         self._held: dict[int, _Entry] = {}  # by storage, because tensors without values have no address
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # of the pool, by bytes
         self._lent: dict[int, torch.Tensor] = {}  # of the pool, by storage
@@ -167,11 +169,18 @@ class HostMemory:
         rooms = find_rooms(self._root) if self._make is None else []
         if not rooms:
             return
-        after = {room: room.nbytes - nbytes * (ranks if room.shared else 1) for room in rooms}
+        after = {room: room.nbytes - nbytes * room.takers(ranks) for room in rooms}
         tightest = min(rooms, key=after.__getitem__)
         if after[tightest] < 0:
             found = f"{tightest.limit} leaves {max(0, tightest.nbytes):,}"
-            raise BudgetExceeded(_too_little(what, nbytes, ranks if tightest.shared else 1, found))
+            raise BudgetExceeded(_too_little(what, nbytes, tightest.takers(ranks), found))
+
+    def room(self, ranks: int) -> int:
+        """Bytes that each of `ranks` ranks of this machine may still take."""
+        if self._make is not None:
+            return self._room
+        rooms = find_rooms(self._root)
+        return min((room.nbytes // room.takers(ranks) for room in rooms), default=0)
 
     def close(self) -> None:
         """Strike all slabs off the ledger; memory is freed with its last views."""

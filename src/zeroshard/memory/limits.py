@@ -24,6 +24,10 @@ class Room:
     limit: str
     shared: bool = True
 
+    def takers(self, ranks: int) -> int:
+        """How many of the machine's ranks take from it."""
+        return ranks if self.shared else 1
+
 
 def find_rooms(root: Path = ROOT) -> list[Room]:
     """All limits on this process's memory that can be read, with the room that each leaves now."""

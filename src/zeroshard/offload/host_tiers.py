@@ -60,7 +60,7 @@ class HostTiers:
             raise OptimizerError(
                 f"{self._needs_adam}, and {reason}. Use torch.optim.AdamW or Adam as they are, or leave {name} out."
             )
-        spare = platform.host_room_of(local_ranks() or mesh.ranks)
+        spare = self.host.room(local_ranks() or mesh.ranks)
         self.spare: Callable[[], int] = lambda: max(0, spare - ledger.total("host")) // SPARED
 
     def slab(self, numel: int, dtype: torch.dtype, label: str, padding: int) -> torch.Tensor:

@@ -59,11 +59,6 @@ class Platform:
         """The limits of this process's memory."""
         return find_rooms()
 
-    def host_room_of(self, ranks: int) -> int:
-        """Bytes of the host's memory that each of its ranks may still take."""
-        rooms = find_rooms()
-        return min((room.nbytes // (ranks if room.shared else 1) for room in rooms), default=0)
-
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
         """The memory of the host."""
         return HostMemory(ledger, device)

@@ -144,13 +144,9 @@ class Rehearsal(Platform):
         """None: the rehearsed machine is another one, whose memory the planner knows."""
         return []
 
-    def host_room_of(self, ranks: int) -> int:
-        """As given, whatever the number of ranks."""
-        return self.host_room
-
     def host(self, ledger: Ledger, device: torch.device) -> HostMemory:
         """Memory that is only counted."""
-        return HostMemory(ledger, device, make=self.make_on_host)
+        return HostMemory(ledger, device, make=self.make_on_host, room=self.host_room)
 
     def disk(self, folder: Path, ledger: Ledger, timeout: float) -> Disk:
         """A disk that is only counted."""

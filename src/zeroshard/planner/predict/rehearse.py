@@ -196,7 +196,7 @@ def rehearse(
             compute=rates.compute,
             task_seconds=(lambda job: 0.0) if timed else rates.job,
             make_on_host=tracker.make_on_host,
-            host_room=0 if machines is None else machines.host_room,
+            host_room=rates.host_room,
         )
         elsewhere = contextlib.nullcontext() if beside is not None else torchs_own_loop()
         with elsewhere, tracker, tracker.resizing():
@@ -346,7 +346,9 @@ class Rates:
 
     def __init__(self, clock: Clock, machines: Machines | None) -> None:
         self._clock, self._machines = clock, machines
-        self.hear = None if machines is None else self._hear
+        self.hear, self.host_room = None, 0
+        if machines is not None:
+            self.hear, self.host_room = self._hear, machines.host_room
 
     def _hear(self, flops: int, nbytes: int, dtype: torch.dtype, on_host: bool) -> None:
         assert self._machines is not None
