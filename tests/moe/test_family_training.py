@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
+from selection import by_default
 
 import zeroshard as zs
 from zeroshard.moe.families import find_experts
@@ -49,8 +50,8 @@ def train_family(mesh: zs.Mesh, family: str, plan: str) -> Any:
     return train(mesh, case(family), **PLANS[plan][1])
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plan", by_default(PLANS, "4-zero2", "2x2-zero3"))
+@pytest.mark.parametrize("family", by_default(FAMILIES, "mixtral", "switch_transformers"))
 def test_trains_as_in_one_process(pool: Pool, family: str, plan: str) -> None:
     check(pool.run(train_family, PLANS[plan][0], family, plan), *reference(family))
 
@@ -77,7 +78,7 @@ def train_recomputing(mesh: zs.Mesh, family: str) -> Any:
     return losses, engine.state_dict()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", by_default(["mixtral", "gpt_oss"], "mixtral"))
 def test_recomputation_of_the_library_changes_nothing(pool: Pool, family: str) -> None:
     check(pool.run(train_recomputing, 2, family), *reference(family))
 
@@ -94,7 +95,7 @@ def held_by(mesh: zs.Mesh, family: str) -> tuple[list[str], set[int], str]:
     return [name for name, _ in engine.model.named_parameters()], held, type(engine.model).__name__
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_default(FAMILIES, "mixtral", "deepseek_v3", "switch_transformers"))
 def test_classes_and_names_stay_as_they_are(pool: Pool, family: str) -> None:
     model = case(family).build()
     for rank, (names, held, kind) in enumerate(pool.run(held_by, 2, family)):

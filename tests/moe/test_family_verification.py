@@ -41,6 +41,7 @@ SAMPLE: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {
     ("deepseek_v3", "tensor"): (4, {"expert_parallel": 2, "tensor_parallel": 2}),
     ("olmoe", "offload"): (2, {"expert_parallel": 2, "zero": 3, "offload": "optimizer,parameters"}),
 }
+SHOWN = [("mixtral", "stages"), ("qwen3_moe", "tensor"), ("olmoe", "offload")]
 
 
 def job(family: str, plan: str) -> VerificationJob:
@@ -55,19 +56,20 @@ def observe_all(mesh: zs.Mesh, jobs: list[VerificationJob]) -> list[RankRecord]:
     return [observe(mesh, job) for job in jobs]
 
 
-@pytest.mark.parametrize("plan", by_default(PLANS, "ep2-zero3-m2", "ep2x2-zero3"))
-def test_families_give_no_false_alarm(pool: Pool, plan: str) -> None:
-    jobs = [job(family, plan) for family in FAMILIES]
+@pytest.mark.parametrize("plan", by_default(PLANS, "ep2x2-zero3"))
+def test_families_give_no_false_alarm(pool: Pool, plan: str, whole: bool) -> None:
+    families = tuple(FAMILIES) if whole else ("mixtral",)
+    jobs = [job(family, plan) for family in families]
     answers = pool.run(observe_all, PLANS[plan][0], jobs)
-    for number, (family, made) in enumerate(zip(FAMILIES, jobs, strict=True)):
+    for number, (family, made) in enumerate(zip(families, jobs, strict=True)):
         found = compared(made, [answer[number] for answer in answers])
         assert found.ok, f"{family}: {found}"
         assert sum(row.count for row in found.table) > 30
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_sample_of_other_plans_gives_no_false_alarm(pool: Pool, ranks: int) -> None:
-    jobs = [job(*name) for name, (count, _) in SAMPLE.items() if count == ranks]
+@pytest.mark.parametrize("ranks", by_default([2, 4], 4))
+def test_a_sample_of_other_plans_gives_no_false_alarm(pool: Pool, ranks: int, whole: bool) -> None:
+    jobs = [job(*name) for name in (SAMPLE if whole else SHOWN) if SAMPLE[name][0] == ranks]
     answers = pool.run(observe_all, ranks, jobs)
     for number, made in enumerate(jobs):
         found = compared(made, [answer[number] for answer in answers])
@@ -85,7 +87,7 @@ def observe_multiplied(mesh: zs.Mesh, made: VerificationJob) -> RankRecord:
         return observe(mesh, made)
 
 
-@pytest.mark.parametrize("plan", ["ep2-zero0", "ep2-zero3-m2", "ep4-zero2", "ep2x2-zero3"])
+@pytest.mark.parametrize("plan", by_default(PLANS, "ep2-zero3-m2", "ep2x2-zero3"))
 @pytest.mark.parametrize("family", ["mixtral", "switch_transformers"])
 def test_gradients_of_experts_that_are_multiplied_are_named(pool: Pool, family: str, plan: str) -> None:
     broken = job(family, plan)

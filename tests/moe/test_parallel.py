@@ -50,25 +50,23 @@ def same(seen: Sequence[Mapping[str, Any]], model: Settings, plan: Settings, dat
             assert {k: p for k, (p, _) in rows.items()} == {k: m for k, (_, m) in rows.items()}, (model, plan, table)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "ranks, plan, data_ranks",
-    [
-        (2, {}, 2),
-        (2, EP2, 2),
-        (4, EP2, 4),
-        (4, EP4, 4),
-        (2, STAGES, 1),
-        (4, {**STAGES, **EP2}, 2),
-    ],
-    ids=["1 x 2", "2 x 1", "2 x 2", "4 x 1", "1 x 1 in 2 stages", "2 x 1 in 2 stages"],
-)
-def test_experts_x_data_ranks_train_like_one_process(
-    pool: Pool, ranks: int, plan: Settings, data_ranks: int, zero: int
-) -> None:
+LAID_OUT: dict[str, tuple[int, Settings, int]] = {
+    "1 x 2": (2, {}, 2),
+    "2 x 1": (2, EP2, 2),
+    "2 x 2": (4, EP2, 4),
+    "4 x 1": (4, EP4, 4),
+    "1 x 1 in 2 stages": (2, STAGES, 1),
+    "2 x 1 in 2 stages": (4, {**STAGES, **EP2}, 2),
+}
+
+
+@pytest.mark.parametrize("zero", by_default([0, 1, 2, 3], 0, 2, 3))
+@pytest.mark.parametrize("layout", by_default(LAID_OUT, "2 x 2", "4 x 1", "2 x 1 in 2 stages"))
+def test_experts_x_data_ranks_train_like_one_process(pool: Pool, layout: str, zero: int, whole: bool) -> None:
     """6 experts on 4 ranks are 2, 2, 1 and 1."""
+    ranks, plan, data_ranks = LAID_OUT[layout]
     network = {**plan, "zero": zero, "transport": "network", "clip_norm": 0.5}
-    runs = [(STACKED, network), (STARVED, network), (ONE, {**plan, "zero": zero})]
+    runs = [(STACKED, network), (ONE, {**plan, "zero": zero}), *([(STARVED, network)] if whole else ())]
     answers = pool.run(follow_all, ranks, runs, STEPS)
     for number, (model, settings) in enumerate(runs):
         seen = [answer[number] for answer in answers]
@@ -78,6 +76,7 @@ def test_experts_x_data_ranks_train_like_one_process(
     assert shapes == [EXPERTS // experts + (rank % experts < EXPERTS % experts) for rank in range(ranks)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "ranks, model, plan, data_ranks",
     [
@@ -115,9 +114,12 @@ OTHERS = {
 }  # fmt: skip
 
 
+SHOWN = ("groups", "sums in stages", "one reduction", "offloaded parameters", "offloaded activations")
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_with_other_techniques(pool: Pool, ranks: int) -> None:
-    cases = [case for case in OTHERS.values() if case[0] == ranks]
+def test_with_other_techniques(pool: Pool, ranks: int, whole: bool) -> None:
+    cases = [OTHERS[name] for name in (OTHERS if whole else SHOWN) if OTHERS[name][0] == ranks]
     answers = pool.run(follow_all, ranks, [(model, plan) for _, model, plan, _ in cases], STEPS)
     for number, (_, model, plan, data_ranks) in enumerate(cases):
         same([answer[number] for answer in answers], model, plan, data_ranks)
@@ -134,15 +136,17 @@ LAYOUTS = {  # of Switch's figure 9 (2101.03961, section 5), and more
     "whole sequences": ({"tensor_parallel.ranks": 2, "tensor_parallel.sequence": False, **EP2, "zero": 1}, 2),
     "stages": ({**STAGES, **TENSOR, **EP2, "zero": 1}, 1),
 }
+SHOWN_LAYOUTS = ("expert, model and data", "experts twice among ranks that split a layer", "stages")
 
 
 MODELS = [STACKED, {**STARVED, "summed": True}]
 
 
 @pytest.mark.parametrize("model", by_default(MODELS, MODELS[1]), ids=["stacked", "modules"])
-def test_all_layouts_agree_on_one_script(pool: Pool, model: Settings) -> None:
-    answers = pool.run(follow_all, 4, [(model, plan) for plan, _ in LAYOUTS.values()], STEPS)
-    for number, (plan, data_ranks) in enumerate(LAYOUTS.values()):
+def test_all_layouts_agree_on_one_script(pool: Pool, model: Settings, whole: bool) -> None:
+    layouts = [LAYOUTS[name] for name in (LAYOUTS if whole else SHOWN_LAYOUTS)]
+    answers = pool.run(follow_all, 4, [(model, plan) for plan, _ in layouts], STEPS)
+    for number, (plan, data_ranks) in enumerate(layouts):
         same([answer[number] for answer in answers], model, plan, data_ranks)
 
 
@@ -203,9 +207,11 @@ def load(mesh: zs.Mesh, model: Settings, plans: Sequence[Settings], folder: str)
 
 
 @pytest.mark.parametrize("model", by_default([STACKED, STARVED], STACKED), ids=["stacked", "modules"])
-def test_checkpoints_load_under_any_number_of_expert_ranks(pool: Pool, tmp_path: Path, model: Settings) -> None:
+def test_checkpoints_load_under_any_number_of_expert_ranks(
+    pool: Pool, tmp_path: Path, model: Settings, whole: bool
+) -> None:
     """Global shapes on disk: from 4 ranks with 2, 2, 1 and 1 experts, and from 2, to all others."""
-    for experts in (4, 2):
+    for experts in (4, 2) if whole else (4,):
         plan = {"expert_parallel": experts, "zero": 3, "transport": "network"}
         (norms, *_) = pool.run(save, 4, model, plan, str(tmp_path))
         plans = [plan, {"expert_parallel": 6 - experts, "zero": 1}, {"zero": 2}]

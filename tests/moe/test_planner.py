@@ -6,6 +6,7 @@ import pytest
 import torch
 from planner.rehearsed import punctual, wire_of
 from pool import Pool
+from selection import by_default
 from torch import nn
 
 import zeroshard as zs
@@ -15,13 +16,13 @@ from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.search.text import short
 
 ROWS = 6
-CASES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"expert_parallel": 2, "zero": 2, "transport": "network"}),
-    (4, {"expert_parallel": 2, "zero": 3, "transport": "network"}),
-    (2, {"expert_parallel": 2, "zero": 1, "transport": "shared"}),
-    (4, {"expert_parallel": 2, "zero": 1, "transport": "network", "pipeline_parallel": 2, "microbatches": 2,
-         "pipeline_parallel.split": ("blocks.1",)}),
-]  # fmt: skip
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "2": (2, {"expert_parallel": 2, "zero": 2, "transport": "network"}),
+    "2 x 2": (4, {"expert_parallel": 2, "zero": 3, "transport": "network"}),
+    "shared": (2, {"expert_parallel": 2, "zero": 1, "transport": "shared"}),
+    "stages": (4, {"expert_parallel": 2, "zero": 1, "transport": "network", "pipeline_parallel": 2, "microbatches": 2,
+                   "pipeline_parallel.split": ("blocks.1",)}),
+}  # fmt: skip
 
 
 def build() -> nn.Module:
@@ -39,8 +40,9 @@ def run(mesh: zs.Mesh, plan: dict[str, Any]) -> dict[str, Any]:
         return {"states": engine.ledger.snapshot(), "wire": wire_of(engine)}
 
 
-@pytest.mark.parametrize("ranks, plan", CASES, ids=["2", "2 x 2", "shared", "stages"])
-def test_states_and_traffic_to_the_byte(pool: Pool, ranks: int, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", by_default(CASES, "2 x 2"))
+def test_states_and_traffic_to_the_byte(pool: Pool, case: str) -> None:
+    ranks, plan = CASES[case]
     real = pool.run(run, ranks, plan)
     job = TrainingTask(build, lambda rows: batch(0, 0, rows), optimizer, ROWS, 5)
     for rank in {0, ranks - 1}:

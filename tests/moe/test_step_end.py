@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -111,7 +112,7 @@ def test_biases_move_by_the_load_of_all(pool: Pool, ranks: int, plan: dict[str, 
         assert all(mine in ([], load) for mine, load in zip(found, loads, strict=True)) and any(found)
 
 
-@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("experts", by_default([1, 2], 2))
 def test_losses_over_the_global_batch(pool: Pool, experts: int) -> None:
     """The same as one process with all tokens at once, which a loss of each rank's own tokens is not."""
     wanted, _ = alone(GLOBAL, 2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from engine.models import OPTIMIZERS
 from pool import Pool
+from selection import by_default
 from split_models.small_models import VOCABULARY, family
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
     ("opt", "gpipe", False, {}),
     ("bert", "naive", True, {}),
 ]
+SHOWN = [CASES[n] for n in (0, 2, 4, 5, 10)]
 
 
 def model_of(name: str, changes: dict[str, Any]) -> nn.Module:
@@ -98,8 +100,9 @@ def compare(seen: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
         assert "send activations" in formulas or "send their gradients" in formulas
 
 
-@pytest.mark.parametrize("name, schedule, sequence, changes", CASES, ids=lambda value: str(value).replace(" ", ""))
-def test_two_stages_of_two_ranks(pool: Pool, name: str, schedule: str, sequence: bool, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", by_default(CASES, *SHOWN), ids=lambda case: "-".join(map(str, case)).replace(" ", ""))
+def test_two_stages_of_two_ranks(pool: Pool, case: tuple[str, str, bool, dict[str, Any]]) -> None:
+    name, schedule, sequence, changes = case
     plan = {"pipeline_parallel.schedule": schedule, "tensor_parallel.sequence": sequence}
     plan |= {"pipeline_parallel.virtual_stages": 2} if schedule == "interleaved" else {}
     if schedule != "2bw":
@@ -111,6 +114,7 @@ def test_two_stages_of_two_ranks(pool: Pool, name: str, schedule: str, sequence:
             torch.testing.assert_close(mine["weights"][key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole  # tests/tensor/test_training.py has such a layout
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_two_stages_of_two_data_ranks_of_two_ranks(wide_pool: Pool, schedule: str, zero: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine.models import OPTIMIZERS
 from pool import Pool
+from selection import by_default
 from split_models.vocabularies import Widths, seeded
 from torch import Tensor
 
@@ -31,6 +32,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks that the vocabulary is
 LAYERS = {"num_hidden_layers": 2, "n_layer": 2, "num_key_value_heads": 2}
 MATRIX = [*(("llama", plan) for plan in PLANS), ("gpt2", "1f1b"), ("gpt2", "zb-h1"), ("gpt2", "zero3")]
 MATRIX += [("gemma2", "1f1b"), ("t5", "zero0"), ("t5", "zero3"), ("bert", "zero2"), ("bert", "gpipe")]
+SHOWN = [*(("llama", plan) for plan in ("zero0", "zero3, head a unit", "offloaded", "zb-h1", "chunks of rows"))]
+SHOWN += [("gpt2", "1f1b"), ("t5", "zero0")]
 
 
 def model_of(name: str) -> Any:
@@ -68,8 +71,9 @@ def trained(mesh: zs.Mesh, name: str, plan: dict[str, Any], ranks: int) -> Any:
     return losses, norms, engine.state_dict(), wide.found
 
 
-@pytest.mark.parametrize("name, plan", MATRIX)
-def test_an_engine_with_a_split_vocabulary_trains_as_one_without(pool: Pool, name: str, plan: str) -> None:
+@pytest.mark.parametrize("case", by_default(MATRIX, *SHOWN), ids="-".join)
+def test_an_engine_with_a_split_vocabulary_trains_as_one_without(pool: Pool, case: tuple[str, str]) -> None:
+    name, plan = case
     others, settings = PLANS[plan]
     expected = pool.run(trained, others, name, settings, 1)
     found = pool.run(trained, 2 * others, name, settings, 2)
