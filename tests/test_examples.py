@@ -42,6 +42,7 @@ def test_asynchronous() -> None:
     assert "over 250 updates" in output
 
 
+@pytest.mark.whole
 def test_unmodified_hugging_face_gpt2() -> None:
     pytest.importorskip("transformers")
     losses = [

@@ -6,9 +6,9 @@ under `what` in EXCEPTIONS.
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,11 @@ class Module:
     @classmethod
     def parse(cls, name: str, text: str) -> "Module":
         return cls(name, text, ast.parse(text))
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
 
     @property
     def part(self) -> str:
@@ -156,15 +161,20 @@ def missing_docstrings(module: Module) -> Findings:
             yield name, "no docstring"
 
 
+def last_word(node: ast.AST) -> str:
+    """What a name or an attribute ends with."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def imports(module: Module) -> Iterator[str]:
     """The dotted names that a module imports, anywhere in it, strings included; `from a import b` as a.b."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{module.name} imports relatively"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and last_word(node.func) in ("import_module", "__import__"):
             yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
@@ -174,8 +184,8 @@ def unsafe_loading(module: Module) -> Findings:
             yield module.name, f"imports {name}"
         if name in ("torch.load", "torch.serialization.load"):
             yield module.name, f"imports {name}"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.serialization.load"):
+    for node in module.nodes:
+        if last_word(node) == "load" and ast.unparse(node) in ("torch.load", "torch.serialization.load"):
             yield module.name, f"uses {ast.unparse(node)} in line {node.lineno}"
 
 
@@ -185,8 +195,9 @@ def hidden_inputs(module: Module) -> Findings:
     for name in imports(module):
         if name in ("os.environ", "os.getenv", "os.environb"):
             yield module.name, f"imports {name}"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"):
+    for node in module.nodes:
+        known = last_word(node) in ("environ", "getenv", "environb")
+        if known and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"):
             yield module.name, f"uses {ast.unparse(node)} in line {node.lineno}"
 
 
@@ -217,8 +228,9 @@ def named_devices(module: Module) -> Findings:
     for name in imports(module):
         if f"{name}.".startswith("torch.cuda."):
             yield module.name, f"imports {name}"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and (ast.unparse(node) == "torch.cuda" or node.attr == "is_cuda"):
+    for node in module.nodes:
+        name = last_word(node) if isinstance(node, ast.Attribute) else ""
+        if name == "is_cuda" or (name == "cuda" and ast.unparse(node) == "torch.cuda"):
             yield module.name, f"uses {ast.unparse(node)} in line {node.lineno}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             yield module.name, f"calls {ast.unparse(node)} in line {node.lineno}"
@@ -239,15 +251,21 @@ RULES: list[Callable[[Module], Findings]] = [
 ]
 
 
+@cache
+def findings(rule: Callable[[Module], Findings]) -> list[tuple[str, str]]:
+    """What a rule finds in all modules."""
+    return [finding for module in house() for finding in rule(module)]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_house_keeps_the_rule(rule: Callable[[Module], Findings]) -> None:
     assert len(house()) > 20
-    found = [f"{what}: {complaint}" for module in house() for what, complaint in rule(module) if what not in EXCEPTIONS]
+    found = [f"{what}: {complaint}" for what, complaint in findings(rule) if what not in EXCEPTIONS]
     assert not found, "\n" + "\n".join(found)
 
 
 def test_exceptions_are_needed_and_have_a_reason() -> None:
-    needed = {what for rule in RULES for module in house() for what, _ in rule(module)}
+    needed = {what for rule in RULES for what, _ in findings(rule)}
     assert set(EXCEPTIONS) <= needed
     assert all(reason.strip() for reason in EXCEPTIONS.values())
 
@@ -257,21 +275,12 @@ def test_every_floor_is_inhabited_and_every_part_has_a_floor() -> None:
     assert parts - {"__pycache__", "__init__"} <= set(FLOORS)
 
 
-def ahead_of_time(tree: ast.Module) -> set[int]:
-    """The ids of nodes that only type checkers look at."""
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    return {id(child) for block in blocks for statement in block.body for child in ast.walk(statement)}
-
-
 def arrows() -> dict[str, set[str]]:
-    """Which modules each module imports, anywhere in it, but for what type checkers alone look at."""
+    """Which modules each module imports, anywhere in it, what type checkers alone look at included."""
     names = {module.name for module in house()}
     found: dict[str, set[str]] = {}
     for module in house():
-        typed = ahead_of_time(module.tree)
-        nodes = [n for n in ast.walk(module.tree) if id(n) not in typed]
-        seen = Module(module.name, module.text, ast.Module([n for n in nodes if isinstance(n, ast.stmt)], []))
-        targets = {name.removeprefix("zeroshard.") for name in imports(seen) if name.startswith("zeroshard.")}
+        targets = {name.removeprefix("zeroshard.") for name in imports(module) if name.startswith("zeroshard.")}
         whole = {next((t[:end] for end in cut_points(t) if t[:end] in names), "") for t in targets}
         found[module.name] = whole - {module.name}
     return found
@@ -439,11 +448,17 @@ MAY_USE: dict[tuple[str, str], str] = {  # a part of the house and a word, with 
 }
 
 
+@cache
+def all_names() -> list[tuple[Module, list[str]]]:
+    """What each module names."""
+    return [(module, list(dict.fromkeys(names(module)))) for module in house()]
+
+
 def names(module: Module) -> Iterator[str]:
     """What a module names: itself, its classes, functions, parameters, attributes, and variables outside functions."""
     yield module.name.rpartition(".")[2]
-    inside = {id(n) for f in ast.walk(module.tree) if isinstance(f, Function) for n in ast.walk(f) if n is not f}
-    for node in ast.walk(module.tree):
+    inside = {id(n) for f in module.nodes if isinstance(f, Function) for n in ast.walk(f) if n is not f}
+    for node in module.nodes:
         if isinstance(node, (Function, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -454,24 +469,25 @@ def names(module: Module) -> Iterator[str]:
             yield node.id
 
 
-def words_of(name: str) -> set[str]:
+@cache
+def words_of(name: str) -> frozenset[str]:
     """The words of a name in snake_case or CamelCase, in small letters."""
-    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+    return frozenset(word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name))
 
 
-def private_words(module: Module) -> Findings:
-    for name in dict.fromkeys(names(module)):
+def private_words(module: Module, named: Iterable[str]) -> Findings:
+    for name in dict.fromkeys(named):
         for word in sorted(words_of(name) & set(UNUSED_WORDS)):
             if (module.part, word) not in MAY_USE:
                 yield f"{module.name}: {name}", f"is named with {word!r}, which is not a word of the field"
 
 
 def test_names_are_of_words_of_the_field() -> None:
-    assert [f"{name} {complaint}" for module in house() for name, complaint in private_words(module)] == []
+    assert [f"{name} {complaint}" for named in all_names() for name, complaint in private_words(*named)] == []
 
 
 def test_each_word_that_a_part_may_use_is_needed_and_has_a_reason() -> None:
-    used = {(module.part, word) for module in house() for name in names(module) for word in words_of(name)}
+    used = {(module.part, word) for module, named in all_names() for name in named for word in words_of(name)}
     assert MAY_USE.keys() <= used and all(MAY_USE.values()) and {word for _, word in MAY_USE} <= set(UNUSED_WORDS)
 
 
@@ -480,7 +496,8 @@ def test_private_words_are_found_in_every_kind_of_name() -> None:
         "HERE = 1\nclass PulseReader:\n    home: int\ndef read_words(lane, *, on_host): self.is_below = homely = 1\n"
         "def f():\n    really = 1\n    def nobody(): ...\n"
     )
-    found = [name.partition(": ")[2] for name, _ in private_words(Module.parse("comm.lanes", text))]
+    module = Module.parse("comm.lanes", text)
+    found = [name.partition(": ")[2] for name, _ in private_words(module, names(module))]
     assert sorted(found) == ["HERE", "PulseReader", "home", "is_below", "lane", "lanes", "nobody", "read_words"]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from activations.test_auto import least_of
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -96,17 +97,20 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("plan", ALONE, ids=str)
+@pytest.mark.parametrize("plan", by_default(ALONE, *ALONE[:2]), ids=str)
 def test_nothing_has_changed_and_the_least_is_enough(plan: dict[str, Any]) -> None:
     for budget, found in at_budgets(zs.Mesh(0, 1), plan):
         assert max(found) <= budget, (budget, found)
 
 
-@pytest.mark.parametrize("plan", [
+TOGETHER: list[dict[str, Any]] = [
     {"zero": 0, "precision": "bf16", "microbatches": 2, "fp32_modules": ["BatchNorm1d"]},
     {"zero": 2, "transport": "network"},
     {"zero": 1, "pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.split": ["blocks.3"]},
-], ids=str)  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("plan", by_default(TOGETHER, *TOGETHER[1:]), ids=str)
 def test_all_ranks_refuse_alike(pool: Pool, plan: dict[str, Any]) -> None:
     for answers in pool.run(at_budgets, 2, plan):
         for budget, found in answers:

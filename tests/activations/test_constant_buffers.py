@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -46,9 +47,15 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch, plan: zs.Plan, layers: int) -> tu
     return max(taken, default=0), found.memory["buffers"]
 
 
-@pytest.mark.parametrize("plan", [
-    {"zero": 1}, {"zero": 2}, {"zero": 3, "precision": "bf16"}, {"zero": 2, "offload": "optimizer"},
-], ids=str)  # fmt: skip
+PLANS: list[dict[str, Any]] = [
+    {"zero": 1},
+    {"zero": 2},
+    {"zero": 3, "precision": "bf16"},
+    {"zero": 2, "offload": "optimizer"},
+]
+
+
+@pytest.mark.parametrize("plan", by_default(PLANS, PLANS[1], PLANS[2]), ids=str)
 def test_the_largest_buffer_is_the_same_at_any_depth(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> None:
     made = zs.Plan.from_dict({"transport": "network", "units": ["Linear"], **plan})
     found = [rehearsed(monkeypatch, made, layers) for layers in DEPTHS]

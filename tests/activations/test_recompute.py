@@ -12,6 +12,7 @@ from engine import pipelines
 from engine.zoo import ZOO
 from engine.zoo import train as train_in_zoo
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,9 +99,12 @@ def same(found: dict[str, Any], expected: dict[str, Any], *names: str) -> bool:
     return equal and repr([found[key] for key in keys]) == repr([expected[key] for key in keys])
 
 
+PLANS: list[dict[str, Any]] = [{"zero": 0}, {"zero": 1}, {"zero": 2, "microbatches": 2}, {"zero": 3},
+                               {"zero": 3, "transport": "network"}]  # fmt: skip
+
+
 @pytest.mark.parametrize("rng", ["fast", "exact"])
-@pytest.mark.parametrize("plan", [{"zero": 0}, {"zero": 1}, {"zero": 2, "microbatches": 2}, {"zero": 3},
-                                  {"zero": 3, "transport": "network"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("plan", by_default(PLANS, {"zero": 0}, PLANS[2], PLANS[4]), ids=str)
 def test_dropout_statistics_and_gathers_are_those_of_kept_blocks(pool: Pool, plan: dict[str, Any], rng: str) -> None:
     expected = pool.run(train, 2, {**plan, "rng": rng})
     for policy in POLICIES:
@@ -122,8 +126,11 @@ def train_zoo(mesh: zs.Mesh, name: str, plans: list[dict[str, Any]]) -> list[Any
     return seen
 
 
+SHOWN = ("records", "recurrent", "fickle", "thrifty-reentrant", "adapted", "compiled-wrapped", "convolutions")
+
+
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", by_default(ZOO, *SHOWN))
 def test_models_as_people_write_them(pool: Pool, name: str, zero: int) -> None:
     plan: dict[str, Any] = {"zero": zero, "transport": "network"} | ({"units": ()} if name == "fickle" else {})
     for kept, *others in pool.run(train_zoo, 2, name, [{**plan, "recompute": each} for each in ("off", *POLICIES)]):
@@ -143,7 +150,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", by_default(SCHEDULES, "1f1b", "interleaved", "zb-h1", "2bw"))
 def test_schedules_of_stages(pool: Pool, schedule: str, zero: int) -> None:
     if zero == 3 and schedule in ("pipedream", "2bw"):
         pytest.skip("refused: older versions of the weights are kept whole")

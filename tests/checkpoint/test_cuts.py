@@ -17,6 +17,7 @@ from checkpoint.faults import Desk, pieces_of, raw, read_box, seal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from selection import by_default
 
 from zeroshard.checkpoint import MANIFEST, Box, Reader, WriteOrder, manifest, reader, stream, write
 from zeroshard.checkpoint.boxes import BoxValues
@@ -128,7 +129,7 @@ def check(folder: Path, values: torch.Tensor, parts: list[Part]) -> None:
 SHAPES = [(), (5,), (6, 8), (3, 7), (7, 1), (1, 9), (2, 3, 4), (3, 1, 5), (2, 3, 2, 3), (0, 4), (4, 0), (1, 1, 1)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", by_default(SHAPES, *SHAPES[:4], (2, 3, 4), *SHAPES[9:]), ids=str)
 def test_each_cut_is_read_under_each_other(tmp_path: Path, shape: tuple[int, ...]) -> None:
     values = values_of(shape)
     with small_blocks():

@@ -68,6 +68,7 @@ def test_rates_of_ptdp_are_near_the_published_ones() -> None:
     assert interleaving_gain(12, scattered=True) > interleaving_gain(24, scattered=True) > 1
 
 
+@pytest.mark.whole
 def test_a_block_of_megatron_has_four_all_reduces() -> None:
     assert [reading.ours for reading in collectives(silent)] == [4.0, 4.0]
 
@@ -110,6 +111,7 @@ def test_table_1_is_copied_without_a_slip() -> None:
                 assert Reading(f"{size} {ranks} {zero}", published, float(formula)).agrees, (size, ranks, zero)
 
 
+@pytest.mark.whole
 def test_the_wire_carries_what_section_7_says() -> None:
     assert [reading.ours for reading in volume(silent)] == [2, 2, 2, 3]
 

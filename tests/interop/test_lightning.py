@@ -8,6 +8,7 @@ import pytest
 import torch
 from interop.regression import assert_follows, plain
 from jobs import TORCHRUN, run_job
+from selection import by_default
 from torch import Tensor
 
 if find_spec("lightning") is None:  # to import it takes seconds, and only the job needs it
@@ -16,10 +17,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, whole: bool) -> dict[str, Any]:
     """What rank 0 of one job of two ranks saw."""
     folder = tmp_path_factory.mktemp("lightning")
-    run_job(ROOT / "tests" / "interop" / "lightning_runs.py", str(folder), **TORCHRUN)
+    words = (str(folder), "--whole") if whole else (str(folder),)
+    run_job(ROOT / "tests" / "interop" / "lightning_runs.py", *words, **TORCHRUN)
     return torch.load(folder / "found.pt")
 
 
@@ -27,7 +29,7 @@ def bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", by_default(range(4), 1, 3))
 def test_it_follows_a_plain_loop(found: dict[str, Any], zero: int) -> None:
     losses, weights, step, norm, metrics = found[f"zero {zero}"]
     assert_follows(losses, bare(weights), plain(8))
@@ -35,7 +37,7 @@ def test_it_follows_a_plain_loop(found: dict[str, Any], zero: int) -> None:
     assert metrics["held out"] == pytest.approx(found[f"test {zero}"][0]["held out"])
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", by_default([0, 1, 3], 1))
 def test_accumulation(found: dict[str, Any], zero: int) -> None:
     losses, weights = found[f"accumulate {zero}"]
     assert_follows(losses, bare(weights), plain(4, accumulate=2))

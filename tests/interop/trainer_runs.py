@@ -65,10 +65,10 @@ def train(folder: Path, zero: int, **settings: Any) -> tuple[Any, dict[str, Any]
     return trainer, {**seen, "evaluated": trainer.evaluate()["eval_loss"]}
 
 
-def main(folder: Path) -> None:
-    """All runs, one after the other."""
+def main(folder: Path, whole: bool) -> None:
+    """All runs, one after the other; or those that the test shows by default."""
     found: dict[str, Any] = {}
-    for zero in (1, 3):
+    for zero in (1, 3) if whole else (3,):
         trainer, found[f"zero {zero}"] = train(folder, zero)
     trainer.save_model(str(folder / "saved"))
     found["accumulate"] = train(folder, 2, gradient_accumulation_steps=2, max_steps=3)[1]
@@ -85,4 +85,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "--whole" in sys.argv)

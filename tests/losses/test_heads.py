@@ -7,6 +7,7 @@ import torch
 from engine.models import OPTIMIZERS
 from planner.rehearsed import SHAPE, run, task
 from pool import Pool
+from selection import by_default
 from torch import Tensor
 
 import zeroshard as zs
@@ -85,8 +86,13 @@ MATRIX = [*(("llama", plan) for plan in PLANS), *((name, "zero3") for name in CO
 MATRIX += [("gpt2", plan) for plan in ("stages", "gpipe", "stages, zero3")] + [("gemma2", "stages")]
 
 
-@pytest.mark.parametrize("name, plan", MATRIX)
-def test_a_model_trains_as_with_its_logits(pool: Pool, name: str, plan: str) -> None:
+SHOWN = [("llama", "zero3"), ("llama", "zero3, head a unit"), ("llama", "zb-h1"), ("llama", "offloaded")]
+SHOWN += [("gpt2", "stages"), ("gpt2", "zero3"), ("gemma2", "zero3"), ("qwen3", "zero3")]
+
+
+@pytest.mark.parametrize("case", by_default(MATRIX, *SHOWN), ids="-".join)
+def test_a_model_trains_as_with_its_logits(pool: Pool, case: tuple[str, str]) -> None:
+    name, plan = case
     ranks, settings = PLANS[plan]
     expected = pool.run(trained, ranks, name, settings)
     found = pool.run(trained, ranks, name, {**settings, "loss_chunk": 3})
@@ -97,7 +103,7 @@ def test_a_model_trains_as_with_its_logits(pool: Pool, name: str, plan: str) -> 
             torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", by_default(["llama", "gpt2"], "gpt2"))
 def test_a_model_on_meta_is_cut(pool: Pool, name: str) -> None:
     plan = {"zero": 0, **CUT}
     expected = pool.run(trained, 2, name, plan, "meta")[0]
@@ -105,7 +111,7 @@ def test_a_model_on_meta_is_cut(pool: Pool, name: str) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", by_default(["bf16", "fp16"], "fp16"))
 def test_a_model_trains_in_16_bits(pool: Pool, precision: str) -> None:
     plan = {"zero": 2, "precision": precision}
     expected = pool.run(trained, 2, "llama", plan)[0]
@@ -128,11 +134,14 @@ def test_the_built_in_model_takes_the_chunk_of_the_plan(pool: Pool) -> None:
     assert other == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("plan", [{"zero": 3, **NETWORK}, {"zero": 0, "microbatches": 2, **CUT}])
-def test_the_planner_counts_the_memory_of_chunks(pool: Pool, plan: dict[str, Any]) -> None:
+PLANNED: list[dict[str, Any]] = [{"zero": 3, **NETWORK}, {"zero": 0, "microbatches": 2, **CUT}]
+
+
+@pytest.mark.parametrize("plan", by_default(PLANNED, PLANNED[0]))
+def test_the_planner_counts_the_memory_of_chunks(pool: Pool, plan: dict[str, Any], whole: bool) -> None:
     chunked = {**plan, "loss_chunk": 16}
     real = pool.run(run, 2, chunked, "sgd", 8, 6)
-    for rank in range(2):
+    for rank in range(2 if whole else 1):
         peaks = [rehearse(task("sgd"), zs.Plan.from_dict(one), rank, 2, 8).peak_bytes for one in (chunked, plan)]
         assert peaks[0] == pytest.approx(real[rank]["peak"], rel=0.001)
         assert peaks[0] <= peaks[1]

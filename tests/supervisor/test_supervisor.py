@@ -191,6 +191,7 @@ def test_a_script_without_a_guard_may_load_data_in_processes(start: Callable[...
     assert sorted(out.splitlines()) == [f"{rank} 4 {default} MainProcess None False" for rank in (0, 1)]
 
 
+@pytest.mark.whole
 def test_a_script_may_choose_how_its_children_start(start: Callable[..., Supervisor]) -> None:
     """Each rank another way."""
     code, out, err = start(CHOOSING).end()
@@ -210,6 +211,7 @@ say(rank, mesh.ranks, [w.decode() for w in comm.agree(os.environ["LOCAL_RANK"].e
 """
 
 
+@pytest.mark.whole
 def test_two_nodes_restart_together(port: int, start: Callable[..., Supervisor]) -> None:
     place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
     first, second = (start(NODES, *place, "--node-rank", str(node), ranks=1) for node in (0, 1))
@@ -221,6 +223,7 @@ def test_two_nodes_restart_together(port: int, start: Callable[..., Supervisor])
     assert not second.failures() and len([line for line in err if line.startswith("zeroshard: ")]) == 1
 
 
+@pytest.mark.whole
 def test_a_node_that_loses_node_0_ends(port: int, start: Callable[..., Supervisor]) -> None:
     place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
     body = "say(os.getpid())\ntime.sleep(600)\n"

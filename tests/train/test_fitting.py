@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from selection import by_default
 
 from zeroshard.comm.mesh import Mesh
 from zeroshard.errors import BudgetExceeded
@@ -21,11 +22,12 @@ def train(folder: Path, *words: str) -> None:
     assert run(config, Mesh()) is not None
 
 
-@pytest.mark.parametrize(
-    "budget, start, leads",
-    [("8MiB", "It fits with: ", " (a rehearsal"), ("100KiB", "the smallest budget that works is: ", "\n")],
-)
-def test_the_options_that_the_error_names_work(budget: str, start: str, leads: str, tmp_path: Path) -> None:
+CASES = [("8MiB", "It fits with: ", " (a rehearsal"), ("100KiB", "the smallest budget that works is: ", "\n")]
+
+
+@pytest.mark.parametrize("case", by_default(CASES, CASES[0]), ids=lambda case: case[0])
+def test_the_options_that_the_error_names_work(case: tuple[str, str, str], tmp_path: Path) -> None:
+    budget, start, leads = case
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("".join(f"line {n}: {n * n}\n" for n in range(400)))
     with pytest.raises(BudgetExceeded) as refused:

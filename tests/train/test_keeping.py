@@ -30,13 +30,23 @@ PLAN = Plan(clip_norm=1.0, units=())
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """Twelve steps on a small text, a checkpoint after every third."""
-    text = tmp_path / "text"
+    return config_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[float]]:
+    """The losses of those twelve steps in a run that nothing disturbs."""
+    return whole_run(config_in(tmp_path_factory.mktemp("undisturbed")))
+
+
+def config_in(folder: Path) -> TrainConfig:
+    text = folder / "text"
     text.mkdir()
     for number in range(3):
         (text / f"{number}.txt").write_text("".join(f"line {n} of file {number}: {n * n}\n" for n in range(300)))
     options: dict[str, Any] = {"sequence": 16, "batch_per_rank": 2, "steps": 12, "warmup_steps": 2, "dropout": 0.1}
     options |= {"validate_every": 0, "validation_rows": 2, "sample_tokens": 0, "checkpoint_every": 3}
-    return TrainConfig(plan=PLAN, data=(text,), out=tmp_path / "runs", **options)
+    return TrainConfig(plan=PLAN, data=(text,), out=folder / "runs", **options)
 
 
 def losses(folder: Path) -> dict[int, set[float]]:
@@ -48,7 +58,7 @@ def losses(folder: Path) -> dict[int, set[float]]:
     return found
 
 
-def whole(config: TrainConfig) -> dict[int, set[float]]:
+def whole_run(config: TrainConfig) -> dict[int, set[float]]:
     """The losses of a run that nothing disturbs."""
     done = run(replace(config, out=config.out / "whole", resume="never"), Mesh())
     assert done is not None
@@ -94,7 +104,10 @@ def test_a_run_that_another_process_works_at_is_refused(config: TrainConfig, mon
 
 
 def test_auto_goes_on_in_the_same_folder_bit_for_bit(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: TrainConfig,
+    undisturbed: dict[int, set[float]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = replace(config, resume="auto")
     died(config, monkeypatch, 2)  # before any checkpoint
@@ -110,7 +123,7 @@ def test_auto_goes_on_in_the_same_folder_bit_for_bit(
     assert "nothing to resume" not in capsys.readouterr().out
     text = (folder / "metrics.jsonl").read_text().replace('{"step": 99, "lo\n', "")
     (folder / "metrics.jsonl").write_text(text)
-    assert losses(folder) == whole(config)
+    assert losses(folder) == undisturbed
     assert [step for step, _ in committed(folder / "checkpoints")] == [9, 12]  # the newest two
     done = run(config, Mesh())  # the first is finished, so this is another
     assert done is not None and done[1] != folder
@@ -132,7 +145,10 @@ def test_never_starts_anew_and_the_next_attempt_of_a_job_goes_on(
 
 
 def test_a_damaged_checkpoint_is_put_aside_and_said_so(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: TrainConfig,
+    undisturbed: dict[int, set[float]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = replace(config, resume="auto")
     died(config, monkeypatch, 8)
@@ -145,11 +161,13 @@ def test_a_damaged_checkpoint_is_put_aside_and_said_so(
     output = capsys.readouterr().out.replace("\n", "")
     assert f"{shard} is damaged in" in output and "step-00000006.bad" in output
     assert "going on from step 3" in output
-    assert losses(newest(config)) == whole(config)
+    assert losses(newest(config)) == undisturbed
     assert newer.with_name("step-00000006.bad").is_dir()
 
 
-def test_a_request_to_stop_is_saved_and_goes_on(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_stop_is_saved_and_goes_on(
+    config: TrainConfig, undisturbed: dict[int, set[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = Run._step
     config = replace(config, resume="auto")
 
@@ -166,11 +184,14 @@ def test_a_request_to_stop_is_saved_and_goes_on(config: TrainConfig, monkeypatch
     assert signal.getsignal(signal.SIGTERM) == before
     assert run(config, Mesh()) is not None
     found = losses(newest(config))
-    assert found == whole(config)
+    assert found == undisturbed
 
 
 def test_a_full_disk_is_a_warning(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: TrainConfig,
+    undisturbed: dict[int, set[float]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     full = {"step-00000003", "step-00000006"}
 
@@ -185,7 +206,7 @@ def test_a_full_disk_is_a_warning(
     assert output.count("No space left on device") == 2 and "warning: The checkpoint" in output
     found = {path.name for path in (done[1] / "checkpoints").iterdir()}
     assert found == {"step-00000009", "step-00000012"}
-    assert losses(done[1]) == whole(config)
+    assert losses(done[1]) == undisturbed
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, samples: set[int], loss: float) -> None:
@@ -211,14 +232,14 @@ def test_a_bad_loss_goes_back_and_leaves_the_batch_out(
 ) -> None:
     config = replace(config, rollbacks=2, spike=10.0, steps=20, resume="auto", keep=3)
     poison(monkeypatch, {33}, loss)  # in step 17
-    undisturbed = whole(config)
+    expected = whole_run(config)
     capsys.readouterr()
     died(config, monkeypatch, 18)
     assert run(config, Mesh()) is not None  # goes back again, to the same end
     output = capsys.readouterr().out.replace("\n", " ")
     assert output.count("leaving out samples 32 to 34") >= 1
     found = losses(newest(config))
-    assert str(found) == str(undisturbed)  # NaN is not itself
+    assert str(found) == str(expected)  # NaN is not itself
     assert len(found) == 20
 
 

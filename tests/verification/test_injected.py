@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from pool import Pool
+from selection import by_default
 from verification import zoo_jobs
 from verification.injected import BUGS, around
 from verification.jobs import job, padded, summed
@@ -79,7 +80,10 @@ def observe_broken(mesh: zs.Mesh, bug: str, job: VerificationJob) -> RankRecord:
         return observe(mesh, job)
 
 
-@pytest.mark.parametrize("bug", HERE)
+DEAR = {"bias_of_every_rank", "unsummed_copies_of_heads", "untied_head"}
+
+
+@pytest.mark.parametrize("bug", by_default(HERE, *(bug for bug in HERE if bug not in DEAR)))
 def test_a_bug_is_named_by_module(pool: Pool, bug: str) -> None:
     broken, module, collective, cause = CASES[bug]
     found = compared(broken, pool.run(observe_broken, broken.ranks, bug, broken))
@@ -113,7 +117,7 @@ def test_a_damaged_message_is_named_by_the_modules_at_its_ends(pool: Pool) -> No
     assert found.cause == "its input is not what blocks.1 returned"
 
 
-@pytest.mark.parametrize("bug", HERE)
+@pytest.mark.parametrize("bug", by_default(HERE, "dropped_microbatch", "norm_without_a_shard", "dropped_bias"))
 def test_without_the_bug_nothing_is_found(pool: Pool, bug: str) -> None:
     sound = CASES[bug][0]
     found = compared(sound, pool.run(observe, sound.ranks, sound))

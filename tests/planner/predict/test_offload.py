@@ -9,6 +9,7 @@ import pytest
 import torch
 from planner.rehearsed import OPTIMIZERS, SHAPE, peak_of, punctual, tokens, wire_of
 from pool import Pool
+from selection import by_default
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -97,7 +98,7 @@ def rehearsed(plan: dict[str, Any], machines: Machines | None = None, rows: int 
     return rehearse(task(rows=rows), zs.Plan.from_dict(plan), 0, 1, rows, machines)
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("share", by_default([0.25, 0.5, 0.75], 0.5))
 def test_a_share_of_many_blocks_is_predicted_as_it_is_rehearsed(share: float) -> None:
     def build() -> nn.Module:
         with torch.device("meta"):

@@ -9,6 +9,7 @@ import torch
 from planner import rehearsed
 from planner.rehearsed import peak_of, punctual, wire_of
 from pool import Pool
+from selection import by_default
 from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
@@ -25,6 +26,8 @@ STATES = ("parameters", "gradients", "master weights", "optimizer states")
 LATE = 0.005  # how far a peak may be off: a thread of gloo may hold an operand of a few KiB a little after its end
 HELD = 0.25  # with split layers, where there are many collectives
 CASES = [*((name, ranks) for name in ("Adafactor", "Shampoo") for ranks in (2, 3)), ("Adam8bit", 3), ("Muon", 2)]
+CASES.append(("a user's", 2))
+SHOWN = {("Adafactor", 3): 2, ("Shampoo", 2): 1, ("Adam8bit", 3): 3, ("Muon", 2): 1, ("a user's", 2): 2}  # in a stage
 
 
 class Lamb(torch.optim.Optimizer):
@@ -82,11 +85,17 @@ def trained(mesh: zs.Mesh, name: str, plans: list[zs.Plan]) -> list[dict[str, An
     return found
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*CASES, ("a user's", 2)])
-def test_the_fullest_rank_to_the_byte(name: str, ranks: int, pool: Pool) -> None:
+def name_of(case: tuple[Any, ...]) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", by_default(CASES, *SHOWN), ids=name_of)
+def test_the_fullest_rank_to_the_byte(case: tuple[str, int], pool: Pool, whole: bool) -> None:
+    name, ranks = case
     job, machines = task(name), machines_of(ranks)
-    runs = pool.run(trained, ranks, name, list(map(plan_of, STAGES)))
-    for number, zero in enumerate(STAGES):
+    stages = STAGES if whole or case not in SHOWN else (SHOWN[case],)
+    runs = pool.run(trained, ranks, name, list(map(plan_of, stages)))
+    for number, zero in enumerate(stages):
         real = [of_rank[number] for of_rank in runs]
         found = predict(job, plan_of(zero), machines, ROWS // ranks)
         fullest = real[found.rank]
@@ -99,8 +108,12 @@ def test_the_fullest_rank_to_the_byte(name: str, ranks: int, pool: Pool) -> None
         assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=LATE)
 
 
-@pytest.mark.parametrize(("name", "zero", "ranks"), [("Adafactor", 0, 2), ("Muon", 2, 4), ("Adam8bit", 1, 2)])
-def test_owners_among_ranks_that_split_layers_to_the_byte(name: str, zero: int, ranks: int, pool: Pool) -> None:
+SPLIT = [("Adafactor", 0, 2), ("Muon", 2, 4), ("Adam8bit", 1, 2)]
+
+
+@pytest.mark.parametrize("case", by_default(SPLIT, ("Muon", 2, 4)), ids=name_of)
+def test_owners_among_ranks_that_split_layers_to_the_byte(case: tuple[str, int, int], pool: Pool) -> None:
+    name, zero, ranks = case
     plan, machines = plan_of(zero, tensor_parallel=2), machines_of(ranks)
     real = [of_rank[0] for of_rank in pool.run(trained, ranks, name, [plan])]
     found = predict(task(name), plan, machines, ROWS // (ranks // 2))
@@ -113,9 +126,13 @@ def test_owners_among_ranks_that_split_layers_to_the_byte(name: str, zero: int, 
     assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=HELD)
 
 
-@pytest.mark.parametrize(("name", "zero"), [("Adafactor", 2), ("Shampoo", 1)])
-def test_no_rank_of_many_is_above_the_prediction(name: str, zero: int) -> None:
+MANY = [("Adafactor", 2), ("Shampoo", 1)]
+
+
+@pytest.mark.parametrize("case", by_default(MANY, ("Adafactor", 2)), ids=name_of)
+def test_no_rank_of_many_is_above_the_prediction(case: tuple[str, int]) -> None:
     """Of more than three ranks, some are not rehearsed."""
+    name, zero = case
     found = predict(task(name), plan_of(zero), machines_of(5), 1)
     every = [rehearse(task(name), plan_of(zero), rank, 5, 1, machines_of(5)) for rank in range(5)]
     assert found.peak_bytes == max(one.peak_bytes for one in every)
@@ -136,10 +153,11 @@ def test_rows_and_columns_to_the_byte_on_64_ranks() -> None:
     assert found == [4 * (SHAPE.vocabulary + SHAPE.width), 4 * (wide + SHAPE.width), 0]
 
 
-def test_stages_have_fullest_ranks_of_their_own(pool: Pool) -> None:
+def test_stages_have_fullest_ranks_of_their_own() -> None:
     """A pipeline of two stages with two owners each: the prediction is of the fullest of all four ranks."""
     plan = plan_of(2, pipeline_parallel=2, microbatches=2)
-    found = predict(task("Adafactor"), plan, machines_of(4), 2)
-    every = [rehearse(task("Adafactor"), found.plan, rank, 4, 2) for rank in range(4)]
+    job = replace(task("Adafactor"), build=partial(rehearsed.gpt, replace(SHAPE, layers=2)))
+    found = predict(job, plan, machines_of(4), 2)
+    every = [rehearse(job, found.plan, rank, 4, 2) for rank in range(4)]
     assert found.peak_bytes == max(one.peak_bytes for one in every)
     assert found.memory == max(every, key=lambda one: one.peak_bytes).memory

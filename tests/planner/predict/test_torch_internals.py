@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from planner.rehearsed import task
+from selection import by_default
 
 import zeroshard as zs
 from zeroshard.doctor.hardware import Machines
@@ -17,11 +18,13 @@ from zeroshard.planner.predict.torch_internals import Results, fakes
 PAIR = Machines.of("A100-80", 2)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [{"zero": 3, "precision": "bf16"}, {"zero": 0, "pipeline_parallel": 2, "microbatches": 2, "recompute": "blocks"}],
-    ids=str,
-)
+PLANS: list[dict[str, Any]] = [
+    {"zero": 3, "precision": "bf16"},
+    {"zero": 0, "pipeline_parallel": 2, "microbatches": 2, "recompute": "blocks"},
+]
+
+
+@pytest.mark.parametrize("plan", by_default(PLANS, PLANS[0]), ids=str)
 def test_a_rehearsal_is_the_same_with_remembered_results(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     remembered = [rehearse(task(), zs.Plan.from_dict(plan), 0, 2, 6, PAIR) for _ in range(2)]
     with monkeypatch.context() as patch:

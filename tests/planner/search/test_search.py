@@ -105,17 +105,17 @@ def test_the_time_left_is_that_of_the_plans_ahead() -> None:
     assert progress.look(staged) == "3/4 plans, about 16 s left: "
 
 
-BLOCKS = GPTConfig(vocabulary=64, context=32, width=64, heads=4, layers=4)
+BLOCKS = GPTConfig(vocabulary=64, context=32, width=64, heads=4, layers=2)
 FAST = Link(1e12)
 
 
-def gpt(rows: int = 4) -> TrainingTask:
+def gpt(rows: int = 2) -> TrainingTask:
     return gpt_task(BLOCKS, rows)
 
 
 def test_layers_are_split_where_nothing_else_fits(asked: list[Plan]) -> None:
     """One unit as large as the device, which stage 3 would gather whole and no stage can hold."""
-    wide = gpt_task(replace(BLOCKS, width=512, layers=2), rows=2)
+    wide = gpt_task(replace(BLOCKS, width=512), rows=2)
     room = 26 * 2**20  # states of 25.5 million bytes per rank on four; a block is 12.6 million
     device = replace(MACHINES.device, memory_bytes=room)
     found = search(wide, Machines(device, 4, 4, FAST, FAST), Plan(precision="fp32"))
