@@ -8,7 +8,7 @@ later, and writes the states. Nothing is computed back, so it is exact. The two 
 [Note: pages on the disk] A slice on the disk has pages in memory only while it is updated, saved or loaded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -271,13 +271,22 @@ def _update(
     weights_alone: bool,
 ) -> None:
     into = out if weights_alone or (out is not None and out.dtype.itemsize < 4) else None
-    others = out is not None and (into is None or sum(part.stop - part.start for part in parts) < out.numel())
-    if out is not None and others and weights_alone:
-        out.copy_(pages.master)
     for part in parts:
         part_slice = slice(part.start, part.stop)
         states = pages.states(part.start, part.stop, part.block)
         new = None if weights_alone else states
         adam_update(gradient[part_slice], factor, part.scalars, states, new, None if into is None else into[part_slice])
-    if out is not None and others and not weights_alone:  # after the gradient in its place has been read
-        out.copy_(pages.master)
+    if out is not None:  # of which the gradient in its place has been read
+        for start, stop in _gaps([] if into is None else parts, out.numel()):
+            out[start:stop].copy_(pages.master[start:stop])
+
+
+def _gaps(parts: Iterable[SlicePiece], numel: int) -> Iterator[tuple[int, int]]:
+    """The intervals of `numel` elements that no part covers; parts are in order."""
+    end = 0
+    for part in parts:
+        if part.start > end:
+            yield end, part.start
+        end = part.stop
+    if end < numel:
+        yield end, numel
