@@ -22,7 +22,13 @@ LONGEST = (
     "planner/predict/test_rehearse.py",
     "verification/test_zoo.py",
     "cli/test_main.py",
-    "engine/test_pipeline_faults.py",
+    "tensor/test_training.py",
+    "tensor/test_whole_optimizers.py",
+    "planner/search/test_search.py",
+    "moe/test_parallel.py",
+    "train/test_keeping.py",
+    "engine/test_splits_with_stages.py",
+    "interop/test_lightning.py",
 )
 
 

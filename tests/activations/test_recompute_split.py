@@ -39,7 +39,7 @@ def recomputes(name: str, plan: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("rng", ["fast", "exact"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("name", by_default(["gpt", "gpt2", "llama", "t5"], "gpt", "llama"))
+@pytest.mark.parametrize("name", by_default(["gpt", "gpt2", "llama", "t5"], "llama"))
 def test_split_layers_send_each_sum_once(pool: Pool, name: str, sequence: bool, rng: str) -> None:
     pytest.importorskip("transformers")
     split = {"zero": 1, "tensor_parallel": 2, "tensor_parallel.sequence": sequence, "rng": rng}
@@ -56,7 +56,7 @@ def test_split_layers_send_each_sum_once(pool: Pool, name: str, sequence: bool, 
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("name", by_default(["gpt2", "llama", "t5", "bert"], "llama", "t5"))
+@pytest.mark.parametrize("name", by_default(["gpt2", "llama", "t5", "bert"], "t5"))
 def test_models_of_transformers(pool: Pool, name: str, zero: int) -> None:
     pytest.importorskip("transformers")
     plan = {"zero": zero, "transport": "network"}

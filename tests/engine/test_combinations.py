@@ -151,7 +151,7 @@ def close(run: list[Any], model: str, clip: float | None) -> None:
             assert (found[name] - wanted).abs().max() < 1e-5, name
 
 
-BELOW = ("gpipe", "zb-h1, replicas", "fp16", "uneven, tied", "groups, several reductions", "groups, streamed")
+BELOW = ("zb-h1, replicas", "fp16", "uneven, tied", "groups, streamed")
 
 
 @pytest.mark.parametrize("name", by_default(OFFLOADED, *BELOW))
@@ -174,7 +174,7 @@ def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -
             )
 
 
-SHOWN = ("breadth first", "uneven, tied", "streamed")
+SHOWN = ("breadth first", "streamed")
 
 
 @pytest.mark.parametrize("name", by_default(SLICED_STAGES, *SHOWN))

@@ -271,14 +271,14 @@ def listened(mesh: zs.Mesh, plan: dict[str, Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"pipeline_parallel.schedule": "interleaved"},
-        {"pipeline_parallel.schedule": "gpipe", "zero": 3},
-        {"pipeline_parallel.schedule": "naive"},
-    ],
-)
+CHUNKS: list[dict[str, Any]] = [
+    {"pipeline_parallel.schedule": "interleaved"},
+    {"pipeline_parallel.schedule": "gpipe", "zero": 3},
+    {"pipeline_parallel.schedule": "naive"},
+]
+
+
+@pytest.mark.parametrize("plan", by_default(CHUNKS, CHUNKS[0]))
 def test_each_of_several_chunks_has_its_own_last_backward(pool: Pool, plan: dict[str, Any]) -> None:
     plan = {"pipeline_parallel.virtual_stages": 3, "zero": 1, **plan, **NETWORK}
     for events in both(pool, 4, "Deep", plan):

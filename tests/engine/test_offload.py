@@ -60,7 +60,7 @@ def test_offloaded_equals_in_memory(way: str, executor: str, tmp_path: Path, mon
         assert_same(found, once(in_memory(plan)))
 
 
-@pytest.mark.parametrize("way", ["optimizer", "all"])
+@pytest.mark.parametrize("way", by_default(["optimizer", "all"], "all"))
 def test_any_model_offloaded(way: str) -> None:
     for model in MODELS:
         for kind in ("fp32", "bf16"):
@@ -151,7 +151,7 @@ def test_wrong_guesses_leave_no_trace(executor: str) -> None:
         assert (sober.speculation_counts.taken, sober.speculation_counts.undone) == (0, 0)
 
 
-@pytest.mark.parametrize("executor", ["latest", "shuffled", "worker"])
+@pytest.mark.parametrize("executor", by_default(["latest", "shuffled", "worker"], "shuffled"))
 def test_weights_that_are_made_before_the_states_are_the_same(executor: str, tmp_path: Path) -> None:
     spikes = (7, -9, 12, -15)
     cases: list[dict[str, Any]] = [
@@ -223,6 +223,7 @@ def stale(norms: list[float], warmup: int, clip: float | None, steps: int) -> tu
     return losses, dict(ahead.state_dict())
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("way", ["optimizer", "stage 3", "streamed", "half"])
 def test_a_delayed_update_equals_the_stale_reference(way: str, executor: str, tmp_path: Path) -> None:

@@ -573,7 +573,7 @@ LAST: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(LAST, "stops"))
+@pytest.mark.parametrize("name", by_default(LAST))
 def test_a_job_whose_last_stage_goes_its_own_way_ends_with_the_reason(tmp_path: Path, name: str) -> None:
     """Under the launcher, which ends the other stage when one has ended."""
     last, said = LAST[name]

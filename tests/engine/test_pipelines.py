@@ -9,6 +9,7 @@ import torch
 from engine.models import OPTIMIZERS, batch, build
 from engine.pipelines import data
 from pool import Pool
+from selection import by_default
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -105,8 +106,9 @@ def test_with_data_parallel_replicas_of_two_stages(pool: Pool, schedule: str, ze
     close(pool.run(train, 4, "TiedFive", plan, rows, "adamw"), plain("TiedFive", "adamw", rows, 0.5))
 
 
-@pytest.mark.parametrize("schedule, v", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_with_data_parallel_replicas_of_more_stages(wide_pool: Pool, schedule: str, v: int) -> None:
+@pytest.mark.parametrize("case", by_default([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)], ("zb-h1", 1)), ids=str)
+def test_with_data_parallel_replicas_of_more_stages(wide_pool: Pool, case: tuple[str, int]) -> None:
+    schedule, v = case
     plan = {
         "pipeline_parallel": 3,
         "pipeline_parallel.schedule": schedule,

@@ -140,7 +140,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("name", by_default(OPTIMIZERS, "Adafactor", "Gram", "AdamW8bit in codes", "LAMB"))
+@pytest.mark.parametrize("name", by_default(OPTIMIZERS, "Gram", "AdamW8bit in codes", "torch's Adafactor"))
 def test_every_stage_trains_as_one_process(name: str, pool: Pool) -> None:
     ranks = 3 if name in ("Adafactor", "Gram", "SOAP") else 2
     clipped = zs.Plan(zero=2, clip_norm=0.5)

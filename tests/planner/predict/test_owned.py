@@ -27,7 +27,7 @@ LATE = 0.005  # how far a peak may be off: a thread of gloo may hold an operand 
 HELD = 0.25  # with split layers, where there are many collectives
 CASES = [*((name, ranks) for name in ("Adafactor", "Shampoo") for ranks in (2, 3)), ("Adam8bit", 3), ("Muon", 2)]
 CASES.append(("a user's", 2))
-SHOWN = {("Adafactor", 3): 2, ("Shampoo", 2): 1, ("Adam8bit", 3): 3, ("Muon", 2): 1, ("a user's", 2): 2}  # in a stage
+SHOWN = {("Adafactor", 3): 2, ("Adam8bit", 3): 3, ("Muon", 2): 1}  # in a stage
 
 
 class Lamb(torch.optim.Optimizer):
@@ -129,7 +129,7 @@ def test_owners_among_ranks_that_split_layers_to_the_byte(case: tuple[str, int, 
 MANY = [("Adafactor", 2), ("Shampoo", 1)]
 
 
-@pytest.mark.parametrize("case", by_default(MANY, ("Adafactor", 2)), ids=name_of)
+@pytest.mark.parametrize("case", by_default(MANY), ids=name_of)
 def test_no_rank_of_many_is_above_the_prediction(case: tuple[str, int]) -> None:
     """Of more than three ranks, some are not rehearsed."""
     name, zero = case
@@ -153,6 +153,7 @@ def test_rows_and_columns_to_the_byte_on_64_ranks() -> None:
     assert found == [4 * (SHAPE.vocabulary + SHAPE.width), 4 * (wide + SHAPE.width), 0]
 
 
+@pytest.mark.whole
 def test_stages_have_fullest_ranks_of_their_own() -> None:
     """A pipeline of two stages with two owners each: the prediction is of the fullest of all four ranks."""
     plan = plan_of(2, pipeline_parallel=2, microbatches=2)

@@ -123,6 +123,7 @@ def test_layers_are_split_where_nothing_else_fits(asked: list[Plan]) -> None:
     assert all(best.plan.tensor.ranks > 1 for best in found.best)
 
 
+@pytest.mark.whole
 def test_plans_that_split_layers_are_left_out_where_they_are_expected_to_be_slower(asked: list[Plan]) -> None:
     slow = Machines(MACHINES.device, 2, 2, Link(1e5), Link(1e5))
     heard: list[str] = []
@@ -131,6 +132,7 @@ def test_plans_that_split_layers_are_left_out_where_they_are_expected_to_be_slow
     assert any(line == "2 ranks that split layers, for first estimates" for line in heard)
 
 
+@pytest.mark.whole
 def test_only_plans_with_the_ranks_in_a_layer_that_are_asked_for(asked: list[Plan]) -> None:
     machines = Machines(MACHINES.device, 4, 4, FAST, FAST)
     found = search(gpt(), machines, Plan(tensor_parallel=2), top=10)
