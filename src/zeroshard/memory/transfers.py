@@ -77,6 +77,11 @@ class Task:
         return self.done and (self.event is None or self.event.query())
 
     @property
+    def behind(self) -> bool:
+        """Whether those before it took its time: a thread has not come to its end, or it ends later by the clock."""
+        return (self.signal is not None and not self.done) or self.end > self.link.now()
+
+    @property
     def queue(self) -> str:
         """The queue whose tasks run one after the other."""
         return QUEUES[self.cause]
@@ -121,9 +126,6 @@ class TaskRunner(Protocol):
     def finish(self, task: Task) -> None:
         """Return when the task has run."""
 
-    def behind(self, task: Task) -> bool:
-        """Whether a task has not run yet because those before it take the time."""
-
 
 class Eager:
     """Runs tasks at once."""
@@ -134,10 +136,6 @@ class Eager:
 
     def finish(self, task: Task) -> None:
         """Do nothing: the task has run."""
-
-    def behind(self, task: Task) -> bool:
-        """It has run."""
-        return False
 
 
 class Latest:
@@ -152,10 +150,6 @@ class Latest:
             self.finish(before)
         if not task.done:
             task.run()
-
-    def behind(self, task: Task) -> bool:
-        """It takes no time."""
-        return False
 
 
 class Shuffled:
@@ -174,10 +168,6 @@ class Shuffled:
         """Run pending tasks until this one has run."""
         while not task.done:
             self._run_some(least=1)
-
-    def behind(self, task: Task) -> bool:
-        """It takes no time."""
-        return False
 
     def _run_some(self, least: int = 0) -> None:
         for _ in range(self._random.randint(least, 2)):
@@ -233,10 +223,6 @@ class ThreadRunner:
             after = accelerator.record(self._device, timed=True)
             assert before is not None and after is not None
             task.link.stalls.append((task.cause, before, after))
-
-    def behind(self, task: Task) -> bool:
-        """Whether its thread has not come to its end."""
-        return not task.done
 
 
 def _carry_out(task: Task, streams: Mapping[str, torch.Stream | None]) -> None:
@@ -306,10 +292,6 @@ class Modelled:
         """Advance the clock to the end of the task, by cause."""
         for cause, seconds in _parts(task, self._clock.now, task.end):
             self._clock.spend(seconds, cause)
-
-    def behind(self, task: Task) -> bool:
-        """Whether it ends later by the clock."""
-        return task.end > self._clock.now
 
 
 class Transfers:

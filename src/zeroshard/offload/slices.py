@@ -125,7 +125,7 @@ class HostSlice:
     @property
     def behind(self) -> bool:
         """Whether the host has had no time yet for its last update."""
-        return self._last is not None and self._link.executor.behind(self._last)
+        return self._last is not None and self._last.behind
 
     @property
     def pages(self) -> Pages:
