@@ -9,7 +9,6 @@ import torch
 from engine.emulation import Case, Emulation
 from engine.pipelines import follow, train_gpt
 from pool import Pool
-from selection import by_default
 
 from zeroshard.schedule import Action, Kind
 
@@ -156,7 +155,8 @@ def synchronous(pool: Pool) -> float:
     return pool.run(train_gpt, 2, *GPT_BASE)[0]
 
 
-@pytest.mark.parametrize("name", by_default(GPT_RUNS))
+@pytest.mark.whole
+@pytest.mark.parametrize("name", GPT_RUNS)
 def test_the_loss_on_real_text_ends_near_the_synchronous_one(pool: Pool, synchronous: float, name: str) -> None:
     """After the same number of rows. A gradient that is one update old bears a lower rate, or wants smaller updates."""
     *job, largest = GPT_RUNS[name]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from engine.models import LONGER, MODELS, OPTIMIZERS, Block, Plain
 from engine.pipelines import data
 from pool import TIMEOUT, Pool, copies, impatient
-from selection import by_default
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -573,7 +572,8 @@ LAST: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(LAST))
+@pytest.mark.whole
+@pytest.mark.parametrize("name", LAST)
 def test_a_job_whose_last_stage_goes_its_own_way_ends_with_the_reason(tmp_path: Path, name: str) -> None:
     """Under the launcher, which ends the other stage when one has ended."""
     last, said = LAST[name]

@@ -129,7 +129,8 @@ def test_owners_among_ranks_that_split_layers_to_the_byte(case: tuple[str, int, 
 MANY = [("Adafactor", 2), ("Shampoo", 1)]
 
 
-@pytest.mark.parametrize("case", by_default(MANY), ids=name_of)
+@pytest.mark.whole
+@pytest.mark.parametrize("case", MANY, ids=name_of)
 def test_no_rank_of_many_is_above_the_prediction(case: tuple[str, int]) -> None:
     """Of more than three ranks, some are not rehearsed."""
     name, zero = case
