@@ -1,11 +1,13 @@
 """One AdamW step on the host: the kernel against memory itself, against its fallbacks, and against its peers.
 
-    python benchmarks/host_adam.py [--quick] [--deepspeed-python PYTHON] [--threads N] [--json FILE]
+    python benchmarks/host_adam.py [--quick] [--elements N] [--deepspeed-python PYTHON] [--threads N] [--json FILE]
 
 Every row takes a bf16 gradient of n elements to new bf16 parameters (the last two from gradients as their system holds
 them: fp32 for DeepSpeed, which sends them so). All rows run in one process, in a new random order each round, so that
-other load of the machine affects all alike. The figure is CPU time of the process per element; the lower quartile over
-rounds, since other processes can only add to it.
+other load of the machine affects all alike. Rows with fp32 states share them, and their gradient if it has the same
+type: where pages lie changes a row by a fifth and more. A row's figure is CPU time of the process per element, the
+lower quartile over rounds, since other processes can only add to it; a ratio is the median of the rounds' own ratios,
+since the bandwidth of a shared machine comes and goes.
 
     traffic        the bytes of an update with fp32 states, and no arithmetic
     c++            the kernel
@@ -15,7 +17,7 @@ rounds, since other processes can only add to it.
     fused          torch's fused AdamW, with the cast of the gradient before and of the parameters after it
     deepspeed      its own sequence: grad.mul_, DeepSpeedCPUAdam, copy to bf16
     memory         an update in memory: the kernel with gradients in fp32 and no 16-bit parameters
-    fused memory   torch's fused AdamW alone, on the tensors of that row: where pages lie changes a row by a fifth
+    fused memory   torch's fused AdamW alone
 
 DeepSpeed takes part if this Python can import it or, with --deepspeed-python, another one with the same torch
 (peers_requirements.txt), which then runs all rows. It builds an extension at its first start, which takes minutes.
@@ -30,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +51,16 @@ BARS = [  # row, peer's row, the least ratio of times "their" / "our" with AVX-5
 
 
 def our_rows(n: int, threads: int, gradient: Any, out: Any, full: Any, in_fp32: Any) -> dict[str, Row]:
-    """zeroshard's; `full` and `in_fp32` are the states and the gradient of the row in memory."""
+    """zeroshard's; `full` are the states, which all rows with fp32 states share, `in_fp32` a gradient in fp32."""
     import torch
 
     from zeroshard.optim import kernel
     from zeroshard.optim.host_adam import Blockwise, HostStates, Scalars, StateSplit, adam_update, describe, using
 
     scalars = Scalars.of(GROUP, 5, decoupled=True)
-    whole = HostStates(torch.randn(n), torch.randn(n) * 1e-3, torch.rand(n) * 1e-6)
-    small = HostStates(torch.randn(n), whole.exp_avg.bfloat16(), whole.exp_avg_sq.bfloat16())
-    codes = HostStates(small.master, Blockwise.encode(whole.exp_avg, True), Blockwise.encode(whole.exp_avg_sq, False))
-    halves = HostStates(StateSplit.of(whole.master), *(torch.rand(n) * 1e-6 for _ in range(2)))
+    small = HostStates(torch.randn(n), full.exp_avg.bfloat16(), full.exp_avg_sq.bfloat16())
+    codes = HostStates(small.master, Blockwise.encode(full.exp_avg, True), Blockwise.encode(full.exp_avg_sq, False))
+    halves = HostStates(StateSplit.of(small.master), full.exp_avg, full.exp_avg_sq)
 
     def row(states: HostStates, name: str = "c++", into: Any = out, given: Any = gradient) -> Row:
         def update() -> None:
@@ -67,17 +69,15 @@ def our_rows(n: int, threads: int, gradient: Any, out: Any, full: Any, in_fp32: 
 
         return update
 
-    moved = HostStates(*(torch.zeros(n) for _ in range(3)))
-
     def traffic() -> None:
-        update = describe(gradient, FACTOR, scalars, moved, moved, out)
+        update = describe(gradient, 0.0, scalars, full, full, out)  # values stay as they are
         kernel.library().zeroshard_traffic(ctypes.byref(update), threads)
 
     return {
         "traffic": traffic,
-        "c++": row(whole),
-        "torch": row(whole, "torch"),
-        "compile": compiled_row(whole, scalars, gradient, out),
+        "c++": row(full),
+        "torch": row(full, "torch"),
+        "compile": compiled_row(full, scalars, gradient, out),
         "c++ bf16": row(small),
         "c++ 8bit": row(codes),
         "c++ split": row(halves, into=None),
@@ -98,39 +98,36 @@ def compiled_row(states: Any, scalars: Any, gradient: Any, out: Any) -> Row:
             into.copy_(values)
 
     made = torch.compile(adam, fullgraph=True, options={"cpp_wrapper": True})
-    vectors = [each.clone() for each in (states.master, states.exp_avg, states.exp_avg_sq)]
-    return lambda: made(gradient, *vectors, out)
+    return lambda: made(gradient, states.master, states.exp_avg, states.exp_avg_sq, out)
 
 
 def peer_rows(n: int, gradient: Any, out: Any, full: Any, in_fp32: Any) -> dict[str, Row]:
     """torch's fused AdamW and, where it is installed, DeepSpeed's; the arguments as for `our_rows`."""
     import torch
 
-    def row(optimizer: torch.optim.Optimizer, prepare: Callable[[torch.Tensor], Any]) -> Row:
-        (parameter,) = optimizer.param_groups[0]["params"]
-        parameter.grad = torch.randn(n)
+    parameter = torch.nn.Parameter(full.master)
+    parameter.grad = in_fp32
+    moments = {"exp_avg": full.exp_avg, "exp_avg_sq": full.exp_avg_sq}
 
-        def step() -> None:
+    def row(optimizer: torch.optim.Optimizer, step: Any, prepare: Callable[[torch.Tensor], Any]) -> Row:
+        optimizer.state[parameter] = {"step": step, **moments}
+
+        def update() -> None:
             with torch.no_grad():
-                prepare(parameter.grad)
+                prepare(in_fp32)
                 optimizer.step()
                 out.copy_(parameter)
 
-        return step
+        return update
 
-    made = [torch.nn.Parameter(torch.randn(n)) for _ in range(2)]
-    rows = {"fused": row(torch.optim.AdamW(made[:1], fused=True, **GROUP), lambda grad: grad.copy_(gradient))}  # type: ignore[arg-type]
-    parameter = torch.nn.Parameter(full.master)
-    parameter.grad = in_fp32
-    alone = torch.optim.AdamW([parameter], fused=True, **GROUP)  # type: ignore[arg-type]
-    moments = {"exp_avg": full.exp_avg, "exp_avg_sq": full.exp_avg_sq}
-    alone.state[parameter] = {"step": torch.tensor(4.0), **moments}
-    rows["fused memory"] = alone.step
+    fused = torch.optim.AdamW([parameter], fused=True, **GROUP)  # type: ignore[arg-type]
+    rows = {"fused": row(fused, torch.tensor(4.0), lambda grad: grad.copy_(gradient)), "fused memory": fused.step}
     if find_spec("deepspeed") is not None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         signs = [-1.0]  # keeps the gradient's size through all rounds; the operation is the same
-        rows["deepspeed"] = row(DeepSpeedCPUAdam(made[1:2], adamw_mode=True, **GROUP), lambda grad: grad.mul_(signs[0]))
+        theirs = DeepSpeedCPUAdam([parameter], adamw_mode=True, **GROUP)
+        rows["deepspeed"] = row(theirs, 4, lambda grad: grad.mul_(signs[0]))
     return rows
 
 
@@ -180,16 +177,19 @@ def main() -> None:
     """Measure, print, compare with the bars."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer elements and rounds")
+    parser.add_argument("--elements", type=int, help="instead of 33,554,432; 134,217,728 need 6 GB")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--deepspeed-python", help="a Python that has DeepSpeed and the same torch")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.elements, options.rounds = (2**22, 9) if options.quick else (2**25, 25)
+    options.rounds = 9 if options.quick else 25
+    options.elements = options.elements or (2**22 if options.quick else 2**25)
     if options.measure:
         answer(measure(options))
         return
-    words = ["--measure", "--threads", str(options.threads), *(["--quick"] if options.quick else [])]
+    words = ["--measure", "--threads", str(options.threads), "--elements", str(options.elements)]
+    words += ["--quick"] if options.quick else []
     python = options.deepspeed_python or sys.executable
     kept = circumstances() | {"vectors": torch_capability()}
     threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -206,7 +206,7 @@ def main() -> None:
     for ours, theirs, wide, narrow, words_of in BARS:
         least = wide if "avx512" in torch_capability().lower() else narrow
         if ours in rows["cpu"] and theirs in rows["cpu"]:
-            ratio = rows["cpu"][theirs]["p25"] / rows["cpu"][ours]["p25"]
+            ratio = statistics.median(map(truediv, found["cpu"][theirs], found["cpu"][ours]))
             bars.append({"ours": ours, "theirs": theirs, "ratio": ratio, "least": least, "reached": ratio >= least})
             print(f"  {ours}: {ratio:.2f} {words_of}; at least {least:.2f}: {'yes' if ratio >= least else 'NO'}")
     if options.json:

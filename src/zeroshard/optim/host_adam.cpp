@@ -29,6 +29,11 @@ constexpr int64_t BLOCK = 256;         // elements that share one scale
 constexpr int64_t TILE = 2 * BLOCK;    // elements; all local buffers of a tile fit the first-level cache
 constexpr int64_t SHARE = 256 * TILE;  // elements that a thread takes at a time
 constexpr int64_t CHUNK = 64, AHEAD = 384;  // elements between fetches, and how far these are ahead of the arithmetic
+#if defined(__AVX512F__)
+constexpr bool FETCHES = false;  // vectors of 64 bytes keep enough lines on their way; fetches would only delay them
+#else
+constexpr bool FETCHES = true;
+#endif
 
 enum Kind : int32_t { NONE, FP32, BF16, FP16, SPLIT, SIGNED, UNSIGNED };
 
@@ -263,7 +268,7 @@ void adam(const Update& update, const State& state, const G* gradient, Buffers& 
   };
   int64_t i = 0;
   for (; i + CHUNK <= n; i += CHUNK) {
-    for (int64_t k = i + AHEAD; k < i + AHEAD + CHUNK; k += 16) {  // a line of 64 bytes
+    for (int64_t k = i + AHEAD; FETCHES && k < i + AHEAD + CHUNK; k += 16) {  // a line of 64 bytes
       __builtin_prefetch(p + k, 1);
       __builtin_prefetch(m + k, 1);
       __builtin_prefetch(v + k, 1);
