@@ -36,7 +36,7 @@ class Gram(torch.optim.Optimizer):
                     state["momentum"], state["seen"] = torch.zeros_like(p), 0
                 state["seen"] += 1
                 for number, gram in enumerate(state["sides"]):
-                    rows = p.grad.movedim(number, 0).reshape(len(gram), -1)
+                    rows = p.grad.movedim(number, 0).reshape(len(gram), -1).clone()  # BLAS: bits follow the alignment
                     gram += rows @ rows.mT
                 state["momentum"].mul_(0.9).add_(p.grad)
                 p.sub_(group["lr"] * sum(gram.trace() for gram in state["sides"]).add(1e-8).rsqrt() * state["momentum"])
