@@ -1,7 +1,6 @@
-"""8-bit codes beside their definition, number by number, and 8-bit Adam beside fp32 and bitsandbytes."""
+"""8-bit Adam beside a literal loop, fp32 and bitsandbytes, and its two back ends beside each other."""
 
-import itertools
-import sys
+import copy
 from functools import partial
 from typing import Any
 
@@ -10,61 +9,19 @@ import torch
 from optim.equations import gradients_of, run, state_bytes, take_steps, weights_of
 from torch import Tensor, nn
 
+import zeroshard as zs
 from zeroshard.errors import OptimizerError
-from zeroshard.optim import Adam8bit, AdamW8bit, check_elementwise
-from zeroshard.optim.dynamic_map import DynamicCode, dynamic_map
+from zeroshard.native import build
+from zeroshard.optim import Adam8bit, AdamW8bit, check_elementwise, tiled
+from zeroshard.optim.host_adam import HostStates, Scalars, adam_update, using
+from zeroshard.optim.moments import Blockwise, code_map
 
 BIG = (70, 64)  # 4,480 elements: 17 blocks of 256 and one of 128
 
 
-def nearest(number: float, values: list[float]) -> int:
-    """The code whose value is nearest, the lower of two."""
-    return min(range(256), key=lambda code: (abs(values[code] - number), code))
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_a_map_has_256_values_in_seven_decades(signed: bool) -> None:
-    values = dynamic_map(signed).tolist()
-    assert len(set(values)) == 256 and values == sorted(values) and values[-1] == 1.0 and 0.0 in values
-    positive = [v for v in values if 0 < v < 1]
-    for decade in range(7):
-        inside = [v for v in positive if 10.0 ** (decade - 7) < v <= 10.0 ** (decade - 6)]
-        assert len(inside) == 2 ** (decade if signed else decade + 1)
-    assert [-v for v in positive[::-1]] == [v for v in values if v < 0] if signed else values[0] == 0.0
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_those_of_the_nearest_values(signed: bool) -> None:
-    code, values = DynamicCode(signed, torch.device("cpu")), dynamic_map(signed).double().tolist()
-    draws = torch.Generator().manual_seed(0)
-    numbers = torch.randn(700, generator=draws) * 10 ** (-7 * torch.rand(700, generator=draws))
-    borders = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(values)])
-    numbers = torch.cat([numbers, torch.tensor(values), borders, torch.nextafter(borders, torch.tensor(2.0))])
-    numbers = torch.cat([numbers, torch.tensor([0.0, -0.0, 1.0, 1e-30])])
-    numbers = numbers if signed else numbers.abs()
-    codes, scales = code.encode(numbers, 256)
-    for start in range(0, len(numbers), 256):
-        block = numbers[start : start + 256]
-        largest = block.abs().max()
-        assert scales[start // 256] == largest
-        scaled = (block / largest).double().tolist()  # a division in fp32, as the block's
-        assert codes[start : start + 256].tolist() == [nearest(number, values) for number in scaled]
-    decoded = code.decode(codes, scales, 256)
-    expected = dynamic_map(signed)[codes.long()] * scales.repeat_interleave(256)[: len(numbers)]
-    assert torch.equal(decoded, expected)
-    again, same = code.encode(decoded, 256)  # the signed map has no -1, so a block's negative largest shrinks
-    assert signed or (torch.equal(scales, same) and torch.equal(again, codes))
-
-
-def test_a_block_of_zeros_and_a_number_that_is_not_finite_stay_so() -> None:
-    code = DynamicCode(True, torch.device("cpu"))
-    assert torch.equal(code.decode(*code.encode(torch.zeros(300), 256), 256), torch.zeros(300))
-    assert code.decode(*code.encode(torch.tensor([1.0, torch.nan]), 256), 256).isnan().all()
-
-
 def literal(weights: Tensor, gradients: list[Tensor], decoupled: bool, decay: float) -> Tensor:
     """Adam over blocks of 256 in fp64, its moments rounded to values of the maps after each step."""
-    signed, unsigned = dynamic_map(True).double(), dynamic_map(False).double()
+    signed, unsigned = code_map(True).values.double(), code_map(False).values.double()
     x, m, v = weights.double().flatten(), torch.zeros(weights.numel()).double(), torch.zeros(weights.numel()).double()
     for t, gradient in enumerate(gradients, 1):
         g = gradient.double().flatten() + (0.0 if decoupled else decay * x)
@@ -102,11 +59,61 @@ def test_large_tensors_stay_near_adamw() -> None:
     assert (found - exact).norm() < 0.1 * (exact - weights[0]).norm()
 
 
-def test_a_piece_at_a_time_is_the_same_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, gradients = weights_of([BIG]), gradients_of([BIG], 3)
-    whole = run(AdamW8bit, weights, gradients)
-    monkeypatch.setattr(sys.modules["zeroshard.optim.adam8bit"], "PIECE", 1024)
-    assert torch.equal(run(AdamW8bit, weights, gradients)[0], whole[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_the_kernel_and_torchs_operations_have_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ends of blocks, stacks whose matrices end inside a block or with one, fp32 moments, zeros and NaN."""
+    shapes: list[tuple[int, ...]] = [BIG, (3, 70, 64), (3, 64, 64), (3, 5, 7), (5000,), (40,)]
+    weights, gradients = weights_of(shapes, dtype), gradients_of(shapes, 6)
+    for step in gradients:
+        step[0][:10] = 0.0
+        step[1][0, 7] *= 1e-30  # whose squares are below what fp32 holds
+        step[4][4:4000] = 0.0  # the codes of small moments are those of zero
+        step[4][:2] = torch.tensor([1e3, -1e3])
+    gradients[4][4][300], gradients[4][4][4999] = torch.nan, torch.inf
+    monkeypatch.setattr(tiled, "TILE", 1024)
+    for kind, lr in ((Adam8bit, 1e-2), (AdamW8bit, torch.tensor(1e-2))):
+        found = []
+        for name in ("c++", "torch"):
+            parameters = [nn.Parameter(w.clone()) for w in weights]
+            optimizer = kind(parameters, lr=lr, weight_decay=0.1)
+            with using(name):
+                take_steps(optimizer, parameters, gradients)
+            found.append([*parameters, *(value for p in parameters for value in optimizer.state[p].values())])
+        for ours, plain in zip(*found, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
+        assert found[0][4].isnan().any() and not found[0][4].isnan().all()
+
+
+@pytest.mark.parametrize("plan", [{}, {"offload": "optimizer"}], ids=str)
+@pytest.mark.parametrize("kind", [Adam8bit, AdamW8bit])
+def test_an_engine_has_the_update_of_the_host_adam(kind: Any, plan: dict[str, Any]) -> None:
+    """In memory and offloaded."""
+    torch.manual_seed(3)
+    model, inputs = nn.Linear(70, 64, bias=False), torch.randn(4, 70)
+    loop = copy.deepcopy(model)
+    engine = zs.Engine(model, kind(model.parameters(), lr=0.1, weight_decay=0.1), zs.Plan(**plan))
+    states = HostStates(loop.weight.detach().view(-1), Blockwise.zeros(4480, True), Blockwise.zeros(4480, False))
+    for step in range(1, 5):
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+        loop.zero_grad()
+        loop(inputs).square().mean().backward()
+        assert loop.weight.grad is not None
+        scalars = Scalars.of(engine.optimizer.param_groups[0], step, kind is AdamW8bit)
+        adam_update(loop.weight.grad.view(-1), 1.0, scalars, states, states)
+    assert torch.equal(engine.state_dict()["weight"], loop.weight)
+
+
+def test_a_backward_over_values_that_a_step_changed_is_refused() -> None:
+    weight, inputs = nn.Parameter(torch.randn(BIG)), torch.randn(4, 70, requires_grad=True)
+    loss = (inputs @ weight).sum()
+    weight.grad = torch.ones(BIG)
+    AdamW8bit([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_each_matrix_of_a_stack_has_blocks_and_a_size_of_its_own() -> None:
@@ -139,12 +146,12 @@ def test_matches_bitsandbytes() -> None:
     from bitsandbytes.optim import AdamW8bit as Theirs
 
     for signed in (True, False):
-        theirs = functional.create_dynamic_map(signed=signed)
-        torch.testing.assert_close(dynamic_map(signed), theirs.float().cpu(), rtol=1e-6, atol=1e-12)
+        theirs, ours = functional.create_dynamic_map(signed=signed).float().cpu(), code_map(signed).values
+        torch.testing.assert_close(ours[signed:], theirs[signed:], rtol=1e-6, atol=1e-12)
     numbers = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     quantized, state = functional.quantize_blockwise(numbers, blocksize=256)
-    codes, scales = DynamicCode(True, torch.device("cpu")).encode(numbers, 256)
-    assert torch.equal(scales, state.absmax) and (codes != quantized).double().mean() < 5e-3
+    made = Blockwise.encode(numbers, True)
+    assert torch.equal(made.scales, state.absmax) and (made.codes != quantized).double().mean() < 5e-3
     weights, gradients = weights_of([BIG]), gradients_of([BIG], 20)
     mine, other = run(AdamW8bit, weights, gradients)[0], run(Theirs, weights, gradients)[0]
     assert (mine - other).norm() < 0.02 * (other - weights[0]).norm()

@@ -24,7 +24,7 @@ from zeroshard.optim.host_adam import (
     stands_for,
     using,
 )
-from zeroshard.optim.moments import code_map
+from zeroshard.optim.moments import map_on
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 EXACT = [pytest.param("c++", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")), "torch"]
@@ -244,7 +244,7 @@ def test_threads_change_nothing(name: str, threads: int) -> None:
 @pytest.mark.parametrize("name", EXACT)
 def test_defaults_of_the_user_are_of_no_effect(name: str) -> None:
     states, gradient = HostStates(torch.ones(9), *moments_of("8 bit", 9)), torch.ones(9).half()
-    code_map.cache_clear()
+    map_on.cache_clear()
     with using(name), torch.device("meta"):
         adam_update(gradient, 1.0, Scalars.of(GROUP, 1, decoupled=True), states, states)
     assert states.master.isfinite().all()

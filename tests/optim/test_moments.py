@@ -14,15 +14,15 @@ def spread(n: int, signed: bool) -> Tensor:
     return values if signed else values.abs()
 
 
-def nearest(values: Tensor, signed: bool) -> Tensor:
+def nearest(values: Tensor, signed: bool, size: int) -> Tensor:
     """The code of the nearest value in fp64, the lower of two, by looking at all."""
     table = code_map(signed).values.double()
     codes = torch.empty(values.numel(), dtype=torch.uint8)
-    for block in range(0, values.numel(), BLOCK):
-        here = values[block : block + BLOCK]
+    for block in range(0, values.numel(), size):
+        here = values[block : block + size]
         scale = here.abs().max()
         ratios = here / (scale if scale else 1.0)
-        codes[block : block + BLOCK] = (ratios.double()[:, None] - table).abs().argmin(1).to(torch.uint8)
+        codes[block : block + size] = (ratios.double()[:, None] - table).abs().argmin(1).to(torch.uint8)
     return codes
 
 
@@ -54,10 +54,16 @@ def test_no_upper_half_of_a_float_meets_two_bounds(signed: bool) -> None:
 
 
 @SIGNS
+@pytest.mark.parametrize("size", [BLOCK, 64])
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 5000])
-def test_codes_are_the_nearest(signed: bool, n: int) -> None:
+def test_codes_are_the_nearest(signed: bool, n: int, size: int) -> None:
     values = spread(n, signed)
-    assert torch.equal(Blockwise.encode(values, signed).codes, nearest(values, signed))
+    made = Blockwise.encode(values, signed, size)
+    assert torch.equal(made.codes, nearest(values, signed, size))
+    scales = made.scales.repeat_interleave(size)[:n]
+    assert torch.equal(made.decode(), code_map(signed).values[made.codes.int()] * scales)
+    part = made.part(size, n) if n > size else made
+    assert torch.equal(part.decode(), made.decode()[-part.codes.numel() :])
 
 
 @SIGNS

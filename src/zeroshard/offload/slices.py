@@ -231,11 +231,9 @@ class HostSlice:
     def keep_moments(self, start: int, stop: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Set the moments of a span from fp32 values [stop - start]."""
         states = self.pages.states(start, stop, self.block_of(start))
-        for moment, values, signed in ((states.exp_avg, exp_avg, True), (states.exp_avg_sq, exp_avg_sq, False)):
+        for moment, values in ((states.exp_avg, exp_avg), (states.exp_avg_sq, exp_avg_sq)):
             if isinstance(moment, Blockwise):
-                encoded = Blockwise.encode(values, signed)
-                moment.codes.copy_(encoded.codes)
-                moment.scales.copy_(encoded.scales)
+                moment.write(values)
             else:
                 moment.copy_(values)
 

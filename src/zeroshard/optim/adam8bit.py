@@ -2,33 +2,35 @@
 
 A tensor of 4,096 elements or more keeps two codes per element and two scales per block of 256, which run over the
 flattened tensor from its begin; a smaller one keeps moments in fp32. Of a stack of matrices each has a size and blocks
-of its own. Moments are decoded, changed and encoded again by the step, in pieces of a fixed number of blocks, and the
-weights change by the moments before they are encoded.
+of its own. A step decodes moments, changes them and encodes them again: on CPUs by the kernel of the host Adam, in one
+pass over memory; elsewhere, and for other blocks, in the same order by torch's operations. Weights change by the moments
+before these are encoded.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from functools import cache, cached_property
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from zeroshard.optim.adam_math import adam_update, moments
-from zeroshard.optim.dynamic_map import DynamicCode, dynamic_values
+from zeroshard.optim import tiled
+from zeroshard.optim.adam_math import moments
+from zeroshard.optim.host_adam import adam_update
+from zeroshard.optim.host_states import HostStates, Moment, Scalars
+from zeroshard.optim.in_memory import is_hollow, on_kernel
+from zeroshard.optim.moments import BLOCK, Blockwise, code_values
 from zeroshard.optim.tensor_optimizer import (
     Options,
     State,
     TensorOptimizer,
+    as_matrices,
     check_range,
     leading_shape,
     matrix_shape,
-    opened,
     put_back,
+    state_dtype,
 )
-
-PIECE = 2**18  # elements that are decoded at a time
-CodeOf = Callable[[bool, torch.Tensor], DynamicCode]
-_meta_code = cache(DynamicCode)  # of probes, which step once for every shape
 
 
 class AdamW8bit(TensorOptimizer):
@@ -59,7 +61,9 @@ class AdamW8bit(TensorOptimizer):
         check_range("betas", betas, len(betas) == 2 and all(0.0 <= b < 1.0 for b in betas), "two numbers in [0, 1)")
         check_range("eps", eps, eps >= 0.0, "at least 0")
         check_range("weight_decay", weight_decay, weight_decay >= 0.0, "at least 0")
-        check_range("block_size", block_size, block_size > 0 and PIECE % block_size == 0, "a power of 2 up to 2^18")
+        check_range(
+            "block_size", block_size, block_size > 0 and tiled.TILE % block_size == 0, "a power of 2 up to 2^16"
+        )
         defaults: Options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"block_size": block_size, "min_8bit_size": min_8bit_size, "batch_dims": None}
         super().__init__(params, defaults)
@@ -72,46 +76,22 @@ class AdamW8bit(TensorOptimizer):
         state: State = {}
         device, blocks = parameter.device, (*leading_shape(shape, batch_dims), -(-numel // group["block_size"]))
         for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            zero = dynamic_values(signed).index(0.0)
+            zero = code_values(signed).index(0.0)
             state[f"{key}_codes"] = torch.full(shape, zero, dtype=torch.uint8, device=device)
             state[f"{key}_scales"] = torch.zeros(blocks, dtype=torch.float32, device=device)
         return state
 
-    def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
-        opened_weights, opened_gradient = opened(parameter, group["batch_dims"])
-        weights, gradient = opened_weights.flatten(1), opened_gradient.flatten(1)
-        for number in range(len(weights)):
-            for start in range(0, weights.shape[1], PIECE):
-                piece = slice(start, start + PIECE)
-                kept = _Moments(state, len(weights), number, piece, group["block_size"], self._code)
-                self._change_piece(weights[number, piece], gradient[number, piece], kept, group)
+    def _change(self, parameter: Tensor, state: State, group: Options) -> None:
+        assert parameter.grad is not None
+        weights = (
+            as_matrices(parameter.detach(), group["batch_dims"]).to(state_dtype(parameter)).flatten(1).contiguous()
+        )
+        gradients = as_matrices(parameter.grad, group["batch_dims"]).flatten(1).contiguous()
+        scalars = Scalars.of(group, int(state["step"].item()), self.decoupled)
+        for gradient, states in _vectors(weights, gradients, state, group["block_size"]):
+            _update(gradient, scalars, states, group["block_size"])
         put_back(parameter, weights)
-
-    @cached_property
-    def _codes(self) -> dict[tuple[bool, torch.device], DynamicCode]:
-        return {}
-
-    def _code(self, signed: bool, like: torch.Tensor) -> DynamicCode:
-        """The code of first (signed) or second moments on the device of a tensor.
-
-        Each optimizer keeps its own, so that a rehearsal of its steps sees the same tables made as the steps do.
-        """
-        key = (signed, like.device)
-        if like.device.type == "meta":
-            return _meta_code(*key)
-        if key not in self._codes:
-            self._codes[key] = DynamicCode(*key)
-        return self._codes[key]
-
-    def _change_piece(self, weights: torch.Tensor, gradient: torch.Tensor, kept: "_Moments", group: Options) -> None:
-        if group["weight_decay"] and not self.decoupled:
-            gradient = gradient.add(weights, alpha=group["weight_decay"])
-        first, second = kept.decoded(weights.dtype)
-        update = adam_update(gradient, first, second, group["betas"], kept.step, group["eps"])
-        if group["weight_decay"] and self.decoupled:
-            weights.mul_(1.0 - group["lr"] * group["weight_decay"])
-        weights.sub_(update.mul_(group["lr"]))
-        kept.encode(first, second)
+        torch.autograd.graph.increment_version(parameter)  # a backward over old values is refused, as after torch's
 
 
 class Adam8bit(AdamW8bit):
@@ -132,41 +112,38 @@ class Adam8bit(AdamW8bit):
         super().__init__(params, lr, betas, eps, weight_decay, block_size, min_8bit_size)
 
 
-class _Moments:
-    """Both moments of a piece of one flattened matrix or vector of a stack, in 8 bits or in fp32."""
+def _vectors(weights: Tensor, gradients: Tensor, state: State, block: int) -> Iterator[tuple[Tensor, HostStates]]:
+    """Gradient and states of the vectors that are updated one after the other, out of weights [B, n] and gradients.
 
-    def __init__(self, state: State, stack: int, number: int, piece: slice, block: int, code: CodeOf) -> None:
-        self._state, self._stack, self._number, self._code = state, stack, number, code
-        self._piece, self._block = piece, block
-        self._blocks = slice(piece.start // block, piece.stop // block)
-        self.step: float = state["step"].item()
+    A stack is one vector [B n] where no block of it lies in two matrices.
+    """
+    stack, n = weights.shape
+    coded = "exp_avg" not in state
+    count = stack if coded and n % block else 1
 
-    def decoded(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first and the second moment [n]; those in fp32 are the states themselves."""
-        if "exp_avg" in self._state:
-            return self._part("exp_avg"), self._part("exp_avg_sq")
-        first, second = (
-            self._decode(key, signed).to(dtype) for key, signed in (("exp_avg", True), ("exp_avg_sq", False))
-        )
-        return first, second
+    def rows(tensor: Tensor) -> Tensor:
+        return tensor.view(count, -1)
 
-    def encode(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Keep both moments."""
-        if "exp_avg" in self._state:
-            return
-        for key, signed, values in (("exp_avg", True, first), ("exp_avg_sq", False, second)):
-            codes, scales = self._code(signed, values).encode(values.float(), self._block)
-            self._part(f"{key}_codes").copy_(codes)
-            self._scales(key).copy_(scales)
+    def moment(key: str, number: int, signed: bool) -> Moment:
+        if not coded:
+            return rows(state[key])[number]
+        return Blockwise(rows(state[f"{key}_codes"])[number], rows(state[f"{key}_scales"])[number], signed, block)
 
-    def _part(self, key: str) -> torch.Tensor:
-        part: torch.Tensor = self._state[key].view(self._stack, -1)[self._number, self._piece]
-        return part
+    for number in range(count):
+        first, second = moment("exp_avg", number, True), moment("exp_avg_sq", number, False)
+        yield rows(gradients)[number], HostStates(rows(weights)[number], first, second)
 
-    def _scales(self, key: str) -> torch.Tensor:
-        scales: torch.Tensor = self._state[f"{key}_scales"].view(self._stack, -1)[self._number, self._blocks]
-        return scales
 
-    def _decode(self, key: str, signed: bool) -> torch.Tensor:
-        codes = self._part(f"{key}_codes")
-        return self._code(signed, codes).decode(codes, self._scales(key), self._block)
+def _update(gradient: Tensor, scalars: Scalars, states: HostStates, block: int) -> None:
+    """One step in place; where the kernel does not take the tensors, by the same operations of torch."""
+    kept = [m.codes if isinstance(m, Blockwise) else m for m in (states.exp_avg, states.exp_avg_sq)]
+    master = states.master
+    assert isinstance(master, Tensor)
+    if master.dtype != torch.float32 or block != BLOCK or not on_kernel(gradient, master, *kept):
+        tiled.update(gradient, 1.0, scalars, states, states)
+    elif is_hollow(master):  # the same traffic and no memory beside
+        master.add_(gradient)
+        for moment in kept:
+            moment.mul_(1)
+    else:
+        adam_update(gradient, 1.0, scalars, states, states)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from zeroshard.optim.moments import BLOCK, Blockwise
+from zeroshard.optim.moments import Blockwise
 
 CANONICAL_NAN = 0x7FC00000
 
@@ -147,8 +147,4 @@ class HostStates:
 
 
 def _part(moment: Moment, start: int, stop: int) -> Moment:
-    if isinstance(moment, Tensor):
-        return moment[start:stop]
-    assert start % BLOCK == 0, f"a part begins at element {start}, inside a block of {BLOCK}"
-    scales = moment.scales[start // BLOCK : (stop + BLOCK - 1) // BLOCK]
-    return Blockwise(moment.codes[start:stop], scales, moment.signed)
+    return moment[start:stop] if isinstance(moment, Tensor) else moment.part(start, stop)

@@ -63,30 +63,35 @@ class _Groups:
         collect = self._collect()
         assert collect is not None  # the optimizer lives, as it calls
         has_complex: bool = collect(group, *lists)
-        if not _torchs_own.get() and lacks(group) is None:
+        if lacks(group) is None:
             parameters, gradients, exp_avgs, exp_avg_sqs, _, steps = lists
             kept = [parameters, gradients, exp_avgs, exp_avg_sqs, steps]
             rows = list(zip(*kept, strict=True))
-            ours = [_fit(*row[:-1]) for row in rows]
+            ours = [all(map(_fp32, row[:-1])) and on_kernel(*row[:-1]) for row in rows]
             _update(group, list(itertools.compress(rows, ours)))
             for each, values in zip(kept, zip(*rows, strict=True), strict=False):
                 each[:] = [value for value, taken in zip(values, ours, strict=True) if not taken]
         return has_complex
 
 
-def _fit(*tensors: Tensor) -> bool:
-    """Whether the kernel can take them: plain and dense, in fp32, on a CPU, of one shape."""
-    shape = tensors[0].shape
+def on_kernel(*tensors: Tensor) -> bool:
+    """Whether the kernel can update them in memory: plain and dense, on a CPU, of one shape."""
+    if _torchs_own.get():
+        return False
     for tensor in tensors:
         plain = type(tensor) in (Tensor, Parameter) or isinstance(tensor, FakeTensor)
-        if not plain or tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.shape != shape:
+        if not plain or tensor.device.type != "cpu" or tensor.shape != tensors[0].shape:
             return False
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             return False
     return True
 
 
-def _is_hollow(tensor: Tensor) -> bool:
+def _fp32(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32
+
+
+def is_hollow(tensor: Tensor) -> bool:
     """Whether a tensor has no values, as in a rehearsal."""
     return tensor.untyped_storage().device.type == "meta"
 
@@ -94,7 +99,7 @@ def _is_hollow(tensor: Tensor) -> bool:
 def _update(group: Mapping[str, Any], rows: Sequence[Sequence[Tensor]]) -> None:
     known: dict[int, Scalars] = {}
     for parameter, gradient, exp_avg, exp_avg_sq, step in rows:
-        if _is_hollow(parameter):
+        if is_hollow(parameter):
             _rehearse(group, parameter, gradient, exp_avg, exp_avg_sq, step)
             continue
         step += 1

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
+from zeroshard.optim.moments import code_map
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
 from zeroshard.planner.predict.states import least_bytes, sizes_of
@@ -73,6 +74,8 @@ def plan_of(zero: Any, **more: Any) -> zs.Plan:
 def trained(mesh: zs.Mesh, name: str, plans: list[zs.Plan]) -> list[dict[str, Any]]:
     """Of three steps under each plan: the table of memory, the wire, and the peak of all that torch allocated."""
     found = []
+    for signed in (True, False):
+        code_map(signed)  # tables that a process makes once
     for plan in plans:
         with punctual(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             batch = tokens(ROWS // (mesh.ranks // plan.tensor.ranks))
