@@ -3,8 +3,8 @@
 A tensor of 4,096 elements or more keeps two codes per element and two scales per block of 256, which run over the
 flattened tensor from its begin; a smaller one keeps moments in fp32. Of a stack of matrices each has a size and blocks
 of its own. A step decodes moments, changes them and encodes them again: on CPUs by the kernel of the host Adam, in one
-pass over memory; elsewhere, and for other blocks, in the same order by torch's operations. Weights change by the moments
-before these are encoded.
+pass over memory; elsewhere, and for other blocks, in the same order by torch's operations. Weights change by moments
+that are not encoded yet.
 """
 
 import math
@@ -139,6 +139,8 @@ def _update(gradient: Tensor, scalars: Scalars, states: HostStates, block: int) 
     kept = [m.codes if isinstance(m, Blockwise) else m for m in (states.exp_avg, states.exp_avg_sq)]
     master = states.master
     assert isinstance(master, Tensor)
+    if master.is_meta:  # a trial of the sizes of states
+        return
     if master.dtype != torch.float32 or block != BLOCK or not on_kernel(gradient, master, *kept):
         tiled.update(gradient, 1.0, scalars, states, states)
     elif is_hollow(master):  # the same traffic and no memory beside
