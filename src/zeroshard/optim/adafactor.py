@@ -2,10 +2,13 @@
 
 A matrix [n, m] keeps n + m numbers in fp32 in the place of n*m; a vector keeps all its second moments. The paper's
 sums over rows and columns are kept as means, which give the same second moment R C / mean(R).
+
+A step reads the gradient of a matrix three times: for the means, the size of the update, and the update. On CPUs it
+does so in pieces that stay in cache, and no temporary is as large as a large matrix.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from zeroshard.optim.tensor_optimizer import (
     state_dtype,
 )
 
+PIECE = 2**20  # elements that are computed at a time on CPUs
+
 
 def decay_at(step: float, rate: float) -> float:
     """The decay of second moments at a step, from 1 on: 1 - step^rate, which needs no bias correction (section 7.2)."""
@@ -35,24 +40,75 @@ def relative_step(step: float) -> float:
     return min(1e-2, 1.0 / math.sqrt(step))
 
 
+Place = tuple[slice, ...]  # an index of matrices, and of rows; empty for all
+
+
+class Products:
+    """Products over a stack of matrices [B, n, m], computed in scratch.
+
+    On CPUs some matrices, or some rows of one, are computed at a time, if all are many; on other devices, where each
+    operation has a cost of its own, all are.
+    """
+
+    def __init__(self, stack: torch.Tensor) -> None:
+        self._stack = stack
+        count, rows, columns = stack.shape
+        self._at_once, self._rows_at_once = max(1, PIECE // (rows * columns)), max(1, PIECE // columns)
+        self._in_pieces = stack.device.type == "cpu" and stack.numel() > PIECE
+        sizes = (min(self._at_once, count), min(self._rows_at_once, rows)) if self._in_pieces else (count, rows)
+        self._scratch = stack.new_empty(*sizes, columns)
+
+    def means_of_squares(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows [B, n] and columns [B, m]."""
+        if not self._in_pieces:
+            squares = torch.mul(self._stack, self._stack, out=self._scratch)
+            return squares.mean(-1), squares.mean(-2)
+        rows, columns = self._stack.new_empty(self._stack.shape[:2]), self._stack.new_zeros(self._stack.shape[::2])
+        for place, squares in self.times(self._stack):
+            rows[place] = squares.mean(-1)
+            columns[place[:1]] += squares.sum(-2)
+        return rows, columns.div_(self._stack.shape[1])
+
+    def squares_over_columns(self, factors: torch.Tensor) -> torch.Tensor:
+        """Squares times factors [B, m, 1], as [B, n, 1]; right after their means."""
+        if not self._in_pieces:
+            return torch.matmul(self._scratch, factors)
+        sums = self._stack.new_empty((*self._stack.shape[:2], 1))
+        for place, squares in self.times(self._stack):
+            sums[place] = torch.matmul(squares, factors[place[:1]])
+        return sums
+
+    def times(self, other: torch.Tensor) -> Iterator[tuple[Place, torch.Tensor]]:
+        """The places of the pieces, and the products with another tensor [B, n, m] or [B, n, 1] there."""
+        if not self._in_pieces:
+            yield (), torch.mul(self._stack, other, out=self._scratch)
+            return
+        for first in range(0, self._stack.shape[0], self._at_once):
+            for row in range(0, self._stack.shape[1], self._rows_at_once):
+                place = slice(first, first + self._at_once), slice(row, row + self._rows_at_once)
+                piece = self._stack[place]
+                scratch = self._scratch[: piece.shape[0], : piece.shape[1]]
+                yield place, torch.mul(piece, other[place], out=scratch)
+
+
 def change_factors(
-    squares: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, beta2: float, eps: float
+    gradient: Products, rows: torch.Tensor, columns: torch.Tensor, beta2: float, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Change the means of rows [B, n] and columns [B, m] by squared gradients [B, n, m] (Algorithm 4, lines 5 and 6).
+    """Change the means of rows [B, n] and columns [B, m] by a gradient [B, n, m] (Algorithm 4, lines 5 and 6).
 
     Returns:
         Factors [B, n, 1] and [B, 1, m] whose product is 1/sqrt(V).
     """
-    rows.lerp_(squares.mean(-1).add_(eps), 1.0 - beta2)
-    columns.lerp_(squares.mean(-2).add_(eps), 1.0 - beta2)
+    for kept, means in zip((rows, columns), gradient.means_of_squares(), strict=True):
+        kept.lerp_(means.add_(eps), 1.0 - beta2)
     row_factors = (rows / rows.mean(-1, keepdim=True)).rsqrt_()
     return row_factors.unsqueeze(-1), columns.rsqrt().unsqueeze(-2)
 
 
-def factored_mean_square(squares: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The mean square [B, 1, 1] of gradients times the factors of rows [B, n, 1] and columns [B, 1, m]."""
-    over_columns = torch.matmul(squares, columns.square().mT)
-    return torch.matmul(rows.square().mT, over_columns) / math.prod(squares.shape[1:])
+def factored_mean_square(gradient: Products, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The mean square [B, 1, 1] of a gradient [B, n, m] times the factors of rows [B, n, 1] and columns [B, 1, m]."""
+    over_columns = gradient.squares_over_columns(columns.square().mT)
+    return torch.matmul(rows.square().mT, over_columns) / (rows.shape[1] * columns.shape[2])
 
 
 def clipped(size: torch.Tensor, update_size: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -117,15 +173,18 @@ class Adafactor(TensorOptimizer):
     def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
         weights, gradient = opened(parameter, group["batch_dims"])
         size = self._size(weights, state["step"].item(), group)
-        update, factors = self._update(gradient, size, state, group)
-        if group["weight_decay"]:
-            weights.mul_(1.0 - group["weight_decay"] * size)
-        if group["beta1"] is None:
-            weights.addcmul_(update, factors, value=-1.0)
+        decay = 1.0 - group["weight_decay"] * size if group["weight_decay"] else None
+        momentum = None if group["beta1"] is None else as_matrices(state["exp_avg"], group["batch_dims"])
+        if "exp_avg_sq" in state:
+            update, size = self._vectors(gradient, size, state, group)
+            _apply(weights, momentum, decay, update, size, group["beta1"])
         else:
-            momentum = as_matrices(state["exp_avg"], group["batch_dims"])
-            momentum.mul_(group["beta1"]).addcmul_(update, factors, value=1.0 - group["beta1"])
-            weights.sub_(momentum)
+            products = Products(gradient)
+            rows, columns = self._matrices(products, size, state, group)
+            for place, update in products.times(rows):
+                own_momentum = momentum if momentum is None else momentum[place]
+                own_decay = decay if decay is None else decay[place[:1]]
+                _apply(weights[place], own_momentum, own_decay, update, columns[place[:1]], group["beta1"])
         put_back(parameter, weights)
 
     def _size(self, weights: torch.Tensor, step: float, group: Options) -> torch.Tensor:
@@ -135,17 +194,40 @@ class Adafactor(TensorOptimizer):
             return root_mean_square(weights).clamp_(min=group["eps"][1]).mul_(size)
         return weights.new_ones((len(weights),) + (1,) * (weights.dim() - 1)).mul_(size)
 
-    def _update(
+    def _vectors(
         self, gradient: torch.Tensor, size: torch.Tensor, state: State, group: Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors whose product is the clipped update times the step size."""
+        """The update of vectors [B, n] and its clipped step size [B, 1]."""
         beta2, squares = decay_at(state["step"].item(), group["decay_rate"]), gradient * gradient
-        if "exp_avg_sq" in state:
-            second = as_matrices(state["exp_avg_sq"], group["batch_dims"])
-            second.lerp_(squares.add_(group["eps"][0]), 1.0 - beta2)
-            update = torch.rsqrt(second, out=squares).mul_(gradient)
-            return update, clipped(size, root_mean_square(update), group["clip_threshold"])
-        row_means, column_means = (state[f"exp_avg_sq_{side}"].view(len(gradient), -1) for side in ("row", "col"))
-        rows, columns = change_factors(squares, row_means, column_means, beta2, group["eps"][0])
-        size = clipped(size, factored_mean_square(squares, rows, columns).sqrt_(), group["clip_threshold"])
-        return torch.mul(gradient, rows * size, out=squares), columns
+        second = as_matrices(state["exp_avg_sq"], group["batch_dims"])
+        second.lerp_(squares.add_(group["eps"][0]), 1.0 - beta2)
+        update = torch.rsqrt(second, out=squares).mul_(gradient)
+        return update, clipped(size, root_mean_square(update), group["clip_threshold"])
+
+    def _matrices(
+        self, gradient: Products, size: torch.Tensor, state: State, group: Options
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors of rows [B, n, 1] and columns [B, 1, m] that make of a gradient the clipped update of this size."""
+        beta2 = decay_at(state["step"].item(), group["decay_rate"])
+        row_means, column_means = (state[f"exp_avg_sq_{side}"].view(len(size), -1) for side in ("row", "col"))
+        rows, columns = change_factors(gradient, row_means, column_means, beta2, group["eps"][0])
+        update_size = factored_mean_square(gradient, rows, columns).sqrt_()
+        return rows * clipped(size, update_size, group["clip_threshold"]), columns
+
+
+def _apply(
+    weights: torch.Tensor,
+    momentum: torch.Tensor | None,
+    decay: torch.Tensor | None,
+    update: torch.Tensor,
+    factors: torch.Tensor,
+    beta1: float | None,
+) -> None:
+    """Change weights, or some of them, by an update times factors, through the momentum if there is one."""
+    if decay is not None:
+        weights.mul_(decay)
+    if momentum is None or beta1 is None:
+        weights.addcmul_(update, factors, value=-1.0)
+    else:
+        momentum.mul_(beta1).addcmul_(update, factors, value=1.0 - beta1)
+        weights.sub_(momentum)
