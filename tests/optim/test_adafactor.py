@@ -11,6 +11,7 @@ from optim.equations import gradients_of, run, state_bytes, take_steps, weights_
 from torch import Tensor
 
 from zeroshard.optim import Adafactor, adafactor
+from zeroshard.optim.devices import as_on_devices
 
 SHAPES = [(6, 4), (3, 7), (1, 5), (5, 1), (9,), (1,), ()]
 
@@ -146,6 +147,8 @@ def test_a_piece_at_a_time_is_the_same_as_all_at_once(piece: int, monkeypatch: p
     whole = run(make, weights, gradients)
     monkeypatch.setattr(adafactor, "PIECE", piece)
     torch.testing.assert_close(run(make, weights, gradients), whole, rtol=1e-6, atol=1e-7)
+    with as_on_devices():
+        assert all(map(torch.equal, run(make, weights, gradients), whole))
 
 
 def test_a_convolution_is_one_matrix_of_output_channels() -> None:

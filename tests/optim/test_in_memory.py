@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import zeroshard as zs
+from zeroshard.optim.devices import as_on_devices
 from zeroshard.optim.host_adam import HostStates, Scalars, adam_update
-from zeroshard.optim.in_memory import torchs_own_loop
 
 Kind = Callable[..., torch.optim.Optimizer]
 KINDS = [torch.optim.Adam, torch.optim.AdamW]
@@ -86,7 +86,7 @@ def test_torchs_own_loop_differs_in_last_places() -> None:
     wanted = stepped(torch.optim.AdamW(plain, lr=0.1, foreach=False), plain, 20)
     assert not all(map(torch.equal, made, wanted))
     torch.testing.assert_close(made, wanted, rtol=1e-6, atol=1e-6)
-    with torchs_own_loop():
+    with as_on_devices():
         again = parameters()
         assert all(
             map(torch.equal, stepped(zs.optim.fast_on_cpus(torch.optim.AdamW(again, lr=0.1)), again, 20), wanted)

@@ -10,6 +10,7 @@ from optim.equations import gradients_of, run, state_bytes, take_steps, weights_
 from torch import Tensor, nn
 
 from zeroshard.optim import Muon, muon_groups
+from zeroshard.optim.devices import as_on_devices
 from zeroshard.optim.newton_schulz import QUINTIC, _together, orthogonalize, symmetric_product
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (1, 3), (3, 1)]
@@ -54,6 +55,17 @@ def test_in_bfloat16_it_is_torchs_own(rule: str) -> None:
     exact = run(partial(Muon, lr=0.02, adjust_lr_fn=rule), weights, gradients)
     for a, b, before in zip(exact, theirs, weights, strict=True):
         assert (a - b).norm() < 0.05 * (b - before).norm()
+
+
+def test_a_rehearsal_of_other_devices_takes_their_steps() -> None:
+    """In bfloat16, all matrices of a shape together."""
+    shapes = [(6, 4), (6, 4), (7,)]
+    weights, gradients = weights_of(shapes), gradients_of(shapes, 3)
+    with as_on_devices():
+        found = run(Muon, weights, gradients)
+    narrow = run(lambda ps: Muon([{"params": ps, "dtype": torch.bfloat16}]), weights, gradients)
+    torch.testing.assert_close(found, narrow, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(found[0], run(Muon, weights, gradients)[0])
 
 
 def test_what_is_no_matrix_is_updated_by_adamw() -> None:

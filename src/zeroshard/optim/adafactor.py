@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.optim.devices import on_cpus
 from zeroshard.optim.tensor_optimizer import (
     Options,
     State,
@@ -54,7 +55,7 @@ class Products:
         self._stack = stack
         count, rows, columns = stack.shape
         self._at_once, self._rows_at_once = max(1, PIECE // (rows * columns)), max(1, PIECE // columns)
-        self._in_pieces = stack.device.type == "cpu" and stack.numel() > PIECE
+        self._in_pieces = on_cpus(stack) and stack.numel() > PIECE
         sizes = (min(self._at_once, count), min(self._rows_at_once, rows)) if self._in_pieces else (count, rows)
         self._scratch = stack.new_empty(*sizes, columns)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from zeroshard.optim.devices import on_cpus
 from zeroshard.optim.tensor_optimizer import Options, State, put_back, state_dtype
 
 
@@ -44,7 +45,7 @@ def adamw_steps(parameters: list[torch.Tensor], states: list[State], group: Opti
         states: of each parameter: `exp_avg`, `exp_avg_sq` and `step`, which counts this step already.
         group: with `lr`, `weight_decay`, `betas` and `eps`.
     """
-    on_cpu = parameters[0].device.type == "cpu"
+    on_cpu = on_cpus(parameters[0])
     weights = [p.detach().to(state_dtype(p)) for p in parameters]
     gradients = [p.grad.to(state_dtype(p)) for p in parameters if p.grad is not None]
     adamw(

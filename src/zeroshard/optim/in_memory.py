@@ -8,9 +8,7 @@ True, or `fused=True`) in a group the user has chosen one of torch's loops, and 
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,11 +17,11 @@ from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
+from zeroshard.optim.devices import on_cpus
 from zeroshard.optim.host_adam import Scalars, fp32_update
 from zeroshard.optim.host_states import lacks
 
 Kind = TypeVar("Kind", bound=Optimizer)
-_torchs_own = ContextVar("torchs_own", default=False)  # rehearsals run side by side in threads
 
 
 def fast_on_cpus(optimizer: Kind) -> Kind:
@@ -38,16 +36,6 @@ def fast_on_cpus(optimizer: Kind) -> Kind:
     if type(optimizer) in (Adam, AdamW) and "_init_group" not in vars(optimizer):
         optimizer._init_group = _Groups(optimizer)  # type: ignore[attr-defined]
     return optimizer
-
-
-@contextmanager
-def torchs_own_loop() -> Iterator[None]:
-    """Let all updates in memory of this thread be torch's inside, as in a rehearsal of devices that are not CPUs."""
-    token = _torchs_own.set(True)
-    try:
-        yield
-    finally:
-        _torchs_own.reset(token)
 
 
 class _Groups:
@@ -76,11 +64,9 @@ class _Groups:
 
 def on_kernel(*tensors: Tensor) -> bool:
     """Whether the kernel can update them in memory: plain and dense, on a CPU, of one shape."""
-    if _torchs_own.get():
-        return False
     for tensor in tensors:
         plain = type(tensor) in (Tensor, Parameter) or isinstance(tensor, FakeTensor)
-        if not plain or tensor.device.type != "cpu" or tensor.shape != tensors[0].shape:
+        if not plain or not on_cpus(tensor) or tensor.shape != tensors[0].shape:
             return False
         if tensor.layout != torch.strided or not tensor.is_contiguous():
             return False

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zeroshard.optim.adam_math import adamw_steps, moments
+from zeroshard.optim.devices import on_cpus
 from zeroshard.optim.newton_schulz import QUINTIC, Coefficients, orthogonalize
 from zeroshard.optim.tensor_optimizer import (
     Options,
@@ -122,7 +123,7 @@ class Muon(TensorOptimizer):
         if others:
             adamw_steps(others, [self._state(p, group) for p in others], group)
         matrices = [p for p in parameters if _is_matrix(p, group)]
-        if matrices and matrices[0].device.type != "cpu":
+        if matrices and not on_cpus(matrices[0]):
             self._change_together(matrices, group)
             return
         for parameter in matrices:

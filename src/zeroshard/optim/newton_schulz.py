@@ -7,6 +7,8 @@ are symmetric, are computed by blocks on and under the diagonal. Elsewhere matri
 
 import torch
 
+from zeroshard.optim.devices import on_cpus
+
 Coefficients = tuple[float, float, float]
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)  # of Jordan's Muon, with the steepest slope at 0
 SMALLEST = 1e-7  # norm that a matrix is divided by
@@ -21,7 +23,7 @@ def orthogonalize(
     Args:
         dtype: of the iteration; None for bfloat16, and on CPUs for the dtype of `stack`, where bfloat16 is no faster.
     """
-    on_cpu = stack.device.type == "cpu"
+    on_cpu = on_cpus(stack)
     kind = dtype or (stack.dtype if on_cpu else torch.bfloat16)
     tall = stack.shape[-2] > stack.shape[-1]
     start = (stack.mT if tall else stack).to(kind)

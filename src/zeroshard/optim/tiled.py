@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from zeroshard.optim.devices import on_cpus
 from zeroshard.optim.host_states import HostStates, Moment, Scalars, StateSplit
 from zeroshard.optim.moments import Blockwise
 
@@ -23,7 +24,7 @@ def update(
     Operations that round twice in one place and once in another (`lerp_`, `addcmul_`, `add_` with a factor) are not
     used, and square roots are taken in fp64: those of torch in fp32 are not always correctly rounded.
     """
-    n, tile = gradient.numel(), TILE if gradient.device.type == "cpu" else LARGE
+    n, tile = gradient.numel(), TILE if on_cpus(gradient) else LARGE
     dtype = (
         torch.float64 if isinstance(before.master, Tensor) and before.master.dtype == torch.float64 else torch.float32
     )
@@ -34,7 +35,9 @@ def update(
         new = old if after is before else None if after is None else after.part(start, stop)
         p, m, v = (opened(getattr(old, name), getattr(new, name, None), dtype) for name in HostStates.__slots__)
         g, term = scratch[:, : stop - start]
-        g.copy_(gradient[start:stop]).mul_(factor)
+        g.copy_(gradient[start:stop])
+        if factor != 1.0:
+            g.mul_(factor)
         if scalars.l2:
             g.add_(torch.mul(p, scalars.l2, out=term))
         if scalars.beta1 >= 0.5:

@@ -24,7 +24,7 @@ from zeroshard.engine import Engine
 from zeroshard.memory.ledger import Category, Event
 from zeroshard.memory.transfers import Task as Job
 from zeroshard.optim import StateLayout, layout_of
-from zeroshard.optim.in_memory import torchs_own_loop
+from zeroshard.optim.devices import as_on_devices
 from zeroshard.plan import Plan
 from zeroshard.planner.choices import choices_of, schedule_of
 from zeroshard.planner.predict.memory_tracker import Tracker
@@ -198,7 +198,7 @@ def rehearse(
             make_on_host=tracker.make_on_host,
             host_room=rates.host_room,
         )
-        elsewhere = contextlib.nullcontext() if beside is not None else torchs_own_loop()
+        elsewhere = contextlib.nullcontext() if beside is not None else as_on_devices()
         with elsewhere, tracker, tracker.resizing():
             run = _Run(task, plan, rows, (rank, ranks, rehearsal), tracker)
             rehearsed = run.tracked()
