@@ -58,11 +58,11 @@ def test_in_bfloat16_it_is_torchs_own(rule: str) -> None:
 
 
 def test_a_rehearsal_of_other_devices_takes_their_steps() -> None:
-    """In bfloat16, all matrices of a shape together."""
+    """In bfloat16, all matrices of a shape together; a learning rate in a tensor serves AdamW's loop over lists too."""
     shapes = [(6, 4), (6, 4), (7,)]
     weights, gradients = weights_of(shapes), gradients_of(shapes, 3)
     with as_on_devices():
-        found = run(Muon, weights, gradients)
+        found = run(partial(Muon, lr=torch.tensor(1e-3)), weights, gradients)
     narrow = run(lambda ps: Muon([{"params": ps, "dtype": torch.bfloat16}]), weights, gradients)
     torch.testing.assert_close(found, narrow, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found[0], run(Muon, weights, gradients)[0])

@@ -61,7 +61,7 @@ def adamw_steps(parameters: list[torch.Tensor], states: list[State], group: Opti
         maximize=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=group["lr"],
+        lr=float(group["lr"]),  # torch's loop over lists refuses a tensor
         weight_decay=group["weight_decay"],
         eps=group["eps"],
     )
