@@ -241,6 +241,27 @@ def test_threads_change_nothing(name: str, threads: int) -> None:
         assert all(torch.equal(getattr(result, f), getattr(results[0], f)) for f in HostStates.__slots__)
 
 
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_denormals_are_flushed_by_all_threads_or_by_none() -> None:
+    """Helpers that were made before the user asked for it too."""
+    n, scalars, threads = 2_000_000, Scalars.of(GROUP, 3, decoupled=True), 4
+    gradient = torch.zeros(n)
+    states = HostStates(torch.zeros(n), torch.zeros(n), torch.empty(n))
+
+    def kept(flush: bool) -> int:
+        states.exp_avg_sq.fill_(1e-39)
+        torch.set_flush_denormal(flush)
+        try:
+            adam_update(gradient, 1.0, scalars, states, states, threads=threads)
+        finally:
+            torch.set_flush_denormal(False)
+        return int(states.exp_avg_sq.count_nonzero())
+
+    with using("c++"):
+        for flush, left in ((False, n), (True, 0), (False, n)):
+            assert [kept(flush) for _ in range(6)] == [left] * 6
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_defaults_of_the_user_are_of_no_effect(name: str) -> None:
     states, gradient = HostStates(torch.ones(9), *moments_of("8 bit", 9)), torch.ones(9).half()

@@ -329,6 +329,22 @@ void move_tile(const Update& u, Buffers& b, int64_t i, int64_t n) {
   stream(b.out, at<uint16_t>(u.out, i), n);
 }
 
+// How this thread rounds and whether it flushes denormals, which torch.set_flush_denormal sets for its caller alone.
+#if defined(__SSE2__)
+inline uint64_t float_mode() { return _mm_getcsr(); }
+inline void set_float_mode(uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#elif defined(__aarch64__)
+inline uint64_t float_mode() {
+  uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+inline void set_float_mode(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+inline uint64_t float_mode() { return 0; }
+inline void set_float_mode(uint64_t) {}
+#endif
+
 using Tile = void (*)(const Update&, Buffers&, int64_t, int64_t);
 
 // Threads that sleep between updates. They never spin: torch's own pool and the training thread need the cores. The
@@ -341,7 +357,7 @@ class Crew {
     const int helpers = static_cast<int>(shares < threads ? shares : threads) - 1;
     {
       std::lock_guard<std::mutex> lock(state_);
-      update_ = &update, tile_ = tile, next_ = 0, wanted_ = helpers;
+      update_ = &update, tile_ = tile, mode_ = float_mode(), next_ = 0, wanted_ = helpers;
     }
     try {
       for (; size_ < helpers; size_++) std::thread([this] { serve(); }).detach();
@@ -362,6 +378,7 @@ class Crew {
       wanted_--, working_++;
       const Update& update = *update_;
       const Tile tile = tile_;
+      set_float_mode(mode_);
       lock.unlock();
       work(update, tile);
       lock.lock();
@@ -385,6 +402,7 @@ class Crew {
   std::atomic<int64_t> next_{0};
   const Update* update_ = nullptr;
   Tile tile_ = nullptr;
+  uint64_t mode_ = 0;
   int size_ = 0, wanted_ = 0, working_ = 0;
 };
 
