@@ -52,6 +52,8 @@ def test_a_run_that_is_saved_and_loaded_goes_on_as_it_was(make: Callable[..., An
     saved = copy.deepcopy(first.state_dict())
     later = [nn.Parameter(p.detach().clone()) for p in parameters]
     second = make(later)
+    for state in saved["state"].values():
+        state["step"] = int(state["step"]) if dtype == torch.float64 else state["step"]
     second.load_state_dict(saved)
     for a, b in zip(parameters, later, strict=True):
         assert {k: v.dtype for k, v in first.state[a].items()} == {k: v.dtype for k, v in second.state[b].items()}

@@ -135,6 +135,8 @@ class TensorOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor):
                     device = value.device if key == "step" else parameter.device
                     self.state[parameter][key] = value.detach().to(device, copy=True)
+                elif key == "step":  # a plain number, as some optimizers keep it
+                    self.state[parameter][key] = torch.tensor(float(value), dtype=torch.float32)
 
     def _step_group(self, group: Options, parameters: Sequence[torch.Tensor]) -> None:
         """Change the parameters of a group that have gradients."""
