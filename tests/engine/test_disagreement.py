@@ -13,7 +13,8 @@ import zeroshard as zs
 from zeroshard.comm.mesh import mesh_of
 
 # What each of two ranks does, after one step in common with the route "a". F, E: forward with and without gradients,
-# of the route that follows; B: backward of the oldest forward; L: the same under no_sync; S: step; C: clip_grad_norm.
+# of the route that follows; B: backward of the oldest forward; L: the same under no_sync; S: step; C, D:
+# clip_grad_norm to 1 and to 2.
 CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[str, ...]]] = {
     "extra-forward": ((3,), "Fa B S", "Fa Fa B S", ("forward", "backward")),
     "extra-evaluation": ((3,), "Fa B S", "Ea Fa B S", ("forward", "evaluation")),
@@ -24,7 +25,8 @@ CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[str, ...]]] = {
     "step-twice": ((0, 1), "Fa B S Fa B S", "Fa B S S Fa B S", ("agreement on step 2", "reduce gradients of")),
     "step-twice-sliced": ((3,), "Fa B S Fa B S", "Fa B S S Fa B S", ("agreement on step 2", "begin of a pass")),
     "local-on-one-rank": ((0, 1), "Fa L S", "Fa B S", ("agreement on step 1", "reduce gradients of")),
-    "clip-on-one-rank-only": ((0, 1), "Fa B S", "Fa B C Fa B S", ("reduce gradients of",)),
+    "clip-on-one-rank-only": ((0, 1), "Fa B S", "Fa B C Fa B S", ("agreement on step 1", "clip_grad_norm(1, 2)")),
+    "clip-to-other-norms": ((3,), "Fa B C S", "Fa B D S", ("clip_grad_norm(1, 2)", "clip_grad_norm(2, 2)")),
 }
 
 
@@ -56,8 +58,8 @@ def play(mesh: zs.Mesh, zero: int, parts: tuple[str, str]) -> tuple[str, str] | 
                         engine.backward(losses.pop(0))
                 case "S":
                     engine.step()
-                case "C":
-                    engine.clip_grad_norm(1.0)
+                case "C" | "D":
+                    engine.clip_grad_norm(1.0 if word == "C" else 2.0)
     except Exception as error:
         return type(error).__name__, str(error)
     return "no error", ""

@@ -5,18 +5,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zeroshard.checkpoint.facts import plain, setting
+from zeroshard.parts.clipping import Clipping, clipping_factor
 from zeroshard.parts.steps import StepEnd, Verdict
 from zeroshard.plan import Plan
 from zeroshard.precision.loss_scaling import LossScaler
-
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class Decision:
     """Decides from the same numbers on every rank.
 
     Attributes:
-        clip: for the next step alone, a limit and the norm that it limits, set by `clip_grad_norm`.
+        clip: by hand, in place of the plan's, for the next step alone.
         last: the verdict on the last update; None before the first.
         watcher: called before each verdict, when all gradients are reduced.
         step_ends: told of it before.
@@ -27,7 +26,7 @@ class Decision:
         self.watcher: Callable[[], None] = lambda: None
         self.step_ends: Sequence[StepEnd] = ()
         self.scaler = LossScaler.of(plan.loss_scaling) if plan.scales_loss else None
-        self.clip: tuple[float, float] | None = None
+        self.clip = Clipping()
         self.last: Verdict | None = None
         # Stages that do not wait for each other clip alone, and keep the whole norm within the limit.
         self._shares = plan.pipeline.stages if plan.streams else 1
@@ -61,11 +60,9 @@ class Decision:
         if not finite and not self.scaler and self._plan.nonfinite == "raise":
             refuse(norm)
         skip = not finite and (self.scaler is not None or self._plan.nonfinite == "skip")
-        limit, limited = self.clip or (self._plan.clip_norm, norm)
-        factor = 1.0
-        if limit is not None:
-            factor = min(1.0, limit / math.sqrt(self._shares) / (limited + CLIP_EPSILON))
-        self.clip = None
+        limit, factor = self._plan.clip_norm, self.clip.factor
+        if factor is None:
+            factor = 1.0 if limit is None else clipping_factor(limit / math.sqrt(self._shares), norm)
         if self.scaler:
             self.scaler.update(overflow=not finite)
         self.last = Verdict(norm, scale, skip, factor / scale)

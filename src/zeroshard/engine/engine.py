@@ -195,26 +195,30 @@ class Engine(Readings):
         gradients by itself.
         """
         self._discard()
-        self._decision.clip = None
 
     @raises_budget_exceeded
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients down at the next `step` so that their norm over all parameters is at most `max_norm`.
 
-        A collective call. Returns the norm before clipping, exact over slices.
+        A collective call, after the last backward of the step. Returns the norm before clipping, exact over slices.
 
         Args:
+            max_norm: the same on all ranks; infinity measures the norm alone, after any backward.
             norm_type: p of the p-norm, above 0; infinity for the largest magnitude.
         """
         self._stage.refuse("clip_grad_norm")
-        norm = self._update.norm(self.steps, norm_type) / self.loss_scale
-        self._decision.clip = (max_norm, norm)
-        return norm
+        norm = self._update.norm(self.steps, norm_type, max_norm) / self.loss_scale
+        return self._decision.clip.limit(max_norm, norm, self._backward.count)
 
     def clip_grad_value(self, clip_value: float) -> None:
-        """Limit every element of the gradients to [-clip_value, clip_value] now; a collective call."""
+        """Limit every element of the gradients to [-clip_value, clip_value] now; a collective call.
+
+        Gradients that are not finite stay so, unless the plan ignores them: the step decides about them.
+        """
         self._stage.refuse("clip_grad_value")
-        self._update.clip_values(self.steps, clip_value * self.loss_scale)
+        hides = self.plan.nonfinite == "ignore" and not self.plan.scales_loss
+        factor = self._decision.clip.of(self._backward.count)
+        self._update.clip_values(self.steps, clip_value, self.loss_scale / factor if factor else math.inf, hides)
 
     @raises_budget_exceeded
     def step(self) -> StepResult:
@@ -233,6 +237,7 @@ class Engine(Readings):
     def _discard(self, drop: bool = True) -> None:
         """Discard the gradients of the step so far, as `Update.discard` does."""
         self._update.discard(drop)
+        self._decision.clip.forget()
         self._assembly.parts.random_numbers.discard()
 
     def _take_step(self) -> None:
@@ -245,10 +250,13 @@ class Engine(Readings):
         self._backward.forget_interrupted()
         try:
             settled = self._update.demand(self.steps)
+            self._decision.clip.of(self._backward.count)
             verdict = self._decision.decide(settled.norm, self._update.refuse_nonfinite, settled.sound)
         except (BatchError, BudgetExceeded, NonFiniteError):
             self._update.consume()
             raise
+        finally:
+            self._decision.clip.forget()
         self._update.leave_out() if verdict.skip else self._update.apply(verdict.factor * settled.gain)
         self._backward.expected.learn()
         self._update.consume()

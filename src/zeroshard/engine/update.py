@@ -42,11 +42,14 @@ class Update:
         self._settings = Settings()
         self._sound = True  # whether the losses of this rank are finite
 
-    def settle(self, step: int) -> Settled:
+    def settle(self, step: int, wanted: str = "") -> Settled:
         """Reduce the remaining gradients and agree with all ranks; a collective call, made once per step.
 
+        Args:
+            wanted: what is to be done with the gradients before the step, on which the ranks agree too.
+
         Raises:
-            CommError: the ranks are at different steps, or did different things on the way.
+            CommError: the ranks are at different steps, did different things on the way, or want different things.
             PlanError: weights or gradients were written where that is lost.
             BatchError, NonFiniteError: as `StepLosses.close`, which an order of several stages calls itself.
         """
@@ -54,17 +57,19 @@ class Update:
         if self._backward.take_back():
             self._settled = None
         if self._settled is not None and self._settled[0] == self._backward.count:
+            if wanted:
+                self._comm.agree(b"", f"{wanted} in step {step}")
             return self._settled[1]
         self._step = step
         self.finish()
-        answers = self._agree(step)
+        answers = self._agree(step, wanted)
         left = sorted({unit for answer in answers for unit in answer.unreduced})
         if left:
             self._backward.reductions.reduce_units(left)
         averages = self._averaged != self._backward.count and self._average()
         self._averaged = self._backward.count
         if left or averages:
-            answers = self._agree(step)
+            answers = self._agree(step, wanted)
         norm = math.sqrt(sum(answer.squares for answer in answers))
         gain = 1.0 if self._backward.explicit else self._backward.losses.close([a.losses for a in answers])
         written = reduce(either, (answer.written for answer in answers))
@@ -73,15 +78,20 @@ class Update:
         self._publish_written(settled)
         return settled
 
-    def norm(self, step: int, kind: float) -> float:
+    def norm(self, step: int, kind: float, limit: float) -> float:
         """The p-norm of the mean gradient as it is (scaled), for p = `kind`; a collective call.
 
+        Args:
+            limit: of the norm, which is to be the same on all ranks: each clips its own slices to it.
+
         Raises:
-            PlanError: `kind` is no number above 0.
+            PlanError: `kind` is no number above 0, or `limit` none of 0 or more.
         """
         if not kind > 0:
             raise PlanError(f"norm_type is {kind!r}; it must be above 0, or infinity.")
-        settled = self.settle(step)
+        if not limit >= 0:
+            raise PlanError(f"max_norm is {limit!r}; it must be 0 or more, or infinity to leave the gradients alone.")
+        settled = self.settle(step, f"clip_grad_norm({limit:.9g}, {kind:.9g})")
         if kind == 2:
             return settled.norm
         sums = [values for each in self._counted() if (values := each.settle()).numel()]  # slices may be empty
@@ -91,18 +101,23 @@ class Update:
         norms = torch.tensor([struct.unpack("<d", answer)[0] for answer in everyone], dtype=torch.float64)
         return float(torch.linalg.vector_norm(norms, kind)) * settled.gain
 
-    def clip_values(self, step: int, limit: float) -> None:
-        """Limit every element of the mean gradient (scaled) to [-limit, limit]; a collective call.
+    def clip_values(self, step: int, limit: float, scale: float, hides: bool) -> None:
+        """Limit every element of the mean gradient, which is `scale` times the true one; a collective call.
+
+        Args:
+            limit: of a true element's magnitude.
+            hides: whether gradients that are not finite are limited too; else the step meets them as they are.
 
         Raises:
             PlanError: `limit` is no number above 0.
         """
         if not limit > 0:
-            raise PlanError(f"clip_value is {limit!r} with the loss scale; it must be above 0.")
-        gain = self.settle(step).gain
-        for _, gradients in self._trained:
-            gradients.change(partial(_clamp, limit=limit / gain))
-        self._settled = None  # the norm is another one now
+            raise PlanError(f"clip_value is {limit!r}; it must be above 0.")
+        settled = self.settle(step, f"clip_grad_value({limit:.9g})")
+        if hides or math.isfinite(settled.norm):
+            for _, gradients in self._trained:
+                gradients.change(partial(_clamp, limit=limit * scale / settled.gain))
+            self._settled = None  # the norm is another one now
 
     def discard(self, drop: bool = True) -> None:
         """Discard the gradients of the backwards since the last step; the agreement sees that all ranks do so.
@@ -206,7 +221,7 @@ class Update:
         self._backward.losses.clear()
         self._settled = None
 
-    def _agree(self, step: int) -> list[Answer]:
+    def _agree(self, step: int, wanted: str) -> list[Answer]:
         unreduced, units = self._backward.unreduced(), len(self._parts.units)
         squares = 0.0 if unreduced else self._squares()
         groups = self._optimizer.optimizer.param_groups
@@ -214,7 +229,8 @@ class Update:
         written = b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
         losses = self._backward.losses.report
         mine = Answer(step, self._axes.digests, settings, squares, self._sound, losses, unreduced, written)
-        frames = self._comm.agree(mine.pack(units), f"agreement on step {step}")
+        label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
+        frames = self._comm.agree(mine.pack(units), label)
         answers = [Answer.unpack(frame, units) for frame in frames]
         check_together(answers)
         if len({answer.settings for answer in answers}) > 1:
