@@ -76,6 +76,27 @@ def test_clippings_of_one_step_follow_each_other_as_in_torch(calls: tuple[tuple[
     assert stepped(zs.Plan(), *calls) == pytest.approx(weight.grad.tolist(), rel=1e-5)
 
 
+def test_norms_of_complex_gradients() -> None:
+    """Of any kind, and of gradients that are not finite."""
+
+    class Phases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).real.sum()
+
+    engine = zs.Engine(Phases(), partial(torch.optim.SGD, lr=1.0), zs.Plan(nonfinite="skip"))
+    x = torch.tensor([3 + 4j, 1j])
+    engine.backward(engine(x))
+    norms = [engine.clip_grad_norm(float("inf"), kind) for kind in (1.0, 2.0, float("inf"))]
+    assert norms == pytest.approx([6.0, 26**0.5, 5.0])
+    assert not engine.step().skipped
+    engine.backward(engine(x * float("inf")))
+    assert engine.step().skipped
+
+
 def test_a_clipping_ends_with_its_gradients() -> None:
     plan = zs.Plan(clip_norm=1.0)
     once = stepped(plan)

@@ -22,6 +22,7 @@ from zeroshard.parts.agreement import Answer, check_together
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Counted, Part
 from zeroshard.parts.steps import Settled
+from zeroshard.units import wide_norm
 from zeroshard.zero.reduce import average
 from zeroshard.zero.reductions import either
 
@@ -95,7 +96,7 @@ class Update:
         if kind == 2:
             return settled.norm
         sums = [values for each in self._counted() if (values := each.settle()).numel()]  # slices may be empty
-        parts = [float(torch.linalg.vector_norm(values, kind, dtype=torch.float64)) for values in sums]
+        parts = [wide_norm(values, kind) for values in sums]
         own = torch.linalg.vector_norm(torch.tensor(parts, dtype=torch.float64), kind).item() if parts else 0.0
         everyone = self._comm.agree(struct.pack("<d", own), f"norm of step {step}")
         norms = torch.tensor([struct.unpack("<d", answer)[0] for answer in everyone], dtype=torch.float64)
@@ -261,7 +262,7 @@ class Update:
         norms = norms[: len(sums)]
         for number, norm in enumerate(norms):
             if math.isinf(norm):  # perhaps only their squares do not fit
-                norms[number] = float(torch.linalg.vector_norm(sums[number].settle(), dtype=torch.float64))
+                norms[number] = wide_norm(sums[number].settle())
         return sum(norm * norm for norm in norms)
 
     def _publish_written(self, settled: Settled) -> None:

@@ -7,7 +7,7 @@ weights), `watched_parameters` (parameters that report reads and writes).
 from zeroshard.units.find import Unit, find_units
 from zeroshard.units.flat import Flat, is_small
 from zeroshard.units.index import Entry, Index
-from zeroshard.units.norm import norm_of
+from zeroshard.units.norm import norm_of, wide_norm
 from zeroshard.units.watched_parameters import HeldGradient, Unreadable, kinds_for, set_values, values_of
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "norm_of",
     "set_values",
     "values_of",
+    "wide_norm",
 ]

@@ -1,4 +1,4 @@
-"""The 2-norm of flat values."""
+"""Norms of flat values."""
 
 import torch
 
@@ -15,3 +15,9 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
     parts = [torch.linalg.vector_norm(part, dtype=dtype) for part in values.split(TILE)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts))
     return norm
+
+
+def wide_norm(values: torch.Tensor, kind: float = 2.0) -> float:
+    """The p-norm of values, real or complex, for p = `kind`, computed in fp64."""
+    dtype = torch.promote_types(values.dtype, torch.float64)
+    return float(torch.linalg.vector_norm(values, kind, dtype=dtype))
