@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +76,38 @@ def test_nothing_is_left_for_a_step_after_all_was_taken_away() -> None:
     model.zero_grad()
     with pytest.raises(PlanError, match="gradient"):
         engine.step()
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise ArithmeticError("broken")
+
+
+def interrupted(mesh: zs.Mesh, zero: int, breaks: bool) -> list[torch.Tensor]:
+    """The weights after two steps; with `breaks` a backward before the second one's raises, and is discarded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(4)))
+    plan = zs.Plan(zero=zero, transport="network", units=("Sequential",))
+    engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), plan, mesh=mesh)
+    for step in range(2):
+        if step and breaks:
+            hook = model[1].register_forward_hook(lambda module, args, output: Broken.apply(output))
+            with pytest.raises(ArithmeticError):
+                engine.backward(engine(inputs(7, mesh.rank, mesh.ranks)).square().mean())
+            hook.remove()
+            engine.zero_grad()
+        engine.backward(engine(inputs(step, mesh.rank, mesh.ranks)).square().mean())
+        engine.step()
+    return list(engine.state_dict().values())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_an_interrupted_backward_had_begun_to_reduce_is_gone(pool: Pool, zero: int) -> None:
+    assert all(map(torch.equal, *(pool.run(interrupted, 2, zero, breaks)[0] for breaks in (False, True))))

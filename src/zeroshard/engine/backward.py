@@ -126,6 +126,7 @@ class Backward:
         """
         if self.explicit:
             return False
+        self.reductions.end()
         found = [gradients.take_back(everything) for gradients in self.gradients]
         if not any(found):
             return False
@@ -150,7 +151,6 @@ class Backward:
         """Clear up after a backward that ended in an exception."""
         if self._active and torch._C._current_graph_task_id() == -1:
             self._active = False
-            self.reductions.forget()
             self._gatherer.abandon()
 
     def unreduced(self) -> list[int]:

@@ -33,7 +33,7 @@ class Reductions:
         self._unread: list[int] = []  # and those finished here, that other ranks may still read
 
     def begin(self) -> None:
-        """A backward begins."""
+        """A backward begins; what one that ended in an exception has started is finished with its own."""
         self._launched = 0
 
     def launch(self, complete: Callable[[int], bool]) -> None:
@@ -54,11 +54,6 @@ class Reductions:
         """The backward is over: finish all, and hand back their buffers, once all ranks have read them."""
         self.finish()
         self._release(len(self._unread))
-
-    def forget(self) -> None:
-        """Drop the reductions under way, after an error."""
-        self._in_flight.clear()
-        self._unread.clear()
 
     def begin_units(self, units: Sequence[int]) -> None:
         """A backward begins that makes these units' gradients complete; `start_units` ends it."""
