@@ -111,3 +111,19 @@ def interrupted(mesh: zs.Mesh, zero: int, breaks: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_what_an_interrupted_backward_had_begun_to_reduce_is_gone(pool: Pool, zero: int) -> None:
     assert all(map(torch.equal, *(pool.run(interrupted, 2, zero, breaks)[0] for breaks in (False, True))))
+
+
+def test_a_train_step_that_raised_leaves_no_gradients() -> None:
+    weights = []
+    for breaks in (False, True):
+        model = net()
+        engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), zs.Plan(microbatches=2), loss=lambda y, x: y.mean())
+        if breaks:
+            calls = iter((False, True))
+            hook = model.register_forward_pre_hook(lambda module, args, calls=calls: 1 / 0 if next(calls) else None)
+            with pytest.raises(ZeroDivisionError):
+                engine.train_step((inputs(7, 0, 1),))
+            hook.remove()
+        engine.train_step((inputs(0, 0, 1),))
+        weights.append(list(engine.state_dict().values()))
+    assert all(map(torch.equal, *weights))

@@ -41,7 +41,7 @@ from zeroshard.parts.axes import Axes
 from zeroshard.parts.batch import loss_of
 from zeroshard.parts.losses import Loss, StepLosses
 from zeroshard.parts.penalties import weighing
-from zeroshard.parts.steps import StepOrder, StepResult, Verdict
+from zeroshard.parts.steps import StepOrder, StepResult, Verdict, whole_or_not
 from zeroshard.pipeline.buffers import whole_state_dict
 from zeroshard.pipeline.stage import Stage, make_stage
 from zeroshard.pipeline.steps import PipelineOrder
@@ -269,9 +269,11 @@ class Engine(Readings):
         count alike and must be even; a loss function that returns (sum, count) counts tokens, and needs neither.
 
         Raises:
-            BatchError: the batch does not divide, the model returned no loss, or as `step`.
+            BatchError: the batch does not divide, the model returned no loss, or as `step`. After an error, one of the
+                model too, the gradients of the step are gone.
         """
-        loss = self._order.step(batch)
+        with whole_or_not(self._discard):
+            loss = self._order.step(batch)
         return self._conclude(self._decision.last, loss)
 
     @raises_budget_exceeded

@@ -1,13 +1,14 @@
 """Protocols of a step: backwards, updates and the decision between them, as an order of actions uses them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from zeroshard.comm.collectives import Comm
+from zeroshard.errors import CommError
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.losses import StepLosses
 from zeroshard.parts.part import Part
@@ -16,6 +17,19 @@ from zeroshard.schedule.run import Interpreter
 from zeroshard.traffic import Purpose
 
 Run = Callable[[Any], Any]  # runs the model on a microbatch, down to the loss
+
+
+@contextmanager
+def whole_or_not(discard: Callable[[], None]) -> Iterator[None]:
+    """A step, of which an error leaves no gradients to the next; after one of the connection there is none."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception:
+        with suppress(CommError):  # ranks that this one waits for may have met another error
+            discard()
+        raise
 
 
 @dataclass(frozen=True, slots=True)
