@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroshard as zs
 from zeroshard.engine import policies
+from zeroshard.parts.deferred_gradients import WeightGradients
 from zeroshard.parts.technique import NewAxis
-from zeroshard.pipeline.deferred import WeightGradients
 
 STEPS, ROWS, WIDTH = 4, 8, 10
 TWO = {"pipeline_parallel": 2, "pipeline_parallel.balance": "parameters", "microbatches": 4}

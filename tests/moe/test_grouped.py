@@ -11,6 +11,7 @@ from zeroshard.moe.dispatch import gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, weighed
 from zeroshard.moe.grouped import aligned, fits, grouped_rows
 from zeroshard.moe.kernels import ExpertStack, expert_rows
+from zeroshard.parts.deferred_gradients import WeightGradients, leaving_to
 
 
 def stack_of(width: int, hidden: int, bias: bool, transposed: bool, dtype: torch.dtype) -> ExpertStack:
@@ -31,11 +32,17 @@ def test_one_product_equals_experts_one_at_a_time(counts: tuple[int, ...], bias:
     inputs = [rows, gates, *(p for p in (stack.up, stack.down, stack.up_bias, stack.down_bias) if p is not None)]
     found, expected = weighed(grouped_rows(rows, counts, stack), gates), expert_rows(rows, counts, gates, stack)
     torch.testing.assert_close(found, expected)
-    for ours, theirs in zip(
-        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
-    ):
+    at_once = torch.autograd.grad(found.sum(), inputs)
+    for ours, theirs in zip(at_once, torch.autograd.grad(expected.sum(), inputs), strict=True):
         torch.testing.assert_close(ours, theirs)
         assert ours.isfinite().all()
+    store = WeightGradients()
+    with leaving_to(store):
+        weighed(grouped_rows(rows, counts, stack), gates).sum().backward()
+    assert stack.up.grad is None and stack.down.grad is None
+    store.compute()
+    for each, right in zip(inputs, at_once, strict=True):
+        assert each.grad is not None and torch.equal(each.grad, right)
 
 
 def test_counts_that_leave_rows_uninitialised_are_refused() -> None:

@@ -1,5 +1,9 @@
 """Experts one at a time: equal to literal loops over tokens, with every gradient, and in little memory."""
 
+import copy
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 from selection import by_default
@@ -15,6 +19,7 @@ from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.experts import Experts, plain_rows
 from zeroshard.moe.kernels import ExpertStack, check_counts, expert_rows, expert_tokens
 from zeroshard.moe.routing import Routing
+from zeroshard.parts.deferred_gradients import WeightGradients, leaving_to
 
 T, D, H, E = 23, 6, 5, 4
 NAMES = ["relu", "relu_squared", "gelu", "gelu_tanh", "silu"]
@@ -189,6 +194,61 @@ def test_a_stack_used_twice_in_one_forward_gets_the_sum() -> None:
         loss(lambda x, counts: expert_rows(x, counts, None, stack)).backward()
     for parameter, expected in zip(parameters(stack), right, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * expected)
+
+
+@pytest.mark.parametrize("form", by_default(FORMS, "relu", "gated relu", "gelu", "traced"))
+@pytest.mark.parametrize("bias, transposed, frozen", [(True, False, ""), (False, True, "up"), (False, False, "down")])
+def test_products_left_for_later_bit_for_bit(form: str, bias: bool, transposed: bool, frozen: str, tile: int) -> None:
+    """Over two microbatches, whose products are made after both; of tokens, and of rows whose input needs nothing."""
+    at_once = stack_of(FORMS[form], bias, transposed, torch.float32)
+    later = copy.deepcopy(at_once)
+    routing, x = routing_of(T, E, 2, 0.3), torch.randn(T, D)
+    rows, counts = torch.randn(10, D), (5, 0, 4, 1)
+    stores, inputs = [WeightGradients(), WeightGradients()], list[Tensor]()
+    for stack in (at_once, later):
+        if frozen:
+            getattr(stack, frozen).requires_grad_(False)
+        for store in stores:
+            tokens, gates = (each.detach().requires_grad_() for each in (x, routing.gates))
+            inputs += [tokens, gates]
+            with leaving_to(store) if stack is later else nullcontext():
+                output = expert_tokens(tokens, order_of(routing, E), gates, stack)
+                other = expert_rows(rows, counts, None, stack)
+            output.square().sum().backward()
+            other.square().sum().backward()
+    assert later.up.grad is None and later.down.grad is None
+    for store in stores:
+        store.compute()
+    grads = [each.grad for each in (*inputs, *parameters(at_once), *parameters(later))]
+    split = 8 + len(parameters(at_once))
+    ours, expected = [*grads[4:8], *grads[split:]], [*grads[:4], *grads[8:split]]
+    for found, right in zip(ours, expected, strict=True):
+        assert (found is None) == (right is None) and (found is None or torch.equal(found, right))
+    assert sum(each is None for each in ours) == bool(frozen)
+
+
+def test_products_left_for_later_are_added_in_place_and_free_what_they_need() -> None:
+    """The gradient is made in `grad`; frozen stacks leave nothing, and hold no graph."""
+    stack, store, rows = (
+        stack_of(FORMS["gated silu"], bias=False, dtype=torch.float32),
+        WeightGradients(),
+        torch.randn(9, D),
+    )
+    for parameter in parameters(stack):
+        parameter.grad = torch.zeros_like(parameter)
+    before = [p.grad.data_ptr() for p in parameters(stack) if p.grad is not None]
+    with leaving_to(store):
+        expert_rows(rows, (4, 0, 0, 5), torch.rand(9), stack).sum().backward()
+    (_, make), _ = store._left
+    kept = weakref.ref(make)
+    del make
+    store.compute()
+    assert kept() is None and [p.grad.data_ptr() for p in parameters(stack) if p.grad is not None] == before
+    assert all(p.grad is not None and p.grad.any() for p in parameters(stack))
+    with leaving_to(store):
+        for parameter in parameters(stack):
+            parameter.requires_grad_(False)
+        assert not expert_rows(rows, (4, 0, 0, 5), None, stack).requires_grad
 
 
 def test_frozen_weights_and_inputs_get_no_gradient() -> None:

@@ -1,6 +1,8 @@
 """Mixtures on several ranks train like one process: losses, norms, weights, and what the tables say."""
 
 import functools
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from zeroshard.errors import ModelError
 from zeroshard.moe import technique
 from zeroshard.moe.byte_formulas import balanced as balanced_formula
 from zeroshard.moe.byte_formulas import states_of
+from zeroshard.moe.weight_gradients import StackGradient
 from zeroshard.parts.axes import Axes
+from zeroshard.parts.deferred_gradients import WeightGradients
 from zeroshard.zero.byte_formulas import BytesPerParameter
 
 STEPS = 3
@@ -150,16 +154,39 @@ def test_all_layouts_agree_on_one_script(pool: Pool, model: Settings, whole: boo
         same([answer[number] for answer in answers], model, plan, data_ranks)
 
 
-@pytest.mark.filterwarnings("ignore:schedule='zb-h1' leaves")
-def test_split_backwards(pool: Pool) -> None:
-    model, plan = {**STACKED, "summed": True}, {**STAGES, **EP2, "pipeline_parallel.schedule": "zb-h1"}
-    same(pool.run(follow_zb, 4, model, plan), model, plan, 2)
+SPLIT = {**STAGES, **EP2, "pipeline_parallel.schedule": "zb-h1", "microbatches": 4}
 
 
-def follow_zb(mesh: zs.Mesh, model: Settings, plan: Settings) -> dict[str, Any]:
-    """As `follow`, where a warning says that experts' weight gradients are made at once."""
-    with pytest.warns(UserWarning, match="are made at once and fill no bubble"):
-        return follow(mesh, model, plan, STEPS)
+def test_split_backwards_leave_the_weight_gradients_of_experts(pool: Pool) -> None:
+    """All products of experts are made after the gradients of inputs, in the second part of a backward."""
+    runs = [({**STACKED, "summed": True}, {**SPLIT, "zero": 3}), (STACKED, {**SPLIT, "recompute": "blocks", "zero": 1})]
+    answers = pool.run(follow_split, 4, runs)
+    for number, (model, plan) in enumerate(runs):
+        same([answer[number][0] for answer in answers], model, plan, 2)
+    assert [made for answer in answers for _, made in answer] == [{"W": 2 * 4 * STEPS}] * 8
+
+
+def follow_split(mesh: zs.Mesh, runs: Sequence[tuple[Settings, Settings]]) -> list[tuple[dict[str, Any], Any]]:
+    """As `follow`, and how many gradients of stacked weights each part of a backward made; without a warning."""
+    part, made, found = ["I"], Counter[str](), []
+    compute, finish = WeightGradients.compute, StackGradient.finish
+
+    def counted(self: StackGradient, counts: Sequence[int]) -> Any:
+        made[part[0]] += self._each[0].dim() > 1
+        return finish(self, counts)
+
+    def later(self: WeightGradients) -> None:
+        part[0] = "W"
+        compute(self)
+        part[0] = "I"
+
+    patches = patch.object(StackGradient, "finish", counted), patch.object(WeightGradients, "compute", later)
+    with patches[0], patches[1], warnings.catch_warnings():
+        warnings.filterwarnings("error", "schedule='zb-h1' leaves")
+        for model, plan in runs:
+            found.append((follow(mesh, model, plan, STEPS), +made))
+            made.clear()
+    return found
 
 
 def over_the_wrong_ranks(mesh: zs.Mesh, how: str) -> list[float]:

@@ -22,6 +22,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "shared": (2, {"expert_parallel": 2, "zero": 1, "transport": "shared"}),
     "stages": (4, {"expert_parallel": 2, "zero": 1, "transport": "network", "pipeline_parallel": 2, "microbatches": 2,
                    "pipeline_parallel.split": ("blocks.1",)}),
+    "split backward": (2, {"zero": 0, "transport": "network", "pipeline_parallel": 2, "microbatches": 2,
+                           "pipeline_parallel.schedule": "zb-h1", "pipeline_parallel.split": ("blocks.1",)}),
 }  # fmt: skip
 
 

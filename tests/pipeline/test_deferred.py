@@ -11,8 +11,9 @@ from engine.models import Plain, batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.parts.deferred_gradients import WeightGradients
 from zeroshard.pipeline import deferred
-from zeroshard.pipeline.deferred import Deferral, WeightGradients
+from zeroshard.pipeline.deferred import Deferral
 from zeroshard.train.gpt import GPT, GPTConfig
 
 Loss = Callable[[], Tensor]
@@ -235,8 +236,8 @@ def test_matrices_that_are_not_deferred_are_told() -> None:
 
 
 def test_a_technique_may_defer_layers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubled(deferral: Deferral, module: Twice) -> Any:
-        plain = deferred.DEFERS[nn.Linear](deferral, Plain(module))
+    def doubled(module: Twice) -> Any:
+        plain = deferred.DEFERS[nn.Linear](Plain(module))
         return lambda x: 2 * plain(x)
 
     class Plain:

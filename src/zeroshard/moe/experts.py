@@ -103,6 +103,11 @@ class Experts(nn.Module):
         return expert_rows(rows, counts, gates, self._stack)
 
     @property
+    def leaves_weight_gradients(self) -> bool:
+        """Whether those of both products are left for later, where a backward has two parts."""
+        return not self.dropout
+
+    @property
     def _drops(self) -> bool:
         return self.training and self.dropout > 0
 

@@ -7,6 +7,7 @@ Shapes: R rows, D width, M made features, F hidden features, E experts.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zeroshard.moe.kernels import ExpertStack, check_counts
+from zeroshard.parts.deferred_gradients import WeightGradients, store_for
 
 STRIDE = 16  # bytes of which the operator needs rows to be multiples
 
@@ -56,12 +58,64 @@ def grouped_rows(rows: Tensor, counts: Sequence[int], stack: ExpertStack) -> Ten
 def _product(
     rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, sizes: Tensor, transposed: bool
 ) -> Tensor:
-    weight = weight.to(rows.dtype)
-    weight = weight if transposed else weight.mT
-    product: Tensor = _Whole.apply(F.grouped_mm(rows.contiguous(), weight, offs=offsets))  # type: ignore[no-untyped-call]
+    store = store_for(weight)
+    rows, values = rows.contiguous(), weight.to(rows.dtype)
+    if store is None:
+        made = F.grouped_mm(rows, _matrices(values, transposed), offs=offsets)
+        product: Tensor = _Whole.apply(made)  # type: ignore[no-untyped-call]
+    else:
+        anchor = rows.new_zeros((), requires_grad=True)
+        left = (values.detach(), (weight,), store, offsets, transposed)
+        product = _Product.apply(rows, anchor, *left)  # type: ignore[no-untyped-call]
     if bias is None:
         return product
     return product + bias.to(rows.dtype).repeat_interleave(sizes, 0, output_size=len(rows))
+
+
+def _matrices(stacked: Tensor, transposed: bool) -> Tensor:
+    """[E, in, out]."""
+    return stacked if transposed else stacked.mT
+
+
+class _Product(torch.autograd.Function):
+    """The product of rows and their experts' matrices, whose backward leaves the gradient of the weight to a store."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        anchor: Tensor,
+        values: Tensor,
+        weight: tuple[Tensor],
+        store: WeightGradients,
+        offsets: Tensor,
+        transposed: bool,
+    ) -> Tensor:
+        """[R, in] -> [R, out]; the anchor keeps the node in the graph where rows need no gradient.
+
+        The weight comes in a tuple, so that autograd does not take it for an input.
+        """
+        ctx.save_for_backward(rows, values, offsets)
+        ctx.weight, ctx.store, ctx.transposed = weight[0], store, transposed
+        return F.grouped_mm(rows, _matrices(values, transposed), offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of the rows only."""
+        rows, values, offsets = ctx.saved_tensors
+        gradient, of_rows = gradients[0].contiguous(), None
+        left, right = (rows, gradient) if ctx.transposed else (gradient, rows)
+        ctx.store.add(ctx.weight, partial(_make, left=left, right=right, offsets=offsets))
+        if ctx.needs_input_grad[0]:
+            of_rows = F.grouped_mm(gradient, _matrices(values, ctx.transposed).mT, offs=offsets)
+        return of_rows, None, None, None, None, None, None
+
+
+def _make(weight: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    """Hand the products of an expert's rows, leftᵀ·right, to autograd as the gradient of the weight."""
+    with torch.no_grad():
+        product = F.grouped_mm(left.mT, right, offs=offsets)
+    weight.backward(product.to(weight.dtype))
 
 
 class _Whole(torch.autograd.Function):

@@ -3,12 +3,17 @@
 [Note: gates] A row's output is g * (h W + b). Its backward knows the gradient G of the token's output: the gradient of
 g is <G W', h> + <G, b>, so outputs of experts need not be saved; g multiplies D-wide rows only, never hidden ones.
 
+[Note: products left for later] Where a store of weight gradients is open (`parts.deferred_gradients`), the backward
+keeps the inputs of the products that make them: of every row the hidden features and the gradient of what the first
+product made, and G and x as they are. Weights are no inputs of the graph then, as for linear layers.
+
 Shapes: T tokens, k choices, R rows, n rows of one tile, D width, M made features, F hidden features, E experts.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from zeroshard.errors import ModelError
 from zeroshard.moe.activations import Activation
 from zeroshard.moe.dispatch import RowOrder, room_for_choices, sum_choices
-from zeroshard.moe.weight_gradients import StackGradient, Target
+from zeroshard.moe.weight_gradients import StackGradient, Target, make_later
+from zeroshard.parts.deferred_gradients import WeightGradients, store_for
 
 TILE = 1024  # rows whose hidden features are made at once
 
@@ -84,10 +90,14 @@ def _apply(
     known = torch.amp.is_autocast_available(device)  # not of the meta device
     if known and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    job = _Job(stack.activation, stack.transposed, order, counts, torch.is_grad_enabled())
-    weights = (stack.up, stack.up_bias, stack.down, stack.down_bias)
+    left = _Left.of(stack)
+    job = _Job(stack.activation, stack.transposed, order, counts, torch.is_grad_enabled(), left)
+    up, down, anchor = stack.up, stack.down, None
+    if left is not None:
+        up, down, anchor = up.detach(), down.detach(), x.new_zeros((), requires_grad=True)
+    weights = (up, stack.up_bias, down, stack.down_bias)
     with torch.autocast(device, enabled=False) if known else nullcontext():
-        done: Tensor = _Experts.apply(x.contiguous(), gates, *weights, job)  # type: ignore[no-untyped-call]
+        done: Tensor = _Experts.apply(x.contiguous(), gates, *weights, anchor, job)  # type: ignore[no-untyped-call]
     return done
 
 
@@ -104,6 +114,20 @@ class _Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class _Left:
+    """The weights whose gradients are left to a store ([Note: products left for later]): up and down, where trained."""
+
+    store: WeightGradients
+    weights: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, stack: ExpertStack) -> "_Left | None":
+        """Those of a forward that runs now."""
+        store, weights = store_for(stack.up, stack.down), (stack.up, stack.down)
+        return None if store is None else cls(store, [one if one.requires_grad else None for one in weights])
+
+
+@dataclass(frozen=True, slots=True)
 class _Job:
     """What is no tensor of the graph, for both directions."""
 
@@ -112,6 +136,7 @@ class _Job:
     order: RowOrder | None
     counts: tuple[int, ...]
     saves: bool
+    left: _Left | None
 
     def tiles(self) -> Iterator[_Tile]:
         """Experts without rows have none."""
@@ -162,9 +187,11 @@ class _Job:
 
 
 class _Experts(torch.autograd.Function):
+    """The anchor keeps the node in the graph where nothing else needs a gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor | None, *rest: Any) -> Tensor:
-        *weights, job = rest
+        *weights, _, job = rest
         output, made = _forward(x, gates, job, weights)
         if job.saves:
             ctx.save_for_backward(x, gates, made, *weights)
@@ -174,14 +201,66 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, of_gates, *wanted, _ = ctx.needs_input_grad
+        of_x, of_gates, *wanted, _, _ = ctx.needs_input_grad
         x, gates, made, *weights = ctx.saved_tensors
         sums = [
             target.gradient(weight, x.dtype, ctx.job.transposed) if wants else None
             for weight, target, wants in zip(weights, ctx.targets, wanted, strict=True)
         ]
-        found = _backward(gradients[0].contiguous(), (x, gates, made, *weights), ctx.job, sums, (of_x, of_gates))
-        return (*found, *(None if each is None else each.finish(ctx.job.counts) for each in sums), None)
+        gradient, kept = gradients[0].contiguous(), _Kept.of(made, ctx.job)
+        found = _backward(gradient, (x, gates, made, *weights), ctx.job, sums, (of_x, of_gates), kept)
+        if kept is not None:
+            kept.leave(gradient, x, gates, ctx.job)
+        return (*found, *(None if each is None else each.finish(ctx.job.counts) for each in sums), None, None)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What products left for later need of all rows.
+
+    Attributes:
+        of_made: [R, M]; None where no product needs it.
+        hidden: [R, F]; None where no product needs it.
+    """
+
+    of_made: Tensor | None
+    hidden: Tensor | None
+
+    @classmethod
+    def of(cls, made: Tensor, job: _Job) -> "_Kept | None":
+        """Room for it, if there are such products."""
+        if job.left is None:
+            return None
+        up, down = job.left.weights
+        features = int(made.shape[-1] * job.activation.features)
+        hidden = made if job.activation.overwrites else None if down is None else made.new_empty(len(made), features)
+        return cls(None if up is None else torch.empty_like(made), None if down is None else hidden)
+
+    def leave(self, gradient: Tensor, x: Tensor, gates: Tensor | None, job: _Job) -> None:
+        """Leave the products to the store."""
+        assert job.left is not None
+        products = (
+            (self.of_made, partial(_up_products, x, gates)),
+            (self.hidden, partial(_down_products, gradient, gates)),
+        )
+        for weight, (kept, add) in zip(job.left.weights, products, strict=True):
+            if weight is not None and kept is not None:
+                job.left.store.add(weight, make_later(partial(add, kept, job), job.counts, x.dtype, job.transposed))
+
+
+def _down_products(gradient: Tensor, gates: Tensor | None, hidden: Tensor, job: _Job, into: StackGradient) -> None:
+    column, room = job.column(gates), gradient.new_empty(2, job.largest, gradient.shape[-1])
+    for tile in job.tiles():
+        of_output = job.take(gradient, tile, room[0, : tile.size])
+        weighed = of_output if column is None else torch.mul(of_output, column[tile.rows], out=room[1, : tile.size])
+        _add((into, None), tile, weighed, hidden[tile.rows])
+
+
+def _up_products(x: Tensor, gates: Tensor | None, of_made: Tensor, job: _Job, into: StackGradient) -> None:
+    column, room = job.column(gates), x.new_empty(job.largest, x.shape[-1])
+    for tile in job.tiles():
+        rows, g = job.take(x, tile, room[: tile.size]), None if column is None else column[tile.rows]
+        _add((into, None), tile, of_made[tile.rows], rows, g, room[: tile.size])
 
 
 def _weight(stacked: Tensor, expert: int, like: Tensor, transposed: bool) -> Tensor:
@@ -228,8 +307,13 @@ def _backward(
     job: _Job,
     sums: Sequence[StackGradient | None],
     wanted: tuple[bool, bool],
+    kept: _Kept | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the gates ([Note: gates]); those of the weights are added to `sums`."""
+    """The gradients of x and of the gates ([Note: gates]); those of the weights are added to `sums`.
+
+    Args:
+        kept: filled in, where products are left for later.
+    """
     x, gates, made, *weights = saved
     up, down, down_bias = weights[0], weights[2], weights[3]
     column = job.column(gates)
@@ -246,6 +330,8 @@ def _backward(
         weighed = of_output if g is None else torch.mul(of_output, g, out=second[:n])
         hidden = part if job.activation.overwrites else job.activation.hidden(part, hidden_room[:n], made_room[:n])
         _add(sums[2:], tile, weighed, hidden)
+        if kept is not None and kept.hidden is not None and not job.activation.overwrites:
+            kept.hidden[tile.rows] = hidden
         of_hidden = torch.mm(of_output, _weight(down, e, x, job.transposed), out=other_room[:n])
         if of_column is not None:
             products = torch.mul(of_hidden, hidden, out=hidden_room[:n])
@@ -253,6 +339,8 @@ def _backward(
             if down_bias is not None:
                 of_column[tile.rows] += (of_output @ down_bias[e].to(x.dtype)).unsqueeze(-1)
         of_made = job.activation.gradient(of_hidden, part, made_room[:n])
+        if kept is not None and kept.of_made is not None:
+            kept.of_made[tile.rows] = of_made
         rows = job.take(x, tile, first[:n])
         _add(sums[:2], tile, of_made, rows, g, first[:n])
         if room is not None:

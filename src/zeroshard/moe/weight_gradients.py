@@ -6,10 +6,12 @@ What is added to earlier gradients is summed in scratch first, so that it rounds
 without rows get zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from zeroshard.parts.gradient_room import room_of
 
@@ -40,6 +42,42 @@ class Target:
             return StackGradient(grad, None, True, dtype, transposed)
         fresh = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         return StackGradient(fresh, fresh, False, dtype, transposed)
+
+
+def make_later(
+    add: Callable[["StackGradient"], None], counts: Sequence[int], dtype: torch.dtype, transposed: bool
+) -> Callable[[Tensor], None]:
+    """What makes the gradient of a stacked weight in a backward of its own.
+
+    Args:
+        add: adds the products of all experts with rows.
+        counts: rows of each expert.
+        dtype, transposed: as of `Target.gradient`.
+    """
+
+    def gradient_of(weight: Tensor) -> Tensor | None:
+        made = Target(weight).gradient(weight, dtype, transposed)
+        add(made)
+        return made.finish(counts)
+
+    def make(weight: Tensor) -> None:
+        _Later.apply(weight, gradient_of).backward()  # type: ignore[no-untyped-call]
+
+    return make
+
+
+class _Later(torch.autograd.Function):
+    """A scalar of a weight, whose backward makes the gradient of the weight where it belongs."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient_of: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.weight, ctx.gradient_of = weight, gradient_of
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.gradient_of(ctx.weight), None
 
 
 class StackGradient:

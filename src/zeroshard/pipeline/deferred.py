@@ -1,43 +1,23 @@
-"""Backward in two parts, for zero-bubble schedules: input gradients first, weight gradients of `nn.Linear` later.
+"""Backward in two parts, for zero-bubble schedules: input gradients first, weight gradients of matrices later.
 
 "Zero Bubble Pipeline Parallelism" (2401.10241, section 2). While a store is open, linear layers leave the product that
-makes their weight's gradient to the store; everything else of the backward (biases, norms, embeddings) is done at once.
+makes their weight's gradient to the store, and so do the modules of other rooms that say so, such as stacks of experts;
+everything else of the backward (biases, norms, embeddings) is done at once.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeroshard.parts.deferred_gradients import LEAVES, WeightGradients, leaving_to, open_store, store_for
+
 Sums = Callable[[Tensor, int], Tensor]  # of gradients whose features several ranks hold, along this dimension
-
-
-class WeightGradients:
-    """The products that one microbatch's backward left for later."""
-
-    def __init__(self) -> None:
-        self._left: list[tuple[nn.Parameter, Tensor, Tensor, Sums | None]] = []
-
-    def add(self, weight: nn.Parameter, x: Tensor, gradient: Tensor, sums: Sums | None = None) -> None:
-        """Leave gradientᵀ·x, with x [..., I] and gradient [..., O], for the gradient of weight [O, I].
-
-        Args:
-            sums: adds the products of other ranks, which hold some of the outputs, too.
-        """
-        self._left.append((weight, x, gradient, sums))
-
-    def compute(self) -> None:
-        """Make all products, and hand each to autograd as the gradient of its weight."""
-        left, self._left = self._left, []
-        for weight, x, gradient, sums in left:
-            with torch.no_grad():
-                product = _rows(gradient).mT @ _rows(x)
-                product = product if sums is None else sums(product, 0)
-            weight.backward(product.to(weight.dtype))
 
 
 class Deferral:
@@ -47,14 +27,14 @@ class Deferral:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._store: WeightGradients | None = None
         deferred, escaped = 0, dict[str, int]()
         for path, module in model.named_modules():
             made = next((make for kind, make in DEFERS.items() if _is_plain(module, kind)), None)
             matrices = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
             if made is not None:
+                module.forward = made(module)
+            if made is not None or getattr(module, LEAVES, False):
                 deferred += matrices
-                module.forward = made(self, module)
             elif matrices and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not _makes_loss(module):
                 escaped[path] = matrices
         if sum(escaped.values()) > ESCAPED * deferred:
@@ -70,34 +50,30 @@ class Deferral:
     @property
     def store(self) -> WeightGradients | None:
         """The store of the forward under way."""
-        return self._store
+        return open_store()
 
-    @contextmanager
-    def into(self, store: WeightGradients) -> Iterator[None]:
+    def into(self, store: WeightGradients) -> AbstractContextManager[None]:
         """Forwards inside leave their weight gradients to `store`."""
-        self._store = store
-        try:
-            yield
-        finally:
-            self._store = None
+        return leaving_to(store)
 
 
 class _Linear:
     """The forward of one linear layer."""
 
-    def __init__(self, deferral: Deferral, module: nn.Linear, plain: Callable[..., Any]) -> None:
-        self._deferral, self._module, self._plain = deferral, module, plain
+    def __init__(self, module: nn.Linear) -> None:
+        self._module, self._plain = module, module.forward
 
     def __call__(self, input: Tensor, biased: bool = True, sums: Sums | None = None) -> Tensor:
         """As the layer's own.
 
         Args:
             biased: whether to add the bias.
-            sums: as of `WeightGradients.add`, for weight and bias.
+            sums: adds the products of other ranks, which hold some of the outputs, too; for weight and bias.
         """
         x, bias = input, self._module.bias if biased else None
-        store, weight = self._deferral.store, self._module.weight
-        if store is None or not weight.requires_grad or not torch.is_grad_enabled() or weight.is_meta:
+        weight = self._module.weight
+        store = store_for(weight)
+        if store is None:
             output: Tensor = self._plain(x) if biased else F.linear(x, weight)
             return output
         anchor = torch.zeros((), device=x.device, dtype=x.dtype, requires_grad=True)
@@ -106,9 +82,7 @@ class _Linear:
         return product
 
 
-DEFERS: dict[type[nn.Module], Callable[[Deferral, Any], Callable[..., Any]]] = {
-    nn.Linear: lambda deferral, module: _Linear(deferral, module, module.forward)
-}  # how their forwards leave products to `deferral.store`
+DEFERS: dict[type[nn.Module], Callable[[Any], Callable[..., Any]]] = {nn.Linear: _Linear}  # what makes their forwards
 ESCAPED = 0.1  # of the elements that are deferred, so many elsewhere are worth a warning
 
 
@@ -148,12 +122,20 @@ class _Product(torch.autograd.Function):
         """The gradients of x and b only."""
         x, value = ctx.saved_tensors
         (gradient,) = gradients
-        ctx.store.add(ctx.weight, x, gradient, ctx.sums)
+        ctx.store.add(ctx.weight, partial(_make, x=x, gradient=gradient, sums=ctx.sums))
         of_x = gradient @ value if ctx.needs_input_grad[0] else None
         of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[1] else None
         if of_bias is not None and ctx.sums is not None:
             of_bias = ctx.sums(of_bias, 0)
         return of_x, of_bias, None, None, None, None, None
+
+
+def _make(weight: Tensor, x: Tensor, gradient: Tensor, sums: Sums | None) -> None:
+    """Hand gradientᵀ·x, with x [..., I] and gradient [..., O], to autograd as the gradient of weight [O, I]."""
+    with torch.no_grad():
+        product = _rows(gradient).mT @ _rows(x)
+        product = product if sums is None else sums(product, 0)
+    weight.backward(product.to(weight.dtype))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeroshard.comm.collectives import Purpose
+from zeroshard.parts.deferred_gradients import WeightGradients
 from zeroshard.parts.losses import Loss
 from zeroshard.parts.part import Parts
 from zeroshard.parts.penalties import weighing
@@ -22,7 +23,6 @@ from zeroshard.parts.random_numbers import MicrobatchRows
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.steps import Backwards, Run, Updates
 from zeroshard.pipeline.chunks import Chunks
-from zeroshard.pipeline.deferred import WeightGradients
 from zeroshard.pipeline.messages import Messages, Shape
 from zeroshard.pipeline.stage import Stage
 from zeroshard.pipeline.tied_weights import TiedWeights
