@@ -26,6 +26,11 @@ class SharingExperts(Choice):
     two_level: bool = False
     stages: int = 1
 
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """The number of ranks."""
+        return (self.ranks,)
+
     def describe(self, ranks: int | None) -> Description:
         """How many ranks share out the experts."""
         if self.ranks == 1:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
 from zeroshard.errors import PlanError
+from zeroshard.offload import choice as offload
 from zeroshard.parts.offers import Offer, Refused, Site
 from zeroshard.plan import Plan
 from zeroshard.planner.predict.rehearse import TrainingTask
@@ -189,6 +190,24 @@ def test_experts_are_shared_out_where_that_is_faster_or_nothing_else_fits(
     assert found.best and set(kinds_of(asked)) == {(0, 2)}
     whole = next(refusal for refusal in found.refused if (refusal.plan.zero, refusal.plan.experts.ranks) == (0, 1))
     assert "states alone" in whole.why and whole.way_out == "expert_parallel=2 would bring the states down to fit."
+
+
+def last_offer(site: Site) -> Iterator[Offer]:
+    """Plans that offload everything."""
+    return iter(list(offload.offers(site))[-1:])
+
+
+def test_experts_are_shared_out_beside_offload_where_only_both_fit(
+    asked: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searching, "OFFERS", (one_offer,))
+    monkeypatch.setattr(searching, "LAST_RESORTS", (last_offer,))
+    mixture = sum(parameter.numel() for parameter in Sparse().mixtures[0].parameters())
+    room = 18 * mixture  # bytes; offload alone takes 23, and with half of the experts 14
+    found = search(SPARSE, replace(SLOW, device=replace(SLOW.device, memory_bytes=room)))
+    assert kinds_of(asked)[:3] == [(0, 2), (3, 1), (3, 2)]
+    assert [plan.plan.offloading.kinds >= {"optimizer", "parameters"} for plan in found.best] == [True]
+    assert kinds_of(plan.plan for plan in found.best) == [(3, 2)]
 
 
 def test_all_plans_have_the_ranks_of_experts_that_are_asked_for(

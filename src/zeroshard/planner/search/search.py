@@ -81,8 +81,8 @@ def search(
     """The plans that fit, the fastest first, and the refused ones with the way out.
 
     Where none fits, what techniques offer as a last resort is tried in their order (offload: of the optimizer's states,
-    of few parameters first and then of more, then of the parameters too, and then of activations); the first that fits
-    ends it.
+    of few parameters first and then of more, then of the parameters too, and then of activations), each with its
+    variants after it; the first that fits ends it.
 
     Args:
         base: settings of all plans (precision, clipping and the like); ranks that split layers where it has several,
@@ -231,10 +231,10 @@ class _Search:
         return min((prediction.seconds for prediction in self.fitting), default=math.inf)
 
     def try_last_resorts(self) -> None:
-        """Try the last resorts in their order, until a plan fits."""
+        """Try the last resorts in their order, each with its variants, until a plan fits."""
         divided = self._divisions[0]
         for offer in (offer for offers in LAST_RESORTS for offer in offers(divided.site)):
-            if self._best_of(self._shape(offer, divided)) is not None:
+            if self.try_with_variants(self._shape(offer, divided)) < math.inf:
                 return
 
     def estimates(self, shapes: Sequence[Shape]) -> list[Prediction]:
