@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.moe.activations import ACTIVATIONS, Activation, Function, Gated, Traced
-from zeroshard.moe.experts import compute_modules, with_gradients
+from zeroshard.moe.experts import compute_modules, weighed, with_gradients
 from zeroshard.moe.kernels import ExpertStack, expert_rows
 from zeroshard.moe.routing import Routing
 from zeroshard.moe.statistics import Statistics
@@ -159,13 +159,18 @@ def _compute_by_kernels(
 
 
 def _compute_by_forward(module: Any, rows: Tensor, counts: Sequence[int], gates: Tensor | None) -> Tensor:
-    """Rows by the module's own forward, as tokens that have chosen one expert each."""
+    """Rows by the module's own forward, as tokens that have chosen one expert each.
+
+    Without rows, gates still have a gradient: other ranks wait for it.
+    """
+    parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
+    if not len(rows):
+        return with_gradients(weighed(rows, gates), parameters)
     chosen = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
     weights = rows.new_ones(len(rows)) if gates is None else gates
-    parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
     with _holding(module, len(counts)):
         forward = partial(type(module).forward, module)
-        made: Tensor = forward(rows, chosen.unsqueeze(-1), weights.unsqueeze(-1)) if len(rows) else rows
+        made: Tensor = forward(rows, chosen.unsqueeze(-1), weights.unsqueeze(-1))
     return with_gradients(made, parameters)
 
 
