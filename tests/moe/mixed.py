@@ -106,7 +106,11 @@ class Block(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Embedding, blocks, head; returns the loss, a mean or a sum with its count."""
+    """Embedding, blocks, head; returns the loss, a mean or a sum with its count.
+
+    Args:
+        frozen: the last of the experts, which are modules, do not train.
+    """
 
     def __init__(
         self,
@@ -116,11 +120,14 @@ class Mixed(nn.Module):
         checkpointed: bool = False,
         summed: bool = False,
         blocks: int = 2,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         self.embed, self.summed = nn.Embedding(VOCABULARY, WIDTH), summed
         self.blocks = nn.ModuleList(Block(kind, modules, experts, checkpointed) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        for block in self.blocks if frozen else ():
+            block.mixture.experts.networks[-1].requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Any:
         """[B, T + 1]."""

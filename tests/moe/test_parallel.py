@@ -112,13 +112,26 @@ OTHERS = {
         2,
     ),
     "offloaded states": (4, STARVED, {**EP2, "zero": 2, "offload": "optimizer"}, 4),
+    "offloaded states, none on one rank": (
+        4,
+        {"kind": "learned", "modules": True, "frozen": True},
+        {**EP4, "zero": 2, "offload": "optimizer"},
+        4,
+    ),
     "offloaded parameters": (2, STACKED, {**EP2, "zero": 3, "offload": "optimizer,parameters"}, 2),
     "offloaded activations": (2, STACKED, {**EP2, "zero": 1, "offload": "activations"}, 2),
     "late gathers": (4, STACKED, {**EP2, "zero": 1, "overlap_gather": True, "transport": "network"}, 4),
 }  # fmt: skip
 
 
-SHOWN = ("groups", "sums in stages", "one reduction", "offloaded parameters", "offloaded activations")
+SHOWN = (
+    "groups",
+    "sums in stages",
+    "one reduction",
+    "offloaded states, none on one rank",
+    "offloaded parameters",
+    "offloaded activations",
+)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -110,7 +110,7 @@ class HostSlice:
         tenure = (Category.MASTER_WEIGHTS, *[Category.OPTIMIZER_STATES] * 4)
         for size, category, name in zip(form.sizes, tenure, names, strict=True):
             if disk is None:
-                hollow = padding * size // form.numel
+                hollow = padding * size // max(1, form.numel)  # a rank may have no expert that is trained
                 buffers.append(host.slab(size, torch.uint8, category, f"{name} {label}", hollow))
             else:
                 self._extents.append(disk.reserve(size, category, f"{name} {label}"))
