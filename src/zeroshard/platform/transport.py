@@ -5,8 +5,10 @@ neighbours, and its reduce-scatter twice the bytes. So on CPUs a gather or an ex
 each rank sends to the k-th after it the slice for it, straight from and into the flat buffers.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -189,10 +191,17 @@ def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Shared:
-    """Memory that all ranks map: common parameters need a signal and no gather, and gradients are read in place."""
+    """Memory that all ranks map: common parameters need a signal and no gather, and gradients are read in place.
+
+    Attributes:
+        memory: as given.
+        under_way: exchanges that this rank has not read yet, in the order in which all ranks must read them, with who
+            reads each: a signal that one was read does not say which.
+    """
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
+        self.under_way: deque[tuple[object, Any]] = deque()
 
     def gather(self, full: torch.Tensor, own: torch.Tensor, label: str, bounds: Bounds = None) -> dist.Work:
         """Start to fill `full` [N*S]: if it is common, wait for the signals of the owners that wrote it."""

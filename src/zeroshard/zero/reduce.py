@@ -130,11 +130,13 @@ class Scatter(OwnSlice):
             wire.copy_(buffer)
         scratch = partial(_take, arena, wire.dtype, f"reduce {label}")
         self._exchange = (self._comm.exchange(wire, scratch, label, index.padding, bounds=index.bounds), wire)
+        if self._comm.shared is not None:
+            self._comm.shared.under_way.append((self._exchange, self))
 
     def finish(self, seconds: float | None = None) -> bool:
         """Wait for the other ranks' copies of this rank's slice, and add their mean to the sum.
 
-        Reductions of several flats must be finished in the order in which they were started.
+        Those of other flats that were started before are finished first, where ranks share memory.
 
         Args:
             seconds: give up when the other ranks take longer; a rank that blocked here could wait for one that waits
@@ -145,8 +147,12 @@ class Scatter(OwnSlice):
         """
         if self._exchange is None:
             return True
+        if not self._finish_earlier(seconds):
+            return False
         if seconds is not None and not self._exchange[0].arrives_within(seconds):
             return False
+        if self._comm.shared is not None:
+            self._comm.shared.under_way.popleft()
         (exchange, wire), self._exchange = self._exchange, None
         exchange.wait()
         # In place, unless the sum overlaps a copy that is read later.
@@ -160,6 +166,17 @@ class Scatter(OwnSlice):
         if self._comm.shared is None:
             self._release_read()
         self._sum.put(into)
+        return True
+
+    def _finish_earlier(self, seconds: float | None) -> bool:
+        """Which gradients come first after a reduction may depend on a rank's data; all read in the order of starts."""
+        shared = self._comm.shared
+        while shared is not None and shared.under_way[0][0] is not self._exchange:
+            exchange, earlier = shared.under_way[0]
+            if earlier._exchange is not exchange:  # dropped after an error
+                shared.under_way.popleft()
+            elif not earlier.finish(seconds):
+                return False
         return True
 
     def release(self) -> None:
