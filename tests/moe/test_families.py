@@ -128,6 +128,34 @@ def test_other_stacked_experts_compute_by_their_own_forward() -> None:
     assert gates.grad is not None  # for which other ranks wait
 
 
+class Limited(nn.Module):
+    """Experts of transformers' interface with a limit on what the activation gets, as some families have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = 2, torch.relu
+        self.has_gate, self.has_bias, self.is_transposed = True, False, False
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(2, 6, 4)), nn.Parameter(torch.randn(2, 4, 3))
+
+    def _apply_gate(self, made: Tensor) -> Tensor:
+        gate, up = made.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=10)) * up.clamp(-10, 10)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Of one choice for each token."""
+        up, down = self.gate_up_proj[top_k_index[:, 0]], self.down_proj[top_k_index[:, 0]]
+        hidden = self._apply_gate(torch.einsum("tmd,td->tm", up, hidden_states))
+        return torch.einsum("tdf,tf->td", down, hidden) * top_k_weights
+
+
+def test_limits_of_activations_are_kept() -> None:
+    module = Limited()
+    (found,) = find_experts(nn.Sequential(module))
+    rows = 100 * torch.randn(5, 4)
+    expected = module(rows, torch.tensor([[0], [0], [1], [1], [1]]), torch.ones(5, 1))
+    torch.testing.assert_close(found.compute(rows, (2, 3), None), expected)
+
+
 def test_modules_that_hold_part_of_the_experts_compute_these() -> None:
     torch.manual_seed(0)
     model = seeded("gpt_oss")

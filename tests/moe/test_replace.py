@@ -127,6 +127,23 @@ def test_layers_that_drop_their_output_keep_their_module() -> None:
     assert (outputs(model) - before).abs().max() <= 2e-6
 
 
+class Limited(nn.Module):
+    """A feed-forward layer with a limit far beyond usual activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 4] -> [..., 4]."""
+        return self.down(torch.relu(self.up(x)).clamp(max=100.0))
+
+
+def test_layers_with_a_limit_keep_their_module() -> None:
+    model = nn.Sequential(Limited(), Limited())
+    assert "its activation is none that stacked experts have" in replace_ffn(model, every=1, experts=2).layers[0].reason
+
+
 def test_hidden_dropout_goes_to_the_experts() -> None:
     model = t5()
     table = replace_ffn(model, experts=2)
