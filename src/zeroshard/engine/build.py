@@ -190,7 +190,10 @@ class Builder:
                 f"the same hosts. Use zero=1, 2 or 3; or one rank."
             )
         self._lower = HostTiers(policy, self._comm.mesh, self._ledger, optimizer, self._plan.timeout)
-        return units_on_host(units, policy.fraction) if policy.optimizer else set()
+        going = units_on_host(units, policy.fraction) if policy.optimizer else set()
+        if policy.optimizer and policy.fraction < 1:  # parts of uneven size would leave the ranks with unlike units
+            going = going.union(*self._axes.alike.agree_on(sorted(going), "units on the host"))
+        return going
 
     def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer:
         weights = [[part.weights for part in of_unit] for of_unit in parts]
