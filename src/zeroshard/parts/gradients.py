@@ -82,6 +82,9 @@ class Reduction(Protocol):
     def release(self) -> None:
         """Have the gradient buffer free again."""
 
+    def meet(self) -> None:
+        """Finish and release what is under way, if the other ranks wait for this one's part in that."""
+
     def start_whole(self) -> None:
         """Start to fetch from other ranks what `whole` returns, if that takes no memory."""
 

@@ -65,10 +65,16 @@ class Chunks:
             part.versions.use(action.version)
 
     def backward(self, action: Action) -> None:
-        """A backward of a chunk begins, or its second part; gradients of 16 bits go into wider sums one by one."""
+        """A backward of a chunk begins, or its second part; gradients of 16 bits go into wider sums one by one.
+
+        Reductions in shared memory end here: inside of a backward, which gradient comes first may depend on a rank's
+        data, and this rank would wait for one that waits for it in a layer.
+        """
         for gradients in (part.gradients for part in self._parts[action.chunk]):
-            if gradients is not None and gradients.flat.dtype.itemsize < 4:
-                gradients.collect()
+            if gradients is not None:
+                gradients.reduction.meet()
+                if gradients.flat.dtype.itemsize < 4:
+                    gradients.collect()
         self.early.begin(action)
 
     def restart(self) -> None:

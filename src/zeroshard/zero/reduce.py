@@ -45,6 +45,9 @@ class OwnSlice:
     def release(self) -> None:
         """Single rank: no other rank reads the buffer."""
 
+    def meet(self) -> None:
+        """No other rank waits."""
+
     def start_whole(self) -> None:
         """Start to gather what `whole` returns: nothing to gather."""
 
@@ -183,6 +186,12 @@ class Scatter(OwnSlice):
         """Wait until the other ranks and the sum have read the buffers, and hand those back."""
         self._release_read()
         self._sum.release()
+
+    def meet(self) -> None:
+        """In shared memory each rank waits until the others have read, which they do when they finish."""
+        if self._comm.shared is not None:
+            self.finish()
+            self.release()
 
     def wire(self, work: Work) -> Wire:
         """Each reduction is a reduce-scatter (section 7)."""
