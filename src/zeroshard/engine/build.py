@@ -17,7 +17,7 @@ from zeroshard.engine.room_checks import RoomChecks
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.offload.host_sum import HostSum
-from zeroshard.offload.host_tiers import HostTiers, units_on_host
+from zeroshard.offload.host_tiers import HostTiers, agreed_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
@@ -190,10 +190,7 @@ class Builder:
                 f"the same hosts. Use zero=1, 2 or 3; or one rank."
             )
         self._lower = HostTiers(policy, self._comm.mesh, self._ledger, optimizer, self._plan.timeout)
-        going = units_on_host(units, policy.fraction) if policy.optimizer else set()
-        if policy.optimizer and policy.fraction < 1:  # parts of uneven size would leave the ranks with unlike units
-            going = going.union(*self._axes.alike.agree_on(sorted(going), "units on the host"))
-        return going
+        return agreed_on_host(units, policy.fraction, self._axes.alike) if policy.optimizer else set()
 
     def _gatherer(self, units: list[Unit], parts: list[list[Part]]) -> Gatherer:
         weights = [[part.weights for part in of_unit] for of_unit in parts]

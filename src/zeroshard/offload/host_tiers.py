@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import Mesh, local_ranks
 from zeroshard.errors import ModelError, OptimizerError
 from zeroshard.memory import Disk
@@ -138,6 +139,15 @@ def _warn_if_slow(disk: Disk, nbytes: int) -> None:
             f"per step, a faster disk, or keep fewer bytes there (offload.moments, more ranks).",
             stacklevel=6,
         )
+
+
+def agreed_on_host(units: Sequence[Unit], share: float, comm: Comm) -> set[int]:
+    """The numbers of the units that live on the host on any rank of `comm`; a collective call where some do not.
+
+    Ranks with parts of uneven size would choose unlike units.
+    """
+    chosen = units_on_host(units, share)
+    return chosen if share >= 1 else chosen.union(*comm.agree_on(sorted(chosen), "units on the host"))
 
 
 def units_on_host(units: Sequence[Unit], share: float) -> set[int]:
