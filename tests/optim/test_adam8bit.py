@@ -32,8 +32,19 @@ def literal(weights: Tensor, gradients: list[Tensor], decoupled: bool, decay: fl
             for start in range(0, len(moment), 256):
                 block = moment[start : start + 256]
                 largest = block.abs().max()
-                block.copy_(values[(block[:, None] / largest - values).abs().argmin(1)] * largest)
+                codes = (block[:, None] / largest - values).abs().argmin(1)
+                block.copy_(values[codes if moment is m else codes.maximum((block > 0).long())] * largest)
     return x.reshape(weights.shape)
+
+
+def test_an_element_without_further_gradients_moves_as_in_fp32() -> None:
+    """Its second moment is far below that of its block, and its first is not."""
+    gradients = [[torch.full(BIG, 1.0)], [torch.full(BIG, 1.0)]]
+    gradients[0][0][0, 0], gradients[1][0][0, 0] = 1e-4, 0.0
+    ours, fp32 = (
+        run(partial(kind, lr=1e-3), [torch.zeros(BIG)], gradients)[0] for kind in (AdamW8bit, torch.optim.AdamW)
+    )
+    assert (ours - fp32).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("kind", [Adam8bit, AdamW8bit])

@@ -15,14 +15,15 @@ def spread(n: int, signed: bool) -> Tensor:
 
 
 def nearest(values: Tensor, signed: bool, size: int) -> Tensor:
-    """The code of the nearest value in fp64, the lower of two, by looking at all."""
+    """The code of the nearest value in fp64, the lower of two, by looking at all; zero of zeros alone if unsigned."""
     table = code_map(signed).values.double()
     codes = torch.empty(values.numel(), dtype=torch.uint8)
     for block in range(0, values.numel(), size):
         here = values[block : block + size]
         scale = here.abs().max()
         ratios = here / (scale if scale else 1.0)
-        codes[block : block + size] = (ratios.double()[:, None] - table).abs().argmin(1).to(torch.uint8)
+        found = (ratios.double()[:, None] - table).abs().argmin(1)
+        codes[block : block + size] = (found if signed else found.maximum((ratios > 0).long())).to(torch.uint8)
     return codes
 
 
@@ -72,7 +73,8 @@ def test_the_middle_of_two_codes_is_the_lower(signed: bool) -> None:
     values = torch.cat([torch.tensor([1.0]), bounds])[:BLOCK]
     assert torch.equal(Blockwise.encode(values, signed).codes[1:], torch.arange(255, dtype=torch.uint8))
     above = bounds.nextafter(torch.tensor(torch.inf))
-    assert ((above.double() - table[:-1].double()) > (table[1:].double() - above.double())).all()
+    nearer = (above.double() - table[:-1].double()) > (table[1:].double() - above.double())
+    assert nearer[not signed :].all() and (signed or bounds[0] == 0)
 
 
 @SIGNS

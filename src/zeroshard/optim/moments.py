@@ -6,6 +6,10 @@ Signed for the first moment, unsigned for the second. Codes count the values in 
 
 One code differs from the customary signed map: its lowest value is -1, as its highest is 1, where others have -0.993.
 So the largest magnitude of a block is always kept exactly, and encoding what was decoded changes nothing.
+
+No positive second moment becomes zero: it gets the lowest positive value, where zero may be nearer. Else an element
+whose gradient is zero afterwards (of a row of an embedding, of an expert without tokens) would move by m/eps, a hundred
+million times its first moment.
 """
 
 from dataclasses import dataclass
@@ -26,7 +30,7 @@ class CodeMap:
     Attributes:
         values: fp32 [256], ascending: the value of each code.
         bounds: fp32 [256]: the largest number that is nearest to each code's value, the lower of two codes being taken
-            in the middle; infinity for the last.
+            in the middle; infinity for the last; 0 for that of zero in the unsigned map.
         lowest: uint8 [65536]: for the upper 16 bits of an fp32 number, the code of the lowest number that has them. No
             two bounds share those bits, so the code of any number with them is this or the next.
         wide: `lowest` in int32, which torch reads many times faster.
@@ -38,7 +42,7 @@ class CodeMap:
     wide: Tensor
 
     def codes(self, ratios: Tensor) -> Tensor:
-        """The nearest codes [n], in int32, of fp32 numbers [n] in [-1, 1]; of two equally near ones the lower."""
+        """The codes [n], in int32, of fp32 numbers [n] in [-1, 1]: the nearest; of two equally near ones the lower."""
         codes = self.wide.index_select(0, (ratios.view(torch.int32) >> 16).bitwise_and_(UPPER - 1))
         return codes.add_(ratios > self.bounds.index_select(0, codes))
 
@@ -77,6 +81,8 @@ def _made(signed: bool) -> CodeMap:
     infinity = torch.tensor([torch.inf], dtype=torch.float32)
     bounds = torch.where(bounds.double() > middles, bounds.nextafter(-infinity), bounds)
     bounds = torch.cat([bounds, infinity])
+    if not signed:
+        bounds[0] = 0.0
     upper = torch.arange(UPPER, dtype=torch.int32) << 16
     least = torch.where(upper < 0, upper | 0xFFFF, upper)  # the lowest negative number has the largest magnitude
     wide = torch.bucketize(least.view(torch.float32), bounds[:-1], out_int32=True)
@@ -108,7 +114,8 @@ class Blockwise:
 
     @classmethod
     def encode(cls, values: Tensor, signed: bool, block: int = BLOCK) -> "Blockwise":
-        """The nearest codes of fp32 values [n]; of two equally near ones the lower. Zeros stay zeros.
+        """The nearest codes of fp32 values [n]; of two equally near ones the lower. Zeros, and they alone, stay zeros
+        in the unsigned map.
 
         A block that holds a NaN or an infinity has no scale to speak of and decodes to NaN.
         """
