@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.activations.compression import CompressedStore
-from zeroshard.errors import BudgetExceeded, CommError, ModelError, NonFiniteError, OptimizerError, PlanError
+from zeroshard.errors import BudgetExceeded, ModelError, NonFiniteError, OptimizerError, PlanError
 from zeroshard.moe import Losses, Router
 from zeroshard.parts.penalties import weighing
 
@@ -96,14 +96,7 @@ class Run:
         self.weights("weights at the start")
         try:
             for number, step in enumerate(self.case.steps):
-                try:
-                    self.step(number, step)
-                except (ModelError, CommError) as error:
-                    # Dtypes that meet in the forward: a model's weights tied over fp32_modules. Other stages wait.
-                    plan = self.engine.plan
-                    if number or not plan.fp32_modules or not (plan.pipelined or isinstance(error, ModelError)):
-                        raise
-                    return {"refused": ModelError.__name__, "message": str(error)}
+                self.step(number, step)
                 for event in step.after:
                     self.between(event, number + 1)
             self.weights("weights")
@@ -175,7 +168,7 @@ class Run:
             return True  # messages are planned for microbatches of one size
         if self.case.model == "Twice" and plan.zero == 3 and purpose in STREAMED:
             return True  # known: its first block has left when it is used again, so it is gathered once more
-        if purpose not in (*STREAMED, "gather gradients"):
+        if purpose not in (*STREAMED, "gather gradients", "join matrices"):
             return self.case.model in SECOND_ROUND
         skipped = any(value for word, value in self.log[-4 * (1 + late) :] if word == "skipped")
         # an update more or less is under way

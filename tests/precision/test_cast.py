@@ -123,6 +123,17 @@ def test_a_module_inside_a_kept_one_computes_and_answers_in_fp32() -> None:
     assert torch.equal(model(x.bfloat16()), expected)
 
 
+@pytest.mark.parametrize("wanted", ["embed", "head"])
+def test_a_layer_that_shares_a_parameter_computes_in_fp32_too(wanted: str) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 5)})
+    model["head"].weight = model["embed"].weight
+    kept = keep_in_fp32(model, [wanted], BF16)
+    assert kept == {model["embed"].weight, model["head"].bias}
+    as_computed(model, kept)
+    hidden = model["norm"](model["embed"](torch.arange(5)))
+    assert hidden.dtype == model["head"](hidden).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "wanted, hint", [("LayerNrom", "'LayerNorm'"), ("blocks.7", "'blocks"), ("zzz", "blocks.0.norm")]

@@ -44,6 +44,8 @@ class Precision:
 def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) -> set[nn.Parameter]:
     """Let modules compute in fp32, with casts of their inputs and outputs: those named, and those that say so.
 
+    So does a layer that shares a parameter with one of them, such as an output layer tied to an embedding.
+
     Args:
         wanted: classes or paths.
 
@@ -64,10 +66,10 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
     if precision.compute is None:
         return kept
     outermost: list[str] = []
+    computing = _computing_in_fp32(model, wanted)
     for path, module in model.named_modules():
         inside = any(not outer or path.startswith(outer + ".") for outer in outermost)
-        named = path in wanted or type(module).__name__ in wanted
-        if (named or getattr(module, FP32, False)) and not inside:
+        if module in computing and not inside:
             outermost.append(path)
             kept.update(module.parameters())
             module.register_forward_pre_hook(_to_fp32, with_kwargs=True)
@@ -75,6 +77,18 @@ def keep_in_fp32(model: nn.Module, wanted: Sequence[str], precision: Precision) 
                 module.register_forward_hook(_FromFp32(precision.compute))
     _refuse_fp32_buffers(model, outermost, precision.compute, wanted)
     return kept
+
+
+def _computing_in_fp32(model: nn.Module, wanted: Sequence[str]) -> set[nn.Module]:
+    """The modules named, those that say so, and layers that share a parameter with them."""
+    named = [m for path, m in model.named_modules() if path in wanted or type(m).__name__ in wanted]
+    found = {*named, *(m for m in model.modules() if getattr(m, FP32, False))}
+    layers = [m for m in model.modules() if m._parameters and not m._modules]
+    before = -1
+    while before < len(found):
+        before, kept = len(found), {p for m in found for p in m.parameters()}
+        found.update(m for m in layers if not kept.isdisjoint(m._parameters.values()))
+    return found
 
 
 def _refuse_fp32_buffers(model: nn.Module, kept: Sequence[str], compute: torch.dtype, wanted: Sequence[str]) -> None:
