@@ -46,6 +46,8 @@ def check(pool: Pool, case: Case) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="zeroshard-random-plans-") as folder:
         try:
             answers = [answer[0] for answer in pool.run(perform, case.ranks, [case], folder)]
+            if len({answer.get("message") for answer in answers}) > 1:  # ranks waited for one that refused in a step
+                pool.stop()
             return judge(case, answers)
         except (AssertionError, OSError, EOFError) as error:  # a rank raised, hung or died; the pool starts anew
             pool.stop()
