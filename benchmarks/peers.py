@@ -3,8 +3,9 @@
     python benchmarks/peers.py [--quick] [--deepspeed-python PYTHON] [--json FILE]
 
 Two processes with one thread each on this machine, over gloo or, for zeroshard, shared memory too; the same GPT, the
-same batch, fused AdamW. A launch is a fresh pair of processes of one engine, and the engines take turns (A B C ...
-A B C ...). Every figure is a median over rounds of medians over steps; ratios are of such medians.
+same batch, AdamW as each engine runs it fastest: with `fused=True`, but for zeroshard, which has a loop of its own
+where the user asks for none of torch's. A launch is a fresh pair of processes of one engine, and the engines take turns
+(A B C ... A B C ...). Every figure is a median over rounds of medians over steps; ratios are of such medians.
 
 - CPU seconds (user and system, all threads, per rank and step) are steadier than wall time where other work shares the
   cores. With two ranks on two cores they bound the step from below.
