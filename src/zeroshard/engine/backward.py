@@ -13,7 +13,7 @@ import torch
 from zeroshard.comm.collectives import Comm
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
-from zeroshard.parts.gradient_room import Lent, offer_room
+from zeroshard.parts.gradient_room import Lent, RowGradient, goes_straight, offer_room
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.losses import BY_MEAN, StepLosses
 from zeroshard.zero import PassKind
@@ -231,12 +231,16 @@ class _Receipt:
         self.backward, self.gradients, self.number = weakref.ref(backward), weakref.ref(gradients), number
 
     def lend(self, parameter: torch.Tensor) -> Lent | None:
-        """The room of the gradient, unless someone else's hook is to see it on its way."""
+        """The room of the gradient, unless it goes elsewhere, or the user's hook is to see it on its way."""
         backward, gradients = self.backward(), self.gradients()
-        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        if backward is None or gradients is None or any(each is None or len(each) > 1 for each in hooks):
+        if backward is None or gradients is None or not goes_straight(parameter):
             return None
         return backward.lend(gradients, self.number)
+
+    def leave(self, parameter: torch.Tensor, rows: RowGradient) -> bool:
+        """Have rows added to the gradient, once it has come."""
+        gradients = self.gradients()
+        return gradients is not None and gradients.rooms.leave(self.number, rows)
 
     def __call__(self, parameter: torch.Tensor) -> None:
         backward, gradients = self.backward(), self.gradients()

@@ -368,12 +368,8 @@ class Builder:
             with host_slice.fetched(writes=True) as pages:
                 pages.master.copy_(values)
                 return HostAdam(weights, start, self._spans, groups, updates, unit, host_slice, total)
-        dtype, category, label = (
-            flat.precise_dtype(torch.float32),
-            Category.MASTER_WEIGHTS,
-            f"master weights {flat.label}",
-        )
-        masters = lower.host.slab(values.numel(), dtype, category, label, padding)
+        dtype, label = flat.precise_dtype(torch.float32), f"master weights {flat.label}"
+        masters = lower.host.slab(values.numel(), dtype, Category.MASTER_WEIGHTS, label, padding)
         masters.copy_(values)
         return HostUpdater(weights, masters, start, spans(HostScratch(lower.host)), groups, updates, unit)
 

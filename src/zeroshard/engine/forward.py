@@ -21,6 +21,7 @@ from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.parameters.writes import Writes
+from zeroshard.parts.embeddings import make_rows_alone
 from zeroshard.parts.late_updates import LateUpdates
 from zeroshard.parts.weights import Weights
 from zeroshard.precision.clash import explain_clash
@@ -39,9 +40,8 @@ class Forward:
 
     def __init__(self, model: nn.Module, assembly: Assembly, backward: Backward, ledger: Ledger) -> None:
         self._parts, self._gatherer, self._late = assembly.parts, assembly.gatherer, assembly.late
-        self._precision, self._saver, self._backward, self._ledger = (
-            assembly.precision, assembly.saver, backward, ledger
-        )  # fmt: skip
+        self._precision, self._saver = assembly.precision, assembly.saver
+        self._backward, self._ledger = backward, ledger
         self._root = len(self._parts.units) - 1
         self._open: list[tuple[saved_tensors_hooks | None, bool, float]] = []
         self._homes = {
@@ -55,6 +55,7 @@ class Forward:
         self._counts = False
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
         self.writes = Writes(model, assembly.parts, self)
+        make_rows_alone(model)
         model.register_forward_pre_hook(outside(self._enter_model), with_kwargs=True, prepend=True)
         model.register_forward_hook(outside(self._leave_model), always_call=True)
         refuse_renormalising(model, any(part.flat.index.ranks > 1 for part in self._parts.all))

@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from zeroshard.errors import BatchError, ModelError, PlanError
 from zeroshard.losses.row_gradients import CrossEntropy
 from zeroshard.losses.vocabulary import WHOLE, Vocabulary
+from zeroshard.parts.gradient_room import room_of
 
 ROWS, NBYTES = 1024, 2**26  # of a chunk by default: so many rows, or more whose logits take so much in fp32
 BLOCK_NBYTES = 2**24  # of a 16-bit product that is added to the gradient of the weight in fp32
@@ -171,6 +172,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = count.clamp(min=1).to(wide).reciprocal() if job.mean else None
         ctx.save_for_backward(gradients.rows, gradients.weight, gradients.bias, factor)
         ctx.dtypes, ctx.used = (rows.dtype, weight.dtype, None if bias is None else bias.dtype), False
+        ctx.weight = weight
         return loss / count if job.mean else loss
 
     @staticmethod
@@ -189,9 +191,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.used = True
         *made, factor = ctx.saved_tensors
         scale = gradients[0] if factor is None else gradients[0] * factor
-        scaled = [None if one is None else one.mul_(scale) for one in made]
         of_rows, of_weight, of_bias = (
-            None if one is None else one.to(dtype) for one, dtype in zip(scaled, ctx.dtypes, strict=True)
+            None if one is None else _scaled(one, scale, dtype, of)
+            for one, dtype, of in zip(made, ctx.dtypes, (None, ctx.weight, None), strict=True)
         )
         return of_rows, of_weight, of_bias, None, None
 
@@ -212,7 +214,8 @@ class _Gradients:
         self._sum: Any = None  # of a chunk's rows over the ranks, under way
         wide = torch.promote_types(rows.dtype, torch.float32)
         self.rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if wanted[0] else None
-        self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
+        make = torch.empty if len(rows) else torch.zeros
+        self.weight = make(weight.shape, dtype=wide, device=weight.device) if wanted[1] else None
         self.bias = torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and wanted[2] else None
         self.any = any(wanted)
 
@@ -229,7 +232,7 @@ class _Gradients:
             self.finish()
             self._sum = self._vocabulary.start_sum(self.rows[part])
         if self.weight is not None and len(self.weight):
-            _add_product(self.weight, z.t(), rows[part] * counting)
+            _add_product(self.weight, z.t(), rows[part] * counting, begins=not part.start)
         if self.bias is not None:
             self.bias += z.mul_(counting).sum(0, dtype=self.bias.dtype)
 
@@ -240,10 +243,25 @@ class _Gradients:
             self._sum = None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left·right to `total`, which may be wider; then by blocks, so that no narrow product is whole."""
+def _scaled(made: Tensor, scale: Tensor, dtype: torch.dtype, of: Tensor | None) -> Tensor:
+    """The gradient `made` times `scale`: in its own memory, or in the room of the parameter that it is of."""
+    room = None if of is None else room_of(of)
+    lent = None if room is None or of is None else room.lend(of)
+    if lent is None:
+        return made.mul_(scale).to(dtype)
+    if lent.adds:
+        return lent.tensor.add_(made.mul_(scale).to(dtype))
+    return torch.mul(made, scale, out=lent.tensor)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, begins: bool) -> None:
+    """Add left·right to `total`, which may be wider; then by blocks, so that no narrow product is whole.
+
+    Args:
+        begins: nothing is in `total` yet.
+    """
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        torch.mm(left, right, out=total) if begins else total.addmm_(left, right)
         return
     block, inverse = max(1, BLOCK_NBYTES // (right.shape[1] * right.itemsize)), None
     if left.dtype is torch.float16:
@@ -251,6 +269,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         right, inverse = right * factor, factor.to(total.dtype).reciprocal().view(1, 1)
     for start in range(0, len(total), block):
         product, part = left[start : start + block] @ right, total[start : start + block]
+        if begins:
+            part.zero_()
         part.add_(product) if inverse is None else part.addcmul_(product, inverse)
 
 

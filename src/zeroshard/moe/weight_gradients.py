@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zeroshard.parts.gradient_room import room_of
+from zeroshard.parts.gradient_room import reached, room_of
 
 
 class Target:
@@ -154,8 +154,4 @@ def _may_be_written(parameter: Tensor, grad: Tensor) -> bool:
     hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     if hooked or type(grad) is not Tensor or grad.dtype != parameter.dtype or not grad.is_contiguous():
         return False
-    try:  # False for the backward of other inputs, an error for torch.autograd.grad
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return False
+    return reached(parameter)

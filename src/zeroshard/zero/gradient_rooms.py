@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import PlanError
-from zeroshard.parts.gradient_room import Lent
+from zeroshard.parts.gradient_room import Lent, RowGradient
 from zeroshard.parts.gradients import GradientSum, Reduction
 from zeroshard.units import Flat
 from zeroshard.zero.gradient_buffer import GradientBuffer
@@ -24,6 +24,7 @@ class GradientRooms:
     def __init__(self, flat: Flat, buffer: GradientBuffer, total: GradientSum, reduction: Reduction) -> None:
         self._flat, self._buffer, self._sum, self._reduction = flat, buffer, total, reduction
         self._lent: dict[int, int] = {}  # by number, the backward that has not handed the gradient over yet
+        self._rows: dict[int, list[RowGradient]] = {}  # by number, to be added to the gradient once it has come
 
     def ready(self) -> Tensor:
         """The gradient buffer, free to be written."""
@@ -36,6 +37,7 @@ class GradientRooms:
     def begin(self) -> None:
         """A backward begins; what an interrupted one had borrowed is free again."""
         self._lent.clear()
+        self._rows.clear()
 
     def lend(self, number: int, adds: bool) -> Lent | None:
         """The room of parameter `number`; None while it is lent, or where the buffer has another dtype.
@@ -47,6 +49,18 @@ class GradientRooms:
             return None
         self._lent[number] = torch._C._current_graph_task_id()
         return Lent(self._flat.view(self.ready(), number), adds)
+
+    def leave(self, number: int, rows: RowGradient) -> bool:
+        """Keep rows until the gradient has come that is made in this room; False where none is, by this backward."""
+        if self._lent.get(number) != torch._C._current_graph_task_id():
+            return False
+        self._rows.setdefault(number, []).append(rows)
+        return True
+
+    def complete(self, number: int, gradient: Tensor) -> None:
+        """Add the rows that were left to the gradient that has come."""
+        for rows in self._rows.pop(number, ()):
+            rows.add_to(gradient)
 
     def holds(self, number: int) -> bool:
         """Whether a gradient is made in this room that was not handed over."""

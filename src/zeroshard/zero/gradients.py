@@ -159,6 +159,7 @@ class BufferedGradients:
             view.add_(gradient)
         else:
             view.copy_(gradient)
+        self.rooms.complete(number, view)
         self.arrived[number] = self.written[number] = self.written_in_step[number] = 1
 
     def widen(self) -> None:

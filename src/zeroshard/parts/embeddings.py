@@ -1,0 +1,83 @@
+"""Embeddings whose gradients are made row by row, in the room where they belong.
+
+[Note: rows alone] Autograd makes the gradient of an embedding as a matrix of its size, which is zero but for the rows
+that were looked up, and where the output layer has the same weight it adds two such matrices. Here the rows that were
+looked up are added to the room of the gradient (`parts.gradient_room`), to the same bits: those of one token are summed
+first. The module, its class and its forward stay; a hook gives its output another derivative.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.parts.gradient_room import RowGradient, room_of
+
+
+def make_rows_alone(model: nn.Module) -> None:
+    """Let the embeddings of a model make the rows of their gradients that are not zero, where an engine has room."""
+    for module in model.modules():
+        plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+        if plain and _derive not in module._forward_hooks.values():
+            module.register_forward_hook(_derive, prepend=True)
+
+
+def _derive(module: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    """The output of an embedding, with a derivative that makes rows; None where torch's own serves better."""
+    if torch.compiler.is_compiling() or not output.requires_grad or torch._C._are_functorch_transforms_active():
+        return None
+    weight, tokens = module.weight, inputs[0] if inputs else None
+    changes = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    if changes or tokens is None or 2 * tokens.numel() > len(weight) or room_of(weight) is None:
+        return None
+    made: Tensor = _Lookup.apply(weight, tokens, module.padding_idx, [output.detach()])  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Lookup(torch.autograd.Function):
+    """RowGradient of a matrix that were looked up."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None, looked_up: list[Tensor]) -> Tensor:
+        """[V, W], [...] -> [..., W], which the caller has."""
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.padding = weight, -1 if padding is None else padding
+        return looked_up.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+        """The gradient of the matrix, or None where its rows are added to one that is being made."""
+        (tokens,), weight, gradient = ctx.saved_tensors, ctx.weight, gradients[0]
+        room = None if torch.is_grad_enabled() else room_of(weight)
+        if room is None:
+            return _dense(gradient, tokens, len(weight), ctx.padding), None, None, None
+        lent = room.lend(weight)
+        if lent is not None and not lent.adds:
+            lent.tensor.zero_()
+        rows = _rows(gradient, tokens, ctx.padding)
+        if lent is not None:
+            rows.add_to(lent.tensor)
+            return lent.tensor, None, None, None
+        if room.leave(weight, rows):
+            return None, None, None, None
+        return _dense(gradient, tokens, len(weight), ctx.padding), None, None, None
+
+
+def _dense(gradient: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
+    """The gradient [rows, W] of a matrix by that of its rows [..., W]."""
+    made: Tensor = torch.ops.aten.embedding_dense_backward(gradient, tokens, rows, padding, False)
+    return made
+
+
+def _rows(gradient: Tensor, tokens: Tensor, padding: int) -> RowGradient:
+    """The sums [n, W] over equal tokens of the gradients [n, W], of whatever tokens: no shape depends on values."""
+    ordered, order = tokens.reshape(-1).sort(stable=True)
+    number = torch.zeros_like(ordered)
+    number[1:] = ordered[1:] != ordered[:-1]
+    number = number.cumsum(0)
+    numbers = torch.zeros_like(ordered).index_copy_(0, number, ordered)
+    place = torch.empty_like(number).index_copy_(0, order, number)
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    if padding >= 0:
+        flat = flat.masked_fill((tokens.reshape(-1) == padding).unsqueeze(1), 0.0)
+    return RowGradient(numbers, _dense(flat, place, len(place), -1))
