@@ -108,10 +108,16 @@ def test_the_table_says_what_was_replaced_and_why_not() -> None:
     assert "720 -> 2,928" in lines[2] and "stacked experts, gated silu; copies, the same function" in lines[2]
 
 
-def test_layers_inside_of_blocks_are_refused_with_the_reason() -> None:
-    block = nn.TransformerEncoderLayer(16, 2, 32)
-    with pytest.raises(ModelError, match="TransformerEncoderLayer is more than a feed-forward layer"):
-        replace_ffn(nn.TransformerEncoder(block, 2, enable_nested_tensor=False), every=1)
+class OwnBlock(nn.TransformerEncoderLayer):
+    """A block whose forward may use its layers otherwise."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return 2 * super()._ff_block(x)
+
+
+def test_layers_inside_of_unknown_blocks_are_refused_with_the_reason() -> None:
+    with pytest.raises(ModelError, match="OwnBlock is more than a feed-forward layer"):
+        replace_ffn(nn.TransformerEncoder(OwnBlock(16, 2, 32), 2, enable_nested_tensor=False), every=1)
     with pytest.raises(ModelError, match="no feed-forward layers"):
         replace_ffn(nn.Linear(4, 4))
 

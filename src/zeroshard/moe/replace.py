@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zeroshard.errors import ModelError
 from zeroshard.moe.dense import DenseLayer, dense_layers, dense_weights
 from zeroshard.moe.experts import ExpertModules, Experts
+from zeroshard.moe.inlined import as_modules
 from zeroshard.moe.layer import MoE
 from zeroshard.moe.presets import router_of
 from zeroshard.parts.settings import check_number, check_whole
@@ -139,15 +140,24 @@ def replace_ffn(
     check_whole("experts", experts)
     if not isinstance(router, str) and (k is not None or capacity is not None):
         raise ModelError("k and capacity belong to routers that are named. Give them to the router that you make.")
-    how = upcycling or Upcycling()
+    with as_modules(model):
+        return _replaced(model, every, experts, partial(_router, router, k, capacity), upcycling or Upcycling())
+
+
+def _replaced(
+    model: nn.Module, every: int, experts: int, routers: Callable[[int], MakeRouter], how: Upcycling
+) -> Replacement:
+    """As `replace_ffn`, for layers that are modules.
+
+    Args:
+        routers: what makes a router, by the parts of each copy.
+    """
     rows, made = [], dict[int, MoE]()
     for layer, number in _numbered(model, list(dense_layers(model))):
         module = model.get_submodule(layer.path)
         reason = layer.refused or _skipped(layer.path, number, every)
         if not reason:
-            where = _Where(layer, module, how)
-            chosen = router if not isinstance(router, str) else _Named(router, k, capacity, how.granularity)
-            made[id(module)], reason = where.mixture(chosen, experts)
+            made[id(module)], reason = _Where(layer, module, how).mixture(routers(how.granularity), experts)
         sizes = [sum(p.numel() for p in each.parameters()) for each in (module, made.get(id(module), module))]
         count = made[id(module)].experts.experts if id(module) in made else 0
         rows.append(ReplacedLayer(layer.path, type(module).__name__, count, (sizes[0], sizes[1]), reason))
@@ -193,6 +203,10 @@ def _skipped(path: str, number: int | None, every: int) -> str:
     if number is None:
         return "" if every == 1 else f"it is in no list of blocks, whose number {every} could be replaced"
     return "" if number % every == 0 else f"number {number} of its list, and every {every} are replaced"
+
+
+def _router(router: str | MakeRouter, k: int | None, capacity: float | None, parts: int) -> MakeRouter:
+    return _Named(router, k, capacity, parts) if isinstance(router, str) else router
 
 
 @dataclass(frozen=True, slots=True)
