@@ -209,3 +209,21 @@ def test_lookups_are_differentiated_twice_as_ever() -> None:
             parameter -= 0.1 * parameter.grad  # type: ignore[operator]
     for mine, yours in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, yours)
+
+
+def test_an_embedding_with_a_forward_of_its_own_is_left_alone() -> None:
+    found = []
+    for engine in (True, False):
+        model = Net(tied=False)
+        lookup = model.embedding.forward
+        model.embedding.forward = lambda tokens, lookup=lookup: 2 * lookup(tokens)  # type: ignore[assignment,misc]
+        run: Any = sgd(model) if engine else model
+        loss = run(*batch(0))
+        if engine:
+            run.backward(loss)
+            run.step()
+        else:
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        found.append(model.embedding.weight.detach())
+    torch.testing.assert_close(*found)

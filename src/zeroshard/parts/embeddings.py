@@ -17,8 +17,8 @@ from zeroshard.parts.gradient_room import RowGradient, room_of
 def make_rows_alone(model: nn.Module) -> None:
     """Let the embeddings of a model make the rows of their gradients that are not zero, where an engine has room."""
     for module in model.modules():
-        plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-        if plain and _derive not in module._forward_hooks.values():
+        known = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+        if known and _derive not in module._forward_hooks.values():
             module.register_forward_hook(_derive, prepend=True)
 
 
@@ -27,8 +27,9 @@ def _derive(module: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Te
     if torch.compiler.is_compiling() or not output.requires_grad or torch._C._are_functorch_transforms_active():
         return None
     weight, tokens = module.weight, inputs[0] if inputs else None
-    changes = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    if changes or tokens is None or 2 * tokens.numel() > len(weight) or room_of(weight) is None:
+    changed = "forward" in vars(module)  # by a technique that cut its weight, or by the user
+    other = changed or module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    if other or tokens is None or 2 * tokens.numel() > len(weight) or room_of(weight) is None:
         return None
     made: Tensor = _Lookup.apply(weight, tokens, module.padding_idx, [output.detach()])  # type: ignore[no-untyped-call]
     return made
