@@ -14,6 +14,8 @@ with 3.7 times the mean. All layers have the same weights of the router, and non
     ours           zs.moe.MoE in an engine, where gradients of experts are written in that buffer
     ours-plain     zs.moe.MoE without one, and with fresh gradients in every step
     loop           experts as plain operations of autograd over unbound weights, in an engine
+    products       the six matrix products of each expert alone, from rows and into gradients that are there: what
+                   remains if routing, activation and sums cost nothing
     dense-gated, ours-gated, hf      with SwiGLU: Mixtral's block of transformers, by its default (grouped_mm)
     deepspeed, deepspeed-no-drop, tutel, tutel-no-drop     where they are installed
 """
@@ -239,11 +241,45 @@ def tutel(case: Case, factor: float) -> Run:
     return Run(layer, x, engine=False, loss=lambda out: (out * x.detach()).mean() + 0.01 * out.l_aux)
 
 
-VARIANTS: dict[str, Callable[[Case], Run]] = {
+class Products:
+    """The matrix products of all experts without anything around them; a `Run` for those who measure it.
+
+    Attributes:
+        gradients: 0, as they are made beforehand.
+    """
+
+    gradients = 0
+
+    def __init__(self, case: Case) -> None:
+        made, hidden = (case.experts, case.hidden, case.width), (case.tokens * case.k, case.hidden)
+        self.up, self.down = torch.randn(made, dtype=case.dtype), torch.randn(made, dtype=case.dtype).mT.contiguous()
+        self.of_up, self.of_down = torch.zeros_like(self.up), torch.zeros_like(self.down)
+        self.x, self.output = (torch.randn(hidden[0], case.width, dtype=case.dtype) for _ in range(2))
+        self.hidden, self.of_hidden = (torch.randn(hidden, dtype=case.dtype) for _ in range(2))
+        self.counts = [load * case.k for load in case.loads()]
+
+    def step(self) -> None:
+        """Those of a forward, an expert at a time, then those of a backward."""
+        rows = [each.split(self.counts) for each in (self.x, self.output, self.hidden, self.of_hidden)]
+        for e, (x, output, hidden, _) in enumerate(zip(*rows, strict=True)):
+            torch.mm(x, self.up[e].mT, out=hidden)
+            torch.mm(hidden, self.down[e].mT, out=output)
+        for e, (x, output, hidden, of_hidden) in enumerate(zip(*rows, strict=True)):
+            torch.mm(output.mT, hidden, out=self.of_down[e])
+            torch.mm(output, self.down[e], out=of_hidden)
+            torch.mm(of_hidden.mT, x, out=self.of_up[e])
+            torch.mm(of_hidden, self.up[e], out=output)
+
+    def clear(self) -> None:
+        """Nothing is made."""
+
+
+VARIANTS: dict[str, Callable[[Case], Run | Products]] = {
     "dense": partial(dense, gated=False),
     "ours": mixture,
     "ours-plain": partial(mixture, engine=False),
     "loop": partial(mixture, loop=True),
+    "products": Products,
     "dense-gated": partial(dense, gated=True),
     "ours-gated": partial(mixture, gated=True),
     "hf": hugging_face,
@@ -255,7 +291,7 @@ VARIANTS: dict[str, Callable[[Case], Run]] = {
 BASE = {name: "dense-gated" if name.endswith("gated") or name == "hf" else "dense" for name in VARIANTS}
 
 
-def peak(run: Run) -> int:
+def peak(run: Run | Products) -> int:
     """The most bytes that a forward and a backward hold at once, beside gradients: every allocation is seen."""
     run.step()
     run.clear()
@@ -267,7 +303,7 @@ def peak(run: Run) -> int:
 
 def measured(case: Case, names: list[str], rounds: int, order: random.Random) -> dict[str, Any]:
     """Medians of times and of ratios to the dense layer, and peaks."""
-    runs: dict[str, Run] = {}
+    runs: dict[str, Run | Products] = {}
     for name in names:
         torch.manual_seed(1)
         with suppress(ImportError):
