@@ -90,12 +90,12 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("broken")
 
 
-def interrupted(mesh: zs.Mesh, zero: int, breaks: bool) -> list[torch.Tensor]:
+def interrupted(mesh: zs.Mesh, settings: dict[str, Any], breaks: bool) -> list[torch.Tensor]:
     """The weights after two steps; with `breaks` a backward before the second one's raises, and is discarded."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(4)))
-    plan = zs.Plan(zero=zero, transport="network", units=("Sequential",))
-    engine = zs.Engine(model, partial(torch.optim.SGD, lr=0.1), plan, mesh=mesh)
+    plan = zs.Plan(**settings, transport="network", units=("Sequential",))
+    engine = zs.Engine(model, partial(torch.optim.Adam, lr=0.1), plan, mesh=mesh)
     for step in range(2):
         if step and breaks:
             hook = model[1].register_forward_hook(lambda module, args, output: Broken.apply(output))
@@ -108,9 +108,10 @@ def interrupted(mesh: zs.Mesh, zero: int, breaks: bool) -> list[torch.Tensor]:
     return list(engine.state_dict().values())
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_what_an_interrupted_backward_had_begun_to_reduce_is_gone(pool: Pool, zero: int) -> None:
-    assert all(map(torch.equal, *(pool.run(interrupted, 2, zero, breaks)[0] for breaks in (False, True))))
+@pytest.mark.parametrize("settings", [{"zero": 0}, {"zero": 3}, {"zero": 2, "offload": "optimizer"}], ids=str)
+def test_what_an_interrupted_backward_had_begun_to_reduce_is_gone(pool: Pool, settings: dict[str, Any]) -> None:
+    """With offloaded states, updates too that began from it."""
+    assert all(map(torch.equal, *(pool.run(interrupted, 2, settings, breaks)[0] for breaks in (False, True))))
 
 
 def test_a_train_step_that_raised_leaves_no_gradients() -> None:

@@ -215,8 +215,8 @@ class Update:
 
     def consume(self) -> None:
         """Drop the step's gradients."""
+        self._backward.reductions.end()  # of a backward that ended in an exception; may begin updates, to be forgotten
         self._late.forget()
-        self._backward.reductions.end()  # of a backward that ended in an exception
         for _, gradients in self._trained:
             gradients.consume()
         self._backward.count = self._averaged = 0
