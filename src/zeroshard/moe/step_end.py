@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.mesh import part_of
 from zeroshard.errors import RoutingWarning
+from zeroshard.moe.buffers import BUFFERS
 from zeroshard.moe.collapse import RoutingWatch
 from zeroshard.moe.statistics import LOSSES, Statistics
 from zeroshard.traffic import Purpose
@@ -33,11 +34,13 @@ class MixtureSteps:
         found = list(_layers(model))
         self.reads = bool(found)
         mine = [layer for layer in found if not elsewhere(layer[0])]
-        self._layers = [(statistics, router) for _, statistics, router in mine]
+        self._layers = [(statistics, routers) for _, statistics, routers in mine]
         paths = {module: path for path, module in model.named_modules()}
         self._watches = {paths[module]: RoutingWatch(paths[module]) for module, _, _ in mine}
         self._totals_of: dict[str, dict[str, Tensor]] = {}
-        routers = [router for _, router in self._layers if getattr(router, "sums_counts", False)]
+        self._buffers = [buffers for module, _, _ in mine if (buffers := getattr(module, BUFFERS, None)) is not None]
+        every = dict.fromkeys(router for _, routers in self._layers for router in routers)
+        routers = [router for router in every if getattr(router, "sums_counts", False)]
         if comm.mesh.ranks > 1 and routers:
             everyone = [list(range(comm.mesh.ranks))]  # their sums come between gathers of weights
             own = Comm(part_of(comm.mesh, everyone, "loads of experts"))
@@ -56,11 +59,13 @@ class MixtureSteps:
         if not self._layers:
             return
         totals = self._totals()
-        for (statistics, router), total in zip(self._layers, totals, strict=True):
+        for (statistics, routers), total in zip(self._layers, totals, strict=True):
             statistics.last = total
             statistics.clear()
-            if not skipped and hasattr(router, "update_bias"):
+            for router in () if skipped else routers:
                 router.update_bias(total["load"])
+        for buffers in self._buffers:
+            buffers.share()
         self._totals_of = dict(zip(self._watches, totals, strict=True))
         self._warn()
 
@@ -119,10 +124,13 @@ class _Sum:
         return total // self._together
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any, Any]]:
-    """Each module of experts with statistics, these, and the router beside it; None where there is none."""
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, Any, list[Any]]]:
+    """Each module of experts with statistics, once, these, and the routers of the layers that have it."""
+    found: dict[nn.Module, dict[Any, None]] = {}
     for layer in model.modules():
+        routers = [child for child in layer.children() if hasattr(child, "update_bias")]
         for module in layer.children():
-            statistics = getattr(module, "statistics", None)
-            if isinstance(statistics, Statistics):
-                yield module, statistics, next((r for r in layer.children() if hasattr(r, "update_bias")), None)
+            if isinstance(getattr(module, "statistics", None), Statistics):
+                found.setdefault(module, {}).update(dict.fromkeys(routers[:1]))
+    for module, known in found.items():
+        yield module, module.statistics, list(known)

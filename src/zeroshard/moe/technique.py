@@ -6,13 +6,14 @@ divided by all data ranks, as those of dense layers.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import ModelError, PlanError
+from zeroshard.moe.buffers import BUFFERS, ExpertBuffers
 from zeroshard.moe.byte_formulas import Exchanged
 from zeroshard.moe.dispatch import combine, gather_gates, gather_rows, order_of
 from zeroshard.moe.exchange import Delivery, ExpertRanks, returned, sent, shared_out
@@ -71,14 +72,12 @@ class ExpertTechnique:
         tensor = axes.get(TENSOR)
         tokens = None if tensor is None else OwnTokens(tensor)
         ranks = ExpertRanks(axis, self._machines(axis) if self._policy.two_level else None)
-        places: dict[nn.Parameter, Split] = {}
+        places = _replace(model, found, _cuts(found, axis))
         for each in found:
-            first, stop = shared_out(each.experts, axis.size)[axis.rank]
-            cuts = {p: _split(p, pieces) for p, pieces in _pieces(each, first, stop)}
-            places |= _replace(model, cuts)
             each.count()
             each.install(ExchangedForward(each, ranks, tokens))
             setattr(each.module, CUT, True)
+            setattr(each.module, BUFFERS, ExpertBuffers(each.modules, axis, each.path))
         return places
 
     def _check(self, found: Sequence[FoundExperts], name: str) -> None:
@@ -157,35 +156,57 @@ class ExchangedForward:
             listen(outputs, lambda gradient: plan(formula.backward))
 
 
-def _pieces(found: FoundExperts, first: int, stop: int) -> Iterator[tuple[nn.Parameter, tuple[Piece, ...]]]:
-    """The parameters of experts, with what a rank keeps of them along dimension 0.
+def _cuts(found: Sequence[FoundExperts], axis: Axis) -> dict[nn.Parameter, Split]:
+    """What this rank keeps of each parameter of experts; mixtures may share them.
 
     Raises:
-        ModelError: an expert has a parameter without dimensions.
+        ModelError: an expert has a parameter without dimensions, or one that belongs to an expert of another rank too.
     """
-    for name in found.stacked:
-        yield found.module.get_parameter(name), (Piece(first, stop),)
-    for number, module in enumerate(found.modules):
-        for name, parameter in module.named_parameters():
-            if not parameter.dim():
-                raise ModelError(
-                    f"The parameter {name!r} of the experts of {found.path!r} is a scalar, which expert_parallel "
-                    f"cannot keep on one rank; give it one dimension: torch.ones(1)."
-                )
-            yield parameter, (Piece(0, len(parameter)),) if first <= number < stop else ()
+    kept: dict[nn.Parameter, list[tuple[int, int]]] = {}  # by each rank: the elements [first, stop) along dimension 0
+    for each in found:
+        held = shared_out(each.experts, axis.size)
+        kept |= {each.module.get_parameter(name): held for name in each.stacked}
+        owners = [rank for rank, (first, stop) in enumerate(held) for _ in range(first, stop)]
+        for owner, module in zip(owners, each.modules, strict=bool(each.modules)):
+            for name, parameter in module.named_parameters():
+                if not parameter.dim():
+                    raise ModelError(
+                        f"The parameter {name!r} of the experts of {each.path!r} is a scalar, which expert_parallel "
+                        f"cannot keep on one rank; give it one dimension: torch.ones(1)."
+                    )
+                whole = [(0, len(parameter) if rank == owner else 0) for rank in range(axis.size)]
+                if kept.setdefault(parameter, whole) != whole:
+                    raise ModelError(
+                        f"The parameter {name!r} of the experts of {each.path!r} is shared by experts of several "
+                        f"ranks, of which expert_parallel={axis.size} keeps it on one. Give each expert its own, or "
+                        f"put what they share into the layer around them."
+                    )
+    return {parameter: _split(parameter, *of_ranks[axis.rank]) for parameter, of_ranks in kept.items()}
 
 
-def _split(parameter: nn.Parameter, pieces: tuple[Piece, ...]) -> Split:
-    return Split(AXIS, tuple(parameter.shape), 0, pieces)
+def _split(parameter: nn.Parameter, first: int, stop: int) -> Split:
+    return Split(AXIS, tuple(parameter.shape), 0, (Piece(first, stop),) if stop > first else ())
 
 
-def _replace(model: nn.Module, cuts: Mapping[nn.Parameter, Split]) -> dict[nn.Parameter, Split]:
-    """Put this rank's parts in the place of parameters wherever these stand."""
+def _replace(
+    model: nn.Module, found: Sequence[FoundExperts], cuts: Mapping[nn.Parameter, Split]
+) -> dict[nn.Parameter, Split]:
+    """Put this rank's parts in the place of parameters wherever these stand.
+
+    Raises:
+        ModelError: a parameter of an expert stands outside of mixtures too.
+    """
+    inside = {module for each in found for module in each.module.modules()}
     sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in cuts:
                 sites[parameter].append((module, name))
+                if module not in inside:
+                    raise ModelError(
+                        f"{f'{path}.{name}'.lstrip('.')!r} is a parameter of an expert too, and expert_parallel keeps "
+                        f"an expert's parameters on one rank. Untie it, or leave expert_parallel out."
+                    )
     places = {}
     for parameter, split in cuts.items():
         part = nn.Parameter(split.part_of(parameter.detach()), requires_grad=parameter.requires_grad)
