@@ -245,12 +245,12 @@ def test_replicas_are_compared_over_the_axes(pool: Pool, where: str, twins: str)
 
 
 def disagree(mesh: zs.Mesh) -> str:
-    """Rank 1 makes one collective more over the tensor axis than the others of its slice group know of."""
+    """Ranks 0 and 1 meet in a collective over the tensor axis that is another one for each of them."""
     engine = make(mesh, {"zero": 1, "transport": "network"}, data=False)
     engine.backward(engine(rows(0, engine.data_rank), kind_of(0, False)))
     if mesh.rank < 2:
         axis = engine._axes.new["tensor"]
-        axis.comm.gather(torch.zeros(2), torch.zeros(1), Purpose.SETUP, "one more").wait()
+        axis.comm.gather(torch.zeros(2), torch.zeros(1), Purpose.SETUP, f"one of {mesh.rank}").wait()
     try:
         engine.step()
     except zs.errors.CommError as error:

@@ -18,7 +18,7 @@ from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import NonFiniteError, PlanError
 from zeroshard.parameters.writes import Writes
-from zeroshard.parts.agreement import Answer, check_together
+from zeroshard.parts.agreement import Answer, check_together, written_flags
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.part import Counted, Part
 from zeroshard.parts.steps import Settled
@@ -228,13 +228,13 @@ class Update:
         squares = 0.0 if unreduced else self._squares()
         groups = self._optimizer.optimizer.param_groups
         settings = self._settings.checksum(groups) if self._comm.mesh.ranks > 1 else 0
-        written = b"".join(bytes(g.written_in_step) for g in self._backward.gradients)
+        written = b"".join(map(written_flags, self._backward.gradients))
         losses = self._backward.losses.report
         mine = Answer(step, self._axes.digests, settings, squares, self._sound, losses, unreduced, written)
         label = f"agreement on step {step}" + (f", {wanted}" if wanted else "")
         frames = self._comm.agree(mine.pack(units), label)
-        answers = [Answer.unpack(frame, units) for frame in frames]
-        check_together(answers)
+        answers = [Answer.unpack(frame, units, len(mine.digests)) for frame in frames]
+        check_together(answers, self._axes.new_groups)
         if len({answer.settings for answer in answers}) > 1:
             check_settings(self._comm, groups)
         return answers

@@ -121,11 +121,22 @@ class Axes:
             comm.digests = dict.fromkeys(comm.digests, 0)
 
     @property
-    def digests(self) -> tuple[int, int]:
-        """Checksums of this rank's gathers and reductions so far in all axes, equal on ranks that did the same."""
-        comms = dict.fromkeys(axis.comm for axis in self._known.values())
+    def digests(self) -> tuple[int, ...]:
+        """Checksums of what this rank gathered and reduced so far, equal on ranks that did the same.
+
+        The first two are of units, over all other axes. One for each of the axes in `new` follows: its ranks call
+        layers together, whose branches may be others in another of its groups.
+        """
+        inside = [axis.comm for axis in self.new.values()]
+        comms = [comm for comm in dict.fromkeys(axis.comm for axis in self._known.values()) if comm not in inside]
         gathers, reductions = ([comm.digests[kind] for comm in comms] for kind in ("gather", "reduce"))
-        return _joined(gathers), _joined(reductions)
+        return _joined(gathers), _joined(reductions), *(_joined([*comm.digests.values()]) for comm in inside)
+
+    @property
+    def new_groups(self) -> list[Partition]:
+        """The ranks of the stage in the groups of each axis in `new`."""
+        ranks = self._stage.mesh.ranks
+        return [self._groups_of(name, ranks) for name in self.new]
 
     @property
     def named(self) -> list[Axis]:
