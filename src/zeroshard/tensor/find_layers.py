@@ -88,7 +88,7 @@ class _Search:
         stacks = list(stacks_of(self._modules, layers))
         whole: list[tuple[str, str]] = []
         if self._policy.sequence:
-            why = {path: why_whole_sequences(self._modules, b, layers, self._attentions) for path, b in stacks}
+            why = {path: why_whole_sequences(self._modules, path, b, layers, self._attentions) for path, b in stacks}
             whole = [(path, reason) for path, reason in why.items() if reason]
             stacks = [(path, blocks) for path, blocks in stacks if not why[path]]
         blocks = tuple(tuple(blocks) for _, blocks in stacks)
@@ -100,6 +100,14 @@ class _Search:
             reasons += ["its parameters are shared out over ranks by another technique"] if hasattr(module, CUT) else []
             for reason in reasons:
                 yield from ((f"{path}.{inner}".strip("."), reason) for inner, _ in module.named_modules())
+        places: dict[nn.Module, dict[nn.Module, list[str]]] = {}  # of each layer, by the modules that hold it
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            holder = self._model.get_submodule(path.rpartition(".")[0])
+            places.setdefault(module, {}).setdefault(holder, []).append(path)
+        for module, holders in places.items():
+            if len(holders) > 1 and linear_features(module) is not None:
+                paths = [path for of_holder in holders.values() for path in of_holder]
+                yield from ((path, f"{len(holders)} modules have it") for path in paths)
 
     def _groups(
         self, user: dict[str, PlannedLayer], plan: dict[str, PlannedLayer], outputs: set[str]

@@ -44,10 +44,14 @@ def stacks_of(modules: Mapping[str, nn.Module], found: Found) -> Iterator[tuple[
 
 
 def why_whole_sequences(
-    modules: Mapping[str, nn.Module], blocks: Sequence[str], found: Found, attentions: Sequence[AttentionSizes]
-) -> str:
-    """Why the blocks of a stack cannot work on parts of sequences; "" if they can."""
+    modules: Mapping[str, nn.Module], path: str, blocks: Sequence[str], found: Found,
+    attentions: Sequence[AttentionSizes],
+) -> str:  # fmt: skip
+    """Why the blocks of a stack, the list at `path`, cannot work on parts of sequences; "" if they can."""
     names = [attention.name for attention in attentions]
+    held = list(modules[path]._modules.values())
+    if len(set(held)) < len(held):
+        return "a block stands in it more than once, and sequences are cut before the first and joined after the last"
     if not any(name.startswith(f"{block}.") for block in blocks for name in names):
         return "no attention in it is split, so that its input need not be [B, T, D]"
     seen: dict[Any, str] = {}

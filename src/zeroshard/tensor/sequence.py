@@ -28,18 +28,39 @@ HIDDEN = "hidden_states"  # the keyword of what goes from block to block in mode
 class SequenceBlocks:
     """The hooks of a stack of blocks."""
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], ranks: TensorRanks, zones: Zones) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], ranks: TensorRanks, zones: Zones
+    ) -> None:
         self._ranks, self._zones = ranks, zones
         self._first, self._last = blocks[0][1], blocks[-1][1]
         self._names = {module: name for name, module in blocks}
         for _, module in blocks:
             module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True)
             module.register_forward_hook(Hook(self._leave))
+        model.register_forward_hook(Hook(self._end))
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The forward is over.
+
+        Raises:
+            ModelError: sequences were not joined.
+        """
+        if self._zones.around is Zone.SEQUENCE and torch._C._current_graph_task_id() == -1:
+            raise ModelError(
+                f"{self._names[self._last]!r}, where sequence parallelism joins the positions of the ranks, did not "
+                f"run as the last block. Where blocks are left out, set TensorParallel(..., sequence=False)."
+            )
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is not self._first:
             self._again(module, args, kwargs)
             return None
+        if self._zones.around is Zone.SEQUENCE and torch._C._current_graph_task_id() == -1:
+            raise ModelError(
+                f"{self._names[module]!r} runs where sequences are cut already: again before "
+                f"{self._names[self._last]!r} has joined them, or inside of another stack of blocks. Set "
+                f"TensorParallel(..., sequence=False)."
+            )
         x = activation_in(args, kwargs, self._names[module])
         self._zones.enter_sequence(x.shape[SEQUENCE])
         return with_activation(args, kwargs, CutRows.apply(x, self._ranks, SEQUENCE, self._names[module]))  # type: ignore[no-untyped-call]
@@ -48,9 +69,16 @@ class SequenceBlocks:
         """A block that is recomputed alone goes on with the positions of its forward.
 
         Raises:
-            BatchError: they are not known, because the ranks do not divide them.
+            ModelError: the first block did not run. BatchError: positions are not known, because the ranks do not
+                divide them.
         """
-        if self._zones.around is Zone.SEQUENCE and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:
+            if self._zones.around is not Zone.SEQUENCE:
+                raise ModelError(
+                    f"{self._names[module]!r} runs before {self._names[self._first]!r}, where sequence parallelism "
+                    f"gives each rank its positions. Where blocks are left out, set TensorParallel(..., "
+                    f"sequence=False)."
+                )
             self._zones.enter_block()
             return
         own, (start, stop) = (

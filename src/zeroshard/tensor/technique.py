@@ -90,7 +90,7 @@ class TensorTechnique:
         forwards.install()
         if self._policy.sequence:
             for stack in found.blocks:
-                SequenceBlocks([(name, modules[name]) for name in stack], ranks, self.zones)
+                SequenceBlocks(model, [(name, modules[name]) for name in stack], ranks, self.zones)
             for holder in forwards.opened:
                 open_attention(modules[holder], holder, forwards.entrances[holder], self.zones)
         self._plan_messages(model, modules, forwards, ranks)
