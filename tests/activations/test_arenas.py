@@ -55,11 +55,25 @@ def without(plan: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in plan.items() if key != "activations.arena"}
 
 
+def in_stages(schedule: str, recompute: str, **more: Any) -> dict[str, Any]:
+    """A plan of two stages with an arena."""
+    chosen = {"pipeline_parallel.schedule": schedule, "activations.recompute": recompute, "activations.arena": True}
+    return {**STAGES, **chosen, **more}
+
+
+TWO_CHUNKS = {"pipeline_parallel.virtual_stages": 2, "pipeline_parallel.split": ("blocks.1", "blocks.2", "blocks.3")}
+CHUNKS = {  # whole chunks are computed again
+    "gpipe": in_stages("gpipe", "schedule"),
+    "1f1b": in_stages("1f1b", "blocks"),
+    "interleaved": in_stages("interleaved", "blocks", **TWO_CHUNKS),
+    "zb-h1": in_stages("zb-h1", "blocks"),
+}
 PLANS = {
     "blocks": (1, BLOCKS),
     "sqrt": (1, {**SQRT, "microbatches": 2}),
     "zero 3": (2, {**BLOCKS, "zero": 3, "transport": "network"}),
     "stages": (2, {**SQRT, **STAGES}),
+    "two chunks in segments": (2, in_stages("interleaved", "sqrt", **TWO_CHUNKS)),
     "P_a": (2, {**BLOCKS, "tensor_parallel": 2, "tensor_parallel.sequence": False, "activations.partition": True}),
 }
 
@@ -72,6 +86,61 @@ def test_results_are_those_without_it_and_one_buffer_is_made(pool: Pool, ranks: 
         assert all(torch.equal(weights[key], weights_again[key]) for key in weights)
         assert (use.buffers, use.outside) == (1, 0) and use.checkpoints > 0
         assert use.live_bytes <= use.nbytes <= 1.01 * use.live_bytes
+
+
+def train_chunks(mesh: zs.Mesh, plan: dict[str, Any], rows: tuple[int, ...]) -> Any:
+    """Losses and weights; the use of the arena; the storages that inputs of chunks lay in, by step, with their bytes;
+    and bytes of scratch and activations that the ledger counts after each step."""
+    torch.manual_seed(5)
+    engine, trained = engine_of(plan, mesh), []
+    places: list[set[tuple[int, int]]] = []
+    for name in plan["pipeline_parallel.split"][1 - mesh.rank :: 2]:
+        norm = engine.model.get_submodule(f"{name}.attention_norm")
+        norm.register_forward_pre_hook(lambda _, args: places[-1].add(place(args[0])))
+    counted = []
+    for step, each in enumerate(rows):
+        places.append(set())
+        trained.append(engine.train_step(batch(step, each)).loss)
+        counted.append([engine.ledger.account(of).current for of in (Category.BUFFERS, Category.ACTIVATIONS)])
+        places.append(set())
+        with torch.no_grad():
+            engine(batch(step, 1)[0])
+        places.pop()
+    return trained, engine.state_dict(), engine.checkpoint_arena, places, counted
+
+
+def place(tensor: Tensor) -> tuple[int, int]:
+    """The address and the bytes of the storage that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+@pytest.mark.parametrize("plan", CHUNKS.values(), ids=CHUNKS)
+def test_inputs_of_chunks_arrive_in_one_buffer(pool: Pool, plan: dict[str, Any]) -> None:
+    rows = (ROWS,) * 4
+    plain, planned = (pool.run(train_chunks, 2, each, rows) for each in (without(plan), plan))
+    for rank, (mine, other) in enumerate(zip(planned, plain, strict=True)):
+        assert mine[0] == other[0] and all(torch.equal(mine[1][key], other[1][key]) for key in other[1])
+        use, places, counted = mine[2:]
+        chunks = len(plan["pipeline_parallel.split"]) // 2 + rank  # the first takes the batch
+        assert (use.checkpoints, use.outside) == (4 * chunks, 0)
+        assert use.nbytes == use.live_bytes and use.nbytes % INPUT == 0  # of one row; nothing is wasted
+        assert use.buffers == (chunks > 0)
+        assert all(step == places[1] and len(step) == use.buffers for step in places[1:])
+        assert all(nbytes == use.nbytes for _, nbytes in places[1])
+        assert counted == [[counted[0][0], use.nbytes]] * 4  # the buffer is made at the end of the first step
+        saved = other[4][0][0] - counted[0][0]
+        assert saved >= use.nbytes if chunks else saved == 0  # they took as much among the messages
+
+
+def test_chunks_of_other_shapes_are_planned_anew(pool: Pool) -> None:
+    rows = (4, 4, 8, 8, 4)
+    plain, planned = (pool.run(train_chunks, 2, each, rows) for each in (without(CHUNKS["gpipe"]), CHUNKS["gpipe"]))
+    for mine, other in zip(planned, plain, strict=True):
+        assert mine[0] == other[0] and all(torch.equal(mine[1][key], other[1][key]) for key in other[1])
+    use, places = planned[1][2:4]
+    assert (use.nbytes, use.live_bytes, use.buffers, use.outside) == (8 * INPUT, 4 * INPUT, 2, 8)
+    assert [len(step) for step in places] == [4, 1, 4, 1, 4] and places[3] == {(next(iter(places[3]))[0], 8 * INPUT)}
 
 
 def left_after_forward(engine: zs.Engine, step: int) -> tuple[int, int]:
@@ -257,13 +326,17 @@ def test_schedules_waste_at_most_one_percent(warm_up: int) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activations.arena": True}, "recompute='schedule' has none"),
-    ({**BLOCKS, **STAGES}, "recompute='blocks' with stages has none"),
+    (in_stages("1f1b", "schedule"), "recompute='schedule' with stages has none"),
     ({**SQRT, **STAGES, "pipeline_parallel.schedule": "2bw"}, "steps overlap"),
+    (in_stages("pipedream", "blocks"), "steps overlap"),
     ({**BLOCKS, "offload": "activations"}, "Leave one of them out"),
 ]
 
 
-@pytest.mark.parametrize("plan, said", REFUSED, ids=["no inputs", "chunks", "streams", "offload"])
+NAMES = ["no inputs", "no chunks", "streams", "chunks that stream", "offload"]
+
+
+@pytest.mark.parametrize("plan, said", REFUSED, ids=NAMES)
 def test_what_does_not_combine_is_refused(plan: dict[str, Any], said: str) -> None:
     with pytest.raises(zs.PlanError, match=r"activations\.arena=True") as caught:
         zs.Plan.from_dict(plan)

@@ -1,9 +1,9 @@
 """M_D of ZeRO-R (Rajbhandari et al., 1910.02054, section 6.3): checkpoints in one buffer whose layout is planned.
 
 The inputs of blocks that are computed again live from the forward to the backward, and what each block allocates and
-frees between them would leave gaps. So they are copied into one buffer. The first step records when each is made and
-freed; from that follows where each lies in later steps. The other long-lived tensors, gradients among them, lie in
-flats that are made before the first step.
+frees between them would leave gaps. So they are copied into one buffer, and in a pipeline the inputs of chunks arrive
+in it. The first step records when each is made and freed; from that follows where each lies in later steps. The other
+long-lived tensors, gradients among them, lie in flats that are made before the first step.
 
 [Note: other steps] A step whose checkpoints have other sizes, or are made or freed in another order than planned, keeps
 those from that moment on outside of the buffer, and the layout is planned anew from it.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zeroshard.activations.keep import Kept
 from zeroshard.activations.savers import ViewHandle, Views
+from zeroshard.units.hooks import place_of
 
 ALIGNED = 64  # bytes; no kernel depends on a larger alignment
 
@@ -73,31 +74,48 @@ class CheckpointArena:
         self._offsets: list[int] = []
         self._follows = False  # whether the step under way is as planned so far
         self._step = self._count = self._live = 0
+        self._rooms: dict[int, tuple[Tensor, Kept, int, int]] = {}  # of chunks: what is held, its step and its number
         self._memory: Kept | None = None
         self.use = ArenaUse(0, 0, 0, 0, 0)
 
     def place(self, tensor: Tensor) -> "PlacedCheckpoint | None":
         """Copy a checkpoint into the buffer, if it has room for it; None for one that could not come back as it is.
 
-        Those are tensors with gaps, on another device, or of a class of their own.
+        Those are tensors with gaps, on another device, or of a class of their own. The input of a chunk that `take`
+        gave needs no second place.
         """
         if type(tensor) is not self._kind or tensor.device != self._device or not _is_dense(tensor):
+            return None
+        if any(place_of(tensor) == place_of(room) for room, *_ in self._rooms.values()):
             return None
         found = self._views.find(tensor)
         if isinstance(found, PlacedCheckpoint):
             return found
-        number, nbytes = self._count, -(-tensor.nbytes // ALIGNED) * ALIGNED
-        self._count += 1
-        self._live += 1
-        self._happens(number, nbytes)
+        number, offset = self._make(tensor.nbytes)
         place = PlacedCheckpoint(tensor)
-        if self._follows:
-            place.copy_into(self._view(tensor, self._offsets[number]), tensor, self._hold)
-        elif self.use.buffers:
-            self.use = replace(self.use, outside=self.use.outside + 1)
+        if offset is not None:
+            place.copy_into(self._view(tensor.dtype, tensor.shape, tensor.stride(), offset), tensor, self._hold)
         finalize(place, self._free, self._step, number).atexit = False
         self._views.enter(tensor, place)
         return place
+
+    def take(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
+        """An uninitialised tensor [numel] for the input of a chunk, in the buffer if it has room; then `give` it back.
+
+        One outside is freed when it is given back, so that the buffer takes its place in the next step.
+        """
+        number, offset = self._make(numel * dtype.itemsize)
+        if offset is None:
+            room = torch.empty(numel, dtype=dtype, device=self._device)
+        else:
+            room = self._view(dtype, (numel,), (1,), offset)
+        self._rooms[id(room)] = room, self._hold(room), self._step, number
+        return room
+
+    def give(self, tensor: Tensor) -> None:
+        """Hand back a tensor that `take` returned."""
+        _, _, step, number = self._rooms.pop(id(tensor))
+        self._free(step, number)
 
     @property
     def readings(self) -> Mapping[str, Mapping[str, Any]]:
@@ -121,6 +139,18 @@ class CheckpointArena:
         self._events, self._count, self._follows = [], 0, whole and self._memory is not None
         self._step += 1
 
+    def _make(self, nbytes: int) -> tuple[int, int | None]:
+        """The number of a new checkpoint, and its offset in the buffer; None for one that lies outside."""
+        number = self._count
+        self._count += 1
+        self._live += 1
+        self._happens(number, -(-max(nbytes, 1) // ALIGNED) * ALIGNED)
+        if self._follows:
+            return number, self._offsets[number]
+        if self.use.buffers:
+            self.use = replace(self.use, outside=self.use.outside + 1)
+        return number, None
+
     def _happens(self, number: int, nbytes: int) -> None:
         at = len(self._events)
         self._events.append((number, nbytes))
@@ -131,12 +161,12 @@ class CheckpointArena:
         if step == self._step:
             self._happens(number, 0)
 
-    def _view(self, tensor: Tensor, offset: int) -> Tensor:
-        """A tensor of the same shape and strides at `offset` of the buffer, whose version counts its own writes."""
+    def _view(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        """A tensor at `offset` of the buffer, whose version counts its own writes."""
         assert self._memory is not None
         storage = self._memory.saved.untyped_storage()
-        view = torch.empty(0, dtype=tensor.dtype, device=self._device)
-        return view.set_(storage, offset // tensor.itemsize, tensor.shape, tensor.stride())
+        view = torch.empty(0, dtype=dtype, device=self._device)
+        return view.set_(storage, offset // dtype.itemsize, shape, strides)
 
 
 class PlacedCheckpoint(ViewHandle):

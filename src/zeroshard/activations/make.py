@@ -147,6 +147,7 @@ def by_square_root(blocks: int) -> list[int]:
 
 
 LENGTHS: Mapping[str, Callable[[int], list[int]]] = {
+    "schedule": one_by_one,
     "blocks": one_by_one,
     "selective": one_by_one,
     "sqrt": by_square_root,

@@ -46,7 +46,8 @@ class Activations:
 
     arena: bool = False
     """M_D of ZeRO-R (1910.02054, section 6.3): the inputs of blocks that are computed again are copied into one buffer,
-    whose layout is planned from the first step, so that they leave no gaps between other tensors."""
+    and those of a pipeline's chunks arrive in it; its layout is planned from the first step, so that they leave no gaps
+    between other tensors."""
 
     def __post_init__(self) -> None:
         check_choice("activations.recompute", self.recompute, RECOMPUTE)
@@ -120,11 +121,11 @@ class Activations:
         """Sentences about settings that do not combine with an arena of inputs of blocks, each with the way out."""
         if not self.arena:
             return
-        if not self.from_inputs(stages):
+        if not self.from_inputs(stages) and not self.of_chunks(stages, schedule):
             yield (
                 f"activations.arena=True has a buffer for the inputs of blocks that are computed again whole, and "
-                f"recompute={self.recompute!r}{' with stages' if stages > 1 else ''} has none. Use recompute='sqrt', "
-                f"or, in one stage, 'blocks'; or leave activations.arena out."
+                f"recompute={self.recompute!r}{' with stages' if stages > 1 else ''} has none. Use recompute='blocks' "
+                f"or 'sqrt', or leave activations.arena out."
             )
         if streams:
             yield (

@@ -52,7 +52,7 @@ class Forward:
         }
         self._known: set[int] = set()  # storages of weights, which are no activations
         self._activations: dict[int, int] = {}
-        self._counts = False
+        self._counts = ledger.limits_activations
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
         self.writes = Writes(model, assembly.parts, self)
         make_rows_alone(model)

@@ -81,18 +81,18 @@ def saving_of(
     alike: Mapping[str, Axis],
 ) -> Recomputation | None:
     """What recomputes blocks under a plan, if anything does; `alike` has the axes of techniques by name."""
-    policy = plan.saving
-    if not policy.of_blocks(plan.pipeline.stages):
+    policy, of_blocks = plan.saving, plan.saving.of_blocks(plan.pipeline.stages)
+    if not of_blocks and not policy.arena:
         return None
     places = lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers}  # noqa: E731
     draws, now, ledger = parts.random_numbers.again, stage.mesh.now, parts.arena.ledger
     partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
-    arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
+    parts.inputs = arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
     around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now, partition, arena)
     with stage.blocks() as blocks:
         splits = plan.tensor.splits, plan.experts.divides
         means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)
-        return recomputation_of(policy, model, blocks, around, means)
+        return recomputation_of(policy, model, blocks if of_blocks else [], around, means)
 
 
 def together_of(plan: Plan, ranks: int) -> int:

@@ -230,6 +230,16 @@ class Gathers(Protocol):
         """Keep only slices of these units."""
 
 
+class Scratch(Protocol):
+    """Lends uninitialised tensors."""
+
+    def take(self, numel: int, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """A tensor [numel]; hand it back with `give`."""
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Hand back a tensor that `take` returned."""
+
+
 @dataclass(slots=True)
 class Parts:
     """A model cut into units, with the parts of each unit.
@@ -239,6 +249,7 @@ class Parts:
         messages: scratch for what is sent to other ranks; the same arena where no memory is shared.
         gatherer: brings units that are sliced.
         random_numbers: that modules draw in training.
+        inputs: for the inputs of a pipeline's chunks in training; None where they lie among the messages.
     """
 
     units: Sequence[Unit]
@@ -247,6 +258,7 @@ class Parts:
     messages: Arena
     gatherer: Gathers
     random_numbers: RandomNumbers
+    inputs: Scratch | None = None
 
     @property
     def all(self) -> list[Part]:

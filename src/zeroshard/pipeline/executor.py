@@ -83,7 +83,7 @@ class Executor:
     ) -> None:
         self._stage, self._ledger, self._backward = stage, parts.arena.ledger, backward
         self._run, self._scale, self._recomputes = run, scale, recomputes
-        self.messages, self.random_numbers = Messages(stage, parts.messages), parts.random_numbers
+        self.messages, self.random_numbers = Messages(stage, parts.messages, parts.inputs), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
         self._flights: dict[Key, _Flight] = {}
         self._out: dict[tuple[Kind, int, int], Tensor] = {}
@@ -295,7 +295,8 @@ class Executor:
     def _receive_forward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)
         layer = self._stage.firsts[chunk]
-        self.messages.post(f"input of F{chunk}.{j}", self._shape(layer, j), peer, self._sending, layer)
+        name, trains = f"input of F{chunk}.{j}", self._chunks.trains
+        self.messages.post(name, self._shape(layer, j), peer, self._sending, layer, saved=trains)
 
     def _receive_backward(self, action: Action) -> None:
         chunk, j, peer = action.chunk, _number(action), _peer(action)

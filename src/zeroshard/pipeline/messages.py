@@ -17,6 +17,7 @@ from zeroshard.comm.collectives import BACKWARDS, Comm, Purpose
 from zeroshard.comm.pending import Pending
 from zeroshard.errors import BatchError
 from zeroshard.memory.ledger import Arena
+from zeroshard.parts.part import Scratch
 from zeroshard.parts.penalties import adds_penalties
 from zeroshard.pipeline.scattered import GATHERS
 from zeroshard.pipeline.stage import Stage
@@ -37,8 +38,9 @@ class Messages:
         weights: of penalties.
     """
 
-    def __init__(self, stage: Stage, arena: Arena) -> None:
-        self._stage, self._comm, self._arena = stage, stage.world, arena
+    def __init__(self, stage: Stage, arena: Arena, inputs: Scratch | None = None) -> None:
+        self._stage, self._comm, self._arena, self._inputs = stage, stage.world, arena, inputs or arena
+        self._lenders: dict[int, Scratch] = {}  # of posted buffers
         self.weights = PenaltyWeights(stage, self)
         self._shapes: dict[Any, dict[int, Shape]] = {}
         self._posted: dict[str, tuple[Pending, Tensor]] = {}
@@ -78,18 +80,23 @@ class Messages:
                 f"shapes of the microbatch alone."
             )
 
-    def post(self, name: str, shape: Shape, peer: int, purpose: Purpose, layer: int | None = None) -> None:
+    def post(
+        self, name: str, shape: Shape, peer: int, purpose: Purpose, layer: int | None = None, saved: bool = False
+    ) -> None:
         """Post a buffer for the message `name`.
 
         Args:
             layer: of an activation, or of its gradient: the layer that it enters.
+            saved: whether it stays for a backward.
         """
         size, dtype = shape
         numel, scattered = torch.Size(size).numel(), self._stage.scattered.get(layer)
+        lender = self._inputs if saved else self._arena
+        room = lender.take(numel if scattered is None else scattered.room(numel), dtype, "messages")
+        self._lenders[id(room)] = lender
         if scattered is None:
-            self.post_into(name, self._arena.take(numel, dtype, "messages"), size, peer, purpose)
+            self.post_into(name, room, size, peer, purpose)
             return
-        room = self._arena.take(scattered.room(numel), dtype, "messages")
         own, label = scattered.own(room), name.partition(".")[0]
         self.post_into(name, own, own.shape, peer, purpose)
         self._gathers[name] = room, partial(scattered.gather, whole=numel, sent=purpose, label=label)
@@ -112,7 +119,7 @@ class Messages:
 
     def release(self, buffer: Tensor) -> None:
         """The buffer of a message is free again."""
-        self._arena.give(buffer)
+        self._lenders.pop(id(buffer)).give(buffer)
 
     def send(
         self,
