@@ -159,18 +159,24 @@ class Plan:
         for name, kind in GROUPS.items():
             group = group_from(kind, name, getattr(self, name))
             object.__setattr__(self, name, short_form(group))
+        group = "activations" if isinstance(self.activations, str) else "activations.recompute"
+        recompute = group if self.recompute is None else "recompute"
         self._take_short_forms()
         self._check_ranges()
-        for refusal in self._refusals():
+        for refusal in self._refusals(recompute):
             raise PlanError(refusal)
 
-    def _refusals(self) -> Iterator[str]:
-        """Sentences about two settings that do not combine, each with the way out."""
+    def _refusals(self, recompute: str) -> Iterator[str]:
+        """Sentences about two settings that do not combine, each with the way out.
+
+        Args:
+            recompute: the name by which `activations.recompute` was set.
+        """
         pipeline, scales, every = self.pipeline, self.scales_loss, self.reduce_every
         yield from pipeline.refusals(self.zero, self.microbatches, self.transport, scales, every)
         yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
         yield from self.experts.refusals()
-        yield from self.saving.refusals(self.device_memory is not None)
+        yield from self.saving.refusals(self.device_memory is not None, recompute)
         yield from self.saving.split_refusals(self.tensor.ranks, self.tensor.sequence, pipeline.stages)
         offloads = "activations" in self.offloading.kinds
         yield from self.saving.arena_refusals(pipeline.stages, pipeline.schedule, pipeline.streams, offloads)

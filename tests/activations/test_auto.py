@@ -219,9 +219,22 @@ def test_results_of_other_operations_are_never_kept() -> None:
     assert not any(map(keepable, others))
 
 
-def test_it_needs_a_budget() -> None:
-    with pytest.raises(PlanError, match=r"recompute='auto' decides within device_memory.*Set it"):
-        zs.Plan(recompute="auto")
+WRITTEN: list[tuple[dict[str, Any], str]] = [
+    ({"recompute": "auto"}, "recompute"),
+    ({"activations": "auto"}, "activations"),
+    ({"activations": zs.Activations("auto")}, "activations"),
+    ({"activations": zs.Activations("auto", save_sums=False)}, "activations.recompute"),
+]
+
+
+@pytest.mark.parametrize("plan, name", WRITTEN, ids=["recompute", "activations", "a group", "settings of a group"])
+def test_it_needs_a_budget(plan: dict[str, Any], name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        zs.Plan(**plan)
+    assert str(caught.value) == (
+        f"{name}='auto' decides within device_memory, and that is not set. Set it, such as device_memory='8GiB', or "
+        f"use {name}='off', 'blocks', 'sqrt' or 'selective'."
+    )
 
 
 SPLIT: list[dict[str, Any]] = [{"tensor_parallel": 2}, {"tensor_parallel": 2, "tensor_parallel.sequence": False}]

@@ -64,21 +64,22 @@ class Activations:
                 f"{self.recompute!r}. Set activations=Activations('selective', operations=...), or leave it out."
             )
 
-    def refusals(self, budget: bool) -> Iterator[str]:
+    def refusals(self, budget: bool, name: str) -> Iterator[str]:
         """Sentences about settings that do not combine, with the way out.
 
         Args:
             budget: whether the device has one.
+            name: by which the plan set `recompute`.
         """
         if self.recompute == "auto" and not budget:
             yield (
-                "recompute='auto' decides within device_memory, and that is not set. Set it, such as "
-                "device_memory='8GiB', or use recompute='off', 'blocks', 'sqrt' or 'selective'."
+                f"{name}='auto' decides within device_memory, and that is not set. Set it, such as "
+                f"device_memory='8GiB', or use {name}='off', 'blocks', 'sqrt' or 'selective'."
             )
         if self.recompute == "auto" and self.compress:
             yield (
-                f"recompute='auto' and activations.compress={self.compress!r} do not combine: decisions count tensors "
-                f"as they are. Leave compress out, or use recompute='off', 'blocks', 'sqrt' or 'selective'."
+                f"{name}='auto' and activations.compress={self.compress!r} do not combine: decisions count tensors "
+                f"as they are. Leave compress out, or use {name}='off', 'blocks', 'sqrt' or 'selective'."
             )
 
     def _check_compress(self) -> None:
