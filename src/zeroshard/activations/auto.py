@@ -35,6 +35,8 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.parts.steps import StepEnd
 from zeroshard.units.hooks import place_of
 
+NO_BLOCKS: PassKey = (-1,)  # forwards in which no block can be computed again
+
 
 @dataclass(slots=True)
 class _Pass:
@@ -150,11 +152,17 @@ class AutoRecomputation(Recomputation):
     def _end(self, *given: Any) -> None:
         found, self._pass = self._pass, None
         super()._end(*given)
-        if found is not None and found.measures is not None and found.measures.blocks:
+        if found is not None and found.measures is not None:
             self._budget.copied = max(self._budget.copied, found.copied)
             found.measures.after = max(0, self._budget.activations - found.held)
-            before = self.measured.get(found.key)
-            self.measured[found.key] = found.measures if before is None else found.measures.highest(before)
+            self.measured.pop(NO_BLOCKS, None)
+            self._add(found.key, found.measures)
+        elif not (self.measured.keys() - {NO_BLOCKS}) and self._budget.measures and torch.is_grad_enabled():
+            self._add(NO_BLOCKS, PassMeasures(after=self._budget.activations))
+
+    def _add(self, key: PassKey, measures: PassMeasures) -> None:
+        before = self.measured.get(key)
+        self.measured[key] = measures if before is None else measures.highest(before)
 
     def _next_segment(self, module: nn.Module, arguments: Any) -> BlockSegment | None:
         number = self._called
@@ -199,10 +207,6 @@ class AutoRecomputation(Recomputation):
             segment = NestedSegment(
                 self._around, self._weights, self._count, lambda s: self._first_order(s, measures, first)
             )
-        if self._called == 1:
-            self._forwards = [each for each in self._forwards if each() is not None]
-            self._forwards.append(ref(segment))
-            self._budget.forwards = max(self._budget.forwards, len(self._forwards))
         return segment
 
     def _first_order(self, segment: NestedSegment, measures: PassMeasures, first: int) -> tuple[ChainItem, ...]:
@@ -251,11 +255,18 @@ class AutoRecomputation(Recomputation):
 
     def _block_ended(self, left_alone: bool) -> None:
         found = self._pass
-        if found is not None and found.measures is not None:
-            if not left_alone:
-                found.measures.blocks.append(self._measure)
-                found.copied += found.region.copied if found.region is not None else 0
+        if found is None or found.measures is None:
+            return
+        if not left_alone:
+            if not found.measures.blocks and self._segment is not None:
+                self._forwards = [each for each in self._forwards if each() is not None]
+                self._forwards.append(ref(self._segment))
+                self._budget.forwards = max(self._budget.forwards, len(self._forwards))
+            found.measures.blocks.append(self._measure)
+            found.copied += found.region.copied if found.region is not None else 0
             found.held = self._budget.activations
+        elif not found.measures.blocks:
+            self._pass, self._called = None, 0  # the first other block begins the chain, as in later forwards
 
     def _places(self, found: _Pass, arguments: Any) -> int:
         """Bytes of arguments that are new in this forward."""

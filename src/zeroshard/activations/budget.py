@@ -86,7 +86,7 @@ class ActivationBudget:
         """The error of a budget that leaves `room` bytes, of which `needed` are needed."""
         return BudgetExceeded(
             f"device_memory is {self._budget:,} bytes, which leaves {max(0, room):,} for activations, and they need "
-            f"{needed:,} with every block computed again.",
+            f"{needed:,} with every block computed again that can be.",
             f"Set device_memory={self._budget - room + needed} or more, or use smaller microbatches, more ranks or a "
             f"higher ZeRO stage.",
         )

@@ -359,6 +359,7 @@ class BlockSegment:
     def cancel(self) -> None:
         """Leave out the region that was begun last: nothing of it is to be computed again."""
         self._regions[-1].slots.clear()
+        self._regions[-1].drop()
 
     def end(self, output: Any) -> None:
         """The block has returned its output."""
