@@ -19,6 +19,7 @@ from zeroshard.optim.probe import SHAPE, try_states
 from zeroshard.optim.whole_states import decoded, paths_of, read_whole
 from zeroshard.parts.part import Part
 from zeroshard.parts.place import Split
+from zeroshard.parts.updater import Span
 
 NO_STATES = ("weight", "buffer", "rng")  # kinds of tensors that are no optimizer states
 WAY_OUT = "Use an earlier checkpoint, or take the weights alone with engine.load_weights."
@@ -59,11 +60,12 @@ class Saved:
             missing = [key for key in live if key in needed and key not in saved]
             if missing:
                 raise CheckpointError(f"{self._path} lacks '{missing[0]}' of {at}. {WAY_OUT}")
-            known = [key for key in saved if key in live and key != "params"]
             free = [key for key, default in optimizer.defaults.items() if default is None]
-            options = {
-                key: _option(self._path, f"'{key}' of {at}", saved[key], live[key], key in free) for key in known
-            }
+            options = {}
+            for key in (key for key in saved if key != "params"):
+                named = f"'{key}' of {at}"  # a schedule's "initial_lr" and an optimizer's counts may not be there yet
+                found = (self._path, named, saved[key])
+                options[key] = _option(*found, live[key], key in free) if key in live else _decoded(*found)
             try:
                 self._needs.append(try_states(optimizer, {**live, **options}))
             except OptimizerError as error:
@@ -80,10 +82,13 @@ class Saved:
         read = partial(read_whole, self._reader, name, split)
         return None if kept is None else {key: decoded(value, read) for key, value in kept.items()}
 
-    def room(self, key: str, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Zeros for a state with a value for each of some elements, in the dtype in which the optimizer keeps it."""
-        kept = values.dtype if self._elementwise else self._reader.tensors[f"{key}:{name}"].dtype
-        return torch.zeros(values.shape, dtype=kept, device=values.device)
+    def room(self, key: str, name: str, span: Span) -> torch.Tensor:
+        """Zeros for a state with a value for each element of a span, in the dtype in which the optimizer keeps it."""
+        kept = self._reader.tensors[f"{key}:{name}"].dtype
+        if self._elementwise:  # some are kept in other dtypes below the device, and saved in that of the values
+            found = self._dtype(key, span.group)
+            kept = span.tensor.dtype if found == torch.float32 else found
+        return torch.zeros(span.tensor.shape, dtype=kept, device=span.tensor.device)
 
     def kinds(self, name: str) -> list[str]:
         """The states of a parameter that have a value per element."""
@@ -100,7 +105,7 @@ class Saved:
         if kept is None and not kinds:
             return
         for key in kinds:
-            self._check_elements(key, name)
+            self._check_elements(key, name, group)
         known = {key: value for states in steps for key, value in states.items()}
         for key, value in known.items():
             elements = isinstance(value, torch.Tensor) and value.shape == SHAPE
@@ -120,13 +125,21 @@ class Saved:
                 continue
             _check_scalar(self._path, f"the optimizer's state '{key}' of '{name}'", value, known.get(key), key)
 
-    def _check_elements(self, key: str, name: str) -> None:
+    def _dtype(self, key: str, group: int) -> torch.dtype:
+        """Of a state of each element in the trial steps, whose values are in fp32; that one if they make none."""
+        made = (states.get(key) for states in self._needs[group])
+        return next((value.dtype for value in made if isinstance(value, torch.Tensor)), torch.float32)
+
+    def _check_elements(self, key: str, name: str, group: int) -> None:
         entry, weight = self._reader.tensors[f"{key}:{name}"], self._reader.tensors[f"weight:{name}"]
-        numbers = entry.dtype.is_floating_point or entry.dtype.is_complex or not self._elementwise  # else codes, too
-        if entry.shape != weight.shape or not numbers:
+        needed = self._dtype(key, group)
+        wanted, fits = "floating-point numbers", entry.dtype.is_floating_point or entry.dtype.is_complex
+        if not needed.is_floating_point:
+            wanted, fits = f"values of {needed}", entry.dtype == needed
+        if entry.shape != weight.shape or (self._elementwise and not fits):  # others may have codes
             raise CheckpointError(
-                f"{self._path} holds '{key}:{name}' as {entry.dtype} {list(entry.shape)}; it must have floating-point "
-                f"numbers in the shape of the weights, {list(weight.shape)}. {WAY_OUT}"
+                f"{self._path} holds '{key}:{name}' as {entry.dtype} {list(entry.shape)}; it must have {wanted} in the "
+                f"shape of the weights, {list(weight.shape)}. {WAY_OUT}"
             )
 
 
@@ -138,7 +151,7 @@ def load_states(part: Part, reader: Reader, saved: Saved) -> None:
             state, whole = saved.state(name), Box.whole(tuple(span.tensor.shape))
             if state is not None:
                 for key in saved.kinds(name):
-                    state[key] = saved.room(key, name, span.tensor)
+                    state[key] = saved.room(key, name, span)
                     reader.fill(f"{key}:{name}", [BoxValues(whole, state[key])])
             updater.load_state(span, state)
         return
@@ -151,7 +164,7 @@ def load_states(part: Part, reader: Reader, saved: Saved) -> None:
             updater.load_state(span, None)
             continue
         for key in saved.kinds(entry.name):
-            loaded[key] = saved.room(key, entry.name, span.tensor)
+            loaded[key] = saved.room(key, entry.name, span)
             values = loaded[key].view(-1)
             for number, low, high in part.flat.index.overlaps(span.start, span.stop):
                 inside = values[low - span.start : high - span.start]
