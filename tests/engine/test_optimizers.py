@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,7 +152,8 @@ def by_engine(mesh: zs.Mesh, name: str, zero: int, how: dict[str, Any]) -> Any:
     elif how.get("instance"):
         optimizer = maker(model.parameters())
     own_clip = how.get("clip") if how.get("by") == "plan" else None
-    engine = zs.Engine(model, optimizer, zs.Plan(zero=zero, clip_norm=own_clip), mesh=mesh)
+    more = {name: how[name] for name in ("offload", "transport") if name in how}
+    engine = zs.Engine(model, optimizer, zs.Plan(zero=zero, clip_norm=own_clip, **more), mesh=mesh)  # type: ignore[arg-type]
     if how.get("groups") or how.get("instance"):
         assert engine.optimizer is optimizer
     scheduler = RATES[how["rate"]](engine.optimizer) if how.get("rate") else None
@@ -270,6 +272,195 @@ def test_optimizer_that_does_not_run_by_steps_alone_is_refused_by_name(name: str
 def test_custom_elementwise_optimizer_is_accepted(pool: Pool) -> None:
     for zero in (1, 3):
         check(pool, "Small", zero, maker="custom")
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer by hand; subclasses write `change`."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.change(p, group)
+
+
+class Replaces(Own):
+    """Gives a parameter other values by another tensor."""
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.data = p.data - group["lr"] * p.grad
+
+
+class KeepsGradients(Own):
+    """Has the last gradient itself among its states."""
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] * (p.grad + 0.5 * self.state[p].get("last", 0)))
+        self.state[p]["last"] = p.grad
+
+
+class Discards(Own):
+    """Discards all gradients at the end of its step."""
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] * p.grad)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.zero_grad()
+
+
+class Counts(Own):
+    """Counts its steps, of each group from the first on and in itself, and changes its rate late, too."""
+
+    calls = 0
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] / group["count"] * (1.0 if self.calls < 4 else 3.0) * p.grad)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+class Ruled(Own):
+    """Has its rule from an argument that is not among its defaults, and may need whole tensors for it."""
+
+    def __init__(self, params: Any, rule: Callable[[Tensor], Tensor], lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.rule = rule
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] * self.rule(p.grad))
+
+
+class Normed(Own):
+    """Needs whole tensors if an argument with a default says so, which is not among its defaults."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, normed: bool = False) -> None:
+        super().__init__(params, lr)
+        self.normed = normed
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] * (p.grad / p.grad.norm() if self.normed else p.grad))
+
+
+class Anchored(Own):
+    """Draws a parameter to its initial values, which its constructor keeps."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["anchor"] = p.detach().clone()
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] * (p.grad + p - self.state[p]["anchor"]))
+
+
+BY_HAND: dict[str, Maker] = {
+    "replaces values": Replaces,
+    "keeps gradients": KeepsGradients,
+    "discards in its step": Discards,
+    "counts": Counts,
+    "rule": partial(Ruled, rule=torch.sign),
+    "rule over wholes": partial(Ruled, rule=lambda gradient: gradient / gradient.norm()),
+    "normed": partial(Normed, normed=True),
+    "anchored": Anchored,
+}
+ACCEPTED |= BY_HAND
+
+
+@pytest.mark.parametrize("maker", BY_HAND)
+def test_optimizers_by_hand_follow_the_plain_loop(pool: Pool, maker: str) -> None:
+    """Whatever they do to values and gradients, however they count, and wherever they have their settings from."""
+    check(pool, "Small", 0, maker=maker)
+    check(pool, "Small", 2, maker=maker)
+    check(pool, "Small", 3, maker=maker, ranks=3, transport="network")
+    check(pool, "Small", 2, maker=maker, offload="optimizer")
+
+
+class Mixed(Own):
+    """States of each element in other dtypes than its values, and a count of its steps in the group."""
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        state = self.state[p]
+        if not state:
+            state["narrow"] = torch.zeros_like(p, dtype=torch.bfloat16)
+            state["seen"] = torch.zeros_like(p, dtype=torch.int32)
+            state["odd"] = torch.zeros_like(p, dtype=torch.bool)
+        state["narrow"].mul_(0.9).add_(p.grad.bfloat16())
+        state["seen"] += p.grad > 0
+        state["odd"] ^= p.grad > 0
+        p.sub_(group["lr"] / group["count"] * (state["narrow"] + p.grad * state["odd"] / (1 + state["seen"])))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+def resumed(mesh: zs.Mesh, zero: int, source: Path | None, path: Path, steps: range) -> Any:
+    """Weights and dtypes of states after some steps that began from a checkpoint, and end in one."""
+    engine = zs.Engine(model_of("Small").float(), Mixed, zs.Plan(zero=zero), mesh=mesh)  # type: ignore[arg-type]
+    if source is not None:
+        engine.load(source)
+    for step in steps:
+        engine.backward(engine(rows(step, 0).float()))
+        engine.step()
+    engine.save(path, wait=True)
+    states = [state for p in engine.optimizer.param_groups[0]["params"] for state in (engine.optimizer.state[p],)]
+    dtypes = {(key, value.dtype) for state in states for key, value in state.items()}
+    return engine.state_dict(), dtypes, engine.optimizer.param_groups[0]["count"]
+
+
+def test_states_of_other_dtypes_and_counts_of_groups_are_in_checkpoints(pool: Pool, tmp_path: Path) -> None:
+    straight, dtypes, count = pool.run(resumed, 1, 0, None, tmp_path / "a", range(4))[0]
+    pool.run(resumed, 1, 0, None, tmp_path / "b", range(2))
+    pool.run(resumed, 2, 2, tmp_path / "b", tmp_path / "c", range(2, 3))
+    weights, found, counted = pool.run(resumed, 1, 0, tmp_path / "c", tmp_path / "d", range(3, 4))[0]
+    assert found == dtypes == {("narrow", torch.bfloat16), ("seen", torch.int32), ("odd", torch.bool)}
+    assert counted == count == 4
+    assert all(torch.equal(weights[key], straight[key]) for key in straight)
+
+
+class Noisy(Own):
+    """Draws random numbers in each step."""
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] * (p.grad + torch.randn_like(p)))
+
+
+class OwnState(SignSgd):
+    """Has a state that belongs to no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.state["scale"] = {"value": 2.0}  # type: ignore[index]
+
+
+def test_random_numbers_and_states_of_no_parameter_are_refused_with_the_reason() -> None:
+    with pytest.raises(OptimizerError, match="Noisy gives other results each time, so it draws random numbers"):
+        zs.Engine(model_of("Small"), Noisy, mesh=zs.Mesh())
+    with pytest.raises(OptimizerError, match="OwnState keeps a state under 'scale', which is no parameter"):
+        zs.Engine(model_of("Small"), OwnState, mesh=zs.Mesh())
 
 
 def test_custom_optimizer_over_whole_tensors_is_accepted(pool: Pool) -> None:

@@ -84,15 +84,29 @@ class RowWise(Own):
 
 
 class OneCounter(Own):
-    """Bias correction by a counter of the group, which moves with every call of step."""
+    """Bias correction by a counter, a tensor of the group, which moves with every call of step."""
 
     def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         return p.grad / (1 - 0.9 ** group["calls"])
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["calls"] = group.get("calls", 0) + 1
+            group.setdefault("calls", torch.zeros(())).add_(1)
         super().step()
+
+
+class LargeWhole(Own):
+    """Elementwise on tensors below a size, as 8-bit states are."""
+
+    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        return p.grad / p.grad.norm() if p.numel() >= 4096 else p.grad
+
+
+class LongSides(Own):
+    """Elementwise unless both sides are long, as where rows and columns stand for matrices."""
+
+    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        return p.grad / p.grad.norm() if p.dim() == 2 and min(p.shape) >= 128 else p.grad
 
 
 class DecayMatrices(Own):
@@ -116,7 +130,7 @@ class Noisy(Own):
         return p.grad * torch.zeros(6, 4)
 
 
-OWN_REFUSED = [Lamb, RowWise, OneCounter, DecayMatrices, Noisy]
+OWN_REFUSED = [Lamb, RowWise, OneCounter, LargeWhole, LongSides, DecayMatrices, Noisy]
 
 
 def parameter() -> torch.nn.Parameter:
@@ -152,6 +166,39 @@ def test_a_users_other_optimizers_are_refused(kind: type[Own], lr: float) -> Non
     """Also while a warm-up holds the rate at 0, where no update would differ."""
     with pytest.raises(OptimizerError, match=f"^{kind.__name__} .*use AdamW"):
         check_elementwise(kind([parameter()], lr=lr))
+
+
+class Counter(Own):
+    """Bias correction by a number of the group."""
+
+    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        return p.grad / (1 - 0.9 ** group["calls"])
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+        super().step()
+
+
+class NeedsState(Own):
+    """Makes states in its constructor by an argument that is not among its defaults."""
+
+    def __init__(self, params: Any, scale: float, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = torch.full_like(p, scale)
+
+    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        return p.grad * self.state[p]["sum"]
+
+
+def test_calls_of_one_step_count_once() -> None:
+    assert check_elementwise(Counter([parameter()])) == StateLayout(0, 0)
+
+
+def test_a_constructor_whose_states_cannot_be_made_again_is_refused() -> None:
+    with pytest.raises(OptimizerError, match="NeedsState makes states in its constructor, which takes 'scale'"):
+        check_elementwise(NeedsState([parameter()], 2.0))
 
 
 def test_a_rate_of_zero_loses_no_states() -> None:

@@ -9,12 +9,17 @@ from zeroshard.errors import OptimizerError
 
 
 def refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps.
+    """Refuse an optimizer that has taken steps, or has states that belong to no parameter.
 
     Raises:
         OptimizerError: with the way out.
     """
-    for state in optimizer.state.values():
+    for key, state in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps a state under {key!r}, which is no parameter, and each rank updates "
+                f"its own slices. Keep it as a number in the parameter groups, or by parameter."
+            )
         if "momentum_buffer" in state or not bool(torch.as_tensor(state.get("step", 0)) == 0):
             raise OptimizerError(
                 f"The {type(optimizer).__name__} has already taken steps; its states belong to whole tensors. Give "

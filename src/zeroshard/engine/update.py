@@ -217,6 +217,7 @@ class Update:
         """Drop the step's gradients."""
         self._backward.reductions.end()  # of a backward that ended in an exception; may begin updates, to be forgotten
         self._late.forget()
+        self._optimizer.one_step.end()
         for _, gradients in self._trained:
             gradients.consume()
         self._backward.count = self._averaged = 0

@@ -3,21 +3,24 @@
 An update on slices is exact if a tensor cut into flat pieces, stepped one after the other, gets the same values.
 """
 
-import inspect
 import math
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import OptimizerError
+from zeroshard.optim.one_step import OneStep
+from zeroshard.optim.twins import twin_of
 from zeroshard.optim.whole_states import tensor_bytes
 
 SHAPE = torch.Size((6, 4))
+LARGE = torch.Size((160, 136))  # above sizes from which some keep rows, columns or blocks (2110.02861: 4,096 elements)
 STEPS = 3
 SIDES = (7, 5, 3, 2)  # of a tensor whose states show how they grow
 
@@ -30,11 +33,13 @@ class StateLayout:
         bytes_per_element: of one that treats each element alone; else the mean over its parameters.
         scalar_bytes: of one tensor.
         whole: the reason why it needs whole tensors; None if it does not.
+        rebinds: whether a step leaves other tensors than it was given: as the values, or gradients among its states.
     """
 
     bytes_per_element: int | Fraction
     scalar_bytes: int
     whole: str | None = None
+    rebinds: bool = False
 
 
 def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
@@ -45,45 +50,62 @@ def layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
     Raises:
         OptimizerError: it needs a closure (LBFGS), does not run, or its parameters depend on each other.
     """
-    with _disable_current_modes():
+    with _disable_current_modes(), _own_numbers():
         return _layout_of(optimizer)
+
+
+def _own_numbers() -> AbstractContextManager[Any]:
+    """Let trial steps draw random numbers, if they do, that are not the user's."""
+    return torch.random.fork_rng(devices=[])
 
 
 def _layout_of(optimizer: torch.optim.Optimizer) -> StateLayout:
     try:
         return check_elementwise(optimizer)
     except OptimizerError as error:
-        for group in optimizer.param_groups:
-            _check_tensors_alone(optimizer, group)
+        found = [_check_tensors_alone(optimizer, group) for group in optimizer.param_groups]
         whole = str(error).split(" Under slices", 1)[0]
     nbytes = numel = 0
     for group in optimizer.param_groups:
         shapes = Counter(p.shape for p in group["params"])
         nbytes += sum(count * state_nbytes(optimizer, group, shape) for shape, count in shapes.items())
         numel += sum(count * shape.numel() for shape, count in shapes.items())
-    return StateLayout(Fraction(nbytes, max(1, numel)), 4, whole)
+    return StateLayout(Fraction(nbytes, max(1, numel)), 4, whole, any(found))
 
 
-def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Compare steps on two tensors together with steps on one after the other, as the engine takes them."""
+def _check_tensors_alone(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Compare steps on two tensors together with steps on one after the other, as the engine takes them.
+
+    Returns:
+        As `StateLayout.rebinds`.
+    """
     name, generator = type(optimizer).__name__, torch.Generator().manual_seed(0)
     starts = [torch.randn(SHAPE, generator=generator) for _ in range(2)]
     gradients = [[torch.randn(SHAPE, generator=generator) * (1 + 9 * n) for n in range(2)] for _ in range(STEPS)]
+    ways = (False, False, True)
     try:
         with torch.enable_grad():
-            runs = [_run(optimizer, {**group, "lr": 0.01}, starts, gradients, one_by_one=way) for way in (False, True)]
+            runs = [_run(optimizer, {**group, "lr": 0.01}, starts, gradients, one_by_one=way) for way in ways]
+    except OptimizerError:
+        raise
     except Exception as error:  # a user's optimizer may raise any kind of error
         raise OptimizerError(
             f"{name} does not run by step() alone ({type(error).__name__}: {error}). The engine steps without a "
             f"closure that evaluates the model again, and with dense gradients: use an optimizer that takes those."
         ) from error
-    (_, together), (_, alone) = runs
-    if not all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(together, alone, strict=True)):
+    together, again, alone = (run.values for run in runs)
+    if not _alike(together, again):
+        raise OptimizerError(
+            f"{name} gives other results each time, so it draws random numbers. Ranks that update the same parameter "
+            f"would draw others, and none those of one process: use an optimizer that draws none."
+        )
+    if not _alike(together, alone):
         raise OptimizerError(
             f"{name} gives other results when it steps over one parameter after the other, so its parameters depend on "
-            f"each other (a norm or a count over all of them). Under slices each rank updates its own: clip with "
-            f"engine.clip_grad_norm or Plan(clip_norm=...), and count steps by parameter."
+            f"each other (a norm over all of them). Under slices each rank updates its own: clip with "
+            f"engine.clip_grad_norm or Plan(clip_norm=...), and keep counts as numbers of the group or by parameter."
         )
+    return runs[0].rebinds
 
 
 def state_nbytes(
@@ -139,7 +161,7 @@ def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], values: to
     """The states of a parameter after a step."""
     own = {key: value for key, value in group.items() if key != "params"}
     parameter = torch.nn.Parameter(values)
-    probe = _construct(optimizer, own, [parameter])
+    probe = twin_of(optimizer, own, [parameter])
     parameter.grad = torch.ones_like(values)
     with torch.enable_grad():
         probe.step()
@@ -163,37 +185,41 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
 
 
 def _try_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], way_out: str) -> StateLayout:
+    group = {**group, "lr": 0.01}  # a scheduler may have set it to 0, which would hide every difference
+    small, _ = (_try_shape(optimizer, group, shape, way_out) for shape in (SHAPE, LARGE))
+    return small
+
+
+def _try_shape(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, way_out: str) -> StateLayout:
     name = type(optimizer).__name__
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(SHAPE, generator=generator)
-    gradients = [torch.randn(SHAPE, generator=generator) for _ in range(STEPS)]
-    group = {**group, "lr": 0.01}  # a scheduler may have set it to 0, which would hide every difference
-    cut = SHAPE.numel() // 3
+    start = torch.randn(shape, generator=generator)
+    gradients = [torch.randn(shape, generator=generator) for _ in range(STEPS)]
+    cut = shape.numel() // 3
     try:
         with torch.enable_grad():
-            whole = _run(optimizer, group, [start], [[g] for g in gradients])[0]
-            states = whole.state[whole.param_groups[0]["params"][0]]
-            _pieces, parts = _run(
-                optimizer, group, _cut(start, cut), [_cut(g, cut) for g in gradients], one_by_one=True
-            )
+            whole = _run(optimizer, group, [start], [[g] for g in gradients])
+            pieces = _run(optimizer, group, _cut(start, cut), [_cut(g, cut) for g in gradients], one_by_one=True)
     except Exception as error:  # a user's optimizer may raise any kind of error on flat tensors
         raise OptimizerError(
             f"{name} does not run on flat slices ({type(error).__name__}: {error}). {way_out}"
         ) from error
-    together = torch.cat([part.detach() for part in parts])
-    reference = whole.param_groups[0]["params"][0].detach().flatten()
-    if not torch.allclose(together, reference, rtol=1e-5, atol=1e-7):
+    if not _alike([torch.cat(pieces.values)], [whole.values[0].flatten()]):
         raise OptimizerError(
             f"{name} gives other results on flat slices than on whole tensors, so it needs whole tensors. {way_out}"
         )
-    return _layout(name, states, way_out)
+    return replace(_layout(name, whole.states, shape, way_out), rebinds=whole.rebinds)
+
+
+def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(some, others, strict=True))
 
 
 def fresh_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
     """The state that the optimizer's constructor makes for a new tensor (Adagrad does), empty for most."""
     if not optimizer.state:
         return {}
-    return dict(_construct(optimizer, group, [tensor]).state.get(tensor, {}))
+    return dict(twin_of(optimizer, group, [tensor]).state.get(tensor, {}))
 
 
 def try_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -203,15 +229,11 @@ def try_states(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[
         OptimizerError: the constructor refuses the options, or a step fails under them.
     """
     kind, generator = type(optimizer), torch.Generator().manual_seed(0)
-    accepted = inspect.signature(kind.__init__).parameters
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     parameter = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
     try:
-        # The constructors of torch.optim check their arguments, not the options of a group.
-        settings = {k: v for k, v in {**optimizer.defaults, **options}.items() if k in accepted}
-        probe = kind([{**options, "params": [parameter]}], **settings)
+        probe = twin_of(optimizer, group, [parameter], over=group)  # constructors check arguments, and no options
         found = []
-        with torch.enable_grad():
+        with torch.enable_grad(), _own_numbers():
             for _ in range(STEPS):
                 parameter.grad = torch.randn(SHAPE, generator=generator)
                 probe.step()
@@ -226,27 +248,13 @@ def _cut(tensor: torch.Tensor, at: int) -> list[torch.Tensor]:
     return [flat[:at], flat[at:]]
 
 
-def _construct(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], tensors: list[torch.Tensor]
-) -> torch.optim.Optimizer:
-    kind = type(optimizer)
-    accepted = inspect.signature(kind.__init__).parameters
-    settings = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    own = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    if all(_has_value(tensor) for tensor in tensors):
-        settings, own = (tree_map(_with_value, options) for options in (settings, own))
-    return kind([{**own, "params": tensors}], **settings)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What trial steps left: the values of each tensor, the states of the first, and `StateLayout.rebinds`."""
 
-
-def _has_value(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values, which those of a rehearsal do not."""
-    return type(tensor.detach()) is torch.Tensor
-
-
-def _with_value(option: Any) -> Any:
-    """An option of a trial; a tensor without a value gets one."""
-    lacking = isinstance(option, torch.Tensor) and not _has_value(option)
-    return torch.full(option.shape, 0.01, dtype=option.dtype) if lacking else option
+    values: list[torch.Tensor]
+    states: dict[str, Any]
+    rebinds: bool
 
 
 def _run(
@@ -255,33 +263,41 @@ def _run(
     starts: list[torch.Tensor],
     gradients: list[list[torch.Tensor]],
     one_by_one: bool = False,
-) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
+) -> _Run:
     """Step copies of `starts`; with `one_by_one`, `step` is called once per tensor, as the engine does."""
-    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    probe = _construct(optimizer, group, list(parameters))
+    parameters, rebinds = [torch.nn.Parameter(start.clone()) for start in starts], False
+    probe = twin_of(optimizer, group, list(parameters))
+    one_step = OneStep(probe)
     for step in gradients:
         rounds = [[n] for n in range(len(parameters))] if one_by_one else [list(range(len(parameters)))]
         for members in rounds:
+            given = {n: step[n].clone() for n in members}
+            places = [parameter.data_ptr() for parameter in parameters]
             for n in members:
-                parameters[n].grad = step[n].clone()
-            probe.step()
+                parameters[n].grad = given[n]
+            one_step.call()
             for n in members:
                 parameters[n].grad = None
-    return probe, parameters
+                kept = {leaf.data_ptr() for leaf in tree_leaves(dict(probe.state.get(parameters[n], {})))
+                        if isinstance(leaf, torch.Tensor)}  # fmt: skip
+                rebinds |= given[n].data_ptr() in kept or parameters[n].data_ptr() != places[n]
+        one_step.end()
+    states = dict(probe.state.get(parameters[0], {}))
+    return _Run([parameter.detach() for parameter in parameters], states, rebinds)
 
 
-def _layout(name: str, states: dict[str, Any], way_out: str) -> StateLayout:
+def _layout(name: str, states: dict[str, Any], shape: torch.Size, way_out: str) -> StateLayout:
     per_element, scalars = 0, 0
     for key, value in states.items():
         if not isinstance(value, torch.Tensor):
             continue
-        if value.dim() > 0 and value.shape == SHAPE:
+        if value.dim() > 0 and value.shape == shape:
             per_element += value.itemsize
         elif value.numel() == 1:
             scalars += value.nbytes
         else:
             raise OptimizerError(
-                f"{name} keeps a state '{key}' of shape {tuple(value.shape)} for a tensor of shape {tuple(SHAPE)}. "
+                f"{name} keeps a state '{key}' of shape {tuple(value.shape)} for a tensor of shape {tuple(shape)}. "
                 f"{way_out}"
             )
     return StateLayout(per_element, scalars)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.errors import OptimizerError
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim.in_memory import fast_on_cpus
+from zeroshard.optim.one_step import OneStep
 from zeroshard.optim.owners import Owners
 from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
 from zeroshard.units import Index, Unreadable
@@ -52,6 +53,7 @@ class SpanOptimizer:
         layout: of its states.
         owners: of whole parameters; of none, unless they are dealt out.
         sizes: of the states of whole parameters.
+        one_step: the calls for all flats as one step, which whoever updates them ends.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ledger: Ledger, layout: StateLayout = UNKNOWN) -> None:
@@ -63,9 +65,8 @@ class SpanOptimizer:
         self._states_bytes = {"device": 0, "host": 0}  # that this object has entered into the ledger
         self._seen_bytes = {"device": 0, "host": 0}  # of scalars, likewise
         self.sizes = StateSizes(optimizer)
-        self._stepping = False
+        self._stepping, self.one_step = False, OneStep(optimizer)
         optimizer.register_step_pre_hook(self._refuse_user_step)
-        self._fresh: list[tuple[SliceSpan, dict[str, Any]]] = []
         self._joined: list[SliceSpan] = []  # of flats whose steps were put off
         self._joined_elements = 0
         self._then: list[Callable[[], None]] = []
@@ -97,20 +98,17 @@ class SpanOptimizer:
         for span in spans:
             values = owned[span.start - start : span.stop - start]
             span.tensor = torch.nn.Parameter(values.view(span.tensor.shape) if whole else values)
-            state = fresh_state(self.optimizer, self.sizes.templates[span.group], span.tensor)
             _hide_gradient(span)
-            self._fresh.append((span, state))
         self._spans.append(spans)
         self._tiers.append(tier)
         return len(self._spans) - 1
 
     def install_spans(self) -> None:
-        """Give the optimizer its spans, once all are made."""
+        """Give the optimizer its spans, once all are made and have their values: other ranks may write these."""
+        every, templates = [span for spans in self._spans for span in spans], self.sizes.templates
+        fresh = [(span, fresh_state(self.optimizer, templates[span.group], span.tensor)) for span in every]
         self.optimizer.state.clear()
-        for span, state in self._fresh:
-            if state:
-                self.optimizer.state[span.tensor] = state
-        self._fresh.clear()
+        self.optimizer.state.update((span.tensor, state) for span, state in fresh if state)
         self._refill_groups()
         self.account()
 
@@ -124,7 +122,7 @@ class SpanOptimizer:
 
         def zero_grad(set_to_none: bool = True) -> None:
             method = discarding()
-            if method is not None:
+            if method is not None and not self._stepping:  # at its end a step discards them by itself
                 method(set_to_none)
 
         def add_param_group(param_group: dict[str, Any]) -> None:
@@ -174,6 +172,8 @@ class SpanOptimizer:
         spans = self._spans[number]
         for span in spans:
             gradient = gradient_of(span)
+            if gradient is not None and self.layout.rebinds:
+                gradient = gradient.clone()
             span.tensor.grad = gradient if gradient is None else gradient.view(span.tensor.shape)
         return spans
 
@@ -205,13 +205,17 @@ class SpanOptimizer:
         all_tensors = [group["params"] for group in groups]
         for place, group in enumerate(groups):  # or the optimizer would look through all others for gradients
             group["params"] = [span.tensor for span in spans if span.group == place]
+        given = [span.tensor.data for span in spans] if self.layout.rebinds else []
         self._stepping = True
         try:
-            self.optimizer.step()
+            self.one_step.call()
         finally:
             self._stepping = False
             for group, tensors in zip(groups, all_tensors, strict=True):
                 group["params"] = tensors
+        for span, values in zip(spans, given, strict=False):
+            if span.tensor.data_ptr() != values.data_ptr():
+                span.tensor.data = values.copy_(span.tensor.data)
         for span in spans:
             _hide_gradient(span)
 
