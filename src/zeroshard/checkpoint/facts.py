@@ -12,6 +12,7 @@ from zeroshard.errors import CheckpointError, DamagedError
 
 SHOWN = 60  # characters of a value in a message
 NOT_FINITE = ("nan", "inf", "-inf")
+SETTING, TABLE = "!setting", "!table"  # keys of what JSON does not have, in values of the user's
 
 
 def plain(value: Any) -> Any:
@@ -65,23 +66,49 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def unfit(value: Any, at: str = "extra") -> str | None:
-    """The reason why JSON cannot keep a value, with its place; None if it can, but for tuples, which become lists."""
+def kept(value: Any, at: str = "extra") -> Any:
+    """A value of the user's in JSON: what JSON has stays as it is, but for tuples, which become lists.
+
+    So are tables with whole numbers as keys, NaN and infinities, dtypes and scalar tensors kept, as schedulers have.
+
+    Raises:
+        ValueError: it holds something else, with its place.
+    """
     if isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                return f"{at} has the key {shown(key)}, and keys must be strings; write str(key), or a list of pairs"
-            if (problem := unfit(inner, f"{at}[{key!r}]")) is not None:
-                return problem
-    elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            if (problem := unfit(inner, f"{at}[{number}]")) is not None:
-                return problem
-    elif not (value is None or isinstance(value, (str, int, float))):
-        return f"{at} is a {type(value).__name__}, which JSON does not have"
-    elif isinstance(value, float) and not math.isfinite(value):
-        return f"{at} is {value}, which JSON does not have"
-    return None
+        for key in value:
+            if type(key) not in (str, int):
+                raise ValueError(f"{at} has the key {shown(key)}, and keys must be strings or whole numbers")
+            if key in (SETTING, TABLE):
+                raise ValueError(f"{at} has the key {key!r}, which stands for other things; use another")
+        inner = {key: kept(each, f"{at}[{key!r}]") for key, each in value.items()}
+        return inner if all(isinstance(key, str) for key in inner) else {TABLE: [list(pair) for pair in inner.items()]}
+    if isinstance(value, (list, tuple)):
+        return [kept(each, f"{at}[{number}]") for number, each in enumerate(value)]
+    if isinstance(value, torch.Tensor) and value.dim():
+        raise ValueError(f"{at} is a tensor of shape {list(value.shape)}, and only scalars can be saved there")
+    if isinstance(value, (torch.Tensor, torch.dtype)) or (isinstance(value, float) and not math.isfinite(value)):
+        return {SETTING: plain(value)}
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise ValueError(f"{at} is a {type(value).__name__}, which cannot be saved there")
+
+
+def given(value: Any) -> Any:
+    """The value that `kept` was given.
+
+    Raises:
+        ValueError: `kept` makes no such value.
+    """
+    match value:
+        case {"!setting": inner}:
+            return setting(inner)
+        case {"!table": list(pairs)}:
+            return {key: given(inner) for key, inner in pairs}
+        case dict():
+            return {key: given(inner) for key, inner in value.items()}
+        case list():
+            return [given(inner) for inner in value]
+    return value
 
 
 def check_facts(path: Path, facts: dict[str, Any]) -> None:

@@ -339,7 +339,7 @@ class Engine(Readings):
         next step, unless `saving.wait()` raised it before.
 
         Args:
-            extra: what else the run needs to go on, as plain JSON values; `load` returns it.
+            extra: what else the run needs to go on, as plain values; `load` returns it.
             keep: how many checkpoints named like `step-00000100` stay in the folder, this one included; all by default.
             wait: return when it is on the disk, and keep no copy.
 

@@ -24,7 +24,7 @@ from zeroshard.checkpoint import (
     rng,
     write,
 )
-from zeroshard.checkpoint.facts import check_facts, plain, unfit
+from zeroshard.checkpoint.facts import check_facts, given, kept, plain
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
@@ -188,12 +188,12 @@ class State:
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         try:
-            found = unfit(facts["extra"])
+            facts["extra"] = kept(facts["extra"])
             json.dumps(facts, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            found = found or str(error)
+            found = str(error)
         if found:
-            problem = f"what goes beside the weights must be plain and finite JSON values ({found})"
+            problem = f"what goes beside the weights must be plain values ({found})"
         answers = self._world.agree_on([problem, order.token], f"checkpoint {order.path.name}")
         problems = [problem for problem, _ in answers if problem]
         if problems:
@@ -247,7 +247,7 @@ class State:
             for part in self._parts.all:
                 if part.gradients is not None and part.flat.label in reader.facts["gradient_layouts"]:
                     part.gradients.layout = reader.facts["gradient_layouts"][part.flat.label]
-        return reader.facts
+        return {**reader.facts, "extra": given(reader.facts["extra"])}
 
     @property
     def numel(self) -> int:
