@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.plain import close, copy_of, mean_gradients, take_step
+from jobs import error_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
@@ -438,6 +439,43 @@ def test_states_of_other_dtypes_and_counts_of_groups_are_in_checkpoints(pool: Po
     assert found == dtypes == {("narrow", torch.bfloat16), ("seen", torch.int32), ("odd", torch.bool)}
     assert counted == count == 4
     assert all(torch.equal(weights[key], straight[key]) for key in straight)
+
+
+class Regrouped(Own):
+    """Has a function among its options."""
+
+    def __init__(self, params: Any, rule: Callable[[Tensor], Tensor] = torch.sign) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": 1e-2, "rule": rule})
+
+    def change(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.sub_(group["lr"] * group["rule"](p.grad))
+
+
+def regrouped(mesh: zs.Mesh, source: Path, path: Path) -> tuple[str, str]:
+    """What a load into the same groups says, and one into groups in another order; on the ranks of two stages."""
+
+    def made(flip: bool) -> zs.Engine:
+        layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        groups = no_decay_on_vectors(layers)
+        plan = zs.Plan(zero=0, pipeline_parallel=mesh.ranks, microbatches=2)
+        example = torch.ones(2, 6)
+        optimizer = Regrouped(groups[::-1] if flip else groups)
+        return zs.Engine(layers, optimizer, plan, mesh=mesh, loss=nn.functional.mse_loss, example=example)
+
+    engine = made(False)
+    engine.train_step(torch.ones(4, 6))
+    engine.save(path, wait=True)
+    return error_of(lambda: made(False).load(source)), error_of(lambda: made(True).load(source))
+
+
+def test_parameters_in_other_groups_are_refused(pool: Pool, tmp_path: Path) -> None:
+    """By any plan that loads; functions among the options of a group are the loading run's own."""
+    pool.run(regrouped, 2, tmp_path / "a", tmp_path / "a")
+    for ranks in (1, 2):
+        for same, flipped in pool.run(regrouped, ranks, tmp_path / "a", tmp_path / f"b{ranks}"):
+            assert same == "nothing"
+            assert "was written with '0.bias' in the optimizer's group 1, and here it is in group 0" in flipped
 
 
 class Noisy(Own):

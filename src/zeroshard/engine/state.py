@@ -24,12 +24,12 @@ from zeroshard.checkpoint import (
     rng,
     write,
 )
-from zeroshard.checkpoint.facts import check_facts, given, kept, plain
+from zeroshard.checkpoint.facts import check_facts, given, kept
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import CheckpointError, DamagedError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.optim.restoring import WAY_OUT, Saved, load_states
-from zeroshard.optim.whole_states import scalars_of, whole_pieces
+from zeroshard.optim.whole_states import merged_options, options_of, scalars_of, whole_pieces
 from zeroshard.parameters.given import GivenWeights, LoadedKeys, check_same, shared
 from zeroshard.parameters.whole_tensors import WholeTensors
 from zeroshard.parts.axes import Axes
@@ -205,7 +205,7 @@ class State:
     def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         """This rank's facts, those of its parts included."""
         optimizer = self._optimizer.optimizer
-        groups = [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        groups = options_of(self._parts.all, optimizer)
         scalars = {name: kept for part in self._parts.all for name, kept in scalars_of(part).items()}
         layouts = {s.flat.label: s.gradients.layout for s in self._parts.all if s.gradients}
         return {
@@ -333,8 +333,7 @@ class State:
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     """The facts of a checkpoint: rank 0's, with what each rank knows of its own parts."""
     facts = dict(everyone[0])
-    scalars = {name: kept for rank in everyone for name, kept in rank["optimizer"]["scalars"].items()}
-    facts["optimizer"] = {**facts["optimizer"], "scalars": scalars}
+    facts["optimizer"] = merged_options([rank["optimizer"] for rank in everyone])
     facts["gradient_layouts"] = {label: v for rank in everyone for label, v in rank["gradient_layouts"].items()}
     facts["buffers"] = merged_facts(everyone)
     facts["last_update"] = {stage: v for rank in everyone for stage, v in rank["last_update"].items()}

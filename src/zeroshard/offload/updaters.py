@@ -285,6 +285,6 @@ def _refuse_options(group: Mapping[str, Any]) -> None:
     for option in ("maximize", "amsgrad"):
         if group.get(option):
             raise OptimizerError(
-                f"{option}=True was set after the engine was made, and the host's own Adam updates without it. Set it "
-                f"when the optimizer is made, which then runs on the host itself."
+                f"{option}=True was set after the engine was made, by hand or by a checkpoint, and the host's own Adam "
+                f"updates without it. Set it when the optimizer is made, which then runs on the host itself."
             )

@@ -16,7 +16,7 @@ from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.checkpoint.facts import setting, shown
 from zeroshard.errors import CheckpointError, OptimizerError
 from zeroshard.optim.probe import SHAPE, try_states
-from zeroshard.optim.whole_states import decoded, paths_of, read_whole
+from zeroshard.optim.whole_states import NAMES, decoded, paths_of, read_whole
 from zeroshard.parts.part import Part
 from zeroshard.parts.place import Split
 from zeroshard.parts.updater import Span
@@ -54,15 +54,16 @@ class Saved:
         needed = optimizer.defaults.keys() if version == saved_with else ()  # another version has other options
         self.scalars: Table = facts["scalars"]
         self.groups: list[Table] = []
+        self._group_of = {name: n for n, saved in enumerate(facts["groups"]) for name in saved.get(NAMES, ())}
         self._needs: list[list[Table]] = []  # by group: the states after each of some steps
         for number, (live, saved) in enumerate(zip(groups, facts["groups"], strict=True)):
             at = f"the optimizer's group {number}"
-            missing = [key for key in live if key in needed and key not in saved]
+            missing = [key for key in live if key in needed and key not in saved and not callable(live[key])]
             if missing:
                 raise CheckpointError(f"{self._path} lacks '{missing[0]}' of {at}. {WAY_OUT}")
             free = [key for key, default in optimizer.defaults.items() if default is None]
             options = {}
-            for key in (key for key in saved if key != "params"):
+            for key in (key for key in saved if key not in ("params", NAMES)):
                 named = f"'{key}' of {at}"  # a schedule's "initial_lr" and an optimizer's counts may not be there yet
                 found = (self._path, named, saved[key])
                 options[key] = _option(*found, live[key], key in free) if key in live else _decoded(*found)
@@ -99,8 +100,14 @@ class Saved:
         """Check a parameter's states against those that its group's optimizer makes.
 
         Raises:
-            CheckpointError: a state is missing, or of another type or shape.
+            CheckpointError: a state is missing, or of another type or shape; or the parameter was in another group.
         """
+        if self._group_of.get(name, group) != group:
+            raise CheckpointError(
+                f"{self._path} was written with '{name}' in the optimizer's group {self._group_of[name]}, and here it "
+                f"is in group {group}, which would get the options of others. Put the parameters into the same groups, in "
+                f"the same order; or take the weights alone with engine.load_weights."
+            )
         kept, kinds, steps = self.scalars.get(name), self.kinds(name), self._needs[group]
         if kept is None and not kinds:
             return

@@ -4,7 +4,7 @@ A checkpoint keeps a state in the shape of its parameter element by element, as 
 kept whole, under the path of the state ("preconditioners.0"), and lists, tuples and tables by their structure.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from zeroshard.parts.part import Part
 from zeroshard.parts.place import Split, boxes_of
 
 Tensors = dict[str, torch.Tensor]
+NAMES = "param_names"  # of a parameter group, as torch has it
 
 
 def encoded(value: Any, path: str, tensors: Tensors) -> Any:
@@ -113,6 +114,35 @@ def scalars_of(part: Part) -> dict[str, dict[str, Any]]:
         if scalars is not None:
             found[name] = {key: encoded(value, key, {}) for key, value in scalars.items()}
     return found
+
+
+def options_of(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group in JSON, and the names of its parameters that this rank updates.
+
+    Functions are left out: code is never loaded, and the run that loads has its own.
+    """
+    names: dict[int, set[str]] = {}
+    for part in parts:
+        for span in part.updater.spans:
+            entries = (part.flat.index.entries[n] for n, _, _ in part.flat.index.overlaps(span.start, span.stop))
+            names.setdefault(span.group, set()).update(entry.name for entry in entries)
+    return [
+        {
+            **{k: plain(v) for k, v in group.items() if k != "params" and not callable(v)},
+            NAMES: sorted(names.get(n, ())),
+        }
+        for n, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def merged_options(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks know of the optimizer: rank 0's class and options, and the names and scalars of all."""
+    groups = [
+        {**of_ranks[0], NAMES: sorted(set().union(*(group[NAMES] for group in of_ranks)))}
+        for of_ranks in zip(*(rank["groups"] for rank in everyone), strict=True)
+    ]
+    scalars = {name: kept for rank in everyone for name, kept in rank["scalars"].items()}
+    return {**everyone[0], "groups": groups, "scalars": scalars}
 
 
 def read_whole(reader: Reader, name: str, split: Split | None, path: str) -> torch.Tensor:
