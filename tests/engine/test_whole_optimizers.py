@@ -242,6 +242,74 @@ def test_checkpoints_load_under_other_ranks_and_stages(name: str, pool: Pool, tm
     assert all(torch.equal(again[key], straight[key]) for key in straight)
 
 
+class Scaled(nn.Module):
+    """A parameter of no dimension, as a temperature is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+class ByMean(torch.optim.Optimizer):
+    """Divides by the mean square of a parameter's gradient, which it keeps in the dtype of the parameter."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["square"] = state.get("square", 0) + p.grad.square().mean()
+            p.sub_(1e-2 * p.grad / state["square"].sqrt())
+
+
+WITH_SCALARS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adafactor": partial(zs.optim.Adafactor, lr=1e-2, beta1=0.9),
+    "LAMB": partial(zs.optim.LAMB, lr=1e-2),
+    "SM3": partial(zs.optim.SM3, lr=1e-2, momentum=0.9),
+    "ByMean": ByMean,
+}
+
+
+def scaled(mesh: zs.Mesh, name: str, dtype: torch.dtype, source: Path | None, path: Path) -> dict[str, Tensor]:
+    """Weights after two steps that begin from a checkpoint, and end in one."""
+    torch.manual_seed(0)
+    engine = zs.Engine(Scaled().to(dtype), WITH_SCALARS[name], zs.Plan(zero=2), mesh=mesh)
+    if source is not None:
+        engine.load(source)
+    for number in range(engine.steps, engine.steps + 2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    engine.save(path, wait=True)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", WITH_SCALARS)
+def test_states_of_parameters_of_no_dimension_come_back(
+    name: str, dtype: torch.dtype, pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(scaled, 1, name, dtype, None, tmp_path / "a")
+    pool.run(scaled, 2, name, dtype, tmp_path / "a", tmp_path / "b")
+    got = pool.run(scaled, 1, name, dtype, tmp_path / "b", tmp_path / "c")[0]
+    torch.manual_seed(0)
+    layer = Scaled().to(dtype)
+    optimizer = WITH_SCALARS[name](layer.parameters())
+    for number in range(6):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).to(dtype)
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+    for key, value in layer.state_dict().items():
+        torch.testing.assert_close(got[key], value, rtol=1e-5, atol=2e-6)
+
+
 def with_muon(mesh: zs.Mesh, zero: int) -> dict[str, Tensor]:
     """Weights after three steps of torch's Muon over the matrices, while all other parameters are frozen."""
     layers = model()

@@ -275,6 +275,7 @@ def _run(
             places = [parameter.data_ptr() for parameter in parameters]
             for n in members:
                 parameters[n].grad = given[n]
+            probe.param_groups[0]["params"] = [parameters[n] for n in members]  # as the engine does
             one_step.call()
             for n in members:
                 parameters[n].grad = None

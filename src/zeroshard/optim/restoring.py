@@ -105,8 +105,8 @@ class Saved:
         if self._group_of.get(name, group) != group:
             raise CheckpointError(
                 f"{self._path} was written with '{name}' in the optimizer's group {self._group_of[name]}, and here it "
-                f"is in group {group}, which would get the options of others. Put the parameters into the same groups, in "
-                f"the same order; or take the weights alone with engine.load_weights."
+                f"is in group {group}, which would get the options of others. Put the parameters into the same groups, "
+                f"in the same order; or take the weights alone with engine.load_weights."
             )
         kept, kinds, steps = self.scalars.get(name), self.kinds(name), self._needs[group]
         if kept is None and not kinds:
@@ -130,7 +130,28 @@ class Saved:
         for key, value in kept.items():
             if isinstance(value, dict):  # a structure with tensors
                 continue
-            _check_scalar(self._path, f"the optimizer's state '{key}' of '{name}'", value, known.get(key), key)
+            self._check_scalar(name, key, value, known.get(key))
+
+    def _check_scalar(self, name: str, key: str, saved: Any, like: Any) -> None:
+        """Check a scalar state; one that the trial steps do not make (`like` is None) may have any type."""
+        at = f"the optimizer's state '{key}' of '{name}'"
+        value = _decoded(self._path, at, saved)
+        if like is not None and not self._fits(name, value, like):
+            raise CheckpointError(
+                f"{self._path} says that {at} is a {_type(value)}; it must be a {_type(like)}. {WAY_OUT}"
+            )
+        number = value.item() if isinstance(value, torch.Tensor) else value
+        if key == "step" and like is not None and not (_finite(value) and number >= 0 and number == int(number)):
+            raise CheckpointError(f"{self._path} says that {at} is {shown(number)}; it must count steps. {WAY_OUT}")
+
+    def _fits(self, name: str, value: Any, like: Any) -> bool:
+        """Whether a scalar state may be one of a parameter, where the trial's, a matrix in fp32, has `like`."""
+        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
+            if not self._elementwise:  # a parameter of no dimension has such states for each element
+                return value.dtype.is_floating_point == like.dtype.is_floating_point
+            if like.dtype == torch.float32 and value.dtype == self._reader.tensors[f"weight:{name}"].dtype:
+                return value.dim() == like.dim()
+        return _type(value) == _type(like)
 
     def _dtype(self, key: str, group: int) -> torch.dtype:
         """Of a state of each element in the trial steps, whose values are in fp32; that one if they make none."""
@@ -219,16 +240,6 @@ def _finite(value: Any) -> bool | None:
     if isinstance(value, torch.Tensor):
         return None if value.dtype == torch.bool else math.isfinite(value.item())
     return math.isfinite(value) if type(value) in (int, float) else None
-
-
-def _check_scalar(path: Path, at: str, saved: Any, like: Any, key: str) -> None:
-    """Check a scalar state; one that the trial steps do not make (`like` is None) may have any type."""
-    value = _decoded(path, at, saved)
-    if like is not None and _type(value) != _type(like):
-        raise CheckpointError(f"{path} says that {at} is a {_type(value)}; it must be a {_type(like)}. {WAY_OUT}")
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    if key == "step" and like is not None and not (_finite(value) and number >= 0 and number == int(number)):
-        raise CheckpointError(f"{path} says that {at} is {shown(number)}; it must count steps. {WAY_OUT}")
 
 
 def _type(value: Any) -> str:
