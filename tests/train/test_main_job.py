@@ -318,6 +318,9 @@ def test_a_run_in_stages_leaves_its_timeline(pool: Pool, text: Path, tmp_path: P
         "2",
         "--zero",
         "1",
+        "--recompute",
+        "blocks",
+        "--activations.arena",
         "--steps",
         "9",
         "--trace",
@@ -336,6 +339,8 @@ def test_a_run_in_stages_leaves_its_timeline(pool: Pool, text: Path, tmp_path: P
     assert {path.name for path in run.iterdir()} >= {"timeline.svg", "report.html"}
     summary = json.loads((run / "summary.json").read_text())
     assert summary["layers"][0] == summary["layers"][1] and summary["layers"][0][0] == "prefix"
+    assert summary["arena"]["checkpoints"] == 2  # inputs that come to the second stage
+    assert "2 inputs of blocks; 100.0 % in use at once" in (run / "report.html").read_text()
     assert "2 stages (1f1b)" in output and "rank 3" in output
     lines = [line for line in metrics(run) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -159,7 +159,7 @@ class ActivationRecord:
 
 @dataclass(frozen=True, slots=True)
 class ArenaRecord:
-    """The use of the buffer of blocks' inputs on rank 0."""
+    """The use of the buffer of blocks' inputs on the rank where it is the largest."""
 
     nbytes: float
     live_bytes: float

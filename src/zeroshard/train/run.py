@@ -379,7 +379,8 @@ class Run:
         self.keeping.finish(config.steps)
         self._phase("the summary")
         recent = losses[-50:]
-        corpus = text.corpus
+        corpus, arena = text.corpus, engine.checkpoint_arena
+        arenas = engine.world.agree_on(asdict(arena) if arena else {}, "arenas of every rank")
         summary = {
             "title": f"{config.model} on {corpus.name}",
             "train_bits_per_byte": text.bits_per_byte(sum(recent) / len(recent)) if recent else None,
@@ -405,7 +406,7 @@ class Run:
             "shares_memory": any(comm.shared is not None for comm in engine.comms),
             "memory": engine.memory().as_dicts(),
             "activations": engine.activation_decisions,
-            "arena": asdict(engine.checkpoint_arena) if engine.checkpoint_arena else {},
+            "arena": max(arenas, key=lambda each: each.get("nbytes", 0)),  # the first stage of a pipeline has none
             "traffic": engine.traffic().as_dicts(),
             **self._exposed.summary(),
         }
