@@ -314,7 +314,8 @@ def test_parse_bytes(size: str | int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", ["", "B", "1.2.3MiB", ".", "-1", "1e9", "1 TB", "1mib", "1Mi", "MiB 1", "1 MiB 2", "nan", "inf"]
+    "size",
+    ["", "B", "1.2.3MiB", ".", "-1", "1e9", "1 TB", "1mib", "1Mi", "MiB 1", "1 MiB 2", "nan", "inf", 1.5, "1.5 B"],
 )
 def test_what_is_no_size(size: str) -> None:
     with pytest.raises(PlanError, match="KiB, MiB, GiB"):

@@ -461,6 +461,8 @@ def parse_bytes(size: str | int) -> int:
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]i?B|B|)\s*", str(size))
     try:
-        return int(Fraction(match.group(1)) * UNITS_OF_SIZE[match.group(2)]) if match else int("")
+        unit = UNITS_OF_SIZE[match.group(2)] if match else 1
+        number = match.group(1) if match else ""
+        return int(Fraction(number) * unit) if unit > 1 else int(number)  # no fractions of a byte
     except ValueError:
         raise PlanError(f"{size!r} is no size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.") from None
