@@ -186,8 +186,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> StateLayout:
 
 def _try_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], way_out: str) -> StateLayout:
     group = {**group, "lr": 0.01}  # a scheduler may have set it to 0, which would hide every difference
-    small, _ = (_try_shape(optimizer, group, shape, way_out) for shape in (SHAPE, LARGE))
-    return small
+    layout = _try_shape(optimizer, group, SHAPE, way_out)
+    if not type(optimizer).__module__.startswith("torch.optim."):  # none of torch's goes by sizes
+        _try_shape(optimizer, group, LARGE, way_out)
+    return layout
 
 
 def _try_shape(optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: torch.Size, way_out: str) -> StateLayout:
