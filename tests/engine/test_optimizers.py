@@ -494,9 +494,20 @@ class OwnState(SignSgd):
         self.state["scale"] = {"value": 2.0}  # type: ignore[index]
 
 
+class Wraps(Own):
+    """Lets another optimizer step."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.inner = torch.optim.SGD(params, lr=0.1)
+
+
 def test_random_numbers_and_states_of_no_parameter_are_refused_with_the_reason() -> None:
     with pytest.raises(OptimizerError, match="Noisy gives other results each time, so it draws random numbers"):
         zs.Engine(model_of("Small"), Noisy, mesh=zs.Mesh())
+    with pytest.raises(OptimizerError, match="Wraps holds a SGD as 'inner'"):
+        zs.Engine(model_of("Small"), Wraps, mesh=zs.Mesh())
     with pytest.raises(OptimizerError, match="OwnState keeps a state under 'scale', which is no parameter"):
         zs.Engine(model_of("Small"), OwnState, mesh=zs.Mesh())
 

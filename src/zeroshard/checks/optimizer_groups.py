@@ -9,11 +9,18 @@ from zeroshard.errors import OptimizerError
 
 
 def refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps, or has states that belong to no parameter.
+    """Refuse an optimizer that has taken steps, holds another one, or has states that belong to no parameter.
 
     Raises:
         OptimizerError: with the way out.
     """
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} holds a {type(value).__name__} as '{name}', which would go on with the "
+                f"model's parameters, where the engine has slices of them. Give the engine that one itself, or write "
+                f"both into one class."
+            )
     for key, state in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
             raise OptimizerError(

@@ -118,8 +118,8 @@ class Builder:
         Raises:
             PlanError, ModelError, OptimizerError: plan, model or optimizer do not fit together.
         """
-        layout = layout_of(torch_optimizer)
         refuse_used(torch_optimizer)
+        layout = layout_of(torch_optimizer)
         skip = self._stage.skipped_modules
         materialiser = Materialiser(self._model, self._plan.seed, initialise, skip)
         for technique in techniques:
