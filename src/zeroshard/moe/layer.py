@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -124,6 +125,8 @@ class MoE(nn.Module):
         shared: int | nn.Module | None = None,
     ) -> None:
         super().__init__()
+        if not _uncompiled:
+            _uncompiled["mixed"] = torch.compiler.disable(_mixed)
         self.width = width
         self.router = _router(router, width, experts, k, capacity)
         feed_forward = expert if isinstance(expert, FeedForward) else FeedForward()
@@ -144,17 +147,27 @@ class MoE(nn.Module):
         Args:
             valid: [...], bool: tokens that are no padding; None where all are.
         """
-        tokens = x.reshape(-1, self.width)
-        mask = None if valid is None else valid.reshape(-1)
-        routing = self.router(tokens, mask, x.shape[-2] if x.dim() > 2 else None)
-        self.experts.statistics.add(routing)
-        output: Tensor = self.experts(tokens, routing)
-        if self.shared is not None:
-            output = self.shared(tokens, output)
-        penalty = routing.penalty
-        if self.training and penalty is not None and penalty.requires_grad:
-            output = penalised(output, penalty)
-        return output.view(x.shape)
+        return _uncompiled.get("mixed", _mixed)(self, x, valid)
+
+
+def _mixed(layer: MoE, x: Tensor, valid: Tensor | None) -> Tensor:
+    """The forward of a layer."""
+    tokens = x.reshape(-1, layer.width)
+    mask = None if valid is None else valid.reshape(-1)
+    routing = layer.router(tokens, mask, x.shape[-2] if x.dim() > 2 else None)
+    layer.experts.statistics.add(routing)
+    output: Tensor = layer.experts(tokens, routing)
+    if layer.shared is not None:
+        output = layer.shared(tokens, output)
+    penalty = routing.penalty
+    if layer.training and penalty is not None and penalty.requires_grad:
+        output = penalised(output, penalty)
+    return output.view(x.shape)
+
+
+# By name, once there is a layer: functions that torch.compile leaves out of its graphs. A graph would make the weight
+# of penalties a constant, or lose them, and sizes of messages come from values. The import of the compiler takes long.
+_uncompiled: dict[str, Callable[..., Tensor]] = {}
 
 
 def _router(
