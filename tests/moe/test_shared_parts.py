@@ -1,5 +1,6 @@
 """Mixtures that share experts, weights or a router, and experts with buffers or idle weights, on several ranks."""
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.errors import ModelError
+from zeroshard.errors import ModelError, PlanError
 from zeroshard.parts.penalties import weighing
 
 WIDTH, EXPERTS, STEPS = 6, 5, 3
@@ -156,3 +157,16 @@ def test_a_weight_of_experts_on_several_ranks_is_refused_alike(
     answers = pool.run(refusal, 4, tie)
     assert len(set(answers)) == 1
     assert re.search(said, answers[0]), answers[0]
+
+
+def copied(mesh: zs.Mesh, plan: dict[str, Any]) -> str:
+    """What a copy of a model is answered whose parts lie on several ranks."""
+    engine = zs.Engine(build("router"), optimizer, zs.Plan.from_dict(plan), mesh=mesh)
+    with engine.gathered(), pytest.raises(PlanError) as caught:
+        copy.deepcopy(engine.model)
+    build("router").load_state_dict(engine.state_dict())
+    return str(caught.value)
+
+
+def test_a_model_whose_parts_lie_on_several_ranks_is_not_copied(pool: Pool) -> None:
+    assert all("load engine.state_dict() into it" in said for said in pool.run(copied, 2, {"expert_parallel": 2}))

@@ -28,7 +28,7 @@ from zeroshard.comm.hang_detector import PATIENCE, HangDetector
 from zeroshard.comm.mesh import Mesh, part_of
 from zeroshard.comm.pending import Exchange, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
-from zeroshard.errors import CommError
+from zeroshard.errors import CommError, PlanError
 from zeroshard.platform.accelerator import is_accelerator
 from zeroshard.platform.shared_operands import SharedOperands
 from zeroshard.platform.transport import Bounds, Scratch, Shared, part_of_rank
@@ -66,6 +66,17 @@ class Comm:
         self._started: dict[str, int] = defaultdict(int)
         self._watch: HangDetector | None = None
         self._labels: dict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse a copy of what communicates.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "copy.deepcopy() was called on a model whose layers or experts lie on several ranks, so that a copy would "
+            "be a part of the model. Build the model anew, and load engine.state_dict() into it."
+        )
 
     def part(self, parts: Sequence[Sequence[int]], name: str) -> "Comm":
         """The collectives of the part that this rank is in, counted with these; all ranks call it with equal parts."""
