@@ -17,6 +17,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.errors import PlanError
 from zeroshard.platform import shared_memory as shared
+from zeroshard.zero.reduce import AllReduce
 
 STEPS = 4
 CASES = [
@@ -67,6 +68,50 @@ def test_shared_memory_gives_the_bits_of_the_network(pool: Pool, case: Any, rank
             assert steps == wanted and not apart
             for key, value in weights.items():
                 assert torch.equal(value, expected[key]), key
+
+
+def read_gradients(mesh: zs.Mesh, transport: str, doubles: bool) -> tuple[list[Any], set[int]]:
+    """Weights after steps that every rank takes over all elements, and of how many pieces their gradients were."""
+
+    def double(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))  # slices end inside of parameters
+    engine = zs.Engine(
+        model, lambda ps: torch.optim.AdamW(ps, lr=0.01), zs.Plan(zero=0, transport=transport, clip_norm=1e3), mesh=mesh
+    )  # type: ignore[arg-type]
+    if doubles:
+        engine.optimizer.register_step_pre_hook(double)
+    pieces, made = AllReduce.pieces, set()
+
+    def counted(self: AllReduce, total: torch.Tensor) -> list[torch.Tensor]:
+        found = pieces(self, total)
+        made.add(len(found))
+        return found
+
+    try:
+        AllReduce.pieces = counted  # type: ignore[method-assign]
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(10 * step + mesh.rank)
+            engine.backward(engine(torch.randn(5, 7, generator=generator)).square().mean())
+            engine.step()
+    finally:
+        AllReduce.pieces = pieces  # type: ignore[method-assign]
+    return [*engine.state_dict().values()], made
+
+
+@pytest.mark.parametrize("doubles", [False, True])
+def test_gradients_in_shared_memory_are_read_where_they_are(pool: Pool, doubles: bool) -> None:
+    """But not where a hook of the user's may change them, which other ranks would see."""
+    for ranks in (2, 3):
+        network = pool.run(read_gradients, ranks, "network", doubles)
+        shared = pool.run(read_gradients, ranks, "shared", doubles)
+        for (weights, pieces), (expected, _) in zip(shared, network, strict=True):
+            assert all(map(torch.equal, weights, expected)) and pieces == (set() if doubles else {ranks})
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 from zeroshard.comm.hang_detector import PATIENCE, HangDetector
 from zeroshard.comm.mesh import Mesh, part_of
-from zeroshard.comm.pending import Exchange, Pending, Position, SideBySide
+from zeroshard.comm.pending import Exchange, InPlace, Pending, Position, SideBySide
 from zeroshard.comm.rendezvous import SHORTEST, give_up
 from zeroshard.errors import CommError, PlanError
 from zeroshard.platform.accelerator import is_accelerator
+from zeroshard.platform.shared_memory import Signal
 from zeroshard.platform.shared_operands import SharedOperands
 from zeroshard.platform.transport import Bounds, Scratch, Shared, part_of_rank
 from zeroshard.traffic import BACKWARDS as BACKWARDS
@@ -161,6 +162,16 @@ class Comm:
         if self.shared is None or not self.shared.memory.is_common(full):
             self._add(count, full, padding, own.nbytes * (self.mesh.ranks - 1), sent=self.shared is None)
         return Pending(self, work, place, purpose)
+
+    def show(
+        self, shared: Shared, full: torch.Tensor, own: torch.Tensor, purpose: Purpose, label: str, padding: int = 0
+    ) -> InPlace:
+        """As `gather` among ranks that share memory, without copies: each reads the others' `own` where they are."""
+        place, count = self._enter("gather", purpose, label)
+        shared.memory.publish(place.label, own)
+        shared.memory.post(Signal.GATHER)
+        self._add(count, full, padding, 0, sent=False)
+        return InPlace(self, shared.memory.work(Signal.GATHER), place, purpose, Signal.COPIED)
 
     def exchange(
         self,

@@ -86,30 +86,28 @@ class Pending:
         self._work = None
 
 
-class Exchange(Pending):
-    """An exchange under way, which brings every rank's copy of this rank's slice.
+class InPlace(Pending):
+    """Memory of all ranks that each reads after `wait`, where they share it; then `done`, once it has.
 
-    Attributes:
-        scratch: the buffer of the copies, to be handed back to its arena after `done`; None if they are read in place.
+    Args:
+        signal: by which a rank says that it has read; those of one kind are sent in the same order by all ranks.
     """
 
-    def __init__(self, comm: WaitingComm, work: dist.Work, place: Position, purpose: Purpose, arrival: Arrival) -> None:
+    def __init__(self, comm: WaitingComm, work: dist.Work, place: Position, purpose: Purpose, signal: Signal) -> None:
         super().__init__(comm, work, place, purpose)
-        self._arrival = arrival
-        self.scratch = arrival.scratch
+        self._signal, self._memory = signal, None if comm.shared is None else comm.shared.memory
         self._read: Pending | None = None
 
-    @property
-    def copies(self) -> list[torch.Tensor]:
-        """After `wait`: [S] each, in rank order."""
-        return self._arrival.copies
+    def of(self, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """After `wait`: what another rank shows [numel]."""
+        assert self._memory is not None
+        return self._memory.theirs(rank, self._place.label, 0, numel, dtype)
 
     def done(self) -> None:
-        """Release the copies; exchanges must be released in the order in which they were started."""
-        shared = self._comm.shared
-        if shared is not None:
-            shared.memory.post(Signal.READ)
-            self._read = Pending(self._comm, shared.memory.work(Signal.READ), self._place, self._purpose)
+        """Release what was read, if that was not done; in the order in which all were started."""
+        if self._memory is not None and self._read is None:
+            self._memory.post(self._signal)
+            self._read = Pending(self._comm, self._memory.work(self._signal), self._place, self._purpose)
 
     def wait_until_read(self) -> None:
         """Wait until all ranks have read this rank's own buffer, which may be written again after it.
@@ -120,6 +118,24 @@ class Exchange(Pending):
         if self._read is not None:
             self._read.wait()
             self._read = None
+
+
+class Exchange(InPlace):
+    """An exchange under way, which brings every rank's copy of this rank's slice.
+
+    Attributes:
+        scratch: the buffer of the copies, to be handed back to its arena after `done`; None if they are read in place.
+    """
+
+    def __init__(self, comm: WaitingComm, work: dist.Work, place: Position, purpose: Purpose, arrival: Arrival) -> None:
+        super().__init__(comm, work, place, purpose, Signal.READ)
+        self._arrival = arrival
+        self.scratch = arrival.scratch
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """After `wait`: [S] each, in rank order."""
+        return self._arrival.copies
 
 
 class SideBySide(Pending):

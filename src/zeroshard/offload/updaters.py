@@ -64,7 +64,8 @@ class HostUpdater(MasterUpdater):
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and begin to copy the new weights to the device."""
-        self._step(gradients.for_update(), written, factor)
+        (gradient,) = gradients.for_update()
+        self._step(gradient, written, factor)
         gradients.reduction.used()
         staging = self._updates.staging.take(self.values.numel() * self.weights.flat.dtype.itemsize)
         out = staging.view(self.weights.flat.dtype)

@@ -102,6 +102,11 @@ class JoinedSpans:
         self._index = Index.of([], 1)
 
     @property
+    def reads_alone(self) -> bool:
+        """Whether a step leaves gradients as they are: parts of them are sent."""
+        return False
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's."""
         return self._optimizer.optimizer

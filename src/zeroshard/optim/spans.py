@@ -143,6 +143,12 @@ class SpanOptimizer:
                 "Call engine.step()."
             )
 
+    @property
+    def reads_alone(self) -> bool:
+        """Whether a step leaves gradients as they are: as torch's Adam does, without hooks of the user's."""
+        hooks = self.optimizer._optimizer_step_pre_hooks  # one is this object's
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and len(hooks) == 1
+
     def spans(self, number: int) -> list[SliceSpan]:
         """The spans of one flat."""
         return self._spans[number]

@@ -1,9 +1,11 @@
 """Updates on the device: the user's optimizer steps over the slice that a rank owns."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -127,12 +129,13 @@ class DeviceUpdater(Untrained):
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and let the other ranks have the new weights."""
-        gradient = gradients.for_update()
-        if gradient.dtype == self.values.dtype and gradients.reduction.lasts:
-            gradient_of = self._gradient_of(gradient, written, factor)
+        reads = factor == 1.0 and self._optimizer.reads_alone and not self.separate
+        pieces = gradients.for_update(reads)
+        if pieces[0].dtype == self.values.dtype and gradients.reduction.lasts:
+            gradient_of = self._gradient_of(pieces, written, factor)
             self._optimizer.join(self._number, gradient_of, partial(self._updated, gradients))
         else:
-            self._step(gradient, written, factor)
+            self._step(pieces[0], written, factor)
             self._updated(gradients)
 
     def split(self, cuts: Sequence[int]) -> None:
@@ -204,19 +207,27 @@ class DeviceUpdater(Untrained):
     def _step(self, gradient: torch.Tensor, written: bytes, factor: float) -> None:
         fits = gradient.dtype == self.values.dtype
         own = gradient if fits else self._take(gradient.numel()).copy_(gradient)
-        self._optimizer.step(self._number, self._gradient_of(own, written, factor))
+        self._optimizer.step(self._number, self._gradient_of([own], written, factor))
         if not fits:
             self._give(own)
 
-    def _gradient_of(self, own: torch.Tensor, written: bytes, factor: float) -> Callable[[Span], torch.Tensor | None]:
-        """The gradient of each span, out of `own` [S] times `factor`; None where there is none."""
+    def _gradient_of(
+        self, pieces: Sequence[torch.Tensor], written: bytes, factor: float
+    ) -> Callable[[Span], torch.Tensor | None]:
+        """The gradient of each span, out of `pieces` of [S] times `factor`; None where there is none."""
         if factor != 1.0:
-            own.mul_(factor)
+            for piece in pieces:
+                piece.mul_(factor)
+        begins = list(accumulate(map(len, pieces), initial=self.start))[:-1]
+        if len(begins) > 1:
+            self.split(begins[1:])
         self._split_for(written)
-        index, start = self.weights.flat.index, self.start
+        index = self.weights.flat.index
 
         def gradient_of(span: Span) -> torch.Tensor | None:
-            return own[span.start - start : span.stop - start] if written[index.number_at(span.start)] else None
+            number = bisect_right(begins, span.start) - 1
+            own = pieces[number][span.start - begins[number] : span.stop - begins[number]]
+            return own if written[index.number_at(span.start)] else None
 
         return gradient_of
 

@@ -91,8 +91,11 @@ class Reduction(Protocol):
     def whole(self, total: torch.Tensor) -> torch.Tensor:
         """The gradient over the elements that this rank updates, from its slice of the sum."""
 
+    def pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """What `whole` returns, one piece behind the other, to be read alone."""
+
     def used(self) -> None:
-        """The tensor that `whole` returned is not needed any more."""
+        """What `whole` or `pieces` returned is not needed any more."""
 
     def reserve(self, total: torch.Tensor) -> None:
         """Have the scratch that `whole` of this sum takes."""
@@ -171,8 +174,12 @@ class Gradients(Protocol):
     def change(self, edit: Callable[[torch.Tensor], object], filled: bool = False) -> None:
         """Change the sum of the step [S] in place."""
 
-    def for_update(self) -> torch.Tensor:
-        """The gradient over the elements that this rank updates; `reduction.used` comes after the update."""
+    def for_update(self, reads: bool = False) -> list[torch.Tensor]:
+        """The gradient over the elements that this rank updates; `reduction.used` comes after the update.
+
+        Args:
+            reads: the caller writes nothing there, so it may be several tensors, one behind the other, of all ranks.
+        """
 
     def consume(self) -> None:
         """Forget the step's gradients."""

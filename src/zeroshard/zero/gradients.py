@@ -221,9 +221,14 @@ class BufferedGradients:
         if filled and not self.reduction.needed:
             self.written = bytearray(b"\1" * len(self.written))
 
-    def for_update(self) -> torch.Tensor:
-        """The gradient over the elements that this rank updates: its slice [S], or at stage 0 all [N*S], gathered."""
-        return self.reduction.whole(self._sum.settle())
+    def for_update(self, reads: bool = False) -> list[torch.Tensor]:
+        """The gradient over the elements that this rank updates: its slice [S], or at stage 0 all [N*S], gathered.
+
+        Args:
+            reads: the caller writes nothing there, so it may be several tensors, one behind the other, of all ranks.
+        """
+        total = self._sum.settle()
+        return self.reduction.pieces(total) if reads else [self.reduction.whole(total)]
 
     def consume(self) -> None:
         """Drop the step's gradients: they were used, or the step was skipped."""

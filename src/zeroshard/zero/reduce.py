@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from zeroshard.comm.collectives import Comm, Purpose
-from zeroshard.comm.pending import Exchange, Pending
+from zeroshard.comm.pending import Exchange, InPlace, Pending
 from zeroshard.memory.ledger import Arena
 from zeroshard.parts.gradients import GradientSum
 from zeroshard.parts.planned import Wire, Work
@@ -55,8 +55,12 @@ class OwnSlice:
         """The gradient over the elements that this rank updates: its sum [S]."""
         return total
 
+    def pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """What `whole` returns, one piece behind the other, to be read alone: where it is, if ranks share memory."""
+        return [self.whole(total)]
+
     def used(self) -> None:
-        """The tensor that `whole` returned is not needed any more."""
+        """What `whole` or `pieces` returned is not needed any more."""
 
     def reserve(self, total: torch.Tensor) -> None:
         """The sum takes no scratch."""
@@ -212,6 +216,7 @@ class AllReduce(Scatter):
 
     _wide: torch.Tensor | None = None
     _gather: Pending | None = None
+    _shown: InPlace | None = None  # that gather where ranks share memory, until the others have read
 
     def start_whole(self) -> None:
         """Start to gather the slices of the mean, where the gradient buffer holds them."""
@@ -222,21 +227,33 @@ class AllReduce(Scatter):
     def whole(self, total: torch.Tensor) -> torch.Tensor:
         """The gradient over the elements that this rank updates: everything [N*S], gathered."""
         whole = self._buffer.ready()
-        if self._gather is None:
-            if total.dtype != whole.dtype:
-                whole = self._wide = self._take_wide(total)
-                self.lasts = False
-            self._start_gather(whole, total)
-        assert self._gather is not None
-        self._gather.wait()
-        self._gather = None
+        if self._gather is None and total.dtype != whole.dtype:
+            whole = self._wide = self._take_wide(total)
+            self.lasts = False
+        for part, other in zip(self._parts(whole), self._arrived(whole, total), strict=False):
+            if not same_place(part, other):
+                part.copy_(other)
+        self._release_shown()
         return whole
 
+    def pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """As `whole`, where each rank's slice is."""
+        if self._comm.shared is None or total.dtype != self._buffer.dtype:
+            return [self.whole(total)]
+        return self._arrived(self._buffer.ready(), total)
+
     def used(self) -> None:
-        """The tensor that `whole` returned is not needed any more."""
+        """What `whole` or `pieces` returned is not needed any more."""
+        if self._shown is not None:
+            self._shown.done()
         if self._wide is not None:
             self._arena.give(self._wide)
             self._wide, self.lasts = None, True
+
+    def release(self) -> None:
+        """As that of `Scatter`; the others have read this rank's slice of the mean, too."""
+        super().release()
+        self._release_shown()
 
     def reserve(self, total: torch.Tensor) -> None:
         """Have the scratch in which slices are gathered that the gradient buffer cannot hold."""
@@ -252,12 +269,38 @@ class AllReduce(Scatter):
         return self._arena.take(self._flat.index.padded_numel, total.dtype, f"sums {self._flat.label}")
 
     def _start_gather(self, whole: torch.Tensor, total: torch.Tensor) -> None:
-        index = self._flat.index
-        start, stop = index.interval(self._comm.mesh.rank)
-        own = whole[start:stop]
+        own, comm = self._parts(whole)[self._comm.mesh.rank], self._comm
         if not same_place(own, total):
             own.copy_(total)
-        self._gather = self._comm.gather(whole, own, Purpose.GATHER_GRADIENTS, self._flat.label, index.padding)
+        given = (whole, own, Purpose.GATHER_GRADIENTS, self._flat.label, self._flat.index.padding)
+        if comm.shared is None:
+            self._gather = comm.gather(*given)
+        else:
+            self._gather = self._shown = comm.show(comm.shared, *given)
+
+    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        index = self._flat.index
+        return [whole[slice(*index.interval(rank))] for rank in range(self._comm.mesh.ranks)]
+
+    def _arrived(self, whole: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+        """Each rank's slice, by rank, once they are there: in `whole`, or in shared memory where the others are."""
+        if self._gather is None:
+            self._start_gather(whole, total)
+        assert self._gather is not None
+        self._gather.wait()
+        self._gather, shown = None, self._shown
+        parts = self._parts(whole)
+        if shown is None:
+            return parts
+        ranks = enumerate(parts)
+        return [p if rank == self._comm.mesh.rank else shown.of(rank, p.numel(), p.dtype) for rank, p in ranks]
+
+    def _release_shown(self) -> None:
+        """Wait until the others have read this rank's slice, which may be written again after it."""
+        if self._shown is not None:
+            self._shown.done()
+            self._shown.wait_until_read()
+            self._shown = None
 
 
 def average(total: torch.Tensor, comm: Comm, arena: Arena, label: str) -> None:
