@@ -51,7 +51,7 @@ def place_of(engine: zs.Engine, name: str, what: str) -> torch.Tensor | None:
                 if part.weights.copied:
                     start, values = 0, part.weights.full
             elif what != "masters":
-                (span,) = part.updater.spans  # one parameter group, nothing left out
+                span = next(s for s in part.updater.spans if entry.offset < s.stop)
                 start, values = span.start, engine.optimizer.state[span.tensor][what]
             low, high = max(start, entry.offset), min(start + values.numel(), entry.stop)
             return values[low - start : high - start] if low < high else None
