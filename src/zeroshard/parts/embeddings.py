@@ -50,18 +50,16 @@ class _Lookup(torch.autograd.Function):
         """The gradient of the matrix, or None where its rows are added to one that is being made."""
         (tokens,), weight, gradient = ctx.saved_tensors, ctx.weight, gradients[0]
         room = None if torch.is_grad_enabled() else room_of(weight)
-        if room is None:
-            return _dense(gradient, tokens, len(weight), ctx.padding), None, None, None
-        lent = room.lend(weight)
-        if lent is not None and not lent.adds:
-            lent.tensor.zero_()
-        rows = _rows(gradient, tokens, ctx.padding)
+        lent = None if room is None else room.lend(weight)
+        made: Tensor | None
         if lent is not None:
-            rows.add_to(lent.tensor)
-            return lent.tensor, None, None, None
-        if room.leave(weight, rows):
-            return None, None, None, None
-        return _dense(gradient, tokens, len(weight), ctx.padding), None, None, None
+            made = lent.tensor if lent.adds else lent.tensor.zero_()
+            _rows(gradient, tokens, ctx.padding).add_to(made)
+        elif room is not None and room.leave(weight, _rows(gradient, tokens, ctx.padding)):
+            made = None
+        else:
+            made = _dense(gradient, tokens, len(weight), ctx.padding)
+        return made, None, None, None
 
 
 def _dense(gradient: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
