@@ -3,9 +3,9 @@
     python benchmarks/moe.py [--quick] [--rounds N] [--dtype bfloat16] [--json FILE] [--only NAME,...]
 
 Times are CPU seconds of the process for a forward and a backward of one layer, router and balance loss included, in one
-thread. In each round all variants of a case run in a new random order, and a ratio is the median over rounds of a
-variant's time by that of the dense layer in the same round. The dense layer has T * k rows. Peaks are of what a forward
-and a backward allocate, above weights and gradients.
+thread; with --device cuda, seconds of larger layers in bf16 on a GPU. In each round all variants of a case run in a new
+random order, and a ratio is the median over rounds of a variant's time by that of the dense layer in the same round.
+The dense layer has T * k rows. Peaks are of what a forward and a backward allocate, above weights and gradients.
 
 Tokens lie around the router's own rows, so that the load of experts is what the case says: even, or the busiest expert
 with 3.7 times the mean. All layers have the same weights of the router, and none adds noise.
@@ -62,6 +62,7 @@ class Case:
     width: int = WIDTH
     hidden: int = HIDDEN
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -90,7 +91,19 @@ class Case:
         x = centres[chosen] + torch.randn(self.tokens, self.width) * 0.01
         if self.k == 2:
             x = x + 0.7 * centres[(chosen + 1 + torch.arange(self.tokens) % (self.experts - 1)) % self.experts]
-        return (x * 20).to(self.dtype), (centres * 2).to(self.dtype)
+        return (x * 20).to(self.device, self.dtype), (centres * 2).to(self.device, self.dtype)
+
+    def layer(self, build: Callable[[], nn.Module]) -> Any:
+        """A layer with weights that are drawn on the case's device."""
+        with torch.device(self.device):
+            return build().to(self.dtype)
+
+    def now(self) -> float:
+        """Seconds of the process's processors, or of a clock once the GPU is idle."""
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 class Squared(nn.Module):
@@ -123,7 +136,8 @@ class Run:
     ) -> None:
         self.x, self.loss, self._more = x, loss, more
         self.layer = layer if loss is not None else Squared(layer)
-        self.engine = zs.Engine(self.layer, partial(torch.optim.SGD, lr=0.0), zs.Plan()) if engine else None
+        mesh = zs.init_mesh(device=x.device.type)
+        self.engine = zs.Engine(self.layer, partial(torch.optim.SGD, lr=0.0), zs.Plan(), mesh=mesh) if engine else None
         self.gradients = x.nbytes + (0 if engine else sum(p.nbytes for p in layer.parameters()))
 
     def step(self) -> None:
@@ -147,7 +161,7 @@ class Run:
 def dense(case: Case, gated: bool) -> Run:
     """A feed-forward layer over T * k rows."""
     form = zs.moe.SWIGLU if gated else zs.moe.FeedForward()
-    layer = FeedForwardLayer(case.width, case.hidden, form).to(case.dtype)
+    layer = case.layer(lambda: FeedForwardLayer(case.width, case.hidden, form))
     return Run(layer, case.data()[0].repeat(case.k, 1).requires_grad_(), engine=True)
 
 
@@ -155,8 +169,12 @@ def mixture(case: Case, gated: bool = False, engine: bool = True, loop: bool = F
     """Ours, dropless."""
     form = zs.moe.SWIGLU if gated else zs.moe.FeedForward()
     name = {1: "switch", 2: "mixtral"}[case.k]
-    router = router_of(name, case.width, case.experts, capacity=math.inf, noise=None)
-    layer = zs.moe.MoE(case.width, case.hidden, case.experts, router, expert=form).to(case.dtype)
+
+    def build() -> nn.Module:
+        router = router_of(name, case.width, case.experts, capacity=math.inf, noise=None)
+        return zs.moe.MoE(case.width, case.hidden, case.experts, router, expert=form)
+
+    layer = case.layer(build)
     x, weight = case.data()
     with torch.no_grad():
         layer.router.weight.copy_(weight)
@@ -183,7 +201,7 @@ def hugging_face(case: Case) -> Run:
         num_experts_per_tok=case.k,
     )
     config._experts_implementation = "grouped_mm"
-    block = MixtralSparseMoeBlock(config).to(case.dtype)
+    block = case.layer(lambda: MixtralSparseMoeBlock(config))
     x, weight = case.data()
     with torch.no_grad():
         for parameter in block.parameters():
@@ -208,7 +226,7 @@ def deepspeed(case: Case, factor: float | None) -> Run:
     )
     layer = MOELayer(gate, DeepSpeedExperts(network, case.experts), "group", 1, case.experts)
     layer._set_ep_group(dist.new_group([0]))
-    layer = layer.to(case.dtype)
+    layer = layer.to(case.device, case.dtype)
     x, weight = case.data()
     with torch.no_grad():
         gate.wg.weight.data = weight.clone().float()
@@ -233,7 +251,8 @@ def tutel(case: Case, factor: float) -> Run:
             "hidden_size_per_expert": case.hidden,
             "activation_fn": torch.relu,
         },
-    ).to(case.dtype)
+    )
+    layer = layer.to(case.device, case.dtype)
     x, weight = case.data()
     with torch.no_grad():
         layer.gates[0].wg.weight.copy_(weight)
@@ -252,14 +271,23 @@ class Products:
 
     def __init__(self, case: Case) -> None:
         made, hidden = (case.experts, case.hidden, case.width), (case.tokens * case.k, case.hidden)
-        self.up, self.down = torch.randn(made, dtype=case.dtype), torch.randn(made, dtype=case.dtype).mT.contiguous()
+        self.grouped = case.device != "cpu"
+        draw = partial(torch.randn, dtype=case.dtype, device=case.device)
+        self.up, self.down = draw(made), draw(made).mT.contiguous()
         self.of_up, self.of_down = torch.zeros_like(self.up), torch.zeros_like(self.down)
-        self.x, self.output = (torch.randn(hidden[0], case.width, dtype=case.dtype) for _ in range(2))
-        self.hidden, self.of_hidden = (torch.randn(hidden, dtype=case.dtype) for _ in range(2))
+        self.x, self.output = (draw(hidden[0], case.width) for _ in range(2))
+        self.hidden, self.of_hidden = (draw(hidden) for _ in range(2))
         self.counts = [load * case.k for load in case.loads()]
+        self.offsets = torch.tensor(self.counts, device=case.device).cumsum(0, dtype=torch.int32)
 
     def step(self) -> None:
-        """Those of a forward, an expert at a time, then those of a backward."""
+        """Those of a forward, then those of a backward: an expert at a time, or all in one product on a GPU."""
+        if self.grouped:
+            product = partial(torch.nn.functional.grouped_mm, offs=self.offsets)
+            product(self.x, self.up.mT), product(self.hidden, self.down.mT)
+            product(self.output.mT, self.hidden), product(self.output, self.down)
+            product(self.of_hidden.mT, self.x), product(self.of_hidden, self.up)
+            return
         rows = [each.split(self.counts) for each in (self.x, self.output, self.hidden, self.of_hidden)]
         for e, (x, output, hidden, _) in enumerate(zip(*rows, strict=True)):
             torch.mm(x, self.up[e].mT, out=hidden)
@@ -291,10 +319,16 @@ VARIANTS: dict[str, Callable[[Case], Run | Products]] = {
 BASE = {name: "dense-gated" if name.endswith("gated") or name == "hf" else "dense" for name in VARIANTS}
 
 
-def peak(run: Run | Products) -> int:
+def peak(run: Run | Products, device: str) -> int:
     """The most bytes that a forward and a backward hold at once, beside gradients: every allocation is seen."""
     run.step()
     run.clear()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run.step()
+        run.clear()
+        return torch.cuda.max_memory_allocated() - before - run.gradients
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         run.step()
     run.clear()
@@ -308,20 +342,20 @@ def measured(case: Case, names: list[str], rounds: int, order: random.Random) ->
         torch.manual_seed(1)
         with suppress(ImportError):
             runs[name] = VARIANTS[name](case)
-    peaks = {name: peak(run) for name, run in runs.items()}  # warms up as well
+    peaks = {name: peak(run, case.device) for name, run in runs.items()}  # warms up as well
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name in order.sample(list(runs), len(runs)):
             gc.collect()
-            start = time.process_time()
+            start = case.now()
             runs[name].step()
-            seconds[name].append(time.process_time() - start)
+            seconds[name].append(case.now() - start)
             runs[name].clear()
     table = {}
     for name, times in seconds.items():
         ratios = [a / b for a, b in zip(times, seconds[BASE[name]], strict=True)]
         table[name] = {
-            "cpu_seconds": round(statistics.median(times), 4),
+            "cpu_seconds" if case.device == "cpu" else "seconds": round(statistics.median(times), 6),
             "ratio": round(statistics.median(ratios), 3),
             "quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]] if rounds > 1 else [],
             "peak_mib": round(peaks[name] / 2**20, 1),
@@ -334,6 +368,10 @@ def measured(case: Case, names: list[str], rounds: int, order: random.Random) ->
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """The cases, small ones with --quick."""
     dtype = getattr(torch, options.dtype)
+    if options.device == "cuda":
+        for experts, k in ((8, 1), (8, 2), (64, 1), (64, 2)):
+            yield Case(experts, k, tokens=16384, width=2048, hidden=8192, dtype=torch.bfloat16, device="cuda")
+        return
     if options.quick:
         yield Case(8, 2, tokens=1024, width=128, hidden=512, dtype=dtype)
         return
@@ -348,10 +386,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="larger layers in bf16 on a GPU")
     parser.add_argument("--only", help="names of variants, with commas; dense layers are needed")
     parser.add_argument("--case", help="only cases whose names contain this")
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("did not run: there is no CUDA GPU here")
+        return
     torch.set_num_threads(1)
     names = options.only.split(",") if options.only else list(VARIANTS)
     unknown = set(names) - set(VARIANTS)

@@ -81,7 +81,25 @@ SHARED: dict[str, Settings] = {
     "tensor": {"tensor_parallel": 2},
     "tensor, zero=3, selective": {"tensor_parallel": 2, "zero": 3, "recompute": "selective"},
     "stages": {"pipeline_parallel": 2, "microbatches": 2},
-}
+    "interleaved stages": {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.schedule": "interleaved",
+        "pipeline_parallel.virtual_stages": 2,
+        "microbatches": 2,
+    },
+    "stages, deferred weight gradients": {
+        "pipeline_parallel": 2,
+        "pipeline_parallel.schedule": "zb-h1",
+        "microbatches": 4,
+    },
+    "stages, arena of their inputs": {
+        "pipeline_parallel": 2,
+        "microbatches": 4,
+        "activations.recompute": "blocks",
+        "activations.arena": True,
+    },
+    "stages, optimizer on the host": {"pipeline_parallel": 2, "microbatches": 2, "offload": "optimizer"},
+}  # fmt: skip
 
 
 def batch(step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
@@ -158,6 +176,13 @@ def check_two_ranks(pool: Pool, settings: Settings, maker: str = "adamw") -> Non
         compare((losses, weights), by_hand(maker, settings.get("clip_norm")))
 
 
+@pytest.mark.parametrize("settings", [{}, {"offload.fraction": 0.5}, {"microbatches": 4, "clip_norm": 0.5}], ids=str)
+def test_moments_of_8_bits_on_the_host(settings: Settings) -> None:
+    settings = {"offload": "optimizer", "offload.moments": "8bit", **settings}
+    losses, wanted = train(zs.Mesh(), settings)[0], by_hand("8 bits", settings.get("clip_norm"))[0]
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=0)  # other blocks have other scales
+
+
 @pytest.mark.parametrize("settings", SHARED.values(), ids=SHARED.keys())
 def test_two_ranks_on_one_gpu(pool: Pool, settings: Settings) -> None:
     check_two_ranks(pool, settings)
@@ -225,18 +250,22 @@ def mixture() -> nn.Module:
 def train_mixture(mesh: zs.Mesh, settings: Settings) -> list[float]:
     """Losses [STEPS] of this rank."""
     torch.manual_seed(0)
-    engine = zs.Engine(mixture(), MAKERS["momentum"], zs.Plan.from_dict(settings), mesh=on_gpu(mesh))
-    return [engine.train_step(batch(step, mesh.rank, mesh.ranks)).loss.item() for step in range(STEPS)]
+    plan = zs.Plan.from_dict(settings)
+    example = batch(0) if plan.pipelined else None
+    engine = zs.Engine(mixture(), MAKERS["momentum"], plan, mesh=on_gpu(mesh), example=example)
+    ranks = mesh.ranks // plan.pipeline.stages
+    rank = mesh.rank if ranks > 1 else 0
+    return [engine.train_step(batch(step, rank, ranks)).loss.item() for step in range(STEPS)]
 
 
-def mixture_by_hand(ranks: int) -> list[float]:
-    """Losses of the plain loop; each rank's rows have a balance loss of their own."""
+def mixture_by_hand(parts: int) -> list[float]:
+    """Losses of the plain loop; each part of the rows, of a rank or a microbatch, has a balance loss of its own."""
     torch.manual_seed(0)
     plain = mixture().cuda()
     optimizer = MAKERS["momentum"](plain.parameters())
     losses = []
     for step in range(STEPS):
-        loss = torch.stack([plain(*batch(step, rank, ranks)) for rank in range(ranks)]).mean()
+        loss = torch.stack([plain(*batch(step, part, parts)) for part in range(parts)]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -244,14 +273,43 @@ def mixture_by_hand(ranks: int) -> list[float]:
     return losses
 
 
-def test_a_mixture() -> None:
-    torch.testing.assert_close(train_mixture(zs.Mesh(), {"zero": 3}), mixture_by_hand(1), rtol=1e-5, atol=0)
+@pytest.mark.parametrize("settings", [{"zero": 3}, {"zero": 2, "recompute": "blocks", "microbatches": 2}], ids=str)
+def test_a_mixture(settings: Settings) -> None:
+    found, wanted = train_mixture(zs.Mesh(), settings), mixture_by_hand(settings.get("microbatches", 1))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("settings", [{"expert_parallel": 2}, {"expert_parallel": 2, "zero": 3}], ids=str)
-def test_a_mixture_on_two_ranks(pool: Pool, settings: Settings) -> None:
-    losses = torch.tensor(pool.run(train_mixture, 2, settings)).mean(0)
-    torch.testing.assert_close(losses, torch.tensor(mixture_by_hand(2)), rtol=1e-5, atol=0)
+@pytest.mark.parametrize("settings", [{"zero": 0}, {"zero": 3, "recompute": "blocks"}], ids=str)
+def test_a_mixture_in_grouped_products(settings: Settings) -> None:
+    found = train_mixture(zs.Mesh(), {"precision": "bf16", **settings})
+    torch.testing.assert_close(found, mixture_by_hand(1), rtol=1e-2, atol=0)
+
+
+ZB = {"pipeline_parallel": 2, "pipeline_parallel.schedule": "zb-h1", "microbatches": 2}
+EXPERTS_OF_TWO: dict[str, tuple[Settings, float]] = {
+    "expert parallel": ({"expert_parallel": 2}, 1e-5),
+    "expert parallel, zero=3": ({"expert_parallel": 2, "zero": 3}, 1e-5),
+    "expert parallel, bf16": ({"expert_parallel": 2, "precision": "bf16"}, 1e-2),
+    "deferred weight gradients": (ZB, 1e-5),
+    "deferred weight gradients, bf16": ({**ZB, "precision": "bf16"}, 1e-2),
+}
+
+
+@pytest.mark.parametrize("settings, rtol", EXPERTS_OF_TWO.values(), ids=EXPERTS_OF_TWO.keys())
+def test_a_mixture_on_two_ranks(pool: Pool, settings: Settings, rtol: float) -> None:
+    losses = torch.tensor(pool.run(train_mixture, 2, settings)).mean(0).tolist()
+    torch.testing.assert_close(losses, mixture_by_hand(2), rtol=rtol, atol=0)
+
+
+def test_experts_in_an_encoder_of_torch() -> None:
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).cuda()
+    x = torch.randn(4, 8, 32, device="cuda")
+    with torch.no_grad():
+        before = encoder.eval()(x)
+        zs.moe.replace_ffn(encoder, every=1, experts=4, router="mixtral")
+        torch.testing.assert_close(encoder.cuda().eval()(x), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("counts", [(5, 0, 19, 8), (0, 0, 32, 0), (8, 8, 8, 8)], ids=str)
