@@ -78,3 +78,18 @@ def test_experts_on_an_accelerator_equal_those_of_the_host() -> None:
     for ours, theirs in zip(there.parameters(), host.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         torch.testing.assert_close(ours.grad.float().cpu(), theirs.grad, rtol=0.1, atol=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_rounded_once_after_their_gates(dtype: torch.dtype) -> None:
+    rows, gates = torch.randn(9, 4, dtype=dtype, requires_grad=True), torch.rand(9, requires_grad=True)
+    found, expected = weighed(rows, gates), (rows * gates.unsqueeze(-1)).to(dtype)
+    assert found.dtype == dtype and torch.equal(found, expected)
+    above = torch.randn_like(found)
+    pairs = [torch.autograd.grad(each, [rows, gates], above) for each in (found, expected)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*pairs, strict=True))
+
+
+def test_gated_rows_have_second_derivatives() -> None:
+    rows, gates = (torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (4,)))
+    assert torch.autograd.gradgradcheck(weighed, (rows, gates))

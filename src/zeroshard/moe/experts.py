@@ -203,7 +203,35 @@ def with_gradients(rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
 def weighed(rows: Tensor, gates: Tensor | None) -> Tensor:
     """Rows [R, D] times gates [R], multiplied in the wider dtype of both."""
-    return rows if gates is None else (rows * gates.unsqueeze(-1)).to(rows.dtype)
+    if gates is None:
+        return rows
+    product: Tensor = _Weighed.apply(rows, gates.unsqueeze(-1))  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Weighed(torch.autograd.Function):
+    """Products in the wider dtype, each rounded once to that of the rows without a copy in between."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gates: Tensor) -> Tensor:
+        """[R, D] times [R, 1] -> [R, D]."""
+        ctx.save_for_backward(rows, gates)
+        return _rounded_product(rows, gates, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows, gates = ctx.saved_tensors
+        of_rows = _rounded_product(gradients[0], gates, rows)
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None
+        wide = torch.promote_types(rows.dtype, gates.dtype)
+        return of_rows, (gradients[0].to(wide) * rows).sum(-1, keepdim=True).to(gates.dtype)
+
+
+def _rounded_product(factor: Tensor, gates: Tensor, like: Tensor) -> Tensor:
+    if torch.is_grad_enabled():  # in a backward that is differentiated itself
+        return (factor * gates).to(like.dtype)
+    return torch.mul(factor, gates, out=torch.empty_like(like))
 
 
 class _Idle(torch.autograd.Function):
