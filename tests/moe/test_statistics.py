@@ -96,7 +96,7 @@ def test_choices_that_trade_places_are_other_choices() -> None:
 
         @staticmethod
         def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-            statistics.add(ctx.routing)
+            statistics.compare(ctx.routing)
             return gradient, None
 
     Again.apply(torch.ones(1, requires_grad=True), one).backward()

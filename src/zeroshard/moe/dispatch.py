@@ -6,6 +6,7 @@ Shapes: T tokens, k choices of each, E experts, R kept choices, D features.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,14 +55,16 @@ def order_of(routing: Routing, experts: int) -> RowOrder:
     kept = None if routing.kept is None else routing.kept.reshape(-1).nonzero().squeeze(1)
     if kept is not None:
         chosen = chosen[kept]
-    order = torch.argsort(chosen, stable=True)
+    ascending, order = torch.sort(chosen, stable=True)
     choices = order if kept is None else kept[order]
-    counts = tuple(torch.bincount(chosen, minlength=experts).tolist())
-    if len(counts) > experts:
+    starts = torch.searchsorted(ascending, torch.arange(experts + 1, device=chosen.device)).tolist()
+    if starts[0] > 0 or starts[-1] < len(chosen):
+        wrong = ascending[0 if starts[0] > 0 else -1].item()
         raise ModelError(
-            f"A router chose expert {len(counts) - 1}, and experts 0 to {experts - 1} are there. Experts without "
-            f"weights, such as the identity, cannot be dispatched to; apply them beside the mixture."
+            f"A router chose expert {wrong}, and experts 0 to {experts - 1} are there. Experts without weights, such "
+            f"as the identity, cannot be dispatched to; apply them beside the mixture."
         )
+    counts = tuple(end - start for start, end in pairwise(starts))
     return RowOrder(choices, choices if k == 1 else choices // k, counts, (tokens, k))
 
 

@@ -204,8 +204,11 @@ class RoutedForward:
         routing = routing_of(chosen, weights, self._experts)
         statistics = getattr(self._module, "statistics", None)
         if statistics is not None:
+            statistics.compare(routing)
+        output = self._forward(x.reshape(-1, x.shape[-1]), routing).view(x.shape)
+        if statistics is not None:
             statistics.add(routing)
-        return self._forward(x.reshape(-1, x.shape[-1]), routing).view(x.shape)
+        return output
 
 
 def routing_of(chosen: Tensor, weights: Tensor, experts: int) -> Routing:

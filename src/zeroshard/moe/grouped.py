@@ -48,16 +48,13 @@ def grouped_rows(rows: Tensor, counts: Sequence[int], stack: ExpertStack) -> Ten
     device = rows.device.type
     if torch.is_autocast_enabled(device):
         rows = rows.to(torch.get_autocast_dtype(device))
-    sizes = torch.tensor(counts, device=rows.device)
     offsets = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
     with torch.autocast(device, enabled=False):
-        made = _product(rows, stack.up, stack.up_bias, offsets, sizes, stack.transposed)
-        return _product(stack.activation(made), stack.down, stack.down_bias, offsets, sizes, stack.transposed)
+        made = _product(rows, stack.up, stack.up_bias, offsets, stack.transposed)
+        return _product(stack.activation(made), stack.down, stack.down_bias, offsets, stack.transposed)
 
 
-def _product(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, sizes: Tensor, transposed: bool
-) -> Tensor:
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool) -> Tensor:
     store = store_for(weight)
     rows, values = rows.contiguous(), weight.to(rows.dtype)
     if store is None:
@@ -69,6 +66,7 @@ def _product(
         product = _Product.apply(rows, anchor, *left)  # type: ignore[no-untyped-call]
     if bias is None:
         return product
+    sizes = offsets.diff(prepend=offsets.new_zeros(1))
     return product + bias.to(rows.dtype).repeat_interleave(sizes, 0, output_size=len(rows))
 
 

@@ -61,19 +61,21 @@ class Statistics(nn.Module):
             buffer.zero_()
 
     @torch.no_grad()
-    def add(self, routing: Routing) -> None:
-        """Count a routing, in training; in a recomputation, compare it.
+    def compare(self, routing: Routing) -> None:
+        """In a recomputation, compare a routing that is about to be carried out with those of the forwards.
 
         Raises:
-            ModelError: a recomputation chose other experts than its forward.
+            ModelError: it chose other experts than its forward.
         """
-        if not self.training or routing.experts.is_meta:
+        if self._watches(routing) and _recomputing():
+            self._find(_fingerprint(routing))
+
+    @torch.no_grad()
+    def add(self, routing: Routing) -> None:
+        """Count a routing of a forward in training, once the experts' work is under way, which need not wait for it."""
+        if not self._watches(routing) or _recomputing():
             return
-        fingerprint = _fingerprint(routing)
-        if torch._C._current_graph_task_id() != -1:
-            self._compare(fingerprint)
-            return
-        self._fingerprints.append(fingerprint)
+        self._fingerprints.append(_fingerprint(routing))
         choices = routing.counts.sum()
         self.load += routing.counts
         self.choices += choices
@@ -88,7 +90,10 @@ class Statistics(nn.Module):
             index = LOSSES.index(name) if name in LOSSES else -1
             self.losses[index] += loss.detach().to(self.losses.dtype)
 
-    def _compare(self, fingerprint: Tensor) -> None:
+    def _watches(self, routing: Routing) -> bool:
+        return self.training and not routing.experts.is_meta
+
+    def _find(self, fingerprint: Tensor) -> None:
         known = self._fingerprints
         if type(fingerprint) is not Tensor:  # without values, in a rehearsal
             return
@@ -99,6 +104,10 @@ class Statistics(nn.Module):
             "rows. Random numbers, autocast and the state of the router must be the same in both: keep "
             "torch.utils.checkpoint(preserve_rng_state=True), and change no router between a forward and its backward."
         )
+
+
+def _recomputing() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _fingerprint(routing: Routing) -> Tensor:

@@ -51,7 +51,9 @@ class TokenGroups:
     def lengths(self, values: Tensor) -> Tensor:
         """[G], in the dtype and on the device of `values`: the tokens of each group, padding left out."""
         if self.valid is None:
-            return values.new_tensor(self.sizes)
+            lengths = values.new_full((self.count,), self.size)
+            lengths[-1] = self.sizes[-1]  # no copy from the host, for which a device would wait
+            return lengths
         return self.sums(self.valid.to(values.dtype).unsqueeze(-1)).squeeze(-1)
 
     def counts(self, experts: Tensor, bins: int, chosen: Tensor | None = None) -> Tensor:
