@@ -85,13 +85,14 @@ class Case:
     def data(self) -> tuple[Tensor, Tensor]:
         """Tokens [T, D], and weights [E, D] of a router that sends them as `loads` says."""
         torch.manual_seed(0)
-        centres = torch.nn.functional.normalize(torch.randn(self.experts, self.width), dim=-1) * 0.3
-        chosen = torch.cat([torch.full((load,), e) for e, load in enumerate(self.loads())])
-        chosen = chosen[torch.randperm(self.tokens)]
-        x = centres[chosen] + torch.randn(self.tokens, self.width) * 0.01
-        if self.k == 2:
-            x = x + 0.7 * centres[(chosen + 1 + torch.arange(self.tokens) % (self.experts - 1)) % self.experts]
-        return (x * 20).to(self.device, self.dtype), (centres * 2).to(self.device, self.dtype)
+        with torch.device(self.device):
+            centres = torch.nn.functional.normalize(torch.randn(self.experts, self.width), dim=-1) * 0.3
+            chosen = torch.cat([torch.full((load,), e) for e, load in enumerate(self.loads())])
+            chosen = chosen[torch.randperm(self.tokens)]
+            x = centres[chosen] + torch.randn(self.tokens, self.width) * 0.01
+            if self.k == 2:
+                x = x + 0.7 * centres[(chosen + 1 + torch.arange(self.tokens) % (self.experts - 1)) % self.experts]
+        return (x * 20).to(self.dtype), (centres * 2).to(self.dtype)
 
     def layer(self, build: Callable[[], nn.Module]) -> Any:
         """A layer with weights that are drawn on the case's device."""
