@@ -253,6 +253,12 @@ def test_lines_are_short_and_name_nobodys_machine(page: Path) -> None:
         )
 
 
+def test_no_object_is_described_twice() -> None:
+    """Sphinx, which `make docs` has stop at a warning, warns of the second description."""
+    described = [name for page in PAGES for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)", page.read_text(), re.M)]
+    assert described and len(described) == len(set(described))
+
+
 @pytest.mark.parametrize("command", ["train", "simulate", "profile", "partition", "export", "run", "verify"])
 def test_every_option_has_its_row(command: str) -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
