@@ -119,3 +119,24 @@ def test_losses_over_the_global_batch(pool: Pool, experts: int) -> None:
     for weights, _ in pool.run(train, 2, {"zero": 2, "expert_parallel": experts}, GLOBAL):
         for name, value in wanted.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_router_of_two_mixtures_moves_once_by_the_load_of_both() -> None:
+    model, literal = build(BIASED), build(BIASED)
+    for each in (model, literal):
+        each.blocks[1].mixture.router = each.blocks[0].mixture.router
+    engine = zs.Engine(model, optimizer, zs.Plan())
+    updates = optimizer(literal.parameters())
+    for step in range(STEPS):
+        engine.train_step(data(step, 0))
+        updates.zero_grad()
+        with weighing(1.0):
+            literal(data(step, 0)).backward()
+        updates.step()
+        statistics = [block.mixture.experts.statistics for block in literal.blocks]
+        literal.blocks[0].mixture.router.update_bias(statistics[0].load + statistics[1].load)
+        for each in statistics:
+            each.clear()
+    found = engine.state_dict()
+    for name, value in literal.state_dict().items():
+        torch.testing.assert_close(found[name], value)

@@ -59,11 +59,14 @@ class MixtureSteps:
         if not self._layers:
             return
         totals = self._totals()
+        loads: dict[Any, Tensor] = {}  # by router: one that several mixtures share moves once, by the load of all
         for (statistics, routers), total in zip(self._layers, totals, strict=True):
             statistics.last = total
             statistics.clear()
-            for router in () if skipped else routers:
-                router.update_bias(total["load"])
+            for router in routers:
+                loads[router] = total["load"] + loads.get(router, 0)
+        for router, load in () if skipped else loads.items():
+            router.update_bias(load)
         for buffers in self._buffers:
             buffers.share()
         self._totals_of = dict(zip(self._watches, totals, strict=True))
