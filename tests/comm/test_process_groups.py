@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jobs import error_of
 from pool import Pool, impatient
 from torch import nn
@@ -94,6 +95,21 @@ def drop_unequally(mesh: zs.Mesh) -> list[bool]:
 
 def test_groups_end_when_no_rank_has_their_mesh(pool: Pool) -> None:
     assert pool.run(drop_unequally, 4) == [[True, True, False]] * 4
+
+
+def part_after_groups_of_one(mesh: zs.Mesh) -> tuple[int, int]:
+    """What torch names groups of some ranks by, after one rank has made more groups than the others, and a part."""
+    world = dist.distributed_c10d._world
+    if mesh.rank == 0:
+        world.group_count += 3
+        world.pg_names[object()] = "a group of this rank alone"
+    part = part_of(mesh, [[0, 1, 2], [3]], "three and one")
+    assert part.ranks in (1, 3)
+    return world.group_count, len(world.pg_names)
+
+
+def test_ranks_with_unequal_numbers_of_groups_name_the_next_alike(pool: Pool) -> None:
+    assert len(set(pool.run(part_after_groups_of_one, 4))) == 1
 
 
 def share_again(mesh: zs.Mesh) -> list[bool]:

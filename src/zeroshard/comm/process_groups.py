@@ -2,7 +2,8 @@
 
 [Note: leases] Torch keeps a process group, with about five descriptors and three threads, until it is destroyed. Ranks
 lose a group's mesh at different times, as garbage is collected, and torch names some new groups by the number of groups
-that exist. So a group ends at the next roll call of all ranks in which none of them has its mesh any more.
+that exist (2.13) or were made (2.14). So a group ends at the next roll call of all ranks in which none of them has its
+mesh any more, and both numbers are equal on these ranks then.
 """
 
 import json
@@ -59,17 +60,19 @@ def roll_call(store: Store, rank: int, ranks: int, wait: Callable[[], None], wit
     names = [f"leases/{within}/{_COUNTS[f'{within}/call']}/{each}" for each in range(ranks)]
     stuck = {name for name, work in ABANDONED if not work.is_completed()}  # destroying their groups would wait for them
     mine = [name for name in {*stuck, *_HELD} if name.startswith(within)]
-    known: dict[Any, Any] = dist.distributed_c10d._world.pg_names
-    store.set(names[rank], json.dumps([mine, len(known)]))
+    world = dist.distributed_c10d._world
+    known: dict[Any, Any] = world.pg_names
+    store.set(names[rank], json.dumps([mine, len(known), world.group_count]))
     wait()
     answers = [json.loads(store.get(each)) for each in names]
-    needed = {name for held, _ in answers for name in held}
+    needed = {name for held, _, _ in answers for name in held}
     for name in [name for name in _GROUPS if name.startswith(within) and name not in needed]:
         for group in filter(is_open, _GROUPS.pop(name)):
             dist.destroy_process_group(group)
-    most = max(count for _, count in answers)
-    while len(known) < most:
+    _, existing, made = zip(*answers, strict=True)
+    while len(known) < max(existing):
         known[_PlaceholderGroup()] = f"placeholder {len(known)}"
+    world.group_count = max(made)
 
 
 class _PlaceholderGroup:
