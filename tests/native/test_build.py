@@ -21,7 +21,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-def test_a_library_is_built_once_and_anew_where_its_source_or_flags_change(
+def test_a_library_is_built_once_and_anew_where_its_source_a_header_or_flags_change(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert build.library(source, FLAGS).one_more(41) == 42
@@ -29,9 +29,11 @@ def test_a_library_is_built_once_and_anew_where_its_source_or_flags_change(
         patch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
         assert build.library(source, FLAGS).one_more(1) == 2
     assert build.library(source, (*FLAGS, "-DUNUSED=1")).one_more(1) == 2
-    source.write_text('extern "C" int one_more(int x) { return x + 2; }\n')
-    assert build.library(source, FLAGS).one_more(1) == 3
-    assert len(list((tmp_path / "cache" / "zeroshard").glob("one_more-*.so"))) == 3
+    source.write_text('#include "two.h"\nextern "C" int one_more(int x) { return x + TWO; }\n')
+    for value in (2, 5):
+        (tmp_path / "two.h").write_text(f"#define TWO {value}\n")
+        assert build.library(source, FLAGS).one_more(1) == 1 + value
+    assert len(list((tmp_path / "cache" / "zeroshard").glob("one_more-*.so"))) == 4
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")

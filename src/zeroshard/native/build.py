@@ -1,8 +1,8 @@
 """Shared libraries from C++ sources of the package, built once per machine into the user's cache.
 
 [Note: dispatch] A library is built for the processor that will run it, with all of that one's instructions (AVX2 or
-AVX-512 on x86). The name of its file has a digest of source, flags, compiler and processor, so machines that share a
-cache and differ in their instructions have a file each.
+AVX-512 on x86). The name of its file has a digest of source, headers, flags, compiler and processor, so machines that
+share a cache and differ in their instructions have a file each.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """The library of one source file, built if no earlier process has done so.
 
     Args:
-        source: a C++ file with a plain C interface and no headers of its own.
+        source: a C++ file with a plain C interface; headers of its own are in its folder.
         flags: of the compiler, besides the one for this machine's processor.
 
     Raises:
@@ -43,7 +43,8 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise OSError(f"No C++ compiler was found ({', '.join(COMPILERS)}). Install one.")
-    parts = [source.read_bytes(), " ".join(flags).encode(), _target(command).encode()]
+    headers = sorted(source.parent.glob("*.h"))
+    parts = [*(path.read_bytes() for path in (source, *headers)), " ".join(flags).encode(), _target(command).encode()]
     built = _folder() / f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     if not built.exists():
         with _alone(built):
