@@ -275,16 +275,16 @@ def _update(
         new = None if weights_alone else states
         adam_update(gradient[part_slice], factor, part.scalars, states, new, None if into is None else into[part_slice])
     if out is not None:  # of which the gradient in its place has been read
-        for start, stop in _gaps([] if into is None else parts, out.numel()):
+        for start, stop in gaps([] if into is None else [(part.start, part.stop) for part in parts], out.numel()):
             out[start:stop].copy_(pages.master[start:stop])
 
 
-def _gaps(parts: Iterable[SlicePiece], numel: int) -> Iterator[tuple[int, int]]:
-    """The intervals of `numel` elements that no part covers; parts are in order."""
+def gaps(parts: Iterable[tuple[int, int]], numel: int) -> Iterator[tuple[int, int]]:
+    """The intervals of `numel` elements that no part covers; parts [start, stop) are in order."""
     end = 0
-    for part in parts:
-        if part.start > end:
-            yield end, part.start
-        end = part.stop
+    for start, stop in parts:
+        if start > end:
+            yield end, start
+        end = stop
     if end < numel:
         yield end, numel

@@ -12,11 +12,12 @@ from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Arena, Category
 from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
-from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded
+from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded, gaps
 from zeroshard.optim.host_adam import Scalars
 from zeroshard.optim.joined import JoinedSpans
 from zeroshard.optim.moments import Blockwise
 from zeroshard.optim.spans import SpanOptimizer
+from zeroshard.optim.tensor_optimizer import Fused
 from zeroshard.optim.updater import MasterUpdater
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_lower_tier
@@ -65,11 +66,17 @@ class HostUpdater(MasterUpdater):
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and begin to copy the new weights to the device."""
         (gradient,) = gradients.for_update()
-        self._step(gradient, written, factor)
-        gradients.reduction.used()
+        fuses = self._optimizer.fuses
+        if not fuses:
+            self._step(gradient, written, factor)
+            gradients.reduction.used()
         staging = self._updates.staging.take(self.values.numel() * self.weights.flat.dtype.itemsize)
         out = staging.view(self.weights.flat.dtype)
-        out.copy_(self.values)
+        if fuses:
+            self._step_into(out, gradient, written, factor)
+            gradients.reduction.used()
+        else:
+            out.copy_(self.values)
         self._updates.rise(HostUpdate(self.weights, self.unit, self.start, None, out, staging))
 
     @property
@@ -90,6 +97,18 @@ class HostUpdater(MasterUpdater):
             own = self.values.numel() - index.padding_in(self.start, self.start + self.values.numel())
             yield Purpose.PARAMETERS_UP, own * work.updates
         yield from super().wire(work)
+
+    def _step_into(self, out: torch.Tensor, gradient: torch.Tensor, written: bytes, factor: float) -> None:
+        """Take one step whose own passes over memory scale the gradient, and write the new weights to `out`."""
+        gradient_of = self._gradient_of([gradient], written, 1.0)
+        spans = [span for span in self.spans if written[self.weights.flat.index.number_at(span.start)]]
+        parts = [(span.start - self.start, span.stop - self.start) for span in spans]
+        places: dict[torch.Tensor, torch.Tensor] = {
+            span.tensor: out[start:stop] for span, (start, stop) in zip(spans, parts, strict=True)
+        }
+        self._optimizer.step(self._number, gradient_of, Fused(factor, places))
+        for start, stop in gaps(parts, out.numel()):
+            out[start:stop].copy_(self.values[start:stop])
 
     def _take(self, numel: int) -> torch.Tensor:
         return self._updates.host.borrow(numel * self.values.dtype.itemsize).view(self.values.dtype)

@@ -3,16 +3,18 @@
 A matrix [n, m] keeps n + m numbers in fp32 in the place of n*m; a vector keeps all its second moments. The paper's
 sums over rows and columns are kept as means, which give the same second moment R C / mean(R).
 
-A step reads the gradient of a matrix three times: for the means, the size of the update, and the update. On CPUs it
-does so in pieces that stay in cache, and no temporary is as large as a large matrix.
+A step reads the gradient of a matrix three times: for the means, the size of the update, and the update. On CPUs a
+kernel does it (`host_adafactor`), in memory and offloaded, so that both have the same bits. Elsewhere, and without a
+compiler, torch's operations do: on CPUs in pieces that stay in cache, so that no temporary is as large as the matrix.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from zeroshard.optim import host_adafactor
 from zeroshard.optim.devices import on_cpus
 from zeroshard.optim.tensor_optimizer import (
     Options,
@@ -22,7 +24,6 @@ from zeroshard.optim.tensor_optimizer import (
     check_range,
     leading_shape,
     matrix_shape,
-    opened,
     put_back,
     root_mean_square,
     state_dtype,
@@ -136,6 +137,8 @@ class Adafactor(TensorOptimizer):
         ValueError: an option is out of its range.
     """
 
+    fuses: ClassVar[bool] = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -172,7 +175,22 @@ class Adafactor(TensorOptimizer):
         return {key: torch.zeros(size, dtype=dtype, device=device) for key, size in shapes.items()}
 
     def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
-        weights, gradient = opened(parameter, group["batch_dims"])
+        assert parameter.grad is not None
+        weights = as_matrices(parameter.detach(), group["batch_dims"]).to(state_dtype(parameter))
+        gradient = as_matrices(parameter.grad, group["batch_dims"])
+        factor, out = self.fused.factor, self.fused.out.get(parameter)
+        if host_adafactor.takes(weights, gradient, state):
+            host_adafactor.update(weights, gradient, state, _numbers(state["step"].item(), factor, group), out)
+            torch.autograd.graph.increment_version(parameter)  # a backward over old values is refused, as after torch's
+        else:
+            scaled = gradient.to(weights.dtype)
+            self._by_torch(weights, scaled if factor == 1.0 else scaled * factor, state, group)
+            if out is not None:
+                out.copy_(weights.view(-1))
+        put_back(parameter, weights)
+
+    def _by_torch(self, weights: torch.Tensor, gradient: torch.Tensor, state: State, group: Options) -> None:
+        """The same in torch's operations."""
         size = self._size(weights, state["step"].item(), group)
         decay = 1.0 - group["weight_decay"] * size if group["weight_decay"] else None
         momentum = None if group["beta1"] is None else as_matrices(state["exp_avg"], group["batch_dims"])
@@ -186,11 +204,10 @@ class Adafactor(TensorOptimizer):
                 own_momentum = momentum if momentum is None else momentum[place]
                 own_decay = decay if decay is None else decay[place[:1]]
                 _apply(weights[place], own_momentum, own_decay, update, columns[place[:1]], group["beta1"])
-        put_back(parameter, weights)
 
     def _size(self, weights: torch.Tensor, step: float, group: Options) -> torch.Tensor:
         """The step size of each matrix [B, 1, 1] or vector [B, 1] (Algorithm 4, lines 1 and 2)."""
-        size = relative_step(step) if group["lr"] is None else group["lr"]
+        size = _rate(step, group)
         if group["scale_parameter"]:
             return root_mean_square(weights).clamp_(min=group["eps"][1]).mul_(size)
         return weights.new_ones((len(weights),) + (1,) * (weights.dim() - 1)).mul_(size)
@@ -214,6 +231,26 @@ class Adafactor(TensorOptimizer):
         rows, columns = change_factors(gradient, row_means, column_means, beta2, group["eps"][0])
         update_size = factored_mean_square(gradient, rows, columns).sqrt_()
         return rows * clipped(size, update_size, group["clip_threshold"]), columns
+
+
+def _rate(step: float, group: Options) -> Any:
+    """The step size before it is scaled by the weights."""
+    return relative_step(step) if group["lr"] is None else group["lr"]
+
+
+def _numbers(step: float, factor: float, group: Options) -> host_adafactor.Numbers:
+    """What the kernel needs of a parameter group."""
+    return host_adafactor.Numbers(
+        weight2=1.0 - decay_at(step, group["decay_rate"]),
+        eps1=group["eps"][0],
+        eps2=group["eps"][1],
+        threshold=group["clip_threshold"],
+        rate=float(_rate(step, group)),
+        weight_decay=group["weight_decay"],
+        beta1=group["beta1"],
+        scaled=group["scale_parameter"],
+        factor=factor,
+    )
 
 
 def _apply(

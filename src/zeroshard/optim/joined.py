@@ -19,6 +19,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.memory.ledger import Arena
 from zeroshard.optim.probe import StateLayout
 from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
+from zeroshard.optim.tensor_optimizer import Fused
 from zeroshard.parts.place import Axis, Split
 from zeroshard.parts.planned import Wire, Work
 from zeroshard.traffic import Purpose
@@ -107,6 +108,11 @@ class JoinedSpans:
         return False
 
     @property
+    def fuses(self) -> bool:
+        """Whether a step takes work around it: parts are exchanged before and after it."""
+        return False
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's."""
         return self._optimizer.optimizer
@@ -168,7 +174,7 @@ class JoinedSpans:
         self.step(number, gradient_of)
         then()
 
-    def step(self, number: int, gradient_of: GradientOf) -> None:
+    def step(self, number: int, gradient_of: GradientOf, fused: Fused | None = None) -> None:
         """One optimizer step on the whole of each matrix of the flat that has a gradient; a collective call."""
         parts = {name: matrix.part.tensor.detach() for name, matrix in self._matrices.items()}
         found = {name: gradient_of(matrix.part) for name, matrix in self._matrices.items()}

@@ -20,6 +20,7 @@ from zeroshard.optim.in_memory import fast_on_cpus
 from zeroshard.optim.one_step import OneStep
 from zeroshard.optim.owners import Owners
 from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
+from zeroshard.optim.tensor_optimizer import Fused, TensorOptimizer
 from zeroshard.units import Index, Unreadable
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
@@ -146,8 +147,17 @@ class SpanOptimizer:
     @property
     def reads_alone(self) -> bool:
         """Whether a step leaves gradients as they are: as torch's Adam does, without hooks of the user's."""
-        hooks = self.optimizer._optimizer_step_pre_hooks  # one is this object's
-        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and len(hooks) == 1
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not self._watched
+
+    @property
+    def fuses(self) -> bool:
+        """Whether `step` takes work around it: of a class that does such work, itself, without hooks of the user's."""
+        return bool(vars(type(self.optimizer)).get("fuses")) and not self._watched
+
+    @property
+    def _watched(self) -> bool:
+        """Whether hooks of the user's see the gradients of a step."""
+        return len(self.optimizer._optimizer_step_pre_hooks) > 1  # one is this object's
 
     def spans(self, number: int) -> list[SliceSpan]:
         """The spans of one flat."""
@@ -169,9 +179,23 @@ class SpanOptimizer:
         for span in self._spans[number]:
             span.tensor.data = owned[span.start - start : span.stop - start].view(span.tensor.shape)
 
-    def step(self, number: int, gradient_of: GradientOf) -> None:
-        """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is."""
-        self._step(self._with_gradients(number, gradient_of))
+    def step(self, number: int, gradient_of: GradientOf, fused: Fused | None = None) -> None:
+        """One optimizer step on the spans of one flat; a span whose gradient is None stays as it is.
+
+        Args:
+            fused: what the step does besides, if the optimizer `fuses`; gradients may then have fewer bits.
+        """
+        if fused is None:
+            self._step(self._with_gradients(number, gradient_of))
+            return
+        assert isinstance(self.optimizer, TensorOptimizer)
+        for span in self._spans[number]:
+            span.tensor.grad_dtype = None  # any
+        self.optimizer.fused = fused
+        try:
+            self._step(self._with_gradients(number, gradient_of))
+        finally:
+            del self.optimizer.fused
 
     def _with_gradients(self, number: int, gradient_of: GradientOf) -> list[SliceSpan]:
         """The spans of one flat, which have their gradients now."""

@@ -10,7 +10,8 @@ Statistics and updates are computed in fp32 (in fp64 for weights in fp64), whate
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -90,6 +91,19 @@ def check_range(name: str, value: Any, allowed: Any, needed: str) -> None:
         raise ValueError(f"{name} is {value!r} and must be {needed}.")
 
 
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Work before and after an update that its own passes over memory can do.
+
+    Attributes:
+        factor: of the gradients, in the dtype of statistics.
+        out: vectors [numel] that get the new weights, rounded to their dtype, by parameter.
+    """
+
+    factor: float = 1.0
+    out: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+
 class TensorOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose subclasses write how one parameter changes.
 
@@ -98,9 +112,13 @@ class TensorOptimizer(torch.optim.Optimizer):
 
     Attributes:
         whole_tensors: true: slices of a parameter, stepped one by one, may end up elsewhere than the parameter.
+        fuses: whether a step does what `fused` says, and takes gradients in fewer bits than its weights have.
+        fused: for the next step.
     """
 
     whole_tensors: ClassVar[bool] = True
+    fuses: ClassVar[bool] = False
+    fused: Fused = Fused()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
