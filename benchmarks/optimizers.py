@@ -2,11 +2,14 @@
 
     python benchmarks/optimizers.py [--quick] [--rounds N] [--threads N] [--json FILE]
 
-Times are CPU seconds of the process; in each round all variants run in a new random order. Three parts:
+Times are CPU seconds of the process; in each round all variants run in a new random order. Four parts:
 
     updates   one step of each optimizer over the shapes of a small GPT with gradients given: ns and bytes per parameter
     training  whole steps of the built-in GPT, forward, backward and update: ratios to AdamW (fused) of the same round.
               Adafactor's batch is small, where an update weighs most; Muon's has 32 tokens per row of a matrix's side
+    adafactor Adafactor's update of one matrix, in memory (fp32) and as offloaded (gradients in bf16 times a factor, new
+              weights in bf16), by the kernel and by torch's operations, beside torch.optim.Adafactor and Adam's kernel;
+              lower quartiles, since other processes can only add to a time
     muon      Muon's updates of a matrix beside their products alone: by blocks as it computes them, and whole
 
 Peers that are not installed are left out. To add them without their dependencies (torch is there):
@@ -24,13 +27,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from ranks import circumstances
 from torch import Tensor, nn
 
 from zeroshard import optim
+from zeroshard.optim import host_adafactor
+from zeroshard.optim.host_adam import HostStates, Scalars, adam_update
 from zeroshard.optim.newton_schulz import QUINTIC, symmetric_product
+from zeroshard.optim.tensor_optimizer import Fused
 from zeroshard.train.gpt import GPT, GPTConfig
 
 WIDTH, VOCABULARY = 256, 8192
@@ -188,6 +195,58 @@ def _train(model: GPT, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     optimizer.zero_grad()
 
 
+def adafactor(shape: tuple[int, int], rounds: int, order: random.Random) -> dict[str, Any]:
+    """Nanoseconds per element of Adafactor's update of one matrix; all rows share its weights and gradients."""
+    weights, gradient = torch.randn(shape) * 0.02, torch.randn(shape) * 1e-3
+    halves, scratch, out = gradient.bfloat16(), torch.empty(shape), torch.empty(weights.numel(), dtype=torch.bfloat16)
+    parameter = nn.Parameter(weights)
+    parameter.grad_dtype = None
+    own, theirs = optim.Adafactor([parameter]), torch.optim.Adafactor([parameter])
+    scalars = Scalars.of({"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}, 5, decoupled=True)
+    states = HostStates(weights.view(-1), *torch.zeros(2, weights.numel()))
+
+    def step(optimizer: torch.optim.Optimizer, given: Tensor = gradient) -> None:
+        parameter.grad = given
+        optimizer.step()
+
+    def fused() -> None:
+        with patch.object(own, "fused", Fused(0.5, {parameter: out})):
+            step(own, halves)
+
+    def by_torch() -> None:
+        with patch.object(host_adafactor, "library", lambda: None):
+            step(own)
+
+    def offloaded_by_torch() -> None:
+        scratch.copy_(halves).mul_(0.5)
+        with patch.object(host_adafactor, "library", lambda: None):
+            step(own, scratch)
+        out.copy_(weights.view(-1))
+
+    runs: dict[str, Callable[[], object]] = {
+        "kernel": partial(step, own),
+        "torch's operations": by_torch,
+        "torch.optim.Adafactor": partial(step, theirs),
+        "Adam's kernel": lambda: adam_update(gradient.view(-1), 1.0, scalars, states, states),
+        "offloaded, kernel": fused,
+        "offloaded, torch's operations": offloaded_by_torch,
+        "offloaded, Adam's kernel": lambda: adam_update(halves.view(-1), 0.5, scalars, states, states, out),
+    }
+    seconds = interleaved(runs, rounds, order)
+    ns = {name: round(1e9 * sorted(row)[len(row) // 4] / weights.numel(), 3) for name, row in seconds.items()}
+    faster = {
+        where + "kernel": round(
+            statistics.median(
+                [a / b for a, b in zip(seconds[f"{where}torch's operations"], seconds[f"{where}kernel"], strict=True)]
+            ),
+            2,
+        )
+        for where in ("", "offloaded, ")
+    }
+    print(f"  {shape}: {ns} ns, times as fast as torch's operations: {faster}", flush=True)
+    return {"shape": shape, "ns": ns, "times_as_fast": faster}
+
+
 def muon(shape: tuple[int, int], rounds: int, order: random.Random) -> dict[str, Any]:
     """Muon's whole update of one matrix beside its products alone."""
     rows, columns = min(shape), max(shape)
@@ -251,6 +310,9 @@ def main() -> None:
     layers = GPTConfig(vocabulary=256, context=256, width=256, heads=4, layers=2)
     tokens = 2048 if options.quick else 32 * layers.width
     result["training"].append(training(layers, tokens, {"Muon": optim.Muon}, rounds, order))
+    print("adafactor", flush=True)
+    large = [(256, 256)] if options.quick else [(256, 1024), (4096, 4096), (50257, 768), (4096, 8192)]
+    result["adafactor"] = [adafactor(shape, rounds, order) for shape in large]
     print("muon", flush=True)
     shapes = [(256, 1024)] if options.quick else [(256, 256), (256, 1024), (512, 512), (2048, 512)]
     result["muon"] = [muon(shape, rounds, order) for shape in shapes]

@@ -8,6 +8,7 @@
 
 #include "host_kernels.h"
 
+#include <array>
 #include <cmath>
 #include <type_traits>
 
@@ -53,14 +54,14 @@ inline V read(const T* from) {
 }
 
 // Gradients times the factor, one by one and eight at a time.
-struct Full {
+struct FromFp32 {
   const float* from;
   float factor;
   float operator[](int64_t i) const { return from[i] * factor; }
   Float8 eight(int64_t i) const { return read<Float8>(from + i) * factor; }
 };
 
-struct Half {
+struct FromBf16 {
   const uint16_t* from;  // bf16
   float factor;
   float operator[](int64_t i) const { return from_bits(static_cast<uint32_t>(from[i]) << 16) * factor; }
@@ -76,12 +77,14 @@ struct Plain {
   Float8 eight(int64_t i) const { return read<Float8>(x + i); }
 };
 
+// Gradients times the factors of a row and of columns: the update before it is clipped.
 template <typename G>
 struct Product {
-  G x;
-  const float* y;
-  float operator[](int64_t i) const { return x[i] * y[i]; }
-  Float8 eight(int64_t i) const { return x.eight(i) * read<Float8>(y + i); }
+  G g;
+  float row;
+  const float* columns;
+  float operator[](int64_t i) const { return g[i] * row * columns[i]; }
+  Float8 eight(int64_t i) const { return g.eight(i) * row * read<Float8>(columns + i); }
 };
 
 struct Lanes {
@@ -100,28 +103,30 @@ struct Nothing {
   Float8 eight(int64_t) const { return Float8{}; }
 };
 
-// The sums of the squares of n numbers x and y: in fp32 within a lane of at most 32 numbers, in fp64 beyond. Read side
-// by side, they are on their way from memory at the same time.
-template <typename X, typename Y>
-inline void squares(X x, Y y, double* sums, int64_t n) {
+// The sums of the squares of n numbers in R rows x and y: in fp32 within a lane of at most 64 numbers, in fp64 beyond.
+// What is read side by side is on its way from memory at the same time.
+template <int R, typename X, typename Y>
+inline void squares(const X* x, const Y* y, double* sums, int64_t n) {
   Lanes lanes[2];
   int64_t i = 0;
   for (; i + 32 <= n; i += 32)
-    for (int k = 0; k < 4; k++) {
-      const Float8 first = x.eight(i + 8 * k), second = y.eight(i + 8 * k);
-      lanes[0].sums[k] += first * first;
-      lanes[1].sums[k] += second * second;
+    for (int k = 0; k < 4; k++)
+      for (int r = 0; r < R; r++) {
+        const Float8 first = x[r].eight(i + 8 * k), second = y[r].eight(i + 8 * k);
+        lanes[0].sums[k] += first * first;
+        lanes[1].sums[k] += second * second;
+      }
+  for (; i < n; i++)
+    for (int r = 0; r < R; r++) {
+      lanes[0].rest += static_cast<double>(x[r][i]) * x[r][i];
+      lanes[1].rest += static_cast<double>(y[r][i]) * y[r][i];
     }
-  for (; i < n; i++) {
-    lanes[0].rest += static_cast<double>(x[i]) * x[i];
-    lanes[1].rest += static_cast<double>(y[i]) * y[i];
-  }
-  sums[0] = lanes[0].total(), sums[1] = lanes[1].total();
+  sums[0] += lanes[0].total(), sums[1] += lanes[1].total();
 }
 
-// The same of R rows, which are added to the sums of columns too.
+// The sums of the squares of each of R rows, which are added to those of columns too.
 template <int R, typename X>
-inline void squares(const X* rows, double* columns, double* sums, int64_t n) {
+inline void squares_by_side(const X* rows, double* columns, double* sums, int64_t n) {
   Lanes lanes[R];
   int64_t i = 0;
   for (; i + 32 <= n; i += 32)
@@ -171,6 +176,9 @@ struct Work {
   float decay = 1, size = 1;
 };
 
+template <int R>
+using Count = std::integral_constant<int, R>;
+
 struct Tile {
   Tile(const Work& w, int64_t number) : block(number / w.chunks), chunk(number % w.chunks) {
     row = block * w.a.tile_rows, column = chunk * w.a.tile_columns;
@@ -178,12 +186,17 @@ struct Tile {
     last_column = column + w.a.tile_columns < w.a.columns ? column + w.a.tile_columns : w.a.columns;
   }
 
-  // Calls `visit` with row, column and length of each segment.
+  // Calls `visit` with the number of rows, row, column and length of each segment.
   template <typename Visit>
   void each(Visit visit) const {
-    for (int64_t i = row; i < last_row; i++)
-      for (int64_t k = column; k < last_column; k += SEGMENT)
-        visit(i, k, k + SEGMENT < last_column ? SEGMENT : last_column - k);
+    const auto from = [&](auto count, int64_t first) {
+      constexpr int64_t length = count == 1 ? SEGMENT : SEGMENT / 2;
+      for (; first + count <= last_row; first += count)
+        for (int64_t k = column; k < last_column; k += length)
+          visit(count, first, k, k + length < last_column ? length : last_column - k);
+      return first;
+    };
+    from(Count<1>{}, last_column - column > NARROW ? from(Count<ROWS>{}, row) : row);
   }
 
   int64_t block, chunk, row, last_row, column, last_column;
@@ -194,13 +207,13 @@ template <int R, typename Visit>
 inline void open(const Adafactor& a, int64_t row, int64_t column, int64_t n, Visit visit) {
   const int64_t first = row * a.columns + column;
   if (a.gradient_kind == BF16) {
-    Half rows[R];
+    FromBf16 rows[R];
     for (int r = 0; r < R; r++) rows[r] = {static_cast<const uint16_t*>(a.gradient) + first + r * a.columns, a.factor};
     visit(rows);
     return;
   }
   alignas(64) float buffers[R][SEGMENT];
-  Full rows[R];
+  FromFp32 rows[R];
   for (int r = 0; r < R; r++) {
     const int64_t i = first + r * a.columns;
     rows[r] = {static_cast<const float*>(a.gradient) + i, a.factor};
@@ -219,17 +232,10 @@ void add_up(const void* work, int64_t number) {
   double *const sums = w.row_parts + t.chunk * w.a.rows, *const columns = w.column_parts + t.block * w.a.columns;
   for (int64_t i = t.column; i < t.last_column; i++) columns[i] = 0;
   for (int64_t row = t.row; row < t.last_row; row++) sums[row] = 0;
-  int64_t row = t.row;
-  const auto add = [&](auto count) {
+  t.each([&](auto count, int64_t row, int64_t column, int64_t n) {
     constexpr int R = decltype(count)::value;
-    for (; row + R <= t.last_row; row += R)
-      for (int64_t k = t.column; k < t.last_column; k += SEGMENT) {
-        const int64_t n = k + SEGMENT < t.last_column ? SEGMENT : t.last_column - k;
-        open<R>(w.a, row, k, n, [&](const auto* rows) { squares<R>(rows, columns + k, sums + row, n); });
-      }
-  };
-  if (t.last_column - t.column > NARROW) add(std::integral_constant<int, ROWS>{});
-  add(std::integral_constant<int, 1>{});
+    open<R>(w.a, row, column, n, [&](const auto* g) { squares_by_side<R>(g, columns + column, sums + row, n); });
+  });
 }
 
 // The means of rows and columns, and their factors (Algorithm 4, lines 5 to 7).
@@ -253,37 +259,42 @@ void change_moments(Work& w) {
   }
 }
 
-// Squares of an update, and of the weights where they scale the step.
-template <typename U>
-void measure(const Adafactor& a, U update, int64_t first, double* sums, int64_t n) {
-  a.scaled ? squares(update, Plain{a.weights + first}, sums, n) : squares(update, Nothing{}, sums, n);
+// Squares of R rows of an update, and of the weights where they scale the step.
+template <int R, typename U>
+void measure(const Adafactor& a, const U* update, int64_t first, double* sums, int64_t n) {
+  if (a.scaled) {
+    Plain weights[R];
+    for (int r = 0; r < R; r++) weights[r] = {a.weights + first + r * a.columns};
+    squares<R>(update, weights, sums, n);
+  } else {
+    squares<R>(update, std::array<Nothing, R>{}.data(), sums, n);
+  }
 }
 
 void measure(const void* work, int64_t claimed) {
   const Work& w = *static_cast<const Work*>(work);
   const int64_t number = w.tiles() - 1 - claimed;
-  double update = 0, weights = 0;
-  Tile(w, number).each([&](int64_t row, int64_t column, int64_t n) {
-    const double factor = w.row_factors[row];
-    open<1>(w.a, row, column, n, [&](const auto* g) {
-      double sums[2];
-      const Product<std::decay_t<decltype(*g)>> product{*g, w.column_factors + column};
-      measure(w.a, product, row * w.a.columns + column, sums, n);
-      update += sums[0] * (factor * factor), weights += sums[1];
+  double sums[2] = {};
+  Tile(w, number).each([&](auto count, int64_t row, int64_t column, int64_t n) {
+    constexpr int R = decltype(count)::value;
+    open<R>(w.a, row, column, n, [&](const auto* g) {
+      Product<std::decay_t<decltype(*g)>> update[R];
+      for (int r = 0; r < R; r++) update[r] = {g[r], w.row_factors[row + r], w.column_factors + column};
+      measure<R>(w.a, update, row * w.a.columns + column, sums, n);
     });
   });
-  w.sizes[2 * number] = update, w.sizes[2 * number + 1] = weights;
+  std::memcpy(w.sizes + 2 * number, sums, sizeof sums);
 }
 
 // The same of a vector, whose second moments are changed before (Algorithm 5).
 void measure_vector(const void* work, int64_t number) {
   const Work& w = *static_cast<const Work*>(work);
   const float eps = static_cast<float>(w.a.eps1), weight = static_cast<float>(w.a.weight2);
-  double updates = 0, weights = 0;
-  Tile(w, number).each([&](int64_t, int64_t column, int64_t n) {
+  double sums[2] = {};
+  Tile(w, number).each([&](auto, int64_t row, int64_t column, int64_t n) {
     alignas(64) float update[SEGMENT];
     float* const second = w.a.column_moments + column;
-    open<1>(w.a, 0, column, n, [&](const auto* rows) {
+    open<1>(w.a, row, column, n, [&](const auto* rows) {
       const auto g = *rows;
       INDEPENDENT
       for (int64_t i = 0; i < n; i++) {
@@ -291,11 +302,10 @@ void measure_vector(const void* work, int64_t number) {
         update[i] = g[i] / __builtin_sqrtf(second[i]);
       }
     });
-    double sums[2];
-    measure(w.a, Plain{update}, column, sums, n);
-    updates += sums[0], weights += sums[1];
+    const Plain plain{update};
+    measure<1>(w.a, &plain, column, sums, n);
   });
-  w.sizes[2 * number] = updates, w.sizes[2 * number + 1] = weights;
+  std::memcpy(w.sizes + 2 * number, sums, sizeof sums);
 }
 
 // The step size, clipped by the size of the update (lines 1, 2 and 8).
@@ -317,49 +327,69 @@ void choose_size(Work& w) {
     for (int64_t i = 0; i < a.rows; i++) w.row_factors[i] *= w.size;
 }
 
-// Change n weights by an update, through the momentum if there is one. OUT: they go to `rounded` as bf16 too.
-template <bool MOMENTUM, bool OUT, typename U>
-void change(const Work& w, int64_t first, U update, uint16_t* rounded, int64_t n) {
+// Change n weights in each of R rows by an update, through the momentum if there is one. OUT: they go to `rounded` as
+// bf16 too.
+template <bool MOMENTUM, bool OUT, int R, typename U>
+void change(const Work& w, int64_t first, const U* given, uint16_t (*rounded)[SEGMENT], int64_t n) {
   const float decay = w.decay, beta1 = w.a.beta1, weight1 = w.a.weight1;
+  const int64_t apart = w.a.columns;
   float *const weights = w.a.weights + first, *const momentum = w.a.momentum + (MOMENTUM ? first : 0);
+  U update[R];  // copies, so that no store can change them
+  std::memcpy(update, given, sizeof update);
   INDEPENDENT
-  for (int64_t i = 0; i < n; i++) {
-    float by = update(i);
-    if (MOMENTUM) by = momentum[i] = momentum[i] * beta1 + by * weight1;
-    const float changed = weights[i] * decay - by;
-    weights[i] = changed;
-    if (OUT) rounded[i] = to_bf16(changed);
-  }
+  for (int64_t i = 0; i < n; i++)
+    for (int r = 0; r < R; r++) {
+      const int64_t k = r * apart + i;
+      float by = update[r][i];
+      if (MOMENTUM) by = momentum[k] = momentum[k] * beta1 + by * weight1;
+      const float changed = weights[k] * decay - by;
+      weights[k] = changed;
+      if (OUT) rounded[r][i] = to_bf16(changed);
+    }
 }
 
-template <typename U>
-void change(const Work& w, int64_t first, U update, int64_t n) {
-  alignas(64) uint16_t rounded[SEGMENT];
+template <int R, typename U>
+void change(const Work& w, int64_t first, const U* update, int64_t n) {
+  alignas(64) uint16_t rounded[R][SEGMENT];
   const bool out = w.a.out_kind == BF16;
-  const auto run = w.a.momentum ? (out ? change<true, true, U> : change<true, false, U>)
-                                : (out ? change<false, true, U> : change<false, false, U>);
+  const auto run = w.a.momentum ? (out ? change<true, true, R, U> : change<true, false, R, U>)
+                                : (out ? change<false, true, R, U> : change<false, false, R, U>);
   run(w, first, update, rounded, n);
-  if (w.a.out_kind == FP16) narrow_fp16(w.a.weights + first, rounded, n);
-  if (w.a.out_kind == FP32) std::memcpy(at<float>(w.a.out, first), w.a.weights + first, n * sizeof(float));
-  else if (w.a.out_kind != NONE) stream(rounded, at<uint16_t>(w.a.out, first), n);
+  for (int r = 0; r < R && w.a.out_kind != NONE; r++) {
+    const int64_t i = first + r * w.a.columns;
+    if (w.a.out_kind == FP16) narrow_fp16(w.a.weights + i, rounded[r], n);
+    if (w.a.out_kind == FP32) std::memcpy(at<float>(w.a.out, i), w.a.weights + i, n * sizeof(float));
+    else stream(rounded[r], at<uint16_t>(w.a.out, i), n);
+  }
 }
 
 // New weights (lines 9 and 10).
 void apply(const void* work, int64_t number) {
   const Work& w = *static_cast<const Work*>(work);
-  Tile(w, number).each([&](int64_t row, int64_t column, int64_t n) {
-    open<1>(w.a, row, column, n, [&](const auto* rows) {
-      const auto g = *rows;
-      const int64_t first = row * w.a.columns + column;
-      if (w.a.row_moments) {
-        const float* const factors = w.column_factors + column;
-        const float factor = w.row_factors[row];
-        change(w, first, [=](int64_t i) { return g[i] * factor * factors[i]; }, n);
-      } else {
-        const float* const second = w.a.column_moments + column;
-        const float size = w.size;
-        change(w, first, [=](int64_t i) { return g[i] / __builtin_sqrtf(second[i]) * size; }, n);
-      }
+  Tile(w, number).each([&](auto count, int64_t row, int64_t column, int64_t n) {
+    constexpr int R = decltype(count)::value;
+    open<R>(w.a, row, column, n, [&](const auto* g) {
+      Product<std::decay_t<decltype(*g)>> update[R];
+      for (int r = 0; r < R; r++) update[r] = {g[r], w.row_factors[row + r], w.column_factors + column};
+      change<R>(w, row * w.a.columns + column, update, n);
+    });
+  });
+}
+
+template <typename G>
+struct Quotient {
+  G g;
+  const float* second;
+  float size;
+  float operator[](int64_t i) const { return g[i] / __builtin_sqrtf(second[i]) * size; }
+};
+
+void apply_vector(const void* work, int64_t number) {
+  const Work& w = *static_cast<const Work*>(work);
+  Tile(w, number).each([&](auto, int64_t row, int64_t column, int64_t n) {
+    open<1>(w.a, row, column, n, [&](const auto* g) {
+      const Quotient<std::decay_t<decltype(*g)>> update{*g, w.a.column_moments + column, w.size};
+      change<1>(w, column, &update, n);
     });
   });
 }
@@ -375,7 +405,7 @@ void update(const Adafactor& a, int threads) {
     all.run(measure_vector, &w, w.tiles(), threads);
   }
   choose_size(w);
-  all.run(apply, &w, w.tiles(), threads);
+  all.run(a.row_moments ? apply : apply_vector, &w, w.tiles(), threads);
 }
 
 }  // namespace
