@@ -153,13 +153,13 @@ class Two(torch.nn.Module):
         return y * self.second(x) if both else y
 
 
-def trained(plan: zs.Plan, hook: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def trained(plan: zs.Plan, hook: str = "") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights, and what the model computes with, after four steps, in one of which a layer has no gradient."""
     model = Two()
     engine = zs.Engine(model, partial(Adafactor, lr=1e-2, beta1=0.9), plan)
     seen: list[Tensor | None] = []
     if hook:
-        engine.optimizer.register_step_pre_hook(
+        getattr(engine.optimizer, hook)(
             lambda optimizer, *_: seen.extend(p.grad for group in optimizer.param_groups for p in group["params"])
         )
     draws = torch.Generator().manual_seed(1)
@@ -173,7 +173,7 @@ def trained(plan: zs.Plan, hook: bool = False) -> tuple[dict[str, Tensor], dict[
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_offloaded_it_has_the_bits_of_memory(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clipped and with loss scaling; and with a hook that looks at gradients, for which they are made apart."""
+    """Clipped and with loss scaling; and with hooks that look at gradients, for which they are made apart."""
     settings = {"precision": precision, "clip_norm": 0.5, "zero": 2}
     wanted, rounded = trained(zs.Plan(**settings))
     scaled = []
@@ -182,9 +182,10 @@ def test_offloaded_it_has_the_bits_of_memory(precision: Any, monkeypatch: pytest
     )
     found, placed = trained(zs.Plan(offload="optimizer", **settings))
     assert any(factor != 1.0 for factor in scaled)
-    scaled.clear()
-    hooked, _ = trained(zs.Plan(offload="optimizer", **settings), hook=True)
-    assert set(scaled) == {1.0}
+    for hook in ("register_step_pre_hook", "register_step_post_hook"):
+        scaled.clear()
+        hooked, _ = trained(zs.Plan(offload="optimizer", **settings), hook)
+        assert set(scaled) == {1.0}
+        assert all(torch.equal(hooked[name], values) for name, values in wanted.items())
     for name, values in wanted.items():
-        assert torch.equal(found[name], values) and torch.equal(hooked[name], values)
-        assert torch.equal(placed[name], rounded[name])
+        assert torch.equal(found[name], values) and torch.equal(placed[name], rounded[name])

@@ -129,7 +129,7 @@ def update(weights: Tensor, gradient: Tensor, state: Mapping[str, Any], numbers:
 
 
 def scratch_of(rows: int, columns: int, vectors: bool) -> tuple[int, int]:
-    """The rows of a tile, and the numbers in fp64 that are scratch of an update: 3 % of a large matrix's bytes."""
+    """The rows of a tile, and the numbers in fp64 that are scratch of an update: 1 to 3 % of a large matrix."""
     tile_rows = max(TALL, TILE // min(columns, WIDE))
     blocks, chunks = math.ceil(rows / tile_rows), math.ceil(columns / WIDE)
     sizes = 2 * blocks * chunks

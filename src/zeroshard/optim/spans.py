@@ -147,17 +147,14 @@ class SpanOptimizer:
     @property
     def reads_alone(self) -> bool:
         """Whether a step leaves gradients as they are: as torch's Adam does, without hooks of the user's."""
-        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not self._watched
+        hooks = self.optimizer._optimizer_step_pre_hooks  # one is this object's
+        return type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW) and len(hooks) == 1
 
     @property
     def fuses(self) -> bool:
         """Whether `step` takes work around it: of a class that does such work, itself, without hooks of the user's."""
-        return bool(vars(type(self.optimizer)).get("fuses")) and not self._watched
-
-    @property
-    def _watched(self) -> bool:
-        """Whether hooks of the user's see the gradients of a step."""
-        return len(self.optimizer._optimizer_step_pre_hooks) > 1  # one is this object's
+        before, after = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
+        return bool(vars(type(self.optimizer)).get("fuses")) and len(before) == 1 and not after
 
     def spans(self, number: int) -> list[SliceSpan]:
         """The spans of one flat."""
