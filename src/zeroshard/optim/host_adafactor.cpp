@@ -3,8 +3,9 @@
 // Of a matrix the gradient is read three times, and no less will do: the second moment needs all its squares, the size of
 // the update the second moment, and the change that size. The weights are read with the second, and changed in the third.
 // The second pass goes backwards, so that it begins, and the third after it, with what caches still hold.
-// Work goes in tiles. Sums are in fp64, in an order that follows from the shape alone, and every other operation is
-// rounded by itself: results have the same bits on every processor, with any number of threads.
+// Work goes in tiles. Sums are in fp64, of groups that are added in fp32, in an order that follows from the shape alone,
+// and every other operation is rounded by itself: results have the same bits on every processor, with any number of
+// threads.
 
 #include "host_kernels.h"
 
