@@ -296,3 +296,34 @@ def test_reduce_dtype_halves_the_bytes_and_rounds_once(pool: Pool, zero: int) ->
             mean = (a.bfloat16().float() + b.bfloat16().float()) / 2
             torch.testing.assert_close(rounded[name], parameter.detach() - mean, rtol=1e-6, atol=1e-7)
             torch.testing.assert_close(exact[name], parameter.detach() - (a + b) / 2, rtol=1e-5, atol=1e-6)
+
+
+class Phases(nn.Module):
+    """Complex weights beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turns = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x.to(torch.complex64) @ self.turns).abs()).square().mean()
+
+
+def phases(mesh: zs.Mesh, zero: int, dtype: str) -> dict[str, Any]:
+    make = partial(torch.optim.SGD, lr=1.0)
+    engine = zs.Engine(Phases(), make, zs.Plan(zero=zero, reduce_dtype=dtype), mesh=mesh)  # type: ignore[arg-type]
+    engine.backward(engine(torch.full((2, 4), 1.0 + mesh.rank)))
+    engine.step()
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(0, "fp32"), (2, "bf16")])
+def test_complex_gradients_keep_their_imaginary_parts_on_the_wire(pool: Pool, zero: int, dtype: str) -> None:
+    model = Phases()
+    (sum(model(torch.full((2, 4), 1.0 + rank)) for rank in range(2)) / 2).backward()
+    expected = (model.turns - model.turns.grad).detach()
+    assert model.turns.grad is not None and model.turns.grad.imag.abs().max() > 0.1
+    for weights in pool.run(phases, 2, zero, dtype):
+        torch.testing.assert_close(weights["turns"], expected)

@@ -407,7 +407,7 @@ class Builder:
             total = DeviceSum(buffer, flat, comm, ledger, (sums if several else flat.dtype) if apart else None)
         if comm.mesh.ranks > 1:
             kind = Scatter if residency.slice_states else AllReduce
-            wire = accumulation.wire_dtype
+            wire = None if flat.dtype.is_complex else accumulation.wire_dtype  # the dtypes of plans are real
             reduction = kind(flat, comm, arena, buffer, total, wire, place.divisor)
         elif not alone:
             reduction = Direct(buffer, total, place.divisor)
