@@ -93,13 +93,18 @@ class Dense(nn.Module):
 class Block(nn.Module):
     """A residual block with a dense layer and a mixture."""
 
-    def __init__(self, kind: str, modules: bool, experts: int, checkpointed: bool) -> None:
+    def __init__(self, kind: str, modules: bool, experts: int, checkpointed: bool, inlined: bool = False) -> None:
         super().__init__()
-        self.norm, self.dense = nn.LayerNorm(WIDTH), Dense()
+        self.norm, self.inlined, dense = nn.LayerNorm(WIDTH), inlined, Dense()
+        if inlined:
+            self.up, self.down = dense.up, dense.down
+        else:
+            self.dense = dense
         self.mixture, self.checkpointed = Mixture(kind, modules, experts), checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dense(self.norm(x))
+        h = self.norm(x)
+        x = x + (self.down(torch.tanh(self.up(h))) if self.inlined else self.dense(h))
         if self.checkpointed and x.requires_grad:
             return x + checkpoint(self.mixture, x, use_reentrant=False)
         return x + self.mixture(x)
@@ -110,6 +115,7 @@ class Mixed(nn.Module):
 
     Args:
         frozen: the last of the experts, which are modules, do not train.
+        inlined: blocks compute their dense layers themselves.
     """
 
     def __init__(
@@ -121,10 +127,11 @@ class Mixed(nn.Module):
         summed: bool = False,
         blocks: int = 2,
         frozen: bool = False,
+        inlined: bool = False,
     ) -> None:
         super().__init__()
         self.embed, self.summed = nn.Embedding(VOCABULARY, WIDTH), summed
-        self.blocks = nn.ModuleList(Block(kind, modules, experts, checkpointed) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(kind, modules, experts, checkpointed, inlined) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         for block in self.blocks if frozen else ():
             block.mixture.experts.networks[-1].requires_grad_(False)

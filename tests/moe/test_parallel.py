@@ -14,7 +14,7 @@ from pool import Pool
 from selection import by_default
 
 import zeroshard as zs
-from moe.mixed import EXPERTS, WIDTH, batch, build, engine_of, follow, follow_all, plain, take
+from moe.mixed import EXPERTS, HIDDEN, WIDTH, batch, build, engine_of, follow, follow_all, plain, take
 from zeroshard.errors import ModelError
 from zeroshard.moe import technique
 from zeroshard.moe.byte_formulas import balanced as balanced_formula
@@ -329,6 +329,14 @@ def two_levels(mesh: zs.Mesh, model: Settings, plan: Settings) -> dict[str, Any]
 def test_two_levels_train_like_one(pool: Pool) -> None:
     plan = {"expert_parallel.ranks": 4, "expert_parallel.two_level": True, "zero": 2}
     same(pool.run(two_levels, 4, STARVED, plan), STARVED, plan, 4)
+
+
+def test_tensor_ranks_split_what_a_block_computes_around_its_mixture(pool: Pool) -> None:
+    """Its forward is tried without the exchange of rows."""
+    model, plan = {**STACKED, "inlined": True}, {**TENSOR, **EP2, "zero": 1}
+    seen = pool.run(follow, 2, model, plan, STEPS)
+    same(seen, model, plan, 1)
+    assert {mine["shapes"]["blocks.1.up.weight"] for mine in seen} == {(HIDDEN // 2, WIDTH)}
 
 
 def overflow(mesh: zs.Mesh) -> list[bool]:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.parts.place import Piece
+from zeroshard.parts.technique import CUT
 from zeroshard.tensor.found import Segment, pieces_of
 from zeroshard.tensor.linear import linear_features
 
@@ -253,6 +254,8 @@ def copy_of(
     fresh = {k: v for k, v in vars(nn.Module()).items() if k not in ("_parameters", "_buffers", "_modules")}
     vars(made).update({**vars(module), **fresh, "training": False})
     vars(made).pop("forward", None)  # put there by another technique
+    if hasattr(module, CUT):
+        vars(made)["forward"] = lambda x, *others, **named: x.clone()  # its own would need other ranks
     vars(made)["_parameters"] = {
         name: None if value is None else nn.Parameter(parameter(path, name))
         for name, value in module._parameters.items()
