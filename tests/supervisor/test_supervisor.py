@@ -135,6 +135,22 @@ def test_a_request_to_stop_reaches_the_ranks_and_ends_with_75(start: Callable[..
     assert (code, out.split(), err) == (75, ["saved", "saved"], []) and not supervisor.failures()
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_request_to_stop_while_the_ranks_start_is_not_lost(start: Callable[..., Supervisor]) -> None:
+    supervisor = start("time.sleep(60)", "--grace", "1", ranks=1)
+    begun = time.monotonic()
+    while not catches(supervisor.process.pid, signal.SIGTERM) and time.monotonic() < begun + PATIENCE:
+        time.sleep(0.02)
+    supervisor.process.send_signal(signal.SIGTERM)  # the fork server imports torch meanwhile
+    assert supervisor.end()[0] == 143  # and not 75, of ranks that were killed
+
+
 def lives(process: psutil.Process) -> bool:
     """Whether a process is there, and more than an entry that its new parent has not read."""
     try:

@@ -38,6 +38,7 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 def _settle() -> None:
     die_with(int(os.environ[VARIABLE]))
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, DEAF)  # a signal to a worker that is not ready waits there until it is
     for number in (*DEAF, signal.SIGUSR2):  # SIGUSR2 until a worker can write its stacks
         signal.signal(number, signal.SIG_IGN)
     with kept_imports():

@@ -33,6 +33,7 @@ def work(environment: dict[str, str], command: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the supervisor turns it into SIGTERM
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, fork_server.DEAF)
     os.environ.clear()
     os.environ.update(environment)
     _be_main_process()
