@@ -284,3 +284,9 @@ def test_a_slow_disk_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(torch.equal(value, before[key]) for key, value in again.state_dict().items())
     again.load(tmp_path / name_of(2))
     assert train(again, 2) == train(plain, 2) == train(engine, 2)
+
+
+def test_a_path_below_a_file_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Not a directory: .*; mend that, or choose another path\.$"):
+        engine_of().save(tmp_path / "file" / "c")
