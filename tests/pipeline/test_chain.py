@@ -122,6 +122,20 @@ def test_parameters_and_forwards_that_are_replaced_after_the_cut() -> None:
     assert chain.boundary(3, lambda: model(x)).shape == (2, 3, 6)
 
 
+def test_hooks_around_a_cut_see_what_they_see_in_the_whole() -> None:
+    """Forwards and gradients of what enters and leaves a block, wherever it is cut."""
+    model = build("Plain")
+    for block in model.blocks[:-1]:
+        block.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 0.7 + outputs[0] * 0.1,))
+        block.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 1.3,))
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 1.1, *args[1:]))
+        block.register_forward_hook(lambda module, args, output: output * 0.9)
+    chain = check_all_cuts(model, (tokens(2), tokens(3)))
+    chain.model.blocks[-1].register_full_backward_hook(lambda module, grads, outputs: None)
+    with pytest.raises(ModelError, match=r"has a full backward hook, and the next stage has only what comes after"):
+        in_parts(chain, tokens(2), chain.model, [0, len(chain.layers) - 1])
+
+
 def test_hooks_of_a_block_that_is_passed_over_run_once() -> None:
     """They stand around the gate, so what enters the next block is as wide as in the whole model."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))

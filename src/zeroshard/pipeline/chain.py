@@ -19,6 +19,7 @@ meet no other parameters than the layer's own. A value that bypasses it unseen b
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,8 @@ class Chain:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
         self._window, self._hidden, self._phase, self._entered = (first, last), hidden, 0, entered
         try:
-            output = forward()
+            with self._before_hooks(first, last):
+                output = forward()
         except _Left as left:
             return left.hidden
         finally:
@@ -211,6 +213,36 @@ class Chain:
             elif self._entered is not None:
                 self._entered(number + 1, activation_at(output, gate.returns, gate))
         return output
+
+    @contextmanager
+    def _before_hooks(self, first: int, last: int) -> Iterator[None]:
+        """Let blocks with backward hooks be entered and left before torch looks at what enters them.
+
+        torch has a full backward hook see the gradient of the arguments as they are before the forward.
+
+        Raises:
+            ModelError: what leaves the last block goes to another stage, and the block has such a hook.
+        """
+        with ExitStack() as undo:
+            for gate in (gate for gate in self._gates if gate.module._backward_hooks):
+                number = self._number_of.get(gate.module)
+                if number == self.blocks and self.blocks + 1 in (first, last) and torch.is_grad_enabled():
+                    raise ModelError(
+                        f"The block {gate.path!r} has a full backward hook, and the next stage has only what comes "
+                        f"after the blocks. Cut before an earlier block (pipeline_parallel.split), or register the "
+                        f"hook on a module inside of the block."
+                    )
+                if number in (first, last):
+                    hook = partial(self._enter_early, gate, number == last)
+                    handle = gate.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                    undo.callback(handle.remove)
+            yield
+
+    def _enter_early(self, gate: Gate, leaves: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if leaves:
+            self.enter(gate, args, kwargs)
+        hidden, self._hidden = self._hidden, None
+        return (args, kwargs) if hidden is None else with_activation((args, kwargs), gate.takes, hidden)
 
     def sites(self, parameter: nn.Parameter) -> Iterator[tuple[nn.Module, str]]:
         """Where in the model a parameter stands: (module, name in it)."""
