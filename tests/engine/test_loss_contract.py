@@ -339,6 +339,15 @@ def test_nonfinite_skip_leaves_a_step_without_tokens_out() -> None:
     assert not engine.train_step(batch).skipped
 
 
+@pytest.mark.parametrize("given", [{"loss": torch.zeros(())}, 1.5, None])
+def test_a_loss_that_is_no_tensor_is_named(given: Any) -> None:
+    engine = zs.Engine(torch.nn.Linear(2, 1), partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(BatchError, match=rf"The loss is a {type(given).__name__}; a backward needs a scalar tensor"):
+        engine.backward(given)
+    engine.backward(engine(torch.ones(1, 2)).mean())
+    assert engine.step().grad_norm > 0
+
+
 def test_a_mean_needs_even_microbatches() -> None:
     engine = zs.Engine(
         build(),

@@ -132,7 +132,16 @@ class StepLosses:
         return 1.0 / scale * (self.divisor / self.count if self.count else 1.0)
 
     def scaled(self, loss: Loss, scale: float) -> Tensor:
-        """The tensor that the backward runs on, under a loss scale."""
+        """The tensor that the backward runs on, under a loss scale.
+
+        Raises:
+            BatchError: the loss is no tensor.
+        """
+        if not isinstance(loss.value, Tensor):
+            raise BatchError(
+                f"The loss is a {type(loss.value).__name__}; a backward needs a scalar tensor that was made with the "
+                f"model's parameters, such as output.loss of an output of transformers."
+            )
         factor = scale if loss.items is None else scale / self.divisor
         return loss.value if factor == 1.0 else loss.value * factor
 
