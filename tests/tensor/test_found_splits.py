@@ -46,10 +46,19 @@ def loss_of(model: Any, name: str) -> Tensor:
     return output if isinstance(output, Tensor) else output.loss
 
 
-def compare(mesh: zs.Mesh, name: str, changes: dict[str, Any], sequence: bool) -> list[str]:
-    """Names of gradients that differ, and what was split."""
+def compare(
+    mesh: zs.Mesh, name: str, changes: dict[str, Any], sequence: bool, shared: tuple[str, ...] = ()
+) -> list[str]:
+    """Names of gradients that differ, and what was split.
+
+    Args:
+        shared: layers whose weight all blocks have in common.
+    """
     torch.manual_seed(0)
-    whole = family(name, device="cpu", **{**QUIET.get(name, {}), **changes})
+    whole: Any = family(name, device="cpu", **{**QUIET.get(name, {}), **changes})
+    for path in shared:
+        for block in whole.model.layers[1:]:
+            block.get_submodule(path).weight = whole.model.layers[0].get_submodule(path).weight
     split = copy.deepcopy(whole)
     axis = Axis("tensor", (tuple(range(mesh.ranks)),), Comm(mesh))
     ranks = TensorRanks(axis)
@@ -91,3 +100,9 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
 @pytest.mark.parametrize("name, changes, ranks", CASES)
 def test_families_as_they_are_found(pool: Pool, name: str, changes: dict[str, Any], ranks: int, sequence: bool) -> None:
     assert pool.run(compare, ranks, name, changes, sequence) == [[]] * ranks
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_weights_that_blocks_share(pool: Pool, sequence: bool) -> None:
+    shared = ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj")
+    assert pool.run(compare, 2, "llama", {}, sequence, shared) == [[], []]

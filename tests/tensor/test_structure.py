@@ -445,3 +445,9 @@ def test_a_parameter_of_layers_that_are_split_differently() -> None:
         PlanError, match=r"'blocks.0.inner.first' and 'whole' share the parameter 'weight'.*Leave both whole"
     ):
         found_in(tied(same=False))
+    model = Stack(lambda: FeedForward(F.relu))
+    for inner in (block.inner for block in model.blocks):
+        inner.first, inner.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        inner.last.weight = inner.first.weight
+    with pytest.raises(PlanError, match=r"one is split \(column\) in another way than the other \(row\)"):
+        found_in(model)

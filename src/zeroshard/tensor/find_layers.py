@@ -278,7 +278,8 @@ def _check_shared(layers: Mapping[str, FoundLayer], modules: Mapping[str, nn.Mod
         for name, parameter in modules[path].named_parameters(recurse=False):
             first = holders.setdefault(parameter, path)
             one, other = layers[first], layers[path]
-            if one.segments == other.segments or (name == "bias" and one.style is Style.OUTPUT):
+            alike = one.segments == other.segments and (one.style is Style.ROW) == (other.style is Style.ROW)
+            if alike or (name == "bias" and one.style is Style.OUTPUT):
                 continue
             raise PlanError(
                 f"{first!r} and {path!r} share the parameter {name!r}, and one is split ({one.style.value}) in another "

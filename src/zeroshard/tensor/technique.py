@@ -149,7 +149,9 @@ class _Cutting:
             own_positions = path.startswith(tuple(inside)) and not path.startswith(tuple(whole_sequences))
             for name, parameter in list(module.named_parameters(recurse=False)):
                 dimension = dimension_of(layer, module, name)
-                if dimension is not None and parameter not in self.places:
+                if dimension is not None:
+                    if parameter in self.places:
+                        continue  # tied, and cut with another layer
                     part = self._part(parameter, layer, dimension)
                     for holder, attribute in sites[parameter]:
                         holder._parameters[attribute] = part
