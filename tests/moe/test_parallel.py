@@ -14,7 +14,7 @@ from pool import Pool
 from selection import by_default
 
 import zeroshard as zs
-from moe.mixed import EXPERTS, HIDDEN, WIDTH, batch, build, engine_of, follow, follow_all, plain, take
+from moe.mixed import EXPERTS, HIDDEN, WIDTH, batch, build, engine_of, follow, follow_all, optimizer, plain, take
 from zeroshard.errors import ModelError
 from zeroshard.moe import technique
 from zeroshard.moe.byte_formulas import balanced as balanced_formula
@@ -337,6 +337,28 @@ def test_tensor_ranks_split_what_a_block_computes_around_its_mixture(pool: Pool)
     seen = pool.run(follow, 2, model, plan, STEPS)
     same(seen, model, plan, 1)
     assert {mine["shapes"]["blocks.1.up.weight"] for mine in seen} == {(HIDDEN // 2, WIDTH)}
+
+
+def scaled(mesh: zs.Mesh, model: Settings, name: str, plan: Settings) -> Any:
+    """The weights of experts after two steps, with a hook on their gradient that was there before the engine."""
+    net = build(model)
+    net.get_parameter(name).register_hook(lambda gradient: gradient * 0.3)
+    engine = zs.Engine(net, optimizer, zs.Plan.from_dict(plan), mesh=mesh, loss=lambda output, _: output)
+    take(engine, 0, 2)
+    return engine.state_dict()[name]
+
+
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        (STACKED, "blocks.1.mixture.experts.up"),
+        ({"kind": "learned", "modules": True}, "blocks.1.mixture.experts.networks.0.0.weight"),
+    ],
+    ids=["stacked", "modules"],
+)
+def test_hooks_of_experts_stay(pool: Pool, model: Settings, name: str) -> None:
+    apart, together = (pool.run(scaled, 2, model, name, plan)[0] for plan in (EP2, {}))
+    torch.testing.assert_close(apart, together, rtol=1e-6, atol=1e-6)
 
 
 def overflow(mesh: zs.Mesh) -> list[bool]:

@@ -47,12 +47,18 @@ def loss_of(model: Any, name: str) -> Tensor:
 
 
 def compare(
-    mesh: zs.Mesh, name: str, changes: dict[str, Any], sequence: bool, shared: tuple[str, ...] = ()
+    mesh: zs.Mesh,
+    name: str,
+    changes: dict[str, Any],
+    sequence: bool,
+    shared: tuple[str, ...] = (),
+    scaled: tuple[str, ...] = (),
 ) -> list[str]:
     """Names of gradients that differ, and what was split.
 
     Args:
         shared: layers whose weight all blocks have in common.
+        scaled: parameters with a hook on their gradient.
     """
     torch.manual_seed(0)
     whole: Any = family(name, device="cpu", **{**QUIET.get(name, {}), **changes})
@@ -60,6 +66,8 @@ def compare(
         for block in whole.model.layers[1:]:
             block.get_submodule(path).weight = whole.model.layers[0].get_submodule(path).weight
     split = copy.deepcopy(whole)
+    for parameter in (model.get_parameter(path) for model in (whole, split) for path in scaled):
+        parameter.register_hook(lambda gradient: gradient * 0.3)
     axis = Axis("tensor", (tuple(range(mesh.ranks)),), Comm(mesh))
     ranks = TensorRanks(axis)
     technique = TensorTechnique(TensorParallel(mesh.ranks, sequence=sequence))
@@ -106,3 +114,8 @@ def test_families_as_they_are_found(pool: Pool, name: str, changes: dict[str, An
 def test_weights_that_blocks_share(pool: Pool, sequence: bool) -> None:
     shared = ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj")
     assert pool.run(compare, 2, "llama", {}, sequence, shared) == [[], []]
+
+
+def test_hooks_of_parameters_are_those_of_their_parts(pool: Pool) -> None:
+    scaled = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.o_proj.weight")
+    assert pool.run(compare, 2, "llama", {}, True, (), scaled) == [[], []]

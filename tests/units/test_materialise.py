@@ -232,3 +232,16 @@ def test_dtype_and_trainability_stay() -> None:
 
 def test_a_module_without_tensors_needs_nothing() -> None:
     assert materialised(on_meta(lambda: nn.Sequential(nn.ReLU(), nn.Dropout()))) == {}
+
+
+def test_hooks_on_gradients_stay_and_can_be_removed() -> None:
+    model, seen = on_meta(lambda: nn.Linear(2, 2)), list[str]()
+    model.weight.register_hook(lambda gradient: seen.append("weight"))
+    handle = model.bias.register_hook(lambda gradient: seen.append("bias"))
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append("done"))
+    materialised(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(seen) == ["bias", "done", "weight"]
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(seen[3:]) == ["done", "weight"]

@@ -26,7 +26,7 @@ from zeroshard.parts.technique import CUT, NewAxis, neighbours
 from zeroshard.platform.shared_memory import machine
 from zeroshard.tensor.technique import AXIS as TENSOR
 from zeroshard.tensor.technique import share_operands
-from zeroshard.units.hooks import listen
+from zeroshard.units.hooks import in_place_of, listen
 
 AXIS = "experts"
 
@@ -209,7 +209,7 @@ def _replace(
                     )
     places = {}
     for parameter, split in cuts.items():
-        part = nn.Parameter(split.part_of(parameter.detach()), requires_grad=parameter.requires_grad)
+        part = in_place_of(parameter, split.part_of(parameter.detach()))
         for module, name in sites[parameter]:
             module._parameters[name] = part
         places[part] = split

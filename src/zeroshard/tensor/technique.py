@@ -37,7 +37,7 @@ from zeroshard.tensor.policy import TensorParallel
 from zeroshard.tensor.sequence import SequenceBlocks, open_attention
 from zeroshard.tensor.vocabulary import split_embedding, split_output
 from zeroshard.tensor.zones import Zones
-from zeroshard.units.hooks import Hook
+from zeroshard.units.hooks import Hook, in_place_of
 
 AXIS = "tensor"
 
@@ -165,7 +165,7 @@ class _Cutting:
     def _part(self, whole: nn.Parameter, layer: FoundLayer, dimension: int) -> nn.Parameter:
         pieces = tuple(own_pieces(layer, self._ranks))
         values = torch.cat([whole.detach().narrow(dimension, p.start, p.stop - p.start) for p in pieces], dimension)
-        part = nn.Parameter(values.contiguous(), requires_grad=whole.requires_grad)
+        part = in_place_of(whole, values.contiguous())
         by_rank = tuple(
             tuple(piece for piece in own_pieces(layer, self._ranks, rank) if piece.length)
             for rank in range(self._ranks.size)

@@ -37,6 +37,19 @@ def outside(call: Callable[..., Any]) -> Hook:
     return Hook(torch.compiler.disable(call))
 
 
+def in_place_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """A parameter of other values or of a part, that takes another's place: trained or frozen as that, with its hooks.
+
+    They are one collection, so a handle of the user removes a hook from both.
+    """
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name)
+        if hooks is not None:
+            setattr(made, name, hooks)
+    return made
+
+
 def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False, besides: Any = ()) -> None:
     """Call `hook` in the backward with the gradients of all tensors in `tree`, or of the first alone.
 

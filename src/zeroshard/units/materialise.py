@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import ModelError
+from zeroshard.units.hooks import in_place_of
 from zeroshard.units.uncut import Uncut
 
 Initialiser = Callable[[nn.Module], object]
@@ -88,7 +89,7 @@ class Materialiser:
             module._parameters[name] = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
             return
         if parameter not in self._real:
-            self._real[parameter] = nn.Parameter(_unset_like(parameter), requires_grad=parameter.requires_grad)
+            self._real[parameter] = in_place_of(parameter, _unset_like(parameter))
         module._parameters[name] = self._real[parameter]
 
     def _run(self, module: nn.Module) -> None:

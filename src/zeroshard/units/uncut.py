@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.collectives import Comm
+from zeroshard.units.hooks import in_place_of
 
 PartOf = Callable[[torch.Tensor], torch.Tensor]  # a copy of this rank's part of a whole tensor
 State = dict[str, Any]  # of a module, its tables of parameters, buffers and modules included
@@ -80,7 +81,7 @@ class Uncut:
                 if whole in self._parts:
                     part, part_of = self._parts[whole]
                     if part not in real:
-                        real[part] = nn.Parameter(part_of(real.pop(whole).detach()), requires_grad=part.requires_grad)
+                        real[part] = in_place_of(part, part_of(real.pop(whole).detach()))
                         self.released.add(whole)
                     now._parameters[name] = real[part]
                 elif whole in real:
