@@ -563,3 +563,27 @@ def test_a_stage_without_parameters(pool: Pool, tmp_path: Path) -> None:
             assert losses == pytest.approx(wanted, rel=1e-5)
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
+
+
+def hooked(mesh: zs.Mesh, schedule: str) -> Any:
+    """Weights after a step with hooks that make every gradient zero, and after one without them."""
+    model = build("DeepTied")
+    handles = [parameter.register_hook(lambda gradient: gradient * 0.0) for parameter in model.parameters()]
+    plan = {"pipeline_parallel": 2, "pipeline_parallel.schedule": schedule, "pipeline_parallel.balance": "parameters"}
+    of = zs.Plan.from_dict({**plan, "microbatches": 4})
+    make = functools.partial(torch.optim.SGD, lr=0.01)
+    engine = zs.Engine(model, make, of, mesh=mesh, example=(data(0, 0, 1, 2), 0))
+    engine.train_step((data(0, 0, 1, 4), 0))
+    still = engine.state_dict()
+    for handle in handles:
+        handle.remove()
+    engine.train_step((data(1, 0, 1, 4), 1))
+    return still, engine.state_dict()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "2bw"])
+def test_hooks_of_parameters_are_those_of_their_versions_and_of_what_is_borrowed(pool: Pool, schedule: str) -> None:
+    before = build("DeepTied").state_dict()
+    for still, moved in pool.run(hooked, 2, schedule):
+        assert [name for name, value in before.items() if not torch.equal(value, still[name])] == []
+        assert [name for name, value in before.items() if torch.equal(value, moved[name])] == []

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.memory.ledger import Arena, Category, Ledger
 from zeroshard.pipeline.weight_stashing import Site
+from zeroshard.units.hooks import GradientHooks
 
 
 class Borrowed:
@@ -27,7 +28,7 @@ class Borrowed:
 
     def __init__(self, parameters: Sequence[nn.Parameter], sites: Sequence[Sequence[Site]], ledger: Ledger) -> None:
         self._shapes = [p.shape for p in parameters]
-        self._sites, self._ledger = sites, ledger
+        self._sites, self._ledger, self._hooks = sites, ledger, GradientHooks(parameters)
         first = parameters[0]
         self.dtype, self.device = first.dtype, first.device
         self.numel = sum(shape.numel() for shape in self._shapes)
@@ -89,6 +90,7 @@ class Borrowed:
         buffer = self._ledger.empty(self.numel, self.dtype, self.device, Category.PARAMETERS, "borrowed weights")
         views = [nn.Parameter(view) for view in self._views(buffer)]
         sums = self._views(self.gradient)
+        self._hooks.put_on(views)
         for parameter, total in zip(views, sums, strict=True):
             parameter.register_post_accumulate_grad_hook(_AddTo(total))
         return buffer, views

@@ -38,6 +38,7 @@ from zeroshard.pipeline.whole import DtypeOf, WholeModel
 from zeroshard.schedule import Loan, PipelineSchedule, verify
 from zeroshard.schedule.orders import warm_up
 from zeroshard.units import Unit
+from zeroshard.units.hooks import in_place_of
 
 VERIFIED_STEPS = 3  # of a schedule that never flushes
 
@@ -212,7 +213,7 @@ class Stage:
         for loan, lent in self.loans.items():
             if loan.borrower % self.pipeline.layout.stages == self.number:
                 sites = [list(chain.sites(made[name])) for name in lent]
-                values = [nn.Parameter(made[name].detach().to(device, dtypes[name])) for name in lent]
+                values = [in_place_of(made[n], made[n].detach().to(device, dtypes[n])) for n in lent]
                 self.borrowed[loan] = Borrowed(values, sites, ledger)
         own_parameters = {id(real(p)) for unit in units for p in unit.parameters.values()}
         lent_names = {name for loan in self.borrowed for name in self.loans[loan]}

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.units import Flat
+from zeroshard.units.hooks import GradientHooks
 
 Site = tuple[nn.Module, str]  # a module and the name of a parameter in it
 
@@ -45,6 +46,7 @@ class StashedVersions:
         self.older = older
         self._flat, self._sites, self._ledger, self._made = flat, sites, ledger, made
         self._slots = [(buffer, list(flat.parameters))]
+        self._hooks = GradientHooks(flat.parameters)
         self._slot_of = {0: 0}
         self._expendable = False
         self.latest = 0
@@ -106,6 +108,7 @@ class StashedVersions:
         category = Category.PARAMETERS
         buffer = self._ledger.empty(first.numel(), first.dtype, first.device, category, label, index.padding)
         views = [nn.Parameter(self._flat.view(buffer, n), requires_grad=True) for n in range(len(parameters))]
+        self._hooks.put_on(views)
         self._made(views)
         self._slots.append((buffer, views))
         return len(self._slots) - 1

@@ -4,7 +4,8 @@
 the graph, which breaks there; those of modules inside a unit are traced to nothing, since the unit is gathered by then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,27 @@ def in_place_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
         if hooks is not None:
             setattr(made, name, hooks)
     return made
+
+
+class GradientHooks:
+    """The hooks on gradients that parameters have now, for others that stand for them later.
+
+    What the user removes is not called any more.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._hooks = [(p._backward_hooks, tuple(p._backward_hooks or ())) for p in parameters]
+
+    def put_on(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let as many others have them, in the same order."""
+        for parameter, (hooks, keys) in zip(parameters, self._hooks, strict=True):
+            for key in keys:
+                parameter.register_hook(partial(_call, hooks, key))
+
+
+def _call(hooks: Any, key: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    changed: torch.Tensor | None = hooks[key](gradient) if key in hooks else None
+    return changed
 
 
 def listen(tree: Any, hook: Callable[[torch.Tensor], None], first: bool = False, besides: Any = ()) -> None:
