@@ -246,7 +246,8 @@ class AutoRecomputation(Recomputation):
         pack, unpack = hooks
 
         def watched(tensor: Tensor) -> Any:
-            meter.saves(tensor)
+            if self._is_new(tensor, found.known):
+                meter.saves(tensor)
             return pack(tensor)
 
         output = super()._compute(region, arguments, (watched, unpack), meter.mode())
@@ -272,11 +273,15 @@ class AutoRecomputation(Recomputation):
         """Bytes of arguments that are new in this forward."""
         nbytes = 0
         for leaf in tree_leaves(arguments):
-            if isinstance(leaf, Tensor) and place_of(leaf) not in {*found.known, -1}:
+            if isinstance(leaf, Tensor) and self._is_new(leaf, found.known):
                 found.known.add(place_of(leaf))
                 found.references.append(StorageWeakRef(leaf.untyped_storage()))
                 nbytes += leaf.untyped_storage().nbytes()
         return nbytes
+
+    def _is_new(self, tensor: Tensor, known: set[int]) -> bool:
+        """Whether a tensor takes bytes that are neither `known` nor scratch or the model's own buffers."""
+        return place_of(tensor) not in {*known, -1} and not self._around.ledger.is_entered(tensor)
 
 
 def moved(item: ChainItem, by: int) -> ChainItem:

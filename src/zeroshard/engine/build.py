@@ -445,3 +445,4 @@ class Builder:
                 module._buffers[name] = placed = buffer.to(self._comm.mesh.device).contiguous()
                 self._axes.alike.broadcast(placed, f"buffer {name}")
                 self._ledger.take(Category.BUFFERS, placed.nbytes, f"buffer {name}")
+                self._ledger.remember(placed)

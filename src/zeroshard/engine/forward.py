@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zeroshard.activations.counts import CountedTensor, SavedStorages, Stored
 from zeroshard.activations.keep import Kept
 from zeroshard.checks.model_checks import refuse_renormalising
 from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.errors import PlanError
-from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.memory.ledger import Ledger
 from zeroshard.parameters.writes import Writes
 from zeroshard.parts.embeddings import make_rows_alone
 from zeroshard.parts.late_updates import LateUpdates
@@ -51,7 +52,7 @@ class Forward:
             if part.weights.sliced and self._gatherer.passes
         }
         self._known: set[int] = set()  # storages of weights, which are no activations
-        self._activations: dict[int, int] = {}
+        self._storages = SavedStorages(ledger)
         self._counts = ledger.limits_activations
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
         self.writes = Writes(model, assembly.parts, self)
@@ -192,7 +193,7 @@ class Forward:
         if place_of(tensor) in self._known:
             return tensor
         packed = self._saver.pack(tensor)
-        return self._counted(tensor, packed) if isinstance(packed, Kept) else _Stored(packed)
+        return self._counted(tensor, packed) if isinstance(packed, Kept) else Stored(packed)
 
     def hold(self, tensor: torch.Tensor) -> Kept:
         """Keep a tensor on the device until its backward is over."""
@@ -200,9 +201,9 @@ class Forward:
         held.counted = self._counted(tensor, None)
         return held
 
-    def _counted(self, tensor: torch.Tensor, packed: Any) -> "_Stored":
-        counts = self._counts and tensor.layout is torch.strided
-        return _Activation(tensor, packed, self) if counts else _Stored(packed)
+    def _counted(self, tensor: torch.Tensor, packed: Any) -> Stored:
+        counts = self._counts and self._storages.counts(tensor)
+        return CountedTensor(tensor, packed, self._storages) if counts else Stored(packed)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
@@ -216,17 +217,6 @@ class Forward:
     def end_step(self) -> None:
         """Wait for saved tensors on their way, and drop prefetched activations that no backward read."""
         self._saver.settle()
-
-    def count_activation(self, storage: torch.UntypedStorage, change: int) -> None:
-        """Enter a storage that autograd saved, once however many tensors share it; strike it out with the last."""
-        key = storage._cdata
-        before = self._activations.get(key, 0)
-        if before == 0:
-            self._ledger.take(Category.ACTIVATIONS, storage.nbytes(), "save for backward")
-        self._activations[key] = before + change
-        if before + change == 0:
-            del self._activations[key]
-            self._ledger.give(Category.ACTIVATIONS, storage.nbytes(), "saved activation")
 
 
 def _have(late: LateUpdates, unit: int, *_: Any) -> None:
@@ -247,31 +237,6 @@ class _SavedWeight:
         if saved.untyped_storage().nbytes():
             return saved
         return self.weights.full.as_strided(saved.shape, saved.stride(), saved.storage_offset())
-
-
-class _Stored:
-    """A saved tensor that the hooks have taken in: its place, or the handle of the store of activations."""
-
-    __slots__ = ("__weakref__", "saved")
-
-    def __init__(self, saved: Any) -> None:
-        self.saved = saved
-
-
-class _Activation(_Stored):
-    """One on the device, counted in the ledger for as long as the graph holds it."""
-
-    __slots__ = ("counter", "storage")
-
-    def __init__(self, tensor: torch.Tensor, saved: Any, counter: Forward) -> None:
-        self.saved, self.storage = saved, tensor.untyped_storage()
-        self.counter: Forward | None = None
-        counter.count_activation(self.storage, 1)
-        self.counter = counter  # unless the budget has refused it
-
-    def __del__(self) -> None:
-        if self.counter is not None:
-            self.counter.count_activation(self.storage, -1)
 
 
 class _Watch:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.errors import BudgetExceeded
 
@@ -82,6 +83,7 @@ class Ledger:
             (tier, category): Account() for tier in WAYS_OUT for category in Category
         }
         self._recordings: list[Recording] = []
+        self._entered: dict[int, StorageWeakRef] = {}  # which hold addresses, not memory
         self.way_out: Callable[[int, int], str] | None = None
         self.measures = False
 
@@ -145,6 +147,16 @@ class Ledger:
         account.padding -= padding
         if tier == "device":
             self._note("free " + label)
+
+    def remember(self, tensor: torch.Tensor) -> None:
+        """Scratch or a buffer of the model, which was entered: an activation that lies in it is no further byte."""
+        storage = tensor.untyped_storage()
+        self._entered[storage._cdata] = StorageWeakRef(storage)
+
+    def is_entered(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in what `remember` was told of."""
+        found = self._entered.get(tensor.untyped_storage()._cdata)
+        return found is not None and not found.expired()
 
     def account(self, category: Category, tier: str = "device") -> Account:
         """The account of one category."""
@@ -220,6 +232,7 @@ class Arena:
         else:
             self.ledger.take(Category.BUFFERS, nbytes, f"scratch for {label}")
             block = self._allocate(nbytes, torch.uint8)
+            self.ledger.remember(block)
         tensor = block[:nbytes].view(dtype)
         self._lent[id(tensor)] = block
         return tensor
