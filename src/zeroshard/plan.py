@@ -177,7 +177,8 @@ class Plan:
         yield from self.offloading.refusals(self.zero, pipeline.stages, pipeline.streams, pipeline.schedule)
         yield from self.experts.refusals()
         yield from self.saving.refusals(self.device_memory is not None, recompute)
-        yield from self.saving.split_refusals(self.tensor.ranks, self.tensor.sequence, pipeline.stages)
+        tensor = self.tensor
+        yield from self.saving.split_refusals(tensor.ranks, tensor.sequence, pipeline.stages, pipeline.schedule)
         offloads = "activations" in self.offloading.kinds
         yield from self.saving.arena_refusals(pipeline.stages, pipeline.schedule, pipeline.streams, offloads)
         yield from self._overlap_refusals() if self.overlap_gather else ()

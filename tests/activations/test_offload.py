@@ -3,19 +3,21 @@
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from activations.bench import Bench
+from pool import Pool
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import zeroshard as zs
 from zeroshard.errors import BudgetExceeded, OffloadError
 from zeroshard.memory import HostMemory, in_pages
 from zeroshard.memory.ledger import Category
@@ -456,3 +458,49 @@ def test_within_a_budget_what_is_wanted_now_takes_the_place_of_what_was_thought_
     assert torch.equal(bench.store.unpack(handles[7]), x + 7)
     assert bench.ledger.account(Category.ACTIVATIONS).current == 3 * x.nbytes
     assert torch.equal(bench.store.unpack(handles[0]), x)
+
+
+class Probing(nn.Module):
+    """A block that keeps what a probe makes of its inputs, which no backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.probe = nn.Linear(64, 64), nn.Linear(64, 4)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.probe(x))
+        return torch.tanh(self.linear(x))
+
+
+class Squares(nn.Module):
+    """A chain with its loss."""
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+def train_probing(mesh: zs.Mesh, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    trained = Squares(nn.Sequential(*(Probing() for _ in range(4))))
+    cut = {"pipeline_parallel": 2, "microbatches": 4, "pipeline_parallel.split": ("blocks.2",), **plan}
+    data = [torch.randn(1024, 64, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    engine = zs.Engine(trained, sgd, zs.Plan.from_dict(cut), mesh=mesh, example=data[0][:256])
+    for batch in data:
+        engine.train_step(batch)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("recompute", ["off", "blocks", "sqrt"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_messages_may_arrive_where_a_graph_that_is_kept_had_its_input(
+    pool: Pool, schedule: str, recompute: str
+) -> None:
+    plan = {"pipeline_parallel.schedule": schedule, "activations.recompute": recompute}
+    kept, moved = (pool.run(train_probing, 2, {**plan, **more})[0] for more in ({}, {"offload": "activations"}))
+    assert all(torch.equal(kept[name], moved[name]) for name in kept)

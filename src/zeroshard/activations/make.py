@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.activations.auto import AutoRecomputation
 from zeroshard.activations.budget import ActivationBudget
@@ -20,7 +20,7 @@ from zeroshard.activations.policy import LOSSY, Activations
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.regions import SMALLEST
 from zeroshard.activations.savers import Savers
-from zeroshard.activations.segments import Surroundings
+from zeroshard.activations.segments import Hooks, Surroundings, keep_input
 from zeroshard.comm.mesh import Mesh
 from zeroshard.memory import HostMemory
 from zeroshard.memory.ledger import Ledger
@@ -119,6 +119,25 @@ def recomputation_of(
     lengths, last = LENGTHS[policy.recompute], means.staged or policy.recompute != "sqrt"
     sums = policy.save_sums and not policy.partition  # which are as large as the inputs
     return Recomputation(model, blocks, lengths, around, operations, sums, last)
+
+
+def keeper_of(around: Surroundings, hooks: Hooks, offloads: bool) -> Callable[[Tensor], Callable[[], Tensor]] | None:
+    """What keeps the inputs of a pipeline's chunks outside of the buffers of messages, if they do not stay there.
+
+    Args:
+        hooks: of saved tensors.
+        offloads: whether activations go to the host.
+    """
+    if around.partition is None and not offloads:
+        return None
+    partition = around.partition
+
+    def keep(hidden: Tensor) -> Callable[[], Tensor]:
+        divided = partition is not None and partition.takes(hidden)
+        apart = hidden if divided else hidden.detach().clone()  # its buffer is free for the next message
+        return keep_input(apart, hooks, around).tensor
+
+    return keep
 
 
 def _auto_of(

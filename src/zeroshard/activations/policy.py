@@ -41,8 +41,8 @@ class Activations:
 
     partition: bool = False
     """P_a of ZeRO-R (1910.02054, section 6.1): with layers split by tensor parallelism without sequence parallelism, a
-    rank keeps a part of the inputs of blocks, which are gathered for the recomputation; sums are made again there, so
-    `save_sums` is of no effect."""
+    rank keeps a part of the inputs of blocks, or of a pipeline's chunks, which are gathered for the recomputation; sums
+    are made again there, so `save_sums` is of no effect."""
 
     arena: bool = False
     """M_D of ZeRO-R (1910.02054, section 6.3): the inputs of blocks that are computed again are copied into one buffer,
@@ -96,7 +96,7 @@ class Activations:
                 f"'binarize'. Add it, or set compress without 'inplace'."
             )
 
-    def split_refusals(self, tensor_ranks: int, sequence: bool, stages: int) -> Iterator[str]:
+    def split_refusals(self, tensor_ranks: int, sequence: bool, stages: int, schedule: str) -> Iterator[str]:
         """Sentences about settings that do not combine with split layers, or not without, each with the way out."""
         if not self.partition:
             return
@@ -111,11 +111,11 @@ class Activations:
                 "divided the inputs of blocks already. Leave activations.partition out, or set "
                 "tensor_parallel.sequence=False."
             )
-        if not self.from_inputs(stages):
+        if not self.from_inputs(stages) and not self.of_chunks(stages, schedule):
             yield (
                 f"activations.partition=True divides the inputs of blocks that are computed again whole, and recompute="
-                f"{self.recompute!r}{' with stages' if stages > 1 else ''} has none. Use recompute='sqrt', or, in one "
-                f"stage, 'blocks'; or leave activations.partition out."
+                f"{self.recompute!r}{' with stages' if stages > 1 else ''} has none. Use recompute='blocks' or 'sqrt'; "
+                f"or leave activations.partition out."
             )
 
     def arena_refusals(self, stages: int, schedule: str, streams: bool, offloads: bool) -> Iterator[str]:
@@ -143,6 +143,10 @@ class Activations:
     def from_inputs(self, stages: int) -> bool:
         """Whether backwards compute whole blocks, or segments of them, again from their inputs."""
         return self.recompute in ("blocks", "sqrt") and self.of_blocks(stages)
+
+    def keeps_inputs(self, stages: int, offloads: bool) -> bool:
+        """Whether inputs of blocks or of a pipeline's chunks are kept in another place than where they came to be."""
+        return self.of_blocks(stages) or self.arena or self.partition or (stages > 1 and offloads)
 
     def of_chunks(self, stages: int, schedule: str) -> bool:
         """Whether backwards compute the whole forward of their chunk of a pipeline again."""

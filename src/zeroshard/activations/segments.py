@@ -121,6 +121,17 @@ class _KeptPart(_KeptBack):
         return self.partition.whole(super().tensor(), self.shape)
 
 
+def keep_input(tensor: Tensor, hooks: Hooks | None, around: Surroundings, places: bool = True) -> _KeptBack:
+    """Keep what a forward that is computed again takes, or this rank's part of it.
+
+    Args:
+        places: whether it may lie in the arena.
+    """
+    if around.partition is not None and around.partition.takes(tensor):
+        return _KeptPart(tensor, hooks, around)
+    return _KeptBack(tensor, hooks, around.arena if places else None)
+
+
 class _Linked:
     """A tensor that an earlier region of the segment makes ([Note: links])."""
 
@@ -391,14 +402,9 @@ class BlockSegment:
             self._count() if needed else None
 
     def _keep(self, tensor: Tensor, hooks: Hooks | None) -> _KeptBack:
-        """Keep an argument of a block, or this rank's part of one."""
-        around = self._around
-        if around.partition is not None and around.partition.takes(tensor):
-            return _KeptPart(tensor, hooks, around)
-        arena = around.arena
-        if arena is not None and (not tensor.requires_grad or place_of(tensor) in self._weights):
-            arena = None  # masks, positions and weights are held by others, too
-        return _KeptBack(tensor, hooks, arena)
+        """Keep an argument of a block; masks, positions and weights are held by others, too."""
+        held = not tensor.requires_grad or place_of(tensor) in self._weights
+        return keep_input(tensor, hooks, self._around, places=not held)
 
     def _linked(self, tensor: Tensor) -> _Linked | None:
         found = self._made.get(id(tensor))

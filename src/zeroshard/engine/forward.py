@@ -7,6 +7,7 @@ before the saved tensor is read, whatever path the backward took.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -154,7 +155,7 @@ class Forward:
         if self._counts or self._saver.moves:
             self._known = {place_of(buffer) for part in self._parts.all for buffer in part.versions.buffers}
         if torch.is_grad_enabled() and (self._homes or self._counts or self._saver.moves):
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            hooks = saved_tensors_hooks(*self.hooks)
             hooks.__enter__()
         self._open.append((hooks, begins, began))
         cast = self._precision.cast_inputs
@@ -194,6 +195,11 @@ class Forward:
             return tensor
         packed = self._saver.pack(tensor)
         return self._counted(tensor, packed) if isinstance(packed, Kept) else Stored(packed)
+
+    @property
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """The hooks of saved tensors."""
+        return self._pack, self._unpack
 
     def hold(self, tensor: torch.Tensor) -> Kept:
         """Keep a tensor on the device until its backward is over."""

@@ -6,7 +6,7 @@ from functools import partial
 from torch import nn
 
 from zeroshard.activations.arenas import CheckpointArena
-from zeroshard.activations.make import Means, recomputation_of
+from zeroshard.activations.make import Means, keeper_of, recomputation_of
 from zeroshard.activations.partition import CheckpointPartition
 from zeroshard.activations.recomputation import Recomputation
 from zeroshard.activations.segments import Surroundings
@@ -82,13 +82,18 @@ def saving_of(
 ) -> Recomputation | None:
     """What recomputes blocks under a plan, if anything does; `alike` has the axes of techniques by name."""
     policy, of_blocks = plan.saving, plan.saving.of_blocks(plan.pipeline.stages)
-    if not of_blocks and not policy.arena:
+    keeps_inputs = policy.keeps_inputs(plan.pipeline.stages, plan.offloading.activations)
+    if not keeps_inputs:
         return None
     places = lambda: {place_of(buffer) for part in parts.all for buffer in part.versions.buffers}  # noqa: E731
     draws, now, ledger = parts.random_numbers.again, stage.mesh.now, parts.arena.ledger
     partition = CheckpointPartition(alike["tensor"].comm) if policy.partition else None
-    parts.inputs = arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
+    arena = CheckpointArena(stage.mesh.device, forward.hold) if policy.arena else None
     around = Surroundings(stage.mesh.device, ledger, places, forward.hold, forward.need, draws, now, partition, arena)
+    parts.keep_input = keeper_of(around, forward.hooks, plan.offloading.activations)
+    parts.inputs = arena if parts.keep_input is None else None
+    if not of_blocks and not policy.arena:
+        return None
     with stage.blocks() as blocks:
         splits = plan.tensor.splits, plan.experts.divides
         means = Means(parts, stage.planned, stage.mesh, plan.pipelined, plan.streams, *splits)

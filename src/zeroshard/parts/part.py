@@ -1,6 +1,6 @@
 """A part: one flat buffer with its weights, gradients and updater; and all parts of a model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -250,6 +250,8 @@ class Parts:
         gatherer: brings units that are sliced.
         random_numbers: that modules draw in training.
         inputs: for the inputs of a pipeline's chunks in training; None where they lie among the messages.
+        keep_input: keeps such an input in another place until its backward, and returns what gives it again; None where
+            it stays where it arrived.
     """
 
     units: Sequence[Unit]
@@ -259,6 +261,7 @@ class Parts:
     gatherer: Gathers
     random_numbers: RandomNumbers
     inputs: Scratch | None = None
+    keep_input: Callable[[torch.Tensor], Callable[[], torch.Tensor]] | None = None
 
     @property
     def all(self) -> list[Part]:

@@ -49,6 +49,8 @@ class _Flight:
 
     buffers: list[Tensor] = field(default_factory=list)  # of messages; weight gradients left for later read them
     hidden: Tensor | None = None
+    kept: Callable[[], Tensor] | None = None  # gives `hidden` again, if it does not stay
+    back: list[Tensor] | None = None  # will have the gradient of `hidden`, if that is no leaf
     edge: GradientEdge | None = None
     loss: Loss | None = None
     replay: Replay | None = None  # where the forward is computed again
@@ -81,7 +83,7 @@ class Executor:
         verdict: Callable[[], float | None],
         recomputes: bool,
     ) -> None:
-        self._stage, self._ledger, self._backward = stage, parts.arena.ledger, backward
+        self._stage, self._model, self._backward = stage, parts, backward
         self._run, self._scale, self._recomputes = run, scale, recomputes
         self.messages, self.random_numbers = Messages(stage, parts.messages, parts.inputs), parts.random_numbers
         self.tied = TiedWeights(stage, parts, self.messages)
@@ -148,12 +150,13 @@ class Executor:
         flight = self._flights[chunk, j] = self._enter(action)
         start = self.interpreter.now()
         if self._recomputes and (chunk, j) not in self._at_once:
-            flight.replay = Replay(self._stage.chain.modules, self._stage.mesh.device, self._ledger)
+            flight.replay = Replay(self._stage.chain.modules, self._stage.mesh.device, self._model.arena.ledger)
             with torch.no_grad():
                 output = self._compute(action, flight)
             flight.replay.end()
+            self._put_aside(flight)
         else:
-            output = self._compute(action, flight)
+            output = self._compute_once(action, flight)
         self.interpreter.note(action, start)
         if self._is_last(chunk):
             self.losses[j] = output.weighted(self._parts[j].weight).value.detach()
@@ -175,12 +178,36 @@ class Executor:
         self._chunks.use(action)
         return flight
 
+    def _put_aside(self, flight: _Flight) -> None:
+        """Keep what entered a chunk that is computed again where the plan says, not in the buffer of its message."""
+        keep = self._model.keep_input
+        if keep is not None and flight.hidden is not None:
+            flight.kept, flight.hidden = keep(flight.hidden), None
+            self._release(flight)
+
+    def _compute_once(self, action: Action, flight: _Flight) -> Any:
+        """A forward whose graph is kept; the graph alone holds what entered, if that is not to stay in its buffer."""
+        if self._model.keep_input is None or flight.hidden is None:
+            return self._compute(action, flight)
+        arrived, flight.back = flight.hidden.detach(), []
+        leaf = arrived.new_empty(0).requires_grad_()
+        flight.hidden = hidden = _Entrance.apply(leaf, arrived)  # type: ignore[no-untyped-call]
+        hidden.register_hook(flight.back.append)
+        self._release(flight)
+        output = self._compute(action, flight)
+        flight.hidden = None
+        return output
+
+    def _release(self, flight: _Flight) -> None:
+        for buffer in flight.buffers:
+            self.messages.release(buffer)
+        flight.buffers.clear()
+
     def _leave(self, action: Action, flight: _Flight) -> None:
         chunk, j = action.chunk, _number(action)
         if flight.replay is not None:
             flight.replay.drop()
-        for buffer in flight.buffers:
-            self.messages.release(buffer)
+        self._release(flight)
         self.tied.end((chunk, j))
 
     def _compute(self, action: Action, flight: _Flight) -> Any:
@@ -219,6 +246,8 @@ class Executor:
         start = self.interpreter.now()
         self.tied.again((chunk, j))  # a recomputation by the model itself needs the weights of its forward
         self._chunks.use(action)
+        if flight.kept is not None:
+            flight.hidden, flight.kept = flight.kept().requires_grad_(), None
         if flight.replay is not None:
             with flight.replay.again(), torch.enable_grad():
                 self._keep(action, flight, self._compute(action, flight))
@@ -242,9 +271,7 @@ class Executor:
         self._backward.count += 1
         self.interpreter.note(action, start)
         if chunk > 0:
-            assert flight.hidden is not None
-            back = flight.hidden.grad
-            self._out[Kind.BACKWARD, chunk, j] = torch.zeros_like(flight.hidden) if back is None else back
+            self._out[Kind.BACKWARD, chunk, j] = self._gradient_of_input(chunk, j, flight)
             self.messages.weights.keep(chunk - 1, j, weight)
         flight.loss = flight.edge = flight.hidden = None
         if action.kind is Kind.BACKWARD:
@@ -259,6 +286,14 @@ class Executor:
             return local
         flight.buffers.append(self.messages.take(f"gradient for B{chunk}.{j}"))
         return _viewed(flight.buffers[-1], self._shape(self._stage.firsts[chunk + 1], j))
+
+    def _gradient_of_input(self, chunk: int, j: int, flight: _Flight) -> Tensor:
+        """The gradient for the chunk before this one."""
+        back = next(iter(flight.back or ()), None) if flight.hidden is None else flight.hidden.grad
+        if back is None:
+            size, dtype = self._shape(self._stage.firsts[chunk], j)
+            return torch.zeros(size, dtype=dtype, device=self._stage.mesh.device)
+        return back
 
     def _weight_gradients(self, action: Action) -> None:
         start = self.interpreter.now()
@@ -321,6 +356,20 @@ class Executor:
         start = self.interpreter.now()
         self._chunks.update(action)
         self.interpreter.note(action, start)
+
+
+class _Entrance(torch.autograd.Function):
+    """What enters a chunk, copied into a graph that holds no more of it than its operations save: a leaf would stay."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, hidden: Tensor) -> Tensor:
+        """The copy; `leaf` lets it require a gradient, which a hook takes."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        """There is nothing before it."""
+        return None, None
 
 
 def _followed_by_their_backward(actions: Sequence[Action]) -> set[Key]:
