@@ -18,6 +18,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +31,7 @@ from zeroshard.activations.nested import NestedSegment
 from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
-from zeroshard.activations.segments import BlockSegment, Region, Surroundings
+from zeroshard.activations.segments import BlockSegment, Call, Region, Surroundings
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.steps import StepEnd
 from zeroshard.units.hooks import place_of
@@ -61,6 +62,12 @@ class _Pass:
     copied: int = 0
     region: Region | None = None
     references: list[StorageWeakRef] = field(default_factory=list)
+
+
+class _Graph:
+    """Lives as long as the graph of a forward whose first block keeps everything."""
+
+    __slots__ = ("__weakref__",)
 
 
 class AutoRecomputation(Recomputation):
@@ -96,7 +103,7 @@ class AutoRecomputation(Recomputation):
         self._pass: _Pass | None = None
         self._started = 0  # bytes of activations when the forward began
         self._measure: BlockMeasures
-        self._forwards: list[Callable[[], Any]] = []  # weak references to the segments of measured forwards
+        self._forwards: list[Callable[[], Any]] = []  # weak references to what graphs hold of forwards, one of each
         self.measured: dict[PassKey, PassMeasures] = {}
         self.decided: dict[PassKey, Decided] = {}
 
@@ -180,6 +187,12 @@ class AutoRecomputation(Recomputation):
             if self._rules.alone or self._segment is None:
                 self._segment = self._measured_segment()
             return self._segment
+        segment = self._decided_segment(decision, number)
+        if number == 0 and segment is not None:
+            self._forwards.append(ref(segment))
+        return segment
+
+    def _decided_segment(self, decision: Decided, number: int) -> BlockSegment | None:
         item = decision.by_block.get(number)
         if item is None or isinstance(item, SavedBlock):
             self._segment = None
@@ -189,6 +202,15 @@ class AutoRecomputation(Recomputation):
         if number == item.first or self._segment is None:
             self._segment = self._passed_segment(item, number)
         return self._segment
+
+    def _keep_all(self, call: Call, args: Any, kwargs: Any) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self._called > 1 or hooks is None:
+            return super()._keep_all(call, args, kwargs)
+        graph = _Graph()
+        self._forwards.append(ref(graph))
+        with saved_tensors_hooks(lambda tensor: (graph, hooks[0](tensor)), lambda saved: hooks[1](saved[1])):
+            return super()._keep_all(call, args, kwargs)
 
     def _passed_segment(self, item: PassedBlocks, number: int) -> BlockSegment:
         if item.first == item.last or number != item.first:
@@ -223,8 +245,26 @@ class AutoRecomputation(Recomputation):
         self._weights = self._around.places()
         shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         key = (self._numbers[module], *(tuple(shapes) if self._budget.by_shape else ()))
+        self._forwards = [each for each in self._forwards if each() is not None]
         decision = self.decided.get(key)
+        if decision is not None and len(self._forwards) >= self._budget.forwards:
+            decision = self._beside_others(decision, len(self._forwards) + 1)
         return _Pass(key, PassMeasures() if decision is None else None, decision, set(self._weights))
+
+    def _beside_others(self, decided: Decided, forwards: int) -> Decided:
+        """A decision in what more forwards than decisions were made for have left of the room; later ones share it.
+
+        Raises:
+            BudgetExceeded: it is too little.
+        """
+        budget, measures = self._budget, decided.measures
+        chain, left = PassChain(measures, self._rules), budget.left
+        budget.extend(forwards, PassChain(measures, self._rules, forwards).least)
+        if chain.least > left:
+            raise budget.too_many(chain.least, left)
+        found = chain.frugal if self._rules.alone else chain.decide(left)  # alike on all ranks, or of this one alone
+        assert found is not None
+        return Decided(found, measures)
 
     def _choose(self, region: Region, number: int) -> None:
         """Have a region keep what its decision says."""
@@ -260,7 +300,6 @@ class AutoRecomputation(Recomputation):
             return
         if not left_alone:
             if not found.measures.blocks and self._segment is not None:
-                self._forwards = [each for each in self._forwards if each() is not None]
                 self._forwards.append(ref(self._segment))
                 self._budget.forwards = max(self._budget.forwards, len(self._forwards))
             found.measures.blocks.append(self._measure)

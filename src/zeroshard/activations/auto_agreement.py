@@ -43,6 +43,7 @@ class AutoStepEnd:
         self._recomputation, self._budget, self._comm = recomputation, budget, comm
         self._everyone = world if budget.first.waits else comm
         self._room: int | None = None
+        self._forwards = 0  # before a backward, for which decisions were made
 
     @property
     def readings(self) -> Mapping[str, Mapping[str, Any]]:
@@ -84,10 +85,14 @@ class AutoStepEnd:
         measured, room = dict(recomputation.measured), budget.room
         if self._room is None or budget.together:
             room, measured = self._agreed(room, measured)
-        budget.end_first_step()
+        budget.end_step()
         budget.first.end()
         if self._room is None or room < self._room:  # later steps may hold more beside activations
             measured, self._room = {**recomputation.known, **measured}, room
+        elif budget.forwards > self._forwards:  # decisions that there is no room for so often stay as they are
+            known = recomputation.known.items()
+            measured |= {key: each for key, each in known if recomputation.needed({key: each}) <= self._room}
+        self._forwards = budget.forwards
         recomputation.apply(measured, self._room)
 
     def _agreed(self, room: int, measured: Mapping[PassKey, PassMeasures]) -> tuple[int, dict[PassKey, PassMeasures]]:

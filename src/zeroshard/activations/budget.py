@@ -37,6 +37,7 @@ class ActivationBudget:
         self.by_shape, self.together, self.forwards, self.copied = by_shape, together, 1, 0
         self._budget, self.first = ledger.budgets["device"], first
         self._foreseen: dict[Category, int] = {}
+        self._way_out = ledger.way_out
         ledger.measures = True
 
     @property
@@ -55,9 +56,29 @@ class ActivationBudget:
         more = account.current - held + scalars
         self._foreseen = {Category.BUFFERS: more + max(peak, held + self.forwards * self.copied)}
 
-    def end_first_step(self) -> None:
+    def end_step(self) -> None:
         """Keep within the budget from now on."""
-        self._ledger.measures = False
+        self._ledger.measures, self._ledger.way_out = False, self._way_out
+
+    def extend(self, forwards: int, needed: int) -> None:
+        """More forwards come before a backward than decisions were made for; they need `needed` bytes at least."""
+        self.forwards, least = forwards, self._budget - self.room + needed
+        enough = f"set device_memory={least} or more" if least > self._budget else "device_memory is enough"
+        self._ledger.way_out = lambda *_: (
+            f"Decisions were made for fewer forwards than the {forwards} that now come before a backward. Let the "
+            f"first step run {forwards} before its backward, and decisions will count on them; {enough} for that. Or "
+            f"run a backward after each forward."
+        )
+
+    def too_many(self, needed: int, left: int) -> BudgetExceeded:
+        """The error of one forward more, which needs `needed` bytes where `left` are left."""
+        assert self._ledger.way_out is not None
+        return BudgetExceeded(
+            f"device_memory is {self._budget:,} bytes, of which the {self.forwards - 1} forwards before leave "
+            f"{max(0, left):,} for activations, and one more needs {needed:,} with every block computed again that can "
+            f"be.",
+            self._ledger.way_out(needed, self._budget),
+        )
 
     @property
     def activations(self) -> int:

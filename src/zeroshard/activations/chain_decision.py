@@ -93,6 +93,11 @@ class PassChain:
         """The fewest bytes in which the forwards and backwards can run."""
         return self._total(self._least_order())
 
+    @property
+    def frugal(self) -> PassDecision:
+        """The decision that takes the fewest bytes."""
+        return self._decision(self._least_order())
+
     def decide(self, budget: int) -> PassDecision | None:
         """The fastest decision within a budget for all forwards; None if it is too small."""
         saved = ChainOrder(0.0, tuple(SavedBlock(n) for n in range(self._count + 1)))

@@ -97,7 +97,7 @@ class Recomputation:
             kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
         segment, call = self._next_segment(block.call.module, (args, kwargs)), block.call
         if segment is None:
-            return call.forward(*args, **kwargs)
+            return self._keep_all(call, args, kwargs)
         replay = Replay(block.modules, self._around.device, self._around.ledger, segment.often)
         region = segment.begin(call, args, kwargs, replay)
         watch = None if block.known else _FirstForward(segment, self._around, (args, kwargs))
@@ -142,6 +142,10 @@ class Recomputation:
             for context in (Using(region), region.call.operations(region), watching):
                 stack.enter_context(context) if context is not None else None
             return region.call.forward(*args, **kwargs)
+
+    def _keep_all(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """A block's forward of which everything is kept."""
+        return call.forward(*args, **kwargs)
 
     def _block_ended(self, left_alone: bool) -> None:
         """The forward of a block in a segment is over."""
