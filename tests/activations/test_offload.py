@@ -460,6 +460,20 @@ def test_within_a_budget_what_is_wanted_now_takes_the_place_of_what_was_thought_
     assert torch.equal(bench.store.unpack(handles[0]), x)
 
 
+def test_within_a_budget_what_stays_takes_the_room_of_copies_under_way() -> None:
+    bench, x = Bench(), torch.randn(64, 64)
+    bench.ledger.budgets["device"] = 2 * x.nbytes
+    handles = [bench.store.pack(x + n) for n in range(3)]
+    bench.ledger.take(Category.ACTIVATIONS, 2 * x.nbytes, "what a block computes again")
+    bench.ledger.give(Category.ACTIVATIONS, 2 * x.nbytes, "what a block computes again")
+    assert torch.equal(bench.store.unpack(handles[2]), x + 2)
+    assert bench.ledger.account(Category.ACTIVATIONS).current == 2 * x.nbytes  # with the one that was fetched ahead
+    bench.ledger.take(Category.ACTIVATIONS, x.nbytes, "what a block computes again")
+    bench.ledger.give(Category.ACTIVATIONS, x.nbytes, "what a block computes again")
+    assert all(torch.equal(bench.store.unpack(handles.pop()), x + n) for n in (2, 1, 0))
+    assert bench.nothing_is_left() and not bench.ledger.total()
+
+
 class Probing(nn.Module):
     """A block that keeps what a probe makes of its inputs, which no backward reads."""
 

@@ -70,6 +70,7 @@ class ActivationStore:
         self._requests = 0
         self._dropped: deque[int] = deque()
         self._lock = threading.Lock()
+        ledger.reclaim = self._reclaim
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes, or None if it stays.
@@ -214,6 +215,22 @@ class ActivationStore:
             self._fetched.pop(region, None)
             del self._regions[region.key]
             self._host.give_back(region.slab)
+
+    def _reclaim(self) -> None:
+        """Give back the device's memory of copies to the host, and of prefetched regions; not from inside of the store.
+
+        Something else has no room there.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while self._saving:
+                self._finish_saving(self._saving[0])
+            for region in [region for region in self._fetched if region.fetching is not None]:
+                self._drop_copy(region)
+        finally:
+            self._lock.release()
+            self._forget_dropped()
 
     def _fits(self, nbytes: int) -> bool:
         """Whether the device's budget has room for `nbytes` more."""

@@ -73,6 +73,7 @@ class Ledger:
 
     Attributes:
         way_out: gives the way out of an error, for the bytes needed on the device and its budget; None without one.
+        reclaim: gives back what is on the device ahead of its use or on its way from it; None where nothing is.
         measures: whether the device's budget may be exceeded: a first step goes on to its end, to say what is needed.
     """
 
@@ -85,6 +86,7 @@ class Ledger:
         self._recordings: list[Recording] = []
         self._entered: dict[int, StorageWeakRef] = {}  # which hold addresses, not memory
         self.way_out: Callable[[int, int], str] | None = None
+        self.reclaim: Callable[[], None] | None = None
         self.measures = False
 
     def empty(
@@ -127,8 +129,13 @@ class Ledger:
         Raises:
             BudgetExceeded: with the bytes on the tier by category.
         """
-        budget, held_now = self.budgets.get(tier), self.total(tier)
-        if budget is not None and held_now + nbytes > budget and not (self.measures and tier == "device"):
+        budget = self.budgets.get(tier)
+        if budget is None or self.total(tier) + nbytes <= budget or (self.measures and tier == "device"):
+            return
+        if tier == "device" and self.reclaim is not None:
+            self.reclaim()
+        held_now = self.total(tier)
+        if held_now + nbytes > budget:
             held = ", ".join(f"{name} {n:,}" for name, n in self.snapshot(tier).items() if n)
             way_out = f"Raise the budget, {WAYS_OUT[tier]}."
             if tier == "device" and self.way_out is not None:
