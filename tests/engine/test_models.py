@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine import zoo
 from engine.zoo import OPTIMIZER, STEPS, WIDTH, ZOO, Case, alone, batch, build, check, engine_for, train, values_of
+from jobs import error_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -323,6 +324,22 @@ def smooth_loss(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     loss = model(x)
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
     return loss + (len(x) * slope).square().mean()
+
+
+def refuse_smooth(mesh: zs.Mesh) -> str:
+    """The error of second derivatives outside of `gathered()`; then training goes on."""
+    case = ZOO["chain"]
+    engine = engine_for(mesh, case, zero=3, transport="network")
+    x = batch(case, 0, mesh.rank, mesh.ranks)["x"]
+    error = error_of(lambda: smooth_loss(engine, x))
+    engine.backward(engine(x))
+    engine.step()
+    return error
+
+
+def test_second_derivatives_of_sliced_weights_are_refused_with_the_way_out(pool: Pool) -> None:
+    for error in pool.run(refuse_smooth, 2):
+        assert "PlanError: A backward with create_graph=True" in error and "with engine.gathered():" in error
 
 
 def train_smooth(mesh: zs.Mesh, plan: str) -> Any:

@@ -215,6 +215,13 @@ class Forward:
         if isinstance(saved, _SavedWeight):
             self._backward.begin()
             self._gatherer.need(saved.unit)
+            if torch.is_grad_enabled() and not (self._open or self._gatherer.all_gathered):
+                label = self._parts.units[saved.unit].label
+                raise PlanError(
+                    f"A backward with create_graph=True read parameters of unit '{label}', which are sliced (zero=3) "
+                    f"and would be gone by the second backward. Run the forward and both backwards inside `with "
+                    f"engine.gathered():`, on every rank, or use zero=2."
+                )
             return saved.weight()
         if isinstance(saved, torch.Tensor):
             return saved
