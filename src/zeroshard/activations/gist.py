@@ -14,14 +14,16 @@ then), windows of more than 16 elements, pools that return indices, small tensor
 graph breaks at a hook that is always called. So modules that are compiled run outside of the mode, and the compiler
 decides alone what they save.
 
-[Note: in place] In `nn.Sequential`, what a convolution, a linear layer or a norm returns and the ReLU behind it takes
-is needed by nothing else, since those save none of their outputs. There the ReLU writes its output over its input.
+[Note: in place] Inside of the forward of `nn.Sequential`, what a convolution, a linear layer or a norm returns goes to
+the ReLU behind it alone, since those save none of their outputs. There the ReLU writes its output over its input,
+unless a hook of either sees it. A model that calls the layers of a sequence by itself may keep what they return.
 """
 
 import copy
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from zeroshard.activations.codes.bits import pack_bits, pack_halves, unpack_bits, unpack_halves
@@ -219,8 +222,8 @@ def enter_forwards(model: nn.Module, mode: GistMode, in_place: bool) -> None:
 
     model.register_forward_pre_hook(outside(enter))
     model.register_forward_hook(outside(leave), always_call=True)
-    for relu, before in _in_sequence(model) if in_place else ():
-        relu.register_forward_pre_hook(Hook(_overwriting(mode, before)))
+    for sequence, before, relu in _in_sequence(model) if in_place else ():
+        _Overwriting(mode, sequence, before, relu)
 
 
 class _Outside:
@@ -243,25 +246,54 @@ class _Outside:
         return copy.deepcopy(self._call, memo)
 
 
-def _in_sequence(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """ReLUs behind a layer that saves no output, and that layer ([Note: in place])."""
-    found: list[tuple[nn.Module, nn.Module]] = []
+def _in_sequence(model: nn.Module) -> list[tuple[nn.Module, nn.Module, nn.Module]]:
+    """Sequences, with ReLUs in them behind a layer that saves no output, and that layer first ([Note: in place])."""
+    found: list[tuple[nn.Module, nn.Module, nn.Module]] = []
     for sequence in model.modules():
         layers = list(sequence) if type(sequence) is nn.Sequential else []
         for before, relu in pairwise(layers):
-            if type(relu) is nn.ReLU and isinstance(before, SAVE_NO_OUTPUT):
-                found.append((relu, before))
+            own = type(before).forward.__module__.startswith("torch.nn.modules.") and "forward" not in vars(before)
+            if type(relu) is nn.ReLU and isinstance(before, SAVE_NO_OUTPUT) and own:
+                found.append((sequence, before, relu))
     return found
 
 
-def _overwriting(mode: GistMode, before: nn.Module) -> Callable[..., None]:
-    def tell(relu: nn.Module, args: Any) -> None:
+class _Overwriting:
+    """Tells a mode of the inputs that a ReLU in a sequence may write over ([Note: in place])."""
+
+    def __init__(self, mode: GistMode, sequence: nn.Module, before: nn.Module, relu: nn.Module) -> None:
+        self._mode, self._before, self._relu = mode, before, relu
+        self._running = 0  # forwards of the sequence
+        self._made: ReferenceType[Tensor] | None = None  # what `before` returned in one
+        sequence.register_forward_pre_hook(Hook(self._begin))
+        sequence.register_forward_hook(Hook(self._end), always_call=True)
+        self._own = (
+            before.register_forward_hook(Hook(self._keep)).id,
+            relu.register_forward_pre_hook(Hook(self._tell)).id,
+        )
+
+    def _begin(self, *_: Any) -> None:
+        self._running += 1
+
+    def _end(self, *_: Any) -> None:
+        self._running, self._made = max(0, self._running - 1), None
+
+    def _keep(self, before: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self._made = ref(output) if self._running and isinstance(output, Tensor) else None
+
+    def _tell(self, relu: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
             return
-        seen = before._forward_hooks or relu._forward_hooks  # somebody may keep what it returned
-        mode.overwritten = args[0] if args and not seen else None
+        made, self._made = self._made, None
+        alone = made is not None and bool(args) and made() is args[0] and not self._seen
+        self._mode.overwritten = args[0] if alone else None
 
-    return tell
+    @property
+    def _seen(self) -> bool:
+        """Whether a hook of someone else sees what is between the layers."""
+        hooks = {*self._before._forward_hooks, *self._relu._forward_pre_hooks, *self._relu._forward_hooks}
+        return bool(hooks - {*self._own} or _global_forward_hooks or _global_forward_pre_hooks)
 
 
 def _save_signs(ctx: Any, y: Tensor) -> None:
