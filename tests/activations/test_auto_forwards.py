@@ -68,7 +68,7 @@ def test_later_forwards_share_what_the_first_ones_left_or_say_what_to_do(apart: 
         error, peaks, *_ = found = runs({**auto, "device_memory": enough}, advised)
         assert not error and max(peaks) <= enough
         assert same(found, runs({"device_memory": "1GiB"}, advised))
-    assert outcomes == {False, True}
+    assert False in outcomes and (apart or True in outcomes)
 
 
 def test_ranks_that_gather_weights_do_alike(pool: Pool) -> None:

@@ -123,7 +123,7 @@ class AutoRecomputation(Recomputation):
 
     def needed(self, measured: Mapping[PassKey, PassMeasures]) -> int:
         """The fewest bytes of activations in which all kinds of forwards that were measured can run."""
-        return max((chain.least for chain in self._chains(measured).values()), default=0)
+        return max((self._chain(each, self._budget.forwards).least for each in measured.values()), default=0)
 
     def apply(self, measured: Mapping[PassKey, PassMeasures], room: int) -> None:
         """Decide on all kinds of forwards that were measured.
@@ -137,15 +137,16 @@ class AutoRecomputation(Recomputation):
         """
         if (needed := self.needed(measured)) > room:
             raise self._budget.too_small(needed, room)
-        for key, chain in self._chains(measured).items():
-            decision = chain.decide(room)
+        for key, measures in measured.items():
+            shared = self._chain(measures, self._budget.sharing).decide(room)
+            decision = shared or self._chain(measures, self._budget.forwards).decide(room)
             assert decision is not None
             again = {name: call.again for name, call in self._calls.items()}
-            self.decided[key] = Decided(decision, measured[key], again=again)
+            self.decided[key] = Decided(decision, measures, again=again)
             self.measured.pop(key, None)
 
-    def _chains(self, measured: Mapping[PassKey, PassMeasures]) -> dict[PassKey, PassChain]:
-        return {key: PassChain(measures, self._rules, self._budget.forwards) for key, measures in measured.items()}
+    def _chain(self, measures: PassMeasures, forwards: int = 1) -> PassChain:
+        return PassChain(measures, self._rules, forwards)
 
     def _operations_of(self, region: Region) -> AbstractContextManager[Any] | None:
         return None if region.choice is None else ChosenOperations(region, self._treatments)
@@ -247,24 +248,20 @@ class AutoRecomputation(Recomputation):
         key = (self._numbers[module], *(tuple(shapes) if self._budget.by_shape else ()))
         self._forwards = [each for each in self._forwards if each() is not None]
         decision = self.decided.get(key)
-        if decision is not None and len(self._forwards) >= self._budget.forwards:
+        if decision is not None and len(self._forwards) >= self._budget.sharing:
             decision = self._beside_others(decision, len(self._forwards) + 1)
         return _Pass(key, PassMeasures() if decision is None else None, decision, set(self._weights))
 
     def _beside_others(self, decided: Decided, forwards: int) -> Decided:
         """A decision in what more forwards than decisions were made for have left of the room; later ones share it.
 
-        Raises:
-            BudgetExceeded: it is too little.
+        If that is too little, it is the one of the fewest bytes: graphs may end meanwhile, and else the ledger refuses.
         """
         budget, measures = self._budget, decided.measures
-        chain, left = PassChain(measures, self._rules), budget.left
-        budget.extend(forwards, PassChain(measures, self._rules, forwards).least)
-        if chain.least > left:
-            raise budget.too_many(chain.least, left)
-        found = chain.frugal if self._rules.alone else chain.decide(left)  # alike on all ranks, or of this one alone
-        assert found is not None
-        return Decided(found, measures)
+        chain = self._chain(measures)
+        budget.extend(forwards, self._chain(measures, forwards).least)
+        found = None if self._rules.alone else chain.decide(budget.left)  # alike on all ranks, or of this one alone
+        return Decided(found or chain.frugal, measures)
 
     def _choose(self, region: Region, number: int) -> None:
         """Have a region keep what its decision says."""
@@ -301,7 +298,7 @@ class AutoRecomputation(Recomputation):
         if not left_alone:
             if not found.measures.blocks and self._segment is not None:
                 self._forwards.append(ref(self._segment))
-                self._budget.forwards = max(self._budget.forwards, len(self._forwards))
+                self._budget.count(len(self._forwards))
             found.measures.blocks.append(self._measure)
             found.copied += found.region.copied if found.region is not None else 0
             found.held = self._budget.activations

@@ -43,7 +43,7 @@ class AutoStepEnd:
         self._recomputation, self._budget, self._comm = recomputation, budget, comm
         self._everyone = world if budget.first.waits else comm
         self._room: int | None = None
-        self._forwards = 0  # before a backward, for which decisions were made
+        self._sharing = 0  # forwards for which decisions were made
 
     @property
     def readings(self) -> Mapping[str, Mapping[str, Any]]:
@@ -89,19 +89,18 @@ class AutoStepEnd:
         budget.first.end()
         if self._room is None or room < self._room:  # later steps may hold more beside activations
             measured, self._room = {**recomputation.known, **measured}, room
-        elif budget.forwards > self._forwards:  # decisions that there is no room for so often stay as they are
-            known = recomputation.known.items()
-            measured |= {key: each for key, each in known if recomputation.needed({key: each}) <= self._room}
-        self._forwards = budget.forwards
+        elif budget.sharing > self._sharing:
+            measured = {**recomputation.known, **measured}
+        self._sharing = budget.sharing
         recomputation.apply(measured, self._room)
 
     def _agreed(self, room: int, measured: Mapping[PassKey, PassMeasures]) -> tuple[int, dict[PassKey, PassMeasures]]:
         """The least room and the largest measurements of the ranks; a collective call."""
         budget = self._budget
-        mine = [room, budget.forwards, [[key, asdict(each)] for key, each in measured.items()]]
+        mine = [room, budget.forwards, budget.sharing, [[key, asdict(each)] for key, each in measured.items()]]
         answers = self._comm.agree_on(mine, "activations of the step")
-        budget.forwards = max(each[1] for each in answers)
-        return min(each[0] for each in answers), _merged(pair for answer in answers for pair in answer[2])
+        budget.forwards, budget.sharing = (max(each[n] for each in answers) for n in (1, 2))
+        return min(each[0] for each in answers), _merged(pair for answer in answers for pair in answer[3])
 
 
 def _merged(pairs: Iterable[tuple[Any, Any]]) -> dict[PassKey, PassMeasures]:

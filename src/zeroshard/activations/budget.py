@@ -20,7 +20,8 @@ class ActivationBudget:
 
     Attributes:
         first, by_shape, together: as given.
-        forwards: that come before the first backward, at most.
+        forwards: that come before the first backward of the first step, at most; a smaller budget is refused.
+        sharing: that come before a backward of any step so far, at most; decisions let them share the room if they can.
         copied: bytes of buffers that each of them keeps for its recomputation, at most.
     """
 
@@ -34,7 +35,7 @@ class ActivationBudget:
         together: bool = False,
     ) -> None:
         self._ledger, self._planned, self._scratch = ledger, planned, scratch
-        self.by_shape, self.together, self.forwards, self.copied = by_shape, together, 1, 0
+        self.by_shape, self.together, self.forwards, self.sharing, self.copied = by_shape, together, 1, 1, 0
         self._budget, self.first = ledger.budgets["device"], first
         self._foreseen: dict[Category, int] = {}
         self._way_out = ledger.way_out
@@ -60,24 +61,19 @@ class ActivationBudget:
         """Keep within the budget from now on."""
         self._ledger.measures, self._ledger.way_out = False, self._way_out
 
+    def count(self, forwards: int) -> None:
+        """So many forwards wait for their backwards."""
+        self.sharing = max(self.sharing, forwards)
+        self.forwards = self.sharing if self.measures else self.forwards
+
     def extend(self, forwards: int, needed: int) -> None:
         """More forwards come before a backward than decisions were made for; they need `needed` bytes at least."""
-        self.forwards, least = forwards, self._budget - self.room + needed
+        self.sharing, least = forwards, self._budget - self.room + needed
         enough = f"set device_memory={least} or more" if least > self._budget else "device_memory is enough"
-        self._ledger.way_out = lambda *_: (
+        self._ledger.way_out = lambda *_: (  # of any error until the step ends
             f"Decisions were made for fewer forwards than the {forwards} that now come before a backward. Let the "
             f"first step run {forwards} before its backward, and decisions will count on them; {enough} for that. Or "
             f"run a backward after each forward."
-        )
-
-    def too_many(self, needed: int, left: int) -> BudgetExceeded:
-        """The error of one forward more, which needs `needed` bytes where `left` are left."""
-        assert self._ledger.way_out is not None
-        return BudgetExceeded(
-            f"device_memory is {self._budget:,} bytes, of which the {self.forwards - 1} forwards before leave "
-            f"{max(0, left):,} for activations, and one more needs {needed:,} with every block computed again that can "
-            f"be.",
-            self._ledger.way_out(needed, self._budget),
         )
 
     @property
