@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
+from zeroshard.activations.counts import CountedTensor
 from zeroshard.errors import BudgetExceeded, OffloadError
 from zeroshard.memory import HostMemory, in_pages
 from zeroshard.memory.ledger import Category
@@ -472,6 +473,22 @@ def test_within_a_budget_what_stays_takes_the_room_of_copies_under_way() -> None
     bench.ledger.give(Category.ACTIVATIONS, x.nbytes, "what a block computes again")
     assert all(torch.equal(bench.store.unpack(handles.pop()), x + n) for n in (2, 1, 0))
     assert bench.nothing_is_left() and not bench.ledger.total()
+
+
+def test_a_copy_that_a_recomputation_holds_counts_once() -> None:
+    bench, x = Bench(), torch.randn(64, 64)
+    bench.ledger.budgets["device"] = 2**30
+    handle, current = bench.store.pack(x + 1), lambda: bench.ledger.account(Category.ACTIVATIONS).current
+    bench.store.settle()
+    assert current() == 0
+    held = CountedTensor(bench.store.unpack(handle), None, bench.ledger.saved)
+    assert current() == x.nbytes
+    bench.store.settle()  # drops its copy, which lives on
+    assert current() == x.nbytes
+    del held
+    assert current() == 0
+    del handle
+    assert bench.nothing_is_left()
 
 
 class Probing(nn.Module):

@@ -241,14 +241,15 @@ class ActivationStore:
         return True
 
     def _note(self, region: "_Region") -> None:
-        """Enter the region's bytes on the device in the ledger, where it records a step or has a budget."""
-        resident = region.source is not None or region.copy is not None
-        if resident and not region.counted and (self._ledger.recording or self._ledger.limits_activations):
-            self._ledger.take(Category.ACTIVATIONS, region.nbytes, "save or fetch an activation")
-            region.counted = True
-        elif region.counted and not resident:
-            self._ledger.give(Category.ACTIVATIONS, region.nbytes, "activation")
-            region.counted = False
+        """Enter the region's storage on the device in the ledger, where it records a step or has a budget."""
+        flat = region.source if region.source is not None else region.copy
+        counts = self._ledger.recording or self._ledger.limits_activations
+        if flat is not None and region.counted is None and counts:
+            self._ledger.saved.change(flat.untyped_storage(), 1)
+            region.counted = flat.untyped_storage()
+        elif region.counted is not None and flat is None:
+            counted, region.counted = region.counted, None
+            self._ledger.saved.change(counted, -1)
 
     def _on_drop(self, number: int) -> None:
         """A graph has dropped a handle ([Note: dropped graphs])."""
@@ -293,7 +294,7 @@ class _Region:
         fetching: the copy back to the device, while it is under way.
         readers: number of live handles.
         changed: whether the source was changed before its copy was complete.
-        counted: whether the ledger counts it on the device.
+        counted: the storage on the device that the ledger counts.
     """
 
     __slots__ = ("changed", "copy", "counted", "device", "fetching", "key", "readers", "saved", "saving", "slab",
@@ -310,7 +311,8 @@ class _Region:
         self.saving: Task | None = None
         self.copy: torch.Tensor | None = None
         self.fetching: Task | None = None
-        self.readers, self.changed, self.counted = 0, False, False
+        self.readers, self.changed = 0, False
+        self.counted: torch.UntypedStorage | None = None
 
     @property
     def nbytes(self) -> int:

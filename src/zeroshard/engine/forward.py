@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.activations.counts import CountedTensor, SavedStorages, Stored
+from zeroshard.activations.counts import CountedTensor, Stored
 from zeroshard.activations.keep import Kept
 from zeroshard.checks.model_checks import refuse_renormalising
 from zeroshard.engine.backward import Backward
@@ -53,7 +53,6 @@ class Forward:
             if part.weights.sliced and self._gatherer.passes
         }
         self._known: set[int] = set()  # storages of weights, which are no activations
-        self._storages = SavedStorages(ledger)
         self._counts = ledger.limits_activations
         self._visitors: list[int] = []  # units that modules of other units have read in the pass under way
         self.writes = Writes(model, assembly.parts, self)
@@ -208,8 +207,8 @@ class Forward:
         return held
 
     def _counted(self, tensor: torch.Tensor, packed: Any) -> Stored:
-        counts = self._counts and self._storages.counts(tensor)
-        return CountedTensor(tensor, packed, self._storages) if counts else Stored(packed)
+        counts = self._counts and self._ledger.saved.counts(tensor)
+        return CountedTensor(tensor, packed, self._ledger.saved) if counts else Stored(packed)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):

@@ -3,6 +3,9 @@
 Tables show only bytes that were taken through the ledger, so all buffers of the engine are made by
 `Ledger.empty` or, where an allocation changes hands (a storage that is freed and refilled, states that
 `torch.optim` makes itself), accounted for with `take` and `give`.
+
+[Note: entered already] Inputs of a pipeline's chunks lie in scratch for messages, and masks or statistics may be
+buffers of the model. Both are entered as such for as long as they live, so a graph that saves them holds nothing more.
 """
 
 import time
@@ -73,6 +76,7 @@ class Ledger:
 
     Attributes:
         way_out: gives the way out of an error, for the bytes needed on the device and its budget; None without one.
+        saved: the storages of activations.
         reclaim: gives back what is on the device ahead of its use or on its way from it; None where nothing is.
         measures: whether the device's budget may be exceeded: a first step goes on to its end, to say what is needed.
     """
@@ -85,6 +89,7 @@ class Ledger:
         }
         self._recordings: list[Recording] = []
         self._entered: dict[int, StorageWeakRef] = {}  # which hold addresses, not memory
+        self.saved = SavedStorages(self)
         self.way_out: Callable[[int, int], str] | None = None
         self.reclaim: Callable[[], None] | None = None
         self.measures = False
@@ -210,6 +215,29 @@ class Ledger:
     def _note(self, label: str) -> None:
         for recording in self._recordings:
             recording.events.append(Event(self._now() - recording.start, label, self.snapshot()))
+
+
+class SavedStorages:
+    """How often each storage among the activations of a ledger is held: it counts once ([Note: entered already])."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._tensors: dict[int, int] = {}
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor is one more among the activations ([Note: entered already])."""
+        return tensor.layout is torch.strided and not self._ledger.is_entered(tensor)
+
+    def change(self, storage: torch.UntypedStorage, by: int) -> None:
+        """Enter a storage with the first tensor that lies in it; strike it out with the last."""
+        key = storage._cdata
+        before = self._tensors.get(key, 0)
+        if before == 0:
+            self._ledger.take(Category.ACTIVATIONS, storage.nbytes(), "save for backward")
+        self._tensors[key] = before + by
+        if before + by == 0:
+            del self._tensors[key]
+            self._ledger.give(Category.ACTIVATIONS, storage.nbytes(), "saved activation")
 
 
 class Arena:
