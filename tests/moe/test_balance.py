@@ -155,3 +155,25 @@ def test_layers_that_collapse_onto_different_experts_are_not_balanced() -> None:
             router.weight.copy_(torch.eye(4)[n].unsqueeze(-1) * 20)
     losses = [router(torch.ones(32, 4)).losses["balance"].item() for router in routers]
     assert losses == pytest.approx([4.0] * 4, rel=1e-4)
+
+
+def test_deepseek_v3_counts_the_highest_scores_whatever_the_bias_chose() -> None:
+    """2412.19437, eq. 17 to 20, sequence by sequence, token by token."""
+    torch.manual_seed(0)
+    sequence, chosen = 5, PRESETS["deepseek_v3"].choices
+    router = router_of("deepseek_v3", WIDTH, 32)
+    torch.nn.init.normal_(router.weight)
+    router.bias.normal_()
+    x = torch.randn(3 * sequence, WIDTH)
+    routing = router(x, None, sequence)
+    losses = []
+    for own in x.split(sequence):
+        f, p = torch.zeros(32), torch.zeros(32)
+        for token in own:
+            s = (router.weight @ token).sigmoid()
+            f[s.topk(chosen).indices] += 32 / (chosen * sequence)
+            p += s / s.sum() / sequence
+        losses.append(1e-4 * (f * p).sum())
+    torch.testing.assert_close(routing.losses["balance"], torch.stack(losses).mean())
+    scores = (x @ router.weight.T).sigmoid()
+    assert not torch.equal(routing.experts.sort(-1).values, scores.topk(chosen).indices.sort(-1).values)

@@ -29,7 +29,8 @@ class Losses:
     balance: float = 0.0
     """Of E·Σ f_e·m_e: fractions of choices times mean probabilities (GShard, section 2.2; Switch, eq. 4)."""
     counted: str = "all"
-    """Whose fractions: of "all" choices, or of the "first" alone."""
+    """Whose fractions: of "all" choices, of the "first" alone, or of the k highest "scores", whatever biases and groups
+    of experts choose (2412.19437, eq. 18)."""
     scope: str = "microbatch"
     """Over which tokens fractions are taken: of each "group", of the "microbatch", or of the "global" batch."""
     z: float = 0.0
@@ -40,7 +41,7 @@ class Losses:
     """Of that of the smooth estimate of counts, which needs learned noise (1701.06538, eq. 11)."""
 
     def __post_init__(self) -> None:
-        check_choice("losses.counted", self.counted, ("first", "all"))
+        check_choice("losses.counted", self.counted, ("first", "all", "scores"))
         check_choice("losses.scope", self.scope, ("group", "microbatch", "global"))
         for name in ("balance", "z", "importance", "load"):
             weight = getattr(self, name)

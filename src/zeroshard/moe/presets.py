@@ -50,7 +50,7 @@ PRESETS: dict[str, Gating] = {
         normalise="before",
         scale=2.5,
         group="sequence",
-        losses=Losses(balance=1e-4, scope="group"),
+        losses=Losses(balance=1e-4, counted="scores", scope="group"),
         bias_step=1e-3,
         init="normal",
         init_scale=0.006,

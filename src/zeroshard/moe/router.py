@@ -224,6 +224,8 @@ class Router(nn.Module):
         weights, found = self.gating.losses, {}
         if weights.balance:
             counted = experts[:, :1] if weights.counted == "first" else experts
+            if weights.counted == "scores":
+                counted = largest(logits, self.gating.choices)
             among = groups if weights.scope == "group" else groups.whole()
             summed = self.summed if weights.scope == "global" else None
             found["balance"] = weights.balance * balance_loss(probabilities, counted, among, summed)
