@@ -23,6 +23,14 @@ def test_the_order_is_that_of_a_stable_sort_of_kept_choices(tokens: int, k: int,
     assert order.rows == len(pairs)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)
+def test_choices_may_have_fewer_bits(dtype: torch.dtype) -> None:
+    routing = routing_of(37, 5, 2)
+    narrow = Routing(routing.experts.to(dtype), routing.gates, routing.kept, routing.counts)
+    found, expected = order_of(narrow, 5), order_of(routing, 5)
+    assert torch.equal(found.choices, expected.choices) and found.counts == expected.counts
+
+
 @pytest.mark.parametrize("k, drops", [(1, 0.0), (2, 0.5), (3, 0.0)])
 def test_gather_and_combine_equal_index_and_index_add_and_are_each_others_transpose(k: int, drops: float) -> None:
     order = order_of(routing_of(29, 4, k, drops), 4)

@@ -48,7 +48,7 @@ def order_of(routing: Routing, experts: int) -> RowOrder:
         ModelError: experts that are not there were chosen.
     """
     tokens, k = routing.experts.shape
-    chosen = routing.experts.reshape(-1)
+    chosen = routing.experts.reshape(-1).long()  # a router of the user's may give fewer bits
     if without_values(chosen):  # in a rehearsal: balanced, and all kept
         counts = tuple((len(chosen) + expert) // experts for expert in range(experts))
         return RowOrder(chosen, chosen, counts, (tokens, k))
