@@ -10,7 +10,7 @@ Shapes: T tokens, k choices of each, R rows, D features, E experts.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -203,12 +203,8 @@ class RoutedForward:
         x, chosen, weights = (given[name] for name in self._names)
         routing = routing_of(chosen, weights, self._experts)
         statistics = getattr(self._module, "statistics", None)
-        if statistics is not None:
-            statistics.compare(routing)
-        output = self._forward(x.reshape(-1, x.shape[-1]), routing).view(x.shape)
-        if statistics is not None:
-            statistics.add(routing)
-        return output
+        with nullcontext() if statistics is None else statistics.watching(routing):
+            return self._forward(x.reshape(-1, x.shape[-1]), routing).view(x.shape)
 
 
 def routing_of(chosen: Tensor, weights: Tensor, experts: int) -> Routing:

@@ -155,9 +155,8 @@ def _mixed(layer: MoE, x: Tensor, valid: Tensor | None) -> Tensor:
     tokens = x.reshape(-1, layer.width)
     mask = None if valid is None else valid.reshape(-1)
     routing = layer.router(tokens, mask, x.shape[-2] if x.dim() > 2 else None)
-    layer.experts.statistics.compare(routing)
-    output: Tensor = layer.experts(tokens, routing)
-    layer.experts.statistics.add(routing)
+    with layer.experts.statistics.watching(routing):
+        output: Tensor = layer.experts(tokens, routing)
     if layer.shared is not None:
         output = layer.shared(tokens, output)
     penalty = routing.penalty

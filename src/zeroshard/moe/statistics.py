@@ -7,6 +7,8 @@ exchange them.
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,17 @@ class Statistics(nn.Module):
         """Begin new sums."""
         for buffer in self.buffers():
             buffer.zero_()
+
+    @contextmanager
+    def watching(self, routing: Routing) -> Iterator[None]:
+        """Around the experts' work: compare the routing of a recomputation before it, count that of a forward after it.
+
+        Raises:
+            ModelError: a recomputation chose other experts than its forward.
+        """
+        self.compare(routing)
+        yield
+        self.add(routing)
 
     @torch.no_grad()
     def compare(self, routing: Routing) -> None:
