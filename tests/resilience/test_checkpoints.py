@@ -1,7 +1,10 @@
 """The checkpoints of one run: what is kept, what is found again, and what a resumed run goes on with."""
 
+import gc
 import random
+import time
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from pool import Pool, WorkerError
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.checkpoint import Reader, saving, write
+from zeroshard.engine import state
 from zeroshard.errors import CheckpointError, DamagedError
 
 EVERY, LAST = 3, 12
@@ -195,3 +200,35 @@ def test_a_rank_that_fails_to_save_is_no_silent_loss(pool: Pool, tmp_path: Path)
 def no_json(mesh: zs.Mesh, folder: str) -> None:
     """Rank 1 alone gives what cannot be saved."""
     zs.Checkpoints(made(mesh), folder).save({"losses": {1.0}} if mesh.rank else {})
+
+
+def engines_in_turn(mesh: zs.Mesh, folder: str) -> tuple[int, list[int], bool]:
+    """Each engine is dropped while its checkpoint is written, slowly; the next one looks for it at once."""
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.2)
+        write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "write", slow)
+        made(mesh).save(f"{folder}/alone", {"found": 7})
+        found = made(mesh).load(f"{folder}/alone")["found"]
+        made(mesh).save(f"{folder}/weights")
+        made(mesh).load_weights(f"{folder}/weights")
+        zs.Checkpoints(made(mesh), f"{folder}/run").save()
+        steps = zs.Checkpoints(made(mesh), f"{folder}/run").steps()  # which clears what is half written
+        last = made(mesh).save(f"{folder}/last")
+        gc.collect()
+        saving._finish(weakref.ref(made(mesh)._savings))  # at the end of a process: of an engine that is gone by then
+    return found, steps, last.done
+
+
+def test_other_engines_and_the_end_of_the_process_wait_for_what_is_still_written(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(engines_in_turn, 2, str(tmp_path)) == [(7, [0], True)] * 2
+    assert (tmp_path / "last").is_dir()
+
+
+def test_a_checkpoint_that_another_process_writes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c.tmp-18a").mkdir()
+    with pytest.raises(CheckpointError, match=r"no such folder. c.tmp-18a beside it is still being written, or its wr"):
+        Reader(tmp_path / "c")

@@ -7,6 +7,7 @@ and range, files are named by one pattern inside the folder, and no allocation h
 one dimension; each is read as the few boxes of the tensor that it consists of.
 """
 
+import glob
 import hashlib
 import json
 import math
@@ -131,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not file.is_file():
             held = "there is no such folder" if not folder.exists() else f"the folder has no {MANIFEST}"
-            raise CheckpointError(f"{folder} is no checkpoint: {held}. Give the folder that engine.save wrote.")
+            raise CheckpointError(f"{folder} is no checkpoint: {held}. {_way_out(folder)}")
         if file.stat().st_size > MOST_BYTES:
             raise DamagedError(f"{file} has {file.stat().st_size:,} bytes, more than a manifest can have.")
         content = file.read_bytes()
@@ -155,6 +156,16 @@ def read_manifest(folder: Path) -> Manifest:
         return _parsed(table)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"{file} is not to be trusted ({error}); use an earlier checkpoint.") from error
+
+
+def _way_out(folder: Path) -> str:
+    """What to do where a folder holds no manifest."""
+    if unfinished := next(folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"), None):
+        return (
+            f"{unfinished.name} beside it is still being written, or its writer has ended: wait with "
+            f"engine.save(...).wait(), save with wait=True, or use an earlier checkpoint."
+        )
+    return "Give the folder that engine.save wrote."
 
 
 def _parsed(table: dict[str, Any]) -> Manifest:

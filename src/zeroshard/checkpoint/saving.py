@@ -23,15 +23,16 @@ class Savings:
     def begin(self, save: Callable[[], Saving]) -> Saving:
         """Wait for the last checkpoint, then begin another; `exposed_seconds` covers both."""
         started = time.perf_counter()
-        self.wait()
+        if self._last is not None:
+            self._last.join()
+        self.warn_of_failure()
         self._last = save()
         self._last.exposed_seconds = time.perf_counter() - started
         return self._last
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait for the last checkpoint, at most so long; warn if it failed and its caller has not seen the error."""
-        if self._last is not None:
-            self._last.join(seconds)
+    def wait(self) -> None:
+        """Wait for the checkpoints of all engines of this process, which may be read next; warn if the last failed."""
+        finish_all()
         self.warn_of_failure()
 
     def warn_of_failure(self) -> None:
@@ -42,8 +43,14 @@ class Savings:
                 warnings.warn(str(last.problem), CheckpointWarning, stacklevel=4)
 
 
+def finish_all(seconds: float | None = None) -> None:
+    """Wait for the checkpoints that any engine of this process still writes, at most so long for each."""
+    for saving in list(Saving.under_way):
+        saving.join(seconds)
+
+
 def _finish(savings: "weakref.ref[Savings]") -> None:
-    """At the end of the process, wait for the last checkpoint; after an uncaught exception, `GRACE` at most."""
-    alive = savings()
-    if alive is not None:
-        alive.wait(GRACE if getattr(sys, "last_value", None) is not None else None)
+    """At the end of the process, wait for all checkpoints; after an uncaught exception, `GRACE` at most."""
+    finish_all(GRACE if getattr(sys, "last_value", None) is not None else None)
+    if (alive := savings()) is not None:
+        alive.warn_of_failure()

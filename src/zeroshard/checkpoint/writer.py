@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -183,7 +183,10 @@ class Saving:
         exposed_seconds: for which the caller waited.
         problem: the failure; None while under way and after success.
         seen: whether `wait` has raised the problem.
+        under_way: those of all engines of this process, which may be gone before their checkpoints are complete.
     """
+
+    under_way: ClassVar[set["Saving"]] = set()
 
     def __init__(self, path: Path, work: Callable[[], None]) -> None:
         self.path = path
@@ -200,6 +203,7 @@ class Saving:
 
     def start(self) -> None:
         """Start to write, in a thread of its own."""
+        Saving.under_way.add(self)
         self._thread.start()
 
     def wait(self) -> Path:
@@ -228,3 +232,5 @@ class Saving:
             self.problem = error
         except BaseException as error:  # else the thread would end without a report
             self.problem = CheckpointError(f"The checkpoint {self.path} was not written: {error!r}.")
+        finally:
+            Saving.under_way.discard(self)

@@ -398,6 +398,7 @@ class Engine(Readings):
             CheckpointError: no such files, or weights of another model.
         """
         self.flush()
+        self._savings.wait()
         self.world.agree(b"", "load weights")
         self._state.load_weights(Path(path))
         self._take_over()

@@ -312,7 +312,10 @@ class State:
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
                 has, needs = theirs.get(name, "no such parameter"), mine.get(name, "no such parameter")
-                raise CheckpointError(f"{reader.path} is of another model: '{name}' is {has} there and {needs} here.")
+                raise CheckpointError(
+                    f"{reader.path} is of another model: '{name}' is {has} there and {needs} here. Build the model as "
+                    f"for the run that wrote it, or give the checkpoint of this model."
+                )
 
     def _checked(self, reader: Reader) -> Saved:
         """The optimizer's state in a checkpoint, after a check that it fits this optimizer."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import Saving, clear, committed, name_of, put_aside
+from zeroshard.checkpoint.saving import finish_all
 from zeroshard.engine import Engine
 from zeroshard.errors import CheckpointError, CheckpointWarning, DamagedError
 
@@ -33,7 +34,7 @@ class Checkpoints:
         if keep < 1:
             raise CheckpointError(f"keep is {keep}; it must be 1 or more, or nothing would be left to go on from.")
         self.engine, self.folder, self.keep = engine, Path(folder), keep
-        self._saving: Saving | None = None
+        finish_all()  # of an engine before this one, whose half-written checkpoint would be cleared
         if engine.world.mesh.rank == 0:
             clear(self.folder)
         engine.world.agree(b"", "checkpoints are cleared")
@@ -44,13 +45,10 @@ class Checkpoints:
         Raises:
             CheckpointError: it is there already, or cannot be begun; with `wait`, also if writing it failed.
         """
-        self._saving = self.engine.save(self.folder / name_of(self.engine.steps), extra, keep=self.keep, wait=wait)
-        return self._saving
+        return self.engine.save(self.folder / name_of(self.engine.steps), extra, keep=self.keep, wait=wait)
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints, oldest first, after waiting for one that is being written."""
-        if self._saving is not None:
-            self._saving.join()
+        """The steps of all checkpoints, oldest first, after waiting for those that this process is writing."""
         return _steps(self.engine, self.folder)
 
     def resume(self) -> dict[str, Any] | None:
@@ -94,6 +92,7 @@ def resume(engine: Engine, folder: Path) -> dict[str, Any] | None:
 
 def _steps(engine: Engine, folder: Path) -> list[int]:
     """The steps of all committed checkpoints, oldest first, as rank 0 sees them."""
+    finish_all()
     found: list[int] = engine.world.agree_on([step for step, _ in committed(folder)], "checkpoints")[0]
     return found
 
