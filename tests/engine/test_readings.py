@@ -1,5 +1,8 @@
 """What an engine and its tables say of themselves, and the words that users of `nn.Module` try first."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -54,3 +57,12 @@ def test_training_and_evaluation_mode_are_the_models() -> None:
     assert torch.equal(engine(x), engine(x))
     assert engine.train() is engine and engine.training and model[1].training
     assert not engine.train(False).training
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied_but_its_model_is(copied: Callable[[Any], Any]) -> None:
+    model = nn.Linear(2, 1)
+    engine = zs.Engine(model, SGD)
+    with pytest.raises(zs.PlanError, match=r"to be copied or pickled, .* take engine.state_dict\(\) or copy.deepcopy"):
+        copied(engine)
+    assert torch.equal(copy.deepcopy(model).weight, model.weight)

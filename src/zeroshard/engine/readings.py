@@ -14,6 +14,7 @@ from zeroshard.engine.backward import Backward
 from zeroshard.engine.build import Assembly
 from zeroshard.engine.decision import Decision
 from zeroshard.engine.state import State
+from zeroshard.errors import PlanError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradient_shares import GradientShare, shares_of
@@ -55,6 +56,17 @@ class Readings:
         return (
             f"Engine of {type(self.model).__name__} ({self._state.numel:,} parameters)\n  {self.plan!r}\n"
             f"  rank {self.rank} of {self.ranks} on {self.device}, {self.steps} steps{skipped}"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An engine is one of a job's ranks, with its connections and buffers.
+
+        Raises:
+            PlanError: it was to be copied or pickled.
+        """
+        raise PlanError(
+            "The engine was to be copied or pickled, and it holds connections to other ranks and buffers that they "
+            "share. Save it by engine.save(path), or take engine.state_dict() or copy.deepcopy(engine.model)."
         )
 
     @property
