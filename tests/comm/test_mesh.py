@@ -65,14 +65,31 @@ def test_init_mesh_without_torchrun() -> None:
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "world, message", [("0", "WORLD_SIZE is 0"), ("-1", "WORLD_SIZE is -1"), ("two", "WORLD_SIZE is two")]
-)
-def test_init_mesh_of_a_broken_world(monkeypatch: pytest.MonkeyPatch, world: str, message: str) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", world)
+BROKEN = {
+    "no ranks": ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is 0; it must be 1 or more"),
+    "fewer": ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE is -1; it must be 1 or more"),
+    "a word": ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is two; it must be 1 or more"),
+    "a rank beyond": ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK is 3 and WORLD_SIZE 2; ranks are numbered from 0 to 1"),
+    "a rank before": ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is -1; it must be 0 or more"),
+    "no rank": ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and RANK is not set, so this process would train alone"),
+    "no world": ({"RANK": "1"}, "RANK is 1, and WORLD_SIZE is not set, so this process would train alone"),
+    "no local rank": ({"LOCAL_RANK": "x"}, "LOCAL_RANK is x; it must be 0 or more"),
+    "no local ranks": ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0; it must be 1 or more"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_init_mesh_of_a_broken_world(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    environment, message = BROKEN[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
     with pytest.raises(PlanError, match=f"{message}.*torchrun"):
         init_mesh()
+
+
+def test_a_world_of_one_rank_needs_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert init_mesh(timeout=7.0) == Mesh(timeout=7.0)
 
 
 def test_init_mesh_on_an_unknown_device() -> None:

@@ -146,19 +146,17 @@ def init_mesh(timeout: float = 300.0, device: str | None = None) -> Mesh:
             there is one for every local rank.
 
     Raises:
-        PlanError: the world size or the device is not available. CommError: a rank did not come within `timeout`.
+        PlanError: the launcher's variables make no rank of a world, or the device is not available. CommError: a rank
+            did not come within `timeout`.
         BudgetExceeded: too little address space for connections.
     """
     own_device, heartbeat = _device(device), _heartbeat()
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        place = _place()
+        if place is None:
             return Mesh(device=own_device, timeout=timeout, heartbeat=heartbeat)
-        if not os.environ["WORLD_SIZE"].isdecimal() or int(os.environ["WORLD_SIZE"]) < 1:
-            raise PlanError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}; it must be 1 or more. Start the job with torchrun."
-            )
         accelerator.select(own_device)
-        _join(accelerator.backend(own_device), timeout)
+        _join(accelerator.backend(own_device), timeout, *place)
     else:
         limit_waits(_get_default_store(), timeout)
     ranks = dist.get_world_size()
@@ -190,14 +188,45 @@ def shared_mesh(timeout: float) -> Mesh:
     return known
 
 
-def _join(backend: str, timeout: float) -> None:
+def _place() -> tuple[int, int] | None:
+    """This rank and the number of ranks, from the launcher; None without one.
+
+    Raises:
+        PlanError: a variable is missing, or its value makes no rank of the world.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+    if len(missing) == 2 or (missing == ["RANK"] and _variable("WORLD_SIZE", 1) == 1):
+        return None
+    if missing:
+        (given,) = {"RANK", "WORLD_SIZE"} - set(missing)
+        raise PlanError(
+            f"{given} is {os.environ[given]}, and {missing[0]} is not set, so this process would train alone. Start "
+            f"the job with torchrun, which sets both; or unset {given}."
+        )
+    rank, ranks = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    if rank >= ranks:
+        raise PlanError(
+            f"RANK is {rank} and WORLD_SIZE {ranks}; ranks are numbered from 0 to {ranks - 1}. Start the job with "
+            f"torchrun, which sets both."
+        )
+    return rank, ranks
+
+
+def _variable(name: str, least: int) -> int:
+    """A whole number from the launcher; `least` where it sets none."""
+    value = os.environ.get(name, str(least))
+    if not value.isdecimal() or int(value) < least:
+        raise PlanError(f"{name} is {value}; it must be {least} or more. Start the job with torchrun.")
+    return int(value)
+
+
+def _join(backend: str, timeout: float, rank: int, ranks: int) -> None:
     """Make the process group of the whole world.
 
     [Note: a store outlives an attempt] A launcher that restarts its processes keeps the store, and with it the
     addresses of processes that are gone; a rank that reads one fails to connect. So each attempt has its own keys.
     """
     _check_address_space()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if local_ranks() == ranks:
@@ -226,7 +255,7 @@ def _check_address_space() -> None:
 def _heartbeat() -> Heartbeat | None:
     """The heartbeat of this process; None without a supervisor."""
     path = os.environ.get("ZEROSHARD_HEARTBEAT")
-    return Heartbeat(Path(path), int(os.environ.get("RANK", "0"))) if path else None
+    return Heartbeat(Path(path), _variable("RANK", 0)) if path else None
 
 
 def mesh_of(members: list[int], device: torch.device, timeout: float, heartbeat: Heartbeat | None = None) -> Mesh:
@@ -353,5 +382,4 @@ def _leave(mesh: Mesh) -> None:
 
 
 def _device(device: str | None) -> torch.device:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return accelerator.pick(device, ranks, int(os.environ.get("LOCAL_RANK", "0")))
+    return accelerator.pick(device, _variable("LOCAL_WORLD_SIZE", 1), _variable("LOCAL_RANK", 0))
