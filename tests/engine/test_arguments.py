@@ -1,5 +1,6 @@
 """What an engine is given by mistake, and what it says to that."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from pool import Pool
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.errors import ModelError, OptimizerError, PlanError
+from zeroshard.errors import BatchError, ModelError, OptimizerError, PlanError
 
 MODEL = nn.Linear(4, 1)
 ADAM = torch.optim.AdamW(MODEL.parameters())
@@ -95,3 +96,17 @@ def test_a_second_step_without_a_backward_leaves_the_weights() -> None:
     assert torch.equal(model.weight, before)
     engine.backward(engine(torch.ones(2, 4)).mean())
     assert engine.step().step == 2
+
+
+LOSSES: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (lambda output: (output.mean(), 1), r"The loss is a tuple; a backward needs a scalar tensor"),
+    (lambda output: output.flatten(), r"The loss is of shape \[2\]; a backward needs a scalar tensor"),
+    (lambda output: output.mean().detach(), r"The loss is a tensor that requires no gradient; .*with gradients on"),
+]
+
+
+@pytest.mark.parametrize("loss, message", LOSSES)
+def test_a_loss_of_another_kind(loss: Callable[[torch.Tensor], Any], message: str) -> None:
+    engine = zs.Engine(nn.Linear(4, 1), SGD, mesh=zs.Mesh())
+    with pytest.raises(BatchError, match=message):
+        engine.backward(loss(engine(torch.ones(2, 4))))

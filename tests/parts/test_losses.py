@@ -115,8 +115,9 @@ def test_the_divisor_is_a_power_of_two_near_the_count(count: float) -> None:
 def test_what_a_backward_runs_on() -> None:
     losses = StepLosses()
     losses.count = 4.0
-    assert losses.scaled(Loss(SUM), 1.0) is SUM and losses.scaled(Loss(SUM), 8.0) == 48.0
-    assert losses.scaled(Loss(SUM, 4.0), 1.0) == 1.5 and losses.scaled(Loss(SUM, 4.0), 4.0) is SUM
+    total = SUM.clone().requires_grad_()
+    assert losses.scaled(Loss(total), 1.0) is total and losses.scaled(Loss(total), 8.0) == 48.0
+    assert losses.scaled(Loss(total, 4.0), 1.0) == 1.5 and losses.scaled(Loss(total, 4.0), 4.0) is total
 
 
 def test_losses_that_are_not_finite_are_noticed() -> None:

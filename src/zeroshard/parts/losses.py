@@ -135,12 +135,16 @@ class StepLosses:
         """The tensor that the backward runs on, under a loss scale.
 
         Raises:
-            BatchError: the loss is no tensor.
+            BatchError: the loss is no scalar tensor, or was made without the model's parameters.
         """
-        if not isinstance(loss.value, Tensor):
+        value = loss.value
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            found = f"a {type(value).__name__}"
+            if isinstance(value, Tensor):
+                found = f"of shape {list(value.shape)}" if value.numel() != 1 else "a tensor that requires no gradient"
             raise BatchError(
-                f"The loss is a {type(loss.value).__name__}; a backward needs a scalar tensor that was made with the "
-                f"model's parameters, such as output.loss of an output of transformers."
+                f"The loss is {found}; a backward needs a scalar tensor that was made with the model's parameters, "
+                f"with gradients on, such as output.loss of an output of transformers."
             )
         factor = scale if loss.items is None else scale / self.divisor
         return loss.value if factor == 1.0 else loss.value * factor
