@@ -188,6 +188,13 @@ class Shared(Counting):
         self.blocks[3].norm = self.blocks[0].norm  # type: ignore[union-attr]
 
 
+class Early(Counting):
+    """What is written after the blocks is read before them, in the next microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / (1 + self.total))
+
+
 def refused(mesh: zs.Mesh, kind: str) -> str:
     torch.manual_seed(0)
     plan: dict[str, Any] = {"pipeline_parallel": 2, "microbatches": 2, "pipeline_parallel.balance": "parameters"}
@@ -196,7 +203,7 @@ def refused(mesh: zs.Mesh, kind: str) -> str:
         if kind == "Counting"
         else {}
     )
-    model = {"Counting": Counting, "Shared": Shared}[kind]()
+    model = {"Counting": Counting, "Shared": Shared, "Early": Early}[kind]()
     with pytest.raises(ModelError) as caught:
         zs.Engine(model, OPTIMIZERS["sgd"], zs.Plan.from_dict(plan), mesh=mesh, example=rows(0)[:2])
     return str(caught.value)
@@ -209,3 +216,9 @@ def test_buffers_that_several_chunks_would_write_are_refused(pool: Pool) -> None
     for message in pool.run(refused, 2, "Shared"):
         assert "is written in blocks.0, blocks.3, which are on several stages" in message
         assert "blocks.0.norm." in message and "split=" in message
+
+
+def test_a_buffer_that_an_earlier_stage_reads_is_refused(pool: Pool) -> None:
+    for message in pool.run(refused, 2, "Early"):
+        assert "The buffer 'total' is read before the blocks and written after the blocks" in message
+        assert "Write it where it is read" in message

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.gates import Gate, activation_at, with_activation
 from zeroshard.pipeline.placeholders import Placeholders
-from zeroshard.pipeline.probe import BufferWrites, Probe, all_trainable, unchanged, without_weights
+from zeroshard.pipeline.probe import BufferUses, Probe, all_trainable, unchanged, without_weights
 from zeroshard.units import find_units
 
 PREFIX, SUFFIX = "prefix", "suffix"
@@ -51,6 +51,13 @@ class Layer:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
+class BufferLayers(NamedTuple):
+    """The layers that write a buffer, and of one outside of the blocks those whose code around them reads it."""
+
+    layers: set[int]
+    read: set[int]
+
+
 class Chain:
     """The layers of a model in the order in which they run.
 
@@ -64,7 +71,7 @@ class Chain:
         model: as given.
         layers: prefix, blocks, suffix.
         frames: the modules around blocks, whose forwards run on every stage.
-        written: the buffers (module, name) that the forward of the example wrote, and in which layers.
+        written: the buffers (module, name) that the forward of the example wrote.
 
     Raises:
         ModelError: the model is no chain, with the names of what breaks it.
@@ -96,7 +103,7 @@ class Chain:
         self._learned = {module for gate in self._gates if gate.learned for module in gate.module.modules()}
         self.frames = frames
         self.placeholders = Placeholders()
-        self.written: dict[tuple[nn.Module, str], set[int]] = {}
+        self.written: dict[tuple[nn.Module, str], BufferLayers] = {}
         self.layers = self._find_layers(model, frames, forward, device)
         places = [(m, layer.number) for layer in self.layers for top in layer.modules for m in top.modules()]
         self._first_layer = dict(reversed(places))
@@ -108,7 +115,14 @@ class Chain:
 
     def layer_of_buffer(self, module: nn.Module, name: str) -> int:
         """The layer to which a buffer belongs: the last that writes it, else the first that runs its module."""
-        return max(self.written.get((module, name)) or {self._first_layer.get(module, 0)})
+        written = self.written.get((module, name))
+        return max((written and written.layers) or {self._first_layer.get(module, 0)})
+
+    def place(self, layer: int) -> str:
+        """Where the code outside of the blocks stands that runs in a layer, in words."""
+        if layer in (0, self.blocks + 1):
+            return "after the blocks" if layer else "before the blocks"
+        return f"after {self.layers[layer].name!r}"
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -287,11 +301,12 @@ class Chain:
             if apart and device is not None:
                 stack.enter_context(without_weights(model, frames, probe, self._learned, device))
             changed = stack.enter_context(unchanged(model))
-            writes = BufferWrites(module for module in self._paths if module not in self._learned)
-            probe.on_phase = writes.look
+            uses = BufferUses(module for module in self._paths if module not in self._learned)
+            probe.on_phase = uses.look
             try:
-                output = forward()
-                writes.look(len(self._number_of) + 1)
+                with uses:
+                    output = forward()
+                uses.look(len(self._number_of) + 1)
             except (RuntimeError, NotImplementedError) as error:
                 if not apart:
                     raise
@@ -315,7 +330,10 @@ class Chain:
             _check_chain(layers, probe, output, names, free, _hint(model))
         for module, name in changed:
             runs = {layer.number for layer in layers if _runs(module, layer)}
-            self.written[module, name] = runs if module in self._learned else writes.phases.get((module, name), {0})
+            site = module, name
+            if module not in self._learned:
+                runs = uses.phases.get(site, {0})
+            self.written[site] = BufferLayers(runs, uses.read.get(site, set()))
         return layers
 
     def _layers_of(self, probe: Probe, names: dict[nn.Parameter, str]) -> list[Layer]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.errors import ModelError
@@ -126,26 +127,39 @@ class Probe:
         return with_activation(tree, place, marked)
 
 
-class BufferWrites:
-    """In which phases of a forward the buffers of some modules are written.
+class BufferUses(TorchFunctionMode):
+    """In which phases of a forward the buffers of some modules are written and read; entered around that forward.
 
     Attributes:
-        phases: by buffer; those that no phase writes are left out.
+        phases: by buffer, those that write it; buffers that no phase writes are left out.
+        read: by buffer, those that read it.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
         self._modules = [module for module in modules if module._buffers]
         self.phases: dict[Site, set[int]] = {}
+        self.read: dict[Site, set[int]] = {}
         self._values = self._now()
+        self._reads: set[Site] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note which buffers a function of torch takes."""
+        taken = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._reads |= {(m, name) for m in self._modules for name, buffer in m._buffers.items() if id(buffer) in taken}
+        return func(*args, **(kwargs or {}))
 
     def look(self, phase: int) -> None:
         """A phase has ended."""
+        for site in self._reads:
+            self.read.setdefault(site, set()).add(phase)
         before, self._values = self._values, self._now()
         for site, value in self._values.items():
             known = before.get(site)
             same = value is known or (value is not None and known is not None and _equal(value, known))
             if not same:
                 self.phases.setdefault(site, set()).add(phase)
+        self._reads = set()  # with those that the comparison made
 
     def _now(self) -> dict[Site, Tensor | None]:
         return {

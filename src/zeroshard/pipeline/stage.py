@@ -358,7 +358,7 @@ def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) 
     Raises:
         ModelError: with the buffer's name.
     """
-    for (module, name), written in chain.written.items():
+    for (module, name), (written, read) in chain.written.items():
         path = ".".join(filter(None, (chain.path(module), name)))
         stages = {(bisect_right(firsts[:-1], layer) - 1) % pipeline.stages for layer in written}
         if module in chain.everywhere:
@@ -368,6 +368,13 @@ def _refuse_shared_buffers(chain: Chain, firsts: list[int], pipeline: Pipeline) 
                     f"virtual_stages={pipeline.virtual_stages} chunks, so it would change {pipeline.virtual_stages} "
                     f"times per microbatch. Write it in a block or in a module with parameters, or use "
                     f"virtual_stages=1."
+                )
+            early = [layer for layer in read if bisect_right(firsts[:-1], layer) - 1 < max(stages)]
+            if early:
+                raise ModelError(
+                    f"The buffer {path!r} is read {chain.place(min(early))} and written {chain.place(max(written))}, "
+                    f"in code that the stage which reads it does not run, so it would read older values than in one "
+                    f"process. Write it where it is read, or use pipeline_parallel=1."
                 )
         elif len(stages) > 1:
             layers = ", ".join(chain.layers[layer].name for layer in sorted(written))
