@@ -7,6 +7,7 @@ import torch
 from pipeline.chains import Frame, classify, patches, pictures, vgg
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from zeroshard.pipeline.chain import Chain
 from zeroshard.pipeline.measure import measure
@@ -117,6 +118,23 @@ def test_the_model_is_left_as_it_was(device: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), random)
     assert [cost.name for cost in costs][1] == "features.0"
+
+
+class Again(nn.Linear):
+    """A layer that is computed again in its backward, by the older way of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        recomputed: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return recomputed
+
+
+def test_a_block_with_a_re_entrant_checkpoint_inside() -> None:
+    model = Linears()
+    model.blocks = nn.ModuleList([Again(6, 6) for _ in range(2)])
+    x = torch.ones(ROWS, 4)
+    costs = measure(model, Chain(model, lambda: model(x), ["Again"]), lambda: model(x), CPU)
+    assert all(cost.backward_seconds > 0 for cost in costs[1:])
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class Clock:

@@ -84,11 +84,13 @@ class _Measurement:
         accelerator.synchronize(self._device)
         middle = self._now()
         ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        wanted = [*self._parameters, *([] if hidden is None else [hidden])]
-        if ends and wanted:
-            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+        if ends:  # not torch.autograd.grad, which a re-entrant torch.utils.checkpoint in the layer refuses
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         accelerator.synchronize(self._device)
-        return output, middle - start, self._now() - middle
+        end = self._now()
+        for parameter in self._parameters:
+            parameter.grad = None
+        return output, middle - start, end - middle
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
