@@ -124,6 +124,44 @@ def test_blocks_are_compiled_once(pool: Pool, plan: str) -> None:
     assert pool.run(graphs_per_step, 2, plan) == [[1, 1, 1, 1]] * 2
 
 
+class Stacked(nn.Module):
+    """Blocks that are sequences of layers, in which torch.compile breaks its graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6)) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def compiled_or_not(mesh: zs.Mesh, plan: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """The weights after two steps of a model as it is, and of one whose blocks are compiled in place."""
+    torch._dynamo.reset()
+    states = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Stacked()
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager")
+        engine = zs.Engine(model, OPTIMIZER, zs.Plan.from_dict(plan), mesh=mesh)
+        for _ in range(2):
+            engine.train_step(torch.randn(4, 6))
+        states.append(engine.state_dict())
+    return states
+
+
+SAVERS = [{"offload": "activations"}, {"device_memory": "1GiB"}, {"activations.compress": ("sparse",)}]
+
+
+@pytest.mark.parametrize("plan", SAVERS)
+def test_savers_beside_blocks_that_are_compiled_in_place(pool: Pool, plan: dict[str, Any]) -> None:
+    for plain, compiled in pool.run(compiled_or_not, 1, plan):
+        assert all(torch.equal(compiled[name], value) for name, value in plain.items())
+
+
 # Weights that are changed between steps
 
 

@@ -197,8 +197,8 @@ class Forward:
 
     @property
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """The hooks of saved tensors."""
-        return self._pack, self._unpack
+        """The hooks of saved tensors; torch.compile would trace the first where a block is compiled in place."""
+        return torch.compiler.disable(self._pack), self._unpack
 
     def hold(self, tensor: torch.Tensor) -> Kept:
         """Keep a tensor on the device until its backward is over."""
