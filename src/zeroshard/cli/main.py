@@ -24,7 +24,7 @@ USAGE = """zeroshard trains PyTorch models that do not fit: on many devices or o
   zeroshard train      train a language model (the main job); --ranks N starts N processes on this machine
   zeroshard run        supervise a job on this machine: restart it after a failure, name the culprit, stop cleanly
   zeroshard launch     print the files that run a job on a SLURM or Kubernetes cluster
-  zeroshard checkpoint list, verify, describe or compare checkpoints
+  zeroshard checkpoint list (ls), verify, describe (info) or compare (diff) checkpoints
   zeroshard export     write a checkpoint's weights as safetensors under the model's own names
   zeroshard plan       which plans fit and how long a step takes, before anything runs
   zeroshard verify     train a few steps under a plan and in one process, and name the module that differs

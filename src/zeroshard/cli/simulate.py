@@ -228,6 +228,10 @@ def _check(options: SimulateOptions) -> None:
         value = getattr(options, option.name)
         if isinstance(value, float) and not 0 <= value < math.inf:
             raise ConfigError(f"{option.name} is {value}; it must be 0 or more, and finite.")
+    for name in ("stages", "virtual_stages", "microbatches"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}; it must be 1 or more.")
     if options.link_gbps == 0:
         raise ConfigError("link_gbps is 0, so no message would arrive; leave it out for messages that take no time.")
     by_hand = ("forward_ms", "backward_ms", "input_gradient_ms", "weight_gradient_ms", "boundary_mb")
