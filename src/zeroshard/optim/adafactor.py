@@ -9,12 +9,13 @@ compiler, torch's operations do: on CPUs in pieces that stay in cache, so that n
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from zeroshard.optim import host_adafactor
+from zeroshard.optim.asks import Ask, Over, Rounds, in_rounds
 from zeroshard.optim.devices import on_cpus
 from zeroshard.optim.tensor_optimizer import (
     Options,
@@ -24,6 +25,7 @@ from zeroshard.optim.tensor_optimizer import (
     check_range,
     leading_shape,
     matrix_shape,
+    opened,
     put_back,
     root_mean_square,
     state_dtype,
@@ -93,20 +95,6 @@ class Products:
                 yield place, torch.mul(piece, other[place], out=scratch)
 
 
-def change_factors(
-    gradient: Products, rows: torch.Tensor, columns: torch.Tensor, beta2: float, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Change the means of rows [B, n] and columns [B, m] by a gradient [B, n, m] (Algorithm 4, lines 5 and 6).
-
-    Returns:
-        Factors [B, n, 1] and [B, 1, m] whose product is 1/sqrt(V).
-    """
-    for kept, means in zip((rows, columns), gradient.means_of_squares(), strict=True):
-        kept.lerp_(means.add_(eps), 1.0 - beta2)
-    row_factors = (rows / rows.mean(-1, keepdim=True)).rsqrt_()
-    return row_factors.unsqueeze(-1), columns.rsqrt().unsqueeze(-2)
-
-
 def factored_mean_square(gradient: Products, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """The mean square [B, 1, 1] of a gradient [B, n, m] times the factors of rows [B, n, 1] and columns [B, 1, m]."""
     over_columns = gradient.squares_over_columns(columns.square().mT)
@@ -138,6 +126,7 @@ class Adafactor(TensorOptimizer):
     """
 
     fuses: ClassVar[bool] = True
+    row_states: ClassVar[tuple[str, ...] | None] = ("exp_avg_sq_row",)
 
     def __init__(
         self,
@@ -184,33 +173,56 @@ class Adafactor(TensorOptimizer):
             torch.autograd.graph.increment_version(parameter)  # a backward over old values is refused, as after torch's
         else:
             scaled = gradient.to(weights.dtype)
-            self._by_torch(weights, scaled if factor == 1.0 else scaled * factor, state, group)
+            in_rounds([self._by_torch(weights, scaled if factor == 1.0 else scaled * factor, state, group)])
             if out is not None:
                 out.copy_(weights.view(-1))
         put_back(parameter, weights)
 
-    def _by_torch(self, weights: torch.Tensor, gradient: torch.Tensor, state: State, group: Options) -> None:
-        """The same in torch's operations."""
-        size = self._size(weights, state["step"].item(), group)
-        decay = 1.0 - group["weight_decay"] * size if group["weight_decay"] else None
+    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
+        """The mean squares of columns, the mean of rows, and the size of weights; then the size of the update."""
+        return math.prod(shape[1:]) + 1 + bool(group["scale_parameter"]), 1
+
+    def _rounds(self, parameter: torch.Tensor, state: State, group: Options) -> Rounds:
+        weights, gradient = opened(parameter, group["batch_dims"])
+        yield from self._by_torch(weights, gradient, state, group)
+        put_back(parameter, weights)
+
+    def _by_torch(self, weights: torch.Tensor, gradient: torch.Tensor, state: State, group: Options) -> Rounds:
+        """The update in torch's operations, of matrices of which some rows may be elsewhere."""
         momentum = None if group["beta1"] is None else as_matrices(state["exp_avg"], group["batch_dims"])
         if "exp_avg_sq" in state:
-            update, size = self._vectors(gradient, size, state, group)
-            _apply(weights, momentum, decay, update, size, group["beta1"])
-        else:
-            products = Products(gradient)
-            rows, columns = self._matrices(products, size, state, group)
-            for place, update in products.times(rows):
-                own_momentum = momentum if momentum is None else momentum[place]
-                own_decay = decay if decay is None else decay[place[:1]]
-                _apply(weights[place], own_momentum, own_decay, update, columns[place[:1]], group["beta1"])
+            size = self._size(weights, state["step"].item(), group)
+            update, clipped_size = self._vectors(gradient, size, state, group)
+            _apply(weights, momentum, _kept(size, group), update, clipped_size, group["beta1"])
+            return
+        products, scaled = Products(gradient), group["scale_parameter"]
+        beta2, eps = decay_at(state["step"].item(), group["decay_rate"]), group["eps"][0]
+        row_means, column_means = (state[f"exp_avg_sq_{side}"].view(len(weights), -1) for side in ("row", "col"))
+        over_rows, over_columns = products.means_of_squares()
+        row_means.lerp_(over_rows.add_(eps), 1.0 - beta2)
+        asks = [Ask(Over.MEAN, over_columns), Ask(Over.MEAN, row_means.mean(-1, keepdim=True))]
+        asks += [Ask(Over.MEAN_SQUARE, root_mean_square(weights))] if scaled else []
+        over_columns, mean, *sizes = yield asks
+        column_means.lerp_(over_columns.add_(eps), 1.0 - beta2)
+        rows, columns = (row_means / mean).rsqrt_().unsqueeze(-1), column_means.rsqrt().unsqueeze(-2)
+        (mean_square,) = yield [Ask(Over.MEAN, factored_mean_square(products, rows, columns))]
+        size = self._scaled(sizes[0] if scaled else None, weights, state["step"].item(), group)
+        rows = rows * clipped(size, mean_square.sqrt(), group["clip_threshold"])
+        decay = _kept(size, group)
+        for place, update in products.times(rows):
+            own_momentum = momentum if momentum is None else momentum[place]
+            own_decay = decay if decay is None else decay[place[:1]]
+            _apply(weights[place], own_momentum, own_decay, update, columns[place[:1]], group["beta1"])
 
     def _size(self, weights: torch.Tensor, step: float, group: Options) -> torch.Tensor:
         """The step size of each matrix [B, 1, 1] or vector [B, 1] (Algorithm 4, lines 1 and 2)."""
-        size = _rate(step, group)
-        if group["scale_parameter"]:
-            return root_mean_square(weights).clamp_(min=group["eps"][1]).mul_(size)
-        return weights.new_ones((len(weights),) + (1,) * (weights.dim() - 1)).mul_(size)
+        return self._scaled(root_mean_square(weights) if group["scale_parameter"] else None, weights, step, group)
+
+    def _scaled(self, size: torch.Tensor | None, weights: torch.Tensor, step: float, group: Options) -> torch.Tensor:
+        """The same from the root mean square of the weights; None where it does not scale."""
+        if size is not None:
+            return size.clamp(min=group["eps"][1]).mul_(_rate(step, group))
+        return weights.new_ones((len(weights),) + (1,) * (weights.dim() - 1)).mul_(_rate(step, group))
 
     def _vectors(
         self, gradient: torch.Tensor, size: torch.Tensor, state: State, group: Options
@@ -222,15 +234,10 @@ class Adafactor(TensorOptimizer):
         update = torch.rsqrt(second, out=squares).mul_(gradient)
         return update, clipped(size, root_mean_square(update), group["clip_threshold"])
 
-    def _matrices(
-        self, gradient: Products, size: torch.Tensor, state: State, group: Options
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of rows [B, n, 1] and columns [B, 1, m] that make of a gradient the clipped update of this size."""
-        beta2 = decay_at(state["step"].item(), group["decay_rate"])
-        row_means, column_means = (state[f"exp_avg_sq_{side}"].view(len(size), -1) for side in ("row", "col"))
-        rows, columns = change_factors(gradient, row_means, column_means, beta2, group["eps"][0])
-        update_size = factored_mean_square(gradient, rows, columns).sqrt_()
-        return rows * clipped(size, update_size, group["clip_threshold"]), columns
+
+def _kept(size: torch.Tensor, group: Options) -> torch.Tensor | None:
+    """The share of the weights that weight decay leaves at a step size; None where there is none."""
+    return 1.0 - group["weight_decay"] * size if group["weight_decay"] else None
 
 
 def _rate(step: float, group: Options) -> Any:

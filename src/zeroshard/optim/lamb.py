@@ -4,24 +4,28 @@ Of a stack of matrices each has a trust ratio of its own (`zeroshard.optim.tenso
 """
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from zeroshard.optim.adam_math import adam_update, moments
+from zeroshard.optim.asks import Ask, Over, Rounds
 from zeroshard.optim.tensor_optimizer import Options, State, TensorOptimizer, as_matrices, check_range, opened, put_back
 
 
-def trust_ratio(weights: torch.Tensor, update: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
-    """phi(|x|)/|u| of each matrix [B, 1, 1] or vector [B, 1]; 1 where either norm is 0.
+def norms(stack: torch.Tensor) -> torch.Tensor:
+    """The norm of each matrix [B, 1, 1] or vector [B, 1] of a stack."""
+    found: torch.Tensor = torch.linalg.vector_norm(stack, dim=tuple(range(1, stack.dim())), keepdim=True)
+    return found
+
+
+def trust_ratio(size: torch.Tensor, change: torch.Tensor, bounds: tuple[float, float]) -> torch.Tensor:
+    """phi(|x|)/|u| from the norms of weights and updates; 1 where either norm is 0.
 
     Args:
         bounds: the least and the largest value of phi(|x|) (section 3).
     """
-    dims = tuple(range(1, weights.dim()))
-    size = torch.linalg.vector_norm(weights, dim=dims, keepdim=True)
-    change = torch.linalg.vector_norm(update, dim=dims, keepdim=True)
     return torch.where((size > 0.0) & (change > 0.0), size.clamp(*bounds) / change, 1.0)
 
 
@@ -37,6 +41,8 @@ class LAMB(TensorOptimizer):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    row_states: ClassVar[tuple[str, ...] | None] = ()
 
     def __init__(
         self,
@@ -59,13 +65,20 @@ class LAMB(TensorOptimizer):
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
         return moments(parameter)
 
-    def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
+    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
+        """The norms of weights and update."""
+        return (2,) if group["adapt"] else ()
+
+    def _rounds(self, parameter: torch.Tensor, state: State, group: Options) -> Rounds:
         batch_dims = group["batch_dims"]
         weights, gradient = opened(parameter, batch_dims)
         first, second = (as_matrices(state[key], batch_dims) for key in ("exp_avg", "exp_avg_sq"))
         update = adam_update(gradient, first, second, group["betas"], state["step"].item(), group["eps"])
         if group["weight_decay"]:
             update.add_(weights, alpha=group["weight_decay"])
-        rate = group["lr"] * (trust_ratio(weights, update, group["bounds"]) if group["adapt"] else 1.0)
+        rate = group["lr"]
+        if group["adapt"]:
+            size, change = yield [Ask(Over.NORM, norms(each)) for each in (weights, update)]
+            rate = rate * trust_ratio(size, change, group["bounds"])
         weights.sub_(update.mul_(rate))
         put_back(parameter, weights)

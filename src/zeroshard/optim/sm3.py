@@ -5,11 +5,12 @@ keeps all, and is then Adagrad's. A tensor of three dimensions counts as a stack
 columns (`zeroshard.optim.tensor_optimizer`); `batch_dims=0` of a group covers it by slices along all three.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
+from zeroshard.optim.asks import Ask, Over, Rounds
 from zeroshard.optim.tensor_optimizer import (
     Options,
     State,
@@ -30,21 +31,30 @@ def cover_shapes(shape: torch.Size, batch_dims: int | None) -> list[tuple[int, .
     return [(*leading, *cover) for cover in covers] or [leading]
 
 
-def change_cover(gradient: torch.Tensor, accumulators: Sequence[torch.Tensor]) -> torch.Tensor:
+def change_cover(
+    gradient: torch.Tensor, accumulators: Sequence[torch.Tensor]
+) -> Generator[Sequence[Ask], Sequence[torch.Tensor], torch.Tensor]:
     """Change the maxima of all slices by a gradient, and give the second moments nu' (Algorithm SM3-II).
 
     Args:
-        accumulators: of shapes by `cover_shapes`.
+        accumulators: of shapes by `cover_shapes`; the slices of all but the first may reach over rows elsewhere.
     """
     second = accumulators[0]
     for other in accumulators[1:]:
         second = torch.minimum(second, other)
     fresh = len(accumulators) > 1
     second = torch.addcmul(second, gradient, gradient, out=second if fresh else None)
-    for accumulator in accumulators:
-        over = [d for d in range(gradient.dim()) if accumulator.shape[d] != gradient.shape[d]]
-        accumulator.copy_(second.amax(over, keepdim=True) if over else second)
+    first, *others = (_maxima(second, accumulator) for accumulator in accumulators)
+    answers = yield [Ask(Over.MAXIMUM, maxima) for maxima in others]
+    for accumulator, maxima in zip(accumulators, (first, *answers), strict=True):
+        accumulator.copy_(maxima)
     return second
+
+
+def _maxima(second: torch.Tensor, accumulator: torch.Tensor) -> torch.Tensor:
+    """Those of the slices that an accumulator has."""
+    over = [d for d in range(second.dim()) if accumulator.shape[d] != second.shape[d]]
+    return second.amax(over, keepdim=True) if over else second
 
 
 class SM3(TensorOptimizer):
@@ -58,6 +68,8 @@ class SM3(TensorOptimizer):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    row_states: ClassVar[tuple[str, ...] | None] = ("accumulator_0",)
 
     def __init__(
         self,
@@ -89,13 +101,17 @@ class SM3(TensorOptimizer):
             state["momentum_buffer"] = torch.zeros(shape, dtype=kept, device=device)
         return state
 
-    def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
+    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
+        """The maxima of columns, or of the slices along each dimension but the first."""
+        return (sum(shape[1:]),)
+
+    def _rounds(self, parameter: torch.Tensor, state: State, group: Options) -> Rounds:
         assert parameter.grad is not None
         dtype, rate = state_dtype(parameter), group["lr"]
         weights, gradient = parameter.detach().to(dtype), parameter.grad.to(dtype)
         shapes = cover_shapes(parameter.shape, group["batch_dims"])
         accumulators = [state[f"accumulator_{n}"].view(shape) for n, shape in enumerate(shapes)]
-        second = change_cover(gradient, accumulators)
+        second = yield from change_cover(gradient, accumulators)
         update = second.clamp_(min=torch.finfo(dtype).tiny).rsqrt_().mul_(gradient)  # 0/0 is 0
         if group["momentum"]:
             kept = state["momentum_buffer"]

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from zeroshard.optim.asks import Answer, Rounds, in_rounds, own_parts
+
 Options = dict[str, Any]
 State = dict[str, Any]
 
@@ -104,6 +106,19 @@ class Fused:
     out: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Matrices of which some rows alone are here ([Note: asks]).
+
+    Attributes:
+        parameters: the rows of them.
+        answer: asks the ranks that have the others; a collective call.
+    """
+
+    parameters: Sequence[torch.Tensor] = ()
+    answer: Answer = own_parts
+
+
 class TensorOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose subclasses write how one parameter changes.
 
@@ -114,11 +129,24 @@ class TensorOptimizer(torch.optim.Optimizer):
         whole_tensors: true: slices of a parameter, stepped one by one, may end up elsewhere than the parameter.
         fuses: whether a step does what `fused` says, and takes gradients in fewer bits than its weights have.
         fused: for the next step.
+        row_states: of an optimizer that can update some rows of a matrix, if it is told of the others: the names of
+            its states with an entry for each row; of those of other shapes than the matrix, all others are of columns.
+        cut: for the next step.
     """
 
     whole_tensors: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
     fused: Fused = Fused()
+    row_states: ClassVar[tuple[str, ...] | None] = None
+    cut: Cut = Cut()
+
+    def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
+        """Elements that the update of some rows of a matrix asks for in each of its rounds.
+
+        Args:
+            shape: of the matrix.
+        """
+        return ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -131,11 +159,14 @@ class TensorOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        cut, updates = set(self.cut.parameters), []
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel()]
             for parameter in ready:
                 self._check(parameter)
-            self._step_group(group, ready)
+            self._step_group(group, [p for p in ready if p not in cut])
+            updates += [self._rounds(p, self._state(p, group), group) for p in ready if p in cut]
+        in_rounds(updates, self.cut.answer)
         return loss
 
     def load_state_dict(self, state_dict: State) -> None:
@@ -174,9 +205,13 @@ class TensorOptimizer(torch.optim.Optimizer):
     def _start(self, parameter: torch.Tensor, group: Options) -> State:
         """The states of a parameter before its first step."""
 
-    @abstractmethod
     def _change(self, parameter: torch.Tensor, state: State, group: Options) -> None:
         """Change one parameter by its gradient, and its states."""
+        in_rounds([self._rounds(parameter, state, group)])
+
+    def _rounds(self, parameter: torch.Tensor, state: State, group: Options) -> Rounds:
+        """The same for a parameter of which all rows, or some, are here; this or `_change` is a subclass's own."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how one parameter changes.")
 
     def _check(self, parameter: torch.Tensor) -> None:
         name = type(self).__name__
