@@ -14,6 +14,7 @@ class Purpose(StrEnum):
     GATHER_GRADIENTS = "gather gradients"
     AVERAGE_REPLICAS = "average replicas"
     JOIN_MATRICES = "join matrices"
+    ASK_FOR_ROWS = "ask for rows"
     SEND_ACTIVATIONS = "send activations"
     SEND_TO_EVALUATE = "send to evaluate"
     SEND_GRADIENTS = "send their gradients"

@@ -1,12 +1,19 @@
 """Owners: whole parameters dealt out to ranks by their cost, over all units."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import zeroshard as zs
 from zeroshard.optim import Owners
+from zeroshard.optim.owners import LEAST, rows_of
+
+
+class Own(zs.optim.Adafactor):
+    """A user's subclass, which may step in another way."""
 
 
 def parameters(*sizes: int) -> list[nn.Parameter]:
@@ -53,6 +60,56 @@ def test_groups_are_dealt_out_apart_and_one_rank_has_no_owners() -> None:
     owners = Owners([(a, "dense", 2), (b, "experts", 2), (c, "alone", 1)])
     assert owners.shares == [[3, 2], [3, 2]]
     assert owners.order({"c": c[0]}) == ({"c": c[0]}, None)
+
+
+def shared_out(rows: dict[int, int], *sizes: int) -> tuple[list[int], list[int]]:
+    """Shares of 4 ranks, and what is cut, of parameters of so many times `LEAST` elements, some of which have rows."""
+    members = parameters(*(LEAST * size for size in sizes))
+    found = {members[number]: count for number, count in rows.items()}
+    owners = Owners([(members, "all", 4)], lambda _: 0, rows=lambda p: found.get(p, 0))
+    (shares,) = owners.shares
+    assert sum(shares) == LEAST * sum(sizes)
+    return [share // LEAST for share in shares], [number for number, p in enumerate(members) if owners.cuts(p)]
+
+
+def test_matrices_that_make_a_rank_too_full_are_cut_and_no_others() -> None:
+    assert shared_out({0: 64}, 12, 2, 2, 2, 2) == ([5, 5, 5, 5], [0])
+    assert shared_out({}, 12, 2, 2, 2, 2) == ([12, 4, 2, 2], [])
+    assert shared_out({0: 64, 1: 64}, 4, 4, 4, 4) == ([4, 4, 4, 4], [])
+    assert shared_out({0: 64, 1: 64}, 12, 8, 1, 1, 1, 1) == ([6, 6, 6, 6], [0, 1])
+    assert shared_out({1: 64}, 12, 4, 4) == ([12, 4, 4, 0], [])  # the fullest cannot be cut, so no cut of others helps
+    assert shared_out({0: 3}, 12, 2, 2, 2, 2) == ([12, 4, 2, 2], [])  # fewer rows than ranks
+
+
+def test_small_matrices_stay_whole() -> None:
+    members = parameters(LEAST - 1, 10)
+    owners = Owners([(members, "all", 2)], rows=lambda _: 8)
+    assert owners.shares == [[LEAST - 1, 10]] and not any(map(owners.cuts, members))
+
+
+def test_rows_are_dealt_out_evenly_and_lie_in_a_flat_of_their_own() -> None:
+    large, *small = parameters(7 * LEAST, 5, 3)
+    owners = Owners([([small[0], large, small[1]], "all", 3)], lambda _: 0, rows=lambda p: 7 if p is large else 0)
+    whole, cut = owners.flats({"a": small[0], "b": large, "c": small[1]}, 3)
+    assert (*whole,) == ({"a": small[0], "c": small[1]}, (0, 5, 8, 8), "")
+    assert (*cut,) == ({"b": large}, (0, 3 * LEAST, 5 * LEAST, 7 * LEAST), "rows of b")
+    assert owners.rank_of(large) is None
+    assert "1 larger matrices" in owners.told and "each of 2 parameters" in owners.told
+
+
+@pytest.mark.parametrize(("make", "shape", "rows"), [
+    (zs.optim.Adafactor, (9, 4), 9), (zs.optim.Adafactor, (9,), 0), (zs.optim.Adafactor, (9, 4, 3), 0),
+    (zs.optim.SM3, (9, 4, 3, 2), 9), (zs.optim.LAMB, (9, 4), 9), (zs.optim.Muon, (9, 4), 0),
+    (torch.optim.Adafactor, (9, 4), 0), (Own, (9, 4), 0),
+])  # fmt: skip
+def test_matrices_of_optimizers_that_ask_have_rows(make: Any, shape: tuple[int, ...], rows: int) -> None:
+    optimizer = make([nn.Parameter(torch.zeros(shape))], lr=0.1)
+    assert rows_of(optimizer, optimizer.param_groups[0], torch.Size(shape)) == rows
+
+
+def test_a_stack_that_counts_as_one_matrix_has_rows() -> None:
+    optimizer = zs.optim.SM3([{"params": [nn.Parameter(torch.zeros(9, 4, 3))], "batch_dims": 0}])
+    assert rows_of(optimizer, optimizer.param_groups[0], torch.Size((9, 4, 3))) == 9
 
 
 def test_what_is_told() -> None:

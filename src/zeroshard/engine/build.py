@@ -21,7 +21,7 @@ from zeroshard.offload.host_tiers import HostTiers, agreed_on_host
 from zeroshard.offload.host_updates import HostUpdates
 from zeroshard.offload.slices import HostSlice
 from zeroshard.offload.updaters import HostAdam, HostScratch, HostUpdater
-from zeroshard.optim import JoinedSpans, SpanOptimizer, deal_out, layout_of, spans_of
+from zeroshard.optim import SpanOptimizer, Steps, deal_out, layout_of, spans_of
 from zeroshard.optim.updater import DeviceUpdater, MasterUpdater, Untrained
 from zeroshard.parts.axes import Axes
 from zeroshard.parts.gradients import GradientSum, Reduction
@@ -278,9 +278,10 @@ class Builder:
         """Each flat of a unit with its place, and its parameters as they were before they were real, by name."""
         for (dtype, trainable, kind), members in kinds.items():
             place = self._axes.place(kind)
-            members, owned_by = self._spans.owners.order(members)
-            real = {name: materialiser.real(parameter) for name, parameter in members.items()}
-            yield Flat(unit, real, dtype, trainable, place.slices.size, str(kind), owned_by), place, members
+            for own, bounds, label in self._spans.owners.flats(members, place.slices.size):
+                real = {name: materialiser.real(parameter) for name, parameter in own.items()}
+                called = ", ".join(filter(None, (str(kind), label)))
+                yield Flat(unit, real, dtype, trainable, place.slices.size, called, bounds), place, own
 
     def _part(
         self, flat: Flat, place: Place, members: dict[str, nn.Parameter], groups: dict[nn.Parameter, int], on_host: bool
@@ -302,7 +303,7 @@ class Builder:
             kept = (weights.own, start) if weights.sliced else (weights.full, 0)
             return Part(flat, place, splits, weights, None, Untrained(weights, *kept), OneVersion(weights), flat.edits)
         accumulation = self._accumulation()
-        spans = partial(spans_of, self._spans, members, splits, self._axes.new, flat.label, self._arena)
+        spans = partial(spans_of, self._spans, members, splits, self._axes.new, place.slices, flat.label, self._arena)
         if on_host:
             total = self._host_sum(flat, place, accumulation)
             updater = self._host_updater(weights, values[start:stop], start, numbers, total, spans)
@@ -337,9 +338,7 @@ class Builder:
         flat.attach()
         return weights.full
 
-    def _updater(
-        self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], spans: SpanOptimizer | JoinedSpans
-    ) -> Updater:
+    def _updater(self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], spans: Steps) -> Updater:
         """The user's optimizer over the parameters, or over fp32 master weights."""
         if weights.flat.dtype.itemsize >= 4:
             own = weights.own if self._residency.slice_states else weights.full
@@ -357,7 +356,7 @@ class Builder:
 
     def _host_updater(
         self, weights: Weights, values: torch.Tensor, start: int, groups: list[int], total: HostSum,
-        spans: Callable[[HostScratch], SpanOptimizer | JoinedSpans],
+        spans: Callable[[HostScratch], Steps],
     ) -> Updater:  # fmt: skip
         """The host's own Adam where it stands for the user's optimizer, else that one on the host."""
         lower, updates, flat = self._lower, self._late, weights.flat

@@ -14,7 +14,7 @@ from zeroshard.offload.host_sum import HostSum
 from zeroshard.offload.host_updates import HostUpdate, HostUpdates, Speculation
 from zeroshard.offload.slices import MOMENTS, HostSlice, Pages, SlicePiece, expanded, gaps
 from zeroshard.optim.host_adam import Scalars
-from zeroshard.optim.joined import JoinedSpans
+from zeroshard.optim.joined import Steps
 from zeroshard.optim.moments import Blockwise
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.optim.tensor_optimizer import Fused
@@ -54,7 +54,7 @@ class HostUpdater(MasterUpdater):
         weights: Weights,
         values: torch.Tensor,
         start: int,
-        optimizer: SpanOptimizer | JoinedSpans,
+        optimizer: Steps,
         groups: Sequence[int],
         updates: HostUpdates,
         unit: int,

@@ -1,16 +1,16 @@
 """Optimizers: any elementwise `torch.optim` optimizer, run on slices of flat buffers (1910.02054, section 5.1).
 
 Read `probe` (whether an optimizer treats each element alone), `spans` (its parameters as slices), `updater`; for those
-that need whole tensors, `owners` (which rank has which), `joined` (where layers are split among ranks) and
-`whole_states`. Adam on CPUs, in memory and offloaded, is `in_memory` over `host_adam` with its `kernel`.
-Optimizers of its own, which run in a plain loop too, have a module each, over `tensor_optimizer`; Adafactor on CPUs is
-`host_adafactor`.
+that need whole tensors, `owners` (which rank has which), `joined` (where layers are split among ranks), `cut_rows` over
+`asks` (where ranks have rows of a large matrix) and `whole_states`. Adam on CPUs, in memory and offloaded, is
+`in_memory` over `host_adam` with its `kernel`. Optimizers of its own, which run in a plain loop too, have a module
+each, over `tensor_optimizer`; Adafactor on CPUs is `host_adafactor`.
 """
 
 from zeroshard.optim.adafactor import Adafactor
 from zeroshard.optim.adam8bit import Adam8bit, AdamW8bit
 from zeroshard.optim.in_memory import fast_on_cpus
-from zeroshard.optim.joined import JoinedSpans, spans_of
+from zeroshard.optim.joined import Steps, spans_of
 from zeroshard.optim.lamb import LAMB
 from zeroshard.optim.muon import Muon, muon_groups
 from zeroshard.optim.owners import Owners, deal_out
@@ -27,13 +27,13 @@ __all__ = [
     "Adafactor",
     "Adam8bit",
     "AdamW8bit",
-    "JoinedSpans",
     "Muon",
     "Owners",
     "Shampoo",
     "SliceSpan",
     "SpanOptimizer",
     "StateLayout",
+    "Steps",
     "check_elementwise",
     "deal_out",
     "fast_on_cpus",

@@ -17,6 +17,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.memory.ledger import Arena
+from zeroshard.optim.cut_rows import CutRows
 from zeroshard.optim.probe import StateLayout
 from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
 from zeroshard.optim.tensor_optimizer import Fused
@@ -249,6 +250,9 @@ class JoinedSpans:
         self._arena.give(message)
 
 
+Steps = SpanOptimizer | JoinedSpans | CutRows  # over one flat
+
+
 def _laid_out(
     message: torch.Tensor, views: Iterable[Iterable[torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -264,18 +268,22 @@ def spans_of(
     members: Mapping[str, nn.Parameter],
     splits: Mapping[str, Split],
     axes: Mapping[str, Axis],
+    slices: Axis,
     label: str,
     arena: Arena,
     wholes: MatrixScratch,
-) -> SpanOptimizer | JoinedSpans:
+) -> Steps:
     """What steps over a flat: the optimizer itself, or its steps over matrices of which the flat has parts.
 
     Args:
         members: the parameters of the flat as they were dealt out, by name.
         splits: of those that are parts.
         axes: over which they are split, by name.
+        slices: over which the flat is sliced.
         label, arena, wholes: as for `JoinedSpans`.
     """
+    if any(map(optimizer.owners.cuts, members.values())):
+        return CutRows(optimizer, slices.comm, label, arena)
     joined, axis = optimizer.owners.joined, next((split.axis for split in splits.values() if split.by_rank), None)
     if joined is None or axis is None:
         return optimizer

@@ -73,14 +73,15 @@ class Saved:
                 raise CheckpointError(f"{self._path} holds options that cannot be: {at}: {error} {WAY_OUT}") from error
             self.groups.append(options)
 
-    def state(self, name: str, split: Split | None = None) -> Table | None:
+    def state(self, name: str, split: Split | None = None, span: Span | None = None) -> Table | None:
         """The states of a parameter that have no value per element; None if it has no states.
 
         Args:
             split: the part of it that this rank holds.
+            span: with the rows of it that this rank updates.
         """
         kept = self.scalars.get(name)
-        read = partial(read_whole, self._reader, name, split)
+        read = partial(read_whole, self._reader, name, split, span)
         return None if kept is None else {key: decoded(value, read) for key, value in kept.items()}
 
     def room(self, key: str, name: str, span: Span) -> torch.Tensor:
@@ -187,7 +188,7 @@ def load_states(part: Part, reader: Reader, saved: Saved) -> None:
     updater.split([after.offset for a, b, after in zip(kept, kept[1:], entries[1:], strict=False) if a != b])
     for span in updater.spans:
         entry = entries[part.flat.index.number_at(span.start)]
-        loaded = saved.state(entry.name, part.splits.get(entry.name))
+        loaded = saved.state(entry.name, part.splits.get(entry.name), span)
         if loaded is None:
             updater.load_state(span, None)
             continue

@@ -21,7 +21,8 @@ from zeroshard.optim.one_step import OneStep
 from zeroshard.optim.owners import Owners
 from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
 from zeroshard.optim.tensor_optimizer import Fused, TensorOptimizer
-from zeroshard.units import Index, Unreadable
+from zeroshard.parts.updater import Rows
+from zeroshard.units import Entry, Index, Unreadable
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
 JOINED = 2**16  # elements, below which a call of the optimizer costs more than its arithmetic
@@ -30,10 +31,11 @@ JOINED = 2**16  # elements, below which a call of the optimizer costs more than 
 class SliceSpan:
     """Elements [start, stop) of a flat buffer, of one parameter group, as one optimizer tensor.
 
-    It is 1-D for an optimizer that treats each element alone, else one parameter in its shape.
+    It is 1-D for an optimizer that treats each element alone, else one parameter in its shape, or some rows of it.
     """
 
-    def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor) -> None:
+    def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor, rows: Rows | None = None) -> None:
+        self.rows = rows
         self.start = start
         self.stop = stop
         self.group = group
@@ -68,6 +70,7 @@ class SpanOptimizer:
         self.sizes = StateSizes(optimizer)
         self._stepping, self.one_step = False, OneStep(optimizer)
         optimizer.register_step_pre_hook(self._refuse_user_step)
+        self._sizes: list[int] = []  # elements of each flat's slice; of uneven slices the mean, the same on all ranks
         self._joined: list[SliceSpan] = []  # of flats whose steps were put off
         self._joined_elements = 0
         self._then: list[Callable[[], None]] = []
@@ -90,8 +93,9 @@ class SpanOptimizer:
             if spans and spans[-1].group == groups[number] and not whole:
                 spans[-1].stop = high
             else:
-                shape = index.entries[number].shape if whole else (0,)
-                spans.append(SliceSpan(low, high, groups[number], owned[: high - low if whole else 0].view(shape)))
+                shape, rows = self._seen(index.entries[number], low, high) if whole else ((0,), None)
+                values = owned[: high - low if whole else 0].view(shape)
+                spans.append(SliceSpan(low, high, groups[number], values, rows))
         if index.padding_in(start, stop) and not whole:
             if not spans:
                 spans.append(SliceSpan(start, stop, groups[-1], owned[:0]))
@@ -102,7 +106,17 @@ class SpanOptimizer:
             _hide_gradient(span)
         self._spans.append(spans)
         self._tiers.append(tier)
+        self._sizes.append(owned.numel() if index.bounds is None else index.numel // index.ranks)
         return len(self._spans) - 1
+
+    def _seen(self, entry: Entry, low: int, high: int) -> tuple[Sequence[int], Rows | None]:
+        """The shape in which the optimizer sees elements [low, high) of a flat, and which rows these are."""
+        if high - low == entry.numel:
+            return entry.shape, None
+        width, states = entry.numel // entry.shape[0], getattr(self.optimizer, "row_states", None)
+        assert states is not None and (low - entry.offset) % width == (high - low) % width == 0, (entry, low, high)
+        rows = Rows((low - entry.offset) // width, entry.shape[0], states)
+        return ((high - low) // width, *entry.shape[1:]), rows
 
     def install_spans(self) -> None:
         """Give the optimizer its spans, once all are made and have their values: other ranks may write these."""
@@ -211,8 +225,7 @@ class SpanOptimizer:
             gradient_of: its tensors last until `then`.
             then: called when the step is done, at the latest by `flush`.
         """
-        spans = self._spans[number]
-        elements = sum([span.stop - span.start for span in spans])
+        elements = self._sizes[number]  # all ranks are to flush alike, as `then` may be a collective call
         if self._joined_elements + elements > JOINED:
             self.flush()
         self._joined += self._with_gradients(number, gradient_of)

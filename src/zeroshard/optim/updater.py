@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeroshard.memory.ledger import Arena, Category
-from zeroshard.optim.joined import JoinedSpans
+from zeroshard.optim.joined import Steps
 from zeroshard.optim.spans import SpanOptimizer
 from zeroshard.parts.gradients import Gradients
 from zeroshard.parts.planned import Planned, Wire, Work, on_device
@@ -108,7 +108,7 @@ class DeviceUpdater(Untrained):
         weights: Weights,
         values: torch.Tensor,
         start: int,
-        optimizer: SpanOptimizer | JoinedSpans,
+        optimizer: Steps,
         groups: Sequence[int],
         arena: Arena,
         tier: str | None = "device",
@@ -125,7 +125,7 @@ class DeviceUpdater(Untrained):
     @property
     def matrices(self) -> Mapping[str, Span] | None:
         """The whole matrices that this rank steps over, by name, where the values are parts of matrices."""
-        return self._optimizer.matrices if isinstance(self._optimizer, JoinedSpans) else None
+        return None if isinstance(self._optimizer, SpanOptimizer) else self._optimizer.matrices
 
     def update(self, gradients: Gradients, written: bytes, factor: float) -> None:
         """Take one step with the gradients times `factor`, and let the other ranks have the new weights."""
@@ -179,7 +179,7 @@ class DeviceUpdater(Untrained):
 
     def wire(self, work: Work) -> Wire:
         """What a step sends."""
-        if isinstance(self._optimizer, JoinedSpans):
+        if not isinstance(self._optimizer, SpanOptimizer):
             yield from self._optimizer.wire(work)
 
     @property

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.checkpoint import Reader, TensorPiece
+from zeroshard.checkpoint import Box, Reader, TensorPiece
+from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.checkpoint.facts import plain, setting
 from zeroshard.parts.part import Part
 from zeroshard.parts.place import Split, boxes_of
+from zeroshard.parts.updater import Rows, Span
 
 Tensors = dict[str, torch.Tensor]
 NAMES = "param_names"  # of a parameter group, as torch has it
@@ -87,6 +89,9 @@ def whole_pieces(part: Part, interval: tuple[int, int]) -> Iterator[TensorPiece]
             encoded(value, key, tensors)
         entry = part.flat.index.entries[part.flat.index.number_at(span.start)]
         for path, values in tensors.items() if start <= span.start < stop else ():
+            if span.rows is not None:
+                yield from _rows_of(f"{path}:{entry.name}", values, span.rows, path)
+                continue
             split = _of_state(part.splits.get(entry.name), tuple(values.shape[1:]))
             shape = tuple(values.shape) if split is None else split.shape
             for (box, inside), counted in boxes_of(values.shape, split, 0, values.reshape(-1)):
@@ -145,14 +150,31 @@ def merged_options(everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**everyone[0], "groups": groups, "scalars": scalars}
 
 
-def read_whole(reader: Reader, name: str, split: Split | None, path: str) -> torch.Tensor:
+def read_whole(reader: Reader, name: str, split: Split | None, span: Span | None, path: str) -> torch.Tensor:
     """A tensor in a state of a parameter, or this rank's part of it."""
     entry = reader.tensors[f"{path}:{name}"]
+    if span is not None and span.rows is not None and path in span.rows.states:
+        own = torch.zeros((span.tensor.shape[0], *entry.shape[1:]), dtype=entry.dtype)
+        reader.fill(f"{path}:{name}", [BoxValues(_box_of(span.rows, tuple(own.shape)), own)])
+        return own
     split = _of_state(split, entry.shape[1:])
     values = torch.zeros(entry.shape if split is None else split.part_shape, dtype=entry.dtype)
     targets = [each for each, _ in boxes_of(values.shape, split, 0, values.view(-1))]
     reader.fill(f"{path}:{name}", targets)
     return values
+
+
+def _rows_of(name: str, values: torch.Tensor, rows: Rows, path: str) -> Iterator[TensorPiece]:
+    """A state of some rows: their entries; or one that is the same on all ranks, from the rank with the first row."""
+    if path in rows.states:
+        shape = (rows.total, *values.shape[1:])
+        yield TensorPiece(name, shape, _box_of(rows, tuple(values.shape)), values)
+    elif rows.first == 0:
+        yield TensorPiece.whole(name, values)
+
+
+def _box_of(rows: Rows, shape: tuple[int, ...]) -> Box:
+    return Box((rows.first, *(0 for _ in shape[1:])), shape)
 
 
 def _of_state(split: Split | None, others: tuple[int, ...]) -> Split | None:

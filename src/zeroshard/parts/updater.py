@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +13,33 @@ from zeroshard.parts.planned import Planned, Wire, Work
 from zeroshard.parts.weights import Weights
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a matrix whose others are on other ranks.
+
+    Attributes:
+        first: the number of the first.
+        total: of the matrix.
+        states: the names of the optimizer's states with an entry for each row; others are the same on all ranks.
+    """
+
+    first: int
+    total: int
+    states: tuple[str, ...]
+
+
 class Span(Protocol):
-    """Elements [start, stop) of a flat, of one parameter group, which the optimizer sees as one tensor."""
+    """Elements [start, stop) of a flat, of one parameter group, which the optimizer sees as one tensor.
+
+    Attributes:
+        rows: which the tensor is; None where it is no part of a matrix that is cut.
+    """
 
     start: int
     stop: int
     group: int
     tensor: torch.nn.Parameter
+    rows: Rows | None
 
 
 class Updater(Protocol):

@@ -1,7 +1,7 @@
 """A flat buffer and the user's parameters, which are views into it."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class Flat:
     Args:
         ranks: that slice it.
         kind: of its place, for its label; empty for dense parameters.
-        owners: the rank that owns each parameter, ascending; None for even slices.
+        bounds: between which uneven slices lie; None for even ones.
 
     Attributes:
         unit: of the parameters.
@@ -49,10 +49,10 @@ class Flat:
         trainable: bool,
         ranks: int,
         kind: str = "",
-        owners: Sequence[int] | None = None,
+        bounds: tuple[int, ...] | None = None,
     ) -> None:
         self.unit, self._kind = unit, kind
-        self.index = Index.of([(name, parameter.shape) for name, parameter in parameters.items()], ranks, owners)
+        self.index = Index.of([(name, parameter.shape) for name, parameter in parameters.items()], ranks, bounds)
         self.dtype = dtype
         self.trainable = trainable
         self.parameters = list(parameters.values())

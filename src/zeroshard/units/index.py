@@ -1,7 +1,7 @@
 """The index table: the interval of each parameter in a flat buffer, and the interval of each rank's slice."""
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -35,7 +35,8 @@ class Index:
     """The table of a flat buffer: parameters one behind the other, and the slice of each rank.
 
     Slices are even, rank r's is [r*S, (r+1)*S), and padding shorter than `ranks` fills the last; or they lie between
-    borders of parameters, so that each rank owns whole ones, without padding (ragged slices, as in veScale's FSDP).
+    borders of parameters, or of rows of one, so that each rank owns whole ones, without padding (ragged slices, as in
+    veScale's FSDP).
 
     Attributes:
         entries: the parameters.
@@ -48,22 +49,14 @@ class Index:
     bounds: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, parameters: list[tuple[str, torch.Size]], ranks: int, owners: Sequence[int] | None = None) -> "Index":
-        """Lay out named shapes one behind the other.
-
-        Args:
-            owners: the rank that owns each, ascending; None for even slices.
-        """
+    def of(cls, parameters: list[tuple[str, torch.Size]], ranks: int, bounds: tuple[int, ...] | None = None) -> "Index":
+        """Lay out named shapes one behind the other."""
         entries, offset = [], 0
         for name, shape in parameters:
             entries.append(Entry(name, shape, offset, shape.numel()))
             offset += shape.numel()
-        if owners is None:
-            return cls(tuple(entries), ranks)
-        assert list(owners) == sorted(owners), owners
-        firsts = [bisect.bisect_left(owners, rank) for rank in range(ranks + 1)]
-        offsets = [*(entry.offset for entry in entries), offset]
-        return cls(tuple(entries), ranks, tuple(offsets[first] for first in firsts))
+        assert bounds is None or (bounds[0], bounds[-1], len(bounds)) == (0, offset, ranks + 1), bounds
+        return cls(tuple(entries), ranks, bounds)
 
     @property
     def numel(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zeroshard as zs
 from zeroshard.doctor.hardware import Device, Link, Machines
+from zeroshard.optim import owners
 from zeroshard.optim.moments import code_map
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask, rehearse
@@ -21,6 +23,7 @@ from zeroshard.planner.predict.states import least_bytes, sizes_of
 from zeroshard.train.gpt import GPTConfig
 
 SHAPE = GPTConfig(vocabulary=340, context=16, width=32, heads=2, layers=4)  # the embedding is 0.4 of the weights
+WORDY = replace(SHAPE, vocabulary=2000)  # more than the fullest of three ranks is to have
 ROWS = 6
 STAGES = (1, 2, 3)
 STATES = ("parameters", "gradients", "master weights", "optimizer states")
@@ -47,6 +50,8 @@ class Lamb(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, Any] = {
     "Adafactor": partial(zs.optim.Adafactor, lr=1e-3),
+    "LAMB": zs.optim.LAMB,
+    "SM3": zs.optim.SM3,
     "Adam8bit": partial(zs.optim.Adam8bit, min_8bit_size=512),
     "Muon": zs.optim.Muon,
     "Shampoo": zs.optim.Shampoo,
@@ -55,11 +60,11 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 gpt = partial(rehearsed.gpt, SHAPE)
-tokens = partial(rehearsed.tokens, shape=SHAPE)
 
 
-def task(name: str) -> TrainingTask:
-    return TrainingTask(gpt, tokens, OPTIMIZERS[name], ROWS, SHAPE.context)
+def task(name: str, shape: GPTConfig = SHAPE) -> TrainingTask:
+    build = partial(rehearsed.gpt, shape), partial(rehearsed.tokens, shape=shape)
+    return TrainingTask(*build, OPTIMIZERS[name], ROWS, shape.context)
 
 
 def machines_of(ranks: int) -> Machines:
@@ -71,15 +76,15 @@ def plan_of(zero: Any, **more: Any) -> zs.Plan:
     return zs.Plan(zero=zero, transport="network", **more)
 
 
-def trained(mesh: zs.Mesh, name: str, plans: list[zs.Plan]) -> list[dict[str, Any]]:
+def trained(mesh: zs.Mesh, name: str, plans: list[zs.Plan], shape: GPTConfig = SHAPE) -> list[dict[str, Any]]:
     """Of three steps under each plan: the table of memory, the wire, and the peak of all that torch allocated."""
     found = []
     for signed in (True, False):
         code_map(signed)  # tables that a process makes once
     for plan in plans:
         with punctual(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            batch = tokens(ROWS // (mesh.ranks // plan.tensor.ranks))
-            engine = zs.Engine(gpt(), OPTIMIZERS[name], plan, mesh=mesh)
+            batch = rehearsed.tokens(ROWS // (mesh.ranks // plan.tensor.ranks), shape=shape)
+            engine = zs.Engine(rehearsed.gpt(shape), OPTIMIZERS[name], plan, mesh=mesh)
             for _ in range(3):
                 engine.train_step(batch)
             memory, wire = engine.memory().as_dicts(), wire_of(engine)
@@ -109,6 +114,29 @@ def test_the_fullest_rank_to_the_byte(case: tuple[str, int], pool: Pool, whole: 
             p: w[1] for p, w in fullest["wire"].items() if w[1] and p != "agreement"
         }
         assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=LATE)
+
+
+def cut_and_trained(mesh: zs.Mesh, name: str, plans: list[zs.Plan]) -> list[dict[str, Any]]:
+    with patch.object(owners, "LEAST", 2**12):
+        return trained(mesh, name, plans, WORDY)
+
+
+@pytest.mark.parametrize(
+    "case", by_default([("Adafactor", 3, 2), ("SM3", 2, 3), ("LAMB", 3, 1)], ("Adafactor", 3, 2)), ids=name_of
+)
+def test_rows_of_a_large_matrix_to_the_byte(case: tuple[str, int, int], pool: Pool) -> None:
+    name, ranks, zero = case
+    real = [of_rank[0] for of_rank in pool.run(cut_and_trained, ranks, name, [plan_of(zero)])]
+    with patch.object(owners, "LEAST", 2**12):
+        found = predict(task(name, WORDY), plan_of(zero), machines_of(ranks), ROWS // ranks)
+    fullest = real[found.rank]
+    assert found.owners == fullest["owners"] and "larger matrices" in found.owners
+    assert {category: found.memory[category] for category in STATES} == {c: fullest["states"][c] for c in STATES}
+    assert found.wire_bytes["ask for rows"] == fullest["wire"]["ask for rows"][1] > 0
+    assert {p: n for p, n in found.wire_bytes.items() if n and p != "agreement"} == {
+        p: w[1] for p, w in fullest["wire"].items() if w[1] and p != "agreement"
+    }
+    assert found.peak_bytes == pytest.approx(max(each["peak"] for each in real), rel=LATE)
 
 
 SPLIT = [("Adafactor", 0, 2), ("Muon", 2, 4), ("Adam8bit", 1, 2)]
