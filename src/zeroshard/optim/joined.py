@@ -17,8 +17,8 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.memory.ledger import Arena
-from zeroshard.optim.cut_rows import CutRows
 from zeroshard.optim.probe import StateLayout
+from zeroshard.optim.row_spans import RowSpans
 from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
 from zeroshard.optim.tensor_optimizer import Fused
 from zeroshard.parts.place import Axis, Split
@@ -250,7 +250,7 @@ class JoinedSpans:
         self._arena.give(message)
 
 
-Steps = SpanOptimizer | JoinedSpans | CutRows  # over one flat
+Steps = SpanOptimizer | JoinedSpans | RowSpans  # over one flat
 
 
 def _laid_out(
@@ -283,7 +283,7 @@ def spans_of(
         label, arena, wholes: as for `JoinedSpans`.
     """
     if any(map(optimizer.owners.cuts, members.values())):
-        return CutRows(optimizer, slices.comm, label, arena)
+        return RowSpans(optimizer, slices.comm, label, arena)
     joined, axis = optimizer.owners.joined, next((split.axis for split in splits.values() if split.by_rank), None)
     if joined is None or axis is None:
         return optimizer

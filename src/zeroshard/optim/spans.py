@@ -21,7 +21,7 @@ from zeroshard.optim.one_step import OneStep
 from zeroshard.optim.owners import Owners
 from zeroshard.optim.probe import StateLayout, StateSizes, fresh_state
 from zeroshard.optim.tensor_optimizer import Fused, TensorOptimizer
-from zeroshard.parts.updater import Rows
+from zeroshard.parts.updater import OwnRows
 from zeroshard.units import Entry, Index, Unreadable
 
 UNKNOWN = StateLayout(0, 0)  # for engines that print no formulas of optimizer states
@@ -34,7 +34,7 @@ class SliceSpan:
     It is 1-D for an optimizer that treats each element alone, else one parameter in its shape, or some rows of it.
     """
 
-    def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor, rows: Rows | None = None) -> None:
+    def __init__(self, start: int, stop: int, group: int, tensor: torch.Tensor, rows: OwnRows | None = None) -> None:
         self.rows = rows
         self.start = start
         self.stop = stop
@@ -109,13 +109,13 @@ class SpanOptimizer:
         self._sizes.append(owned.numel() if index.bounds is None else index.numel // index.ranks)
         return len(self._spans) - 1
 
-    def _seen(self, entry: Entry, low: int, high: int) -> tuple[Sequence[int], Rows | None]:
+    def _seen(self, entry: Entry, low: int, high: int) -> tuple[Sequence[int], OwnRows | None]:
         """The shape in which the optimizer sees elements [low, high) of a flat, and which rows these are."""
         if high - low == entry.numel:
             return entry.shape, None
         width, states = entry.numel // entry.shape[0], getattr(self.optimizer, "row_states", None)
         assert states is not None and (low - entry.offset) % width == (high - low) % width == 0, (entry, low, high)
-        rows = Rows((low - entry.offset) // width, entry.shape[0], states)
+        rows = OwnRows((low - entry.offset) // width, entry.shape[0], states)
         return ((high - low) // width, *entry.shape[1:]), rows
 
     def install_spans(self) -> None:

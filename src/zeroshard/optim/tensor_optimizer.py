@@ -107,7 +107,7 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Asking:
     """Matrices of which some rows alone are here ([Note: asks]).
 
     Attributes:
@@ -131,14 +131,14 @@ class TensorOptimizer(torch.optim.Optimizer):
         fused: for the next step.
         row_states: of an optimizer that can update some rows of a matrix, if it is told of the others: the names of
             its states with an entry for each row; of those of other shapes than the matrix, all others are of columns.
-        cut: for the next step.
+        asking: for the next step.
     """
 
     whole_tensors: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
     fused: Fused = Fused()
     row_states: ClassVar[tuple[str, ...] | None] = None
-    cut: Cut = Cut()
+    asking: Asking = Asking()
 
     def asked(self, shape: torch.Size, group: Options) -> Sequence[int]:
         """Elements that the update of some rows of a matrix asks for in each of its rounds.
@@ -159,14 +159,14 @@ class TensorOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        cut, updates = set(self.cut.parameters), []
+        asking, updates = set(self.asking.parameters), []
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel()]
             for parameter in ready:
                 self._check(parameter)
-            self._step_group(group, [p for p in ready if p not in cut])
-            updates += [self._rounds(p, self._state(p, group), group) for p in ready if p in cut]
-        in_rounds(updates, self.cut.answer)
+            self._step_group(group, [p for p in ready if p not in asking])
+            updates += [self._rounds(p, self._state(p, group), group) for p in ready if p in asking]
+        in_rounds(updates, self.asking.answer)
         return loss
 
     def load_state_dict(self, state_dict: State) -> None:

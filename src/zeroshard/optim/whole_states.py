@@ -17,7 +17,7 @@ from zeroshard.checkpoint.boxes import BoxValues
 from zeroshard.checkpoint.facts import plain, setting
 from zeroshard.parts.part import Part
 from zeroshard.parts.place import Split, boxes_of
-from zeroshard.parts.updater import Rows, Span
+from zeroshard.parts.updater import OwnRows, Span
 
 Tensors = dict[str, torch.Tensor]
 NAMES = "param_names"  # of a parameter group, as torch has it
@@ -164,7 +164,7 @@ def read_whole(reader: Reader, name: str, split: Split | None, span: Span | None
     return values
 
 
-def _rows_of(name: str, values: torch.Tensor, rows: Rows, path: str) -> Iterator[TensorPiece]:
+def _rows_of(name: str, values: torch.Tensor, rows: OwnRows, path: str) -> Iterator[TensorPiece]:
     """A state of some rows: their entries; or one that is the same on all ranks, from the rank with the first row."""
     if path in rows.states:
         shape = (rows.total, *values.shape[1:])
@@ -173,7 +173,7 @@ def _rows_of(name: str, values: torch.Tensor, rows: Rows, path: str) -> Iterator
         yield TensorPiece.whole(name, values)
 
 
-def _box_of(rows: Rows, shape: tuple[int, ...]) -> Box:
+def _box_of(rows: OwnRows, shape: tuple[int, ...]) -> Box:
     return Box((rows.first, *(0 for _ in shape[1:])), shape)
 
 

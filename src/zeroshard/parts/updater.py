@@ -14,7 +14,7 @@ from zeroshard.parts.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class OwnRows:
     """Rows of a matrix whose others are on other ranks.
 
     Attributes:
@@ -39,7 +39,7 @@ class Span(Protocol):
     stop: int
     group: int
     tensor: torch.nn.Parameter
-    rows: Rows | None
+    rows: OwnRows | None
 
 
 class Updater(Protocol):

@@ -12,13 +12,13 @@ from zeroshard.memory.ledger import Arena
 from zeroshard.optim.asks import Ask
 from zeroshard.optim.probe import StateLayout
 from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
-from zeroshard.optim.tensor_optimizer import Cut, Fused, TensorOptimizer
+from zeroshard.optim.tensor_optimizer import Asking, Fused, TensorOptimizer
 from zeroshard.parts.planned import Wire, Work
 from zeroshard.traffic import Purpose
 from zeroshard.units import Index
 
 
-class CutRows:
+class RowSpans:
     """Steps of a `SpanOptimizer` over this rank's rows of a matrix, which is alone in its flat.
 
     Args:
@@ -91,11 +91,11 @@ class CutRows:
         """One optimizer step on the rows; a collective call."""
         optimizer = self.optimizer
         assert isinstance(optimizer, TensorOptimizer)
-        optimizer.cut = Cut([span.tensor for span in self.spans(number)], self._answers)
+        optimizer.asking = Asking([span.tensor for span in self.spans(number)], self._answers)
         try:
             self._optimizer.step(number, gradient_of)
         finally:
-            del optimizer.cut
+            del optimizer.asking
 
     def wire(self, work: Work) -> Wire:
         """All that is asked goes to each other rank."""
