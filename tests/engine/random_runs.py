@@ -168,7 +168,7 @@ class Run:
             return True  # messages are planned for microbatches of one size
         if self.case.model == "Twice" and plan.zero == 3 and purpose in STREAMED:
             return True  # known: its first block has left when it is used again, so it is gathered once more
-        if purpose not in (*STREAMED, "gather gradients", "join matrices"):
+        if purpose not in (*STREAMED, "gather gradients", "join matrices", "ask for rows"):
             return self.case.model in SECOND_ROUND
         skipped = any(value for word, value in self.log[-4 * (1 + late) :] if word == "skipped")
         # an update more or less is under way

@@ -10,6 +10,8 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.optim import Owners
 from zeroshard.optim.owners import LEAST, rows_of
+from zeroshard.optim.probe import StateSizes
+from zeroshard.train.gpt import GPT, GPTConfig
 
 
 class Own(zs.optim.Adafactor):
@@ -79,6 +81,23 @@ def test_matrices_that_make_a_rank_too_full_are_cut_and_no_others() -> None:
     assert shared_out({0: 64, 1: 64}, 12, 8, 1, 1, 1, 1) == ([6, 6, 6, 6], [0, 1])
     assert shared_out({1: 64}, 12, 4, 4) == ([12, 4, 4, 0], [])  # the fullest cannot be cut, so no cut of others helps
     assert shared_out({0: 3}, 12, 2, 2, 2, 2) == ([12, 4, 2, 2], [])  # fewer rows than ranks
+
+
+@pytest.mark.parametrize(("ranks", "whole", "cut", "count"), [
+    (2, 1.0, 1.0, 0), (4, 1.25, 1.0, 1), (8, 2.5, 1.0, 1), (64, 20.0, 1.25, 37),
+])  # fmt: skip
+def test_the_figures_of_the_documentation(ranks: int, whole: float, cut: float, count: int) -> None:
+    """GPT-2 with Adafactor: the fullest rank over the mean, with and without cuts."""
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(vocabulary=50257, context=1024, width=768, heads=12, layers=12))
+    optimizer = zs.optim.Adafactor(gpt.parameters())
+    members, (group,), sizes = [*gpt.parameters()], optimizer.param_groups, StateSizes(optimizer)
+    for rows, expected in ((lambda _: 0, whole), (lambda p: rows_of(optimizer, group, p.shape), cut)):
+        owners = Owners([(members, "all", ranks)], lambda p: sizes.of(0, p), rows=rows)
+        (shares,) = owners.shares
+        assert ranks * max(shares) / sum(shares) == pytest.approx(expected, rel=0.005)
+    asked = [sum(optimizer.asked(p.shape, group)) for p in members if owners.cuts(p)]
+    assert (len(asked), sum(asked)) == (count, {0: 0, 1: 771, 37: 56175}[count])
 
 
 def test_small_matrices_stay_whole() -> None:

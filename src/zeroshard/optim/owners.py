@@ -149,14 +149,15 @@ class Owners:
         """Of parameters that ranks slice."""
         if not self._groups:
             return ""
-        cut = (
-            f" The rows of {len(self._cut)} larger matrices are dealt out to all of them, who exchange what an update "
-            f"asks of all rows."
+        cut = len(self._cut)
+        rows = (
+            f" The rows of {cut} larger matrices are dealt out to all of them, who exchange what an update asks of all "
+            f"rows."
         )
         return (
             f"{self._optimizer} needs whole tensors: each of {len(self._owners)} parameters is updated by one owner "
-            f"among {self._over}.{cut if self._cut else ''} The fullest rank owns {self._fullest:.2f} times the mean "
-            f"of elements; as many elements go over the wire as with even slices."
+            f"among {self._over}.{rows if cut else ''} The fullest rank owns {self._fullest:.2f} times the mean of "
+            f"elements; as many elements go over the wire as with even slices{', and what is asked' if cut else ''}."
         )
 
     @property
