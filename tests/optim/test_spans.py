@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zeroshard.memory.ledger import Category, Ledger
 from zeroshard.optim import SliceSpan, SpanOptimizer
+from zeroshard.optim.spans import JOINED
 from zeroshard.units import Index, Unreadable
 
 SHAPES = [torch.Size(shape) for shape in ((3, 5), (7,), (0, 2), (), (4, 4), (9,))]  # 15 + 7 + 0 + 1 + 16 + 9 = 48
@@ -257,3 +258,23 @@ def test_joined_steps_are_those_of_one_flat_at_a_time(monkeypatch: pytest.Monkey
     assert calls == [[8, 8], [8], [30], [4]] and done == [0, 1, 2, 3, 4]
     assert all(torch.equal(a, b) for a, b in zip(singly, joined, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(values, joined, strict=True))
+
+
+def test_steps_are_put_off_alike_on_ranks_whose_slices_are_uneven() -> None:
+    """What follows a step may be a collective call, whose order is to be that of all ranks."""
+    seen = []
+    for rank in range(2):
+        log: list[str] = []
+        optimizer = SpanOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), Ledger())
+        for flat, large in (("a", 2 * JOINED), ("b", 1)):
+            shapes = [(f"{flat}{numel}", torch.Size((numel,))) for numel in (large, 1)]
+            index = Index.of(shapes, 2, (0, large, large + 1))
+            start, stop = index.interval(rank)
+            optimizer.add(index, [0, 0], torch.zeros(stop - start), start)
+        optimizer.install_spans()
+        for number, flat in enumerate("ab"):
+            optimizer.join(number, lambda _: None, partial(log.append, flat))
+            seen.append((rank, flat, [*log]))
+        optimizer.flush()
+        assert log == ["a", "b"]
+    assert [log for rank, _, log in seen if rank == 0] == [log for rank, _, log in seen if rank == 1]
