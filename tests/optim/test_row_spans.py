@@ -272,3 +272,23 @@ def test_they_combine_with_the_rest_of_a_plan(pool: Pool) -> None:
             bound = 1e-6 if plan.precision == "fp32" else 2e-2
             torch.testing.assert_close(weights[key].float(), value, rtol=0, atol=bound)
     assert all(torch.equal(first[-2][0][key], first[-1][0][key]) for key in expected)
+
+
+def strayed(mesh: zs.Mesh) -> str:
+    """What is said where a rank has other statistics of columns than the others."""
+    with cutting():
+        engine = zs.Engine(model(torch.float32), OPTIMIZERS["Adafactor"], zs.Plan(zero=2), mesh=mesh)
+    take_steps(engine, mesh, range(1))
+    engine.check_replicas()
+    if mesh.rank == 1:
+        for state in engine.optimizer.state.values():
+            if state.get("exp_avg_sq_col") is not None and state["exp_avg_sq_col"].numel() == 2 * WIDTH:
+                state["exp_avg_sq_col"][0] += 1
+    with pytest.raises(zs.errors.DivergenceError) as error:
+        engine.check_replicas()
+    return str(error.value)
+
+
+def test_statistics_of_columns_that_differ_are_found(pool: Pool) -> None:
+    for said in pool.run(strayed, 3):
+        assert "exp_avg_sq_col of extra.weight" in said and "rank 1" in said

@@ -37,7 +37,9 @@ def copied(parts: Parts) -> Iterator[Copied]:
         if weights.copied:
             yield Copied(place.slices, _pieces(part, "parameter", weights.full, 0))
         with part.updater.at_hand():
-            updated = [*_masters(part), *_states(part)]
+            updated, columns = [*_masters(part), *_states(part)], [*_columns(part)]
+        if columns:
+            yield Copied(place.slices, columns)
         own = _pieces(part, "parameter", weights.own, index.interval(weights.rank)[0])
         for axis in (axis for axis in (place.copies, place.twins) if axis is not None):
             yield Copied(axis, [*own, *updated])
@@ -163,6 +165,16 @@ def _states(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _pieces(part, f"{key} of", value, span.start)
     for name, span in (part.updater.matrices or {}).items():
         yield from ((f"{key} of {name}", value) for key, value in part.updater.elements(span).items())
+
+
+def _columns(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+    """The states of a matrix that is cut at rows which all ranks have, such as those of its columns."""
+    for span in part.updater.spans:
+        if span.rows is not None:
+            name, own = part.flat.index.entries[0].name, span.rows.states
+            for key, value in (part.updater.scalars(span) or {}).items():
+                if key not in own and isinstance(value, torch.Tensor):
+                    yield f"{key} of {name}", value.reshape(-1)
 
 
 def _details(pieces: Pieces) -> dict[str, int]:
