@@ -11,6 +11,8 @@ import zeroshard as zs
 from zeroshard.optim.asks import Ask, Over, Rounds, in_rounds
 from zeroshard.optim.tensor_optimizer import TensorOptimizer
 
+SIZES = [4, 4, 3]  # rows of each rank
+SHARES = torch.tensor(SIZES, dtype=torch.float64) / 11
 FOUND: dict[Over, Callable[[Tensor], Tensor]] = {
     Over.MEAN: lambda rows: rows.mean(0),
     Over.MEAN_SQUARE: lambda rows: rows.square().mean(0).sqrt(),
@@ -22,10 +24,10 @@ FOUND: dict[Over, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("over", Over)
 def test_the_answer_is_what_is_found_over_all_rows(over: Over) -> None:
     matrix = torch.randn(11, 5, generator=torch.Generator().manual_seed(1))
-    runs = matrix.split([4, 4, 3])
+    runs = matrix.split(SIZES)
     parts = [FOUND[over](run) for run in runs]
     for part in parts:
-        answer = Ask(over, part).answer(parts, [len(run) / 11 for run in runs])
+        answer = Ask(over, part).answer(torch.stack(parts), SHARES)
         assert answer.dtype == part.dtype and answer.shape == part.shape
         torch.testing.assert_close(answer, FOUND[over](matrix), rtol=1e-6, atol=1e-7)
 
@@ -33,7 +35,7 @@ def test_the_answer_is_what_is_found_over_all_rows(over: Over) -> None:
 @pytest.mark.parametrize("over", Over)
 def test_of_one_part_the_answer_is_that_part(over: Over) -> None:
     part = torch.tensor([1e-18, 3.0, 1e18])
-    assert torch.equal(Ask(over, part).answer([part], [1.0]), part)
+    assert torch.equal(Ask(over, part).answer(part.unsqueeze(0), torch.ones(1, dtype=torch.float64)), part)
 
 
 def counting(name: str, rounds: int, log: list[str]) -> Rounds:
@@ -62,7 +64,7 @@ def test_updates_ask_together_and_end_when_they_are_done() -> None:
 def test_rows_side_by_side_are_updated_as_their_matrix(make: Callable[..., TensorOptimizer]) -> None:
     """In one process: the rows of three ranks, each of which asks the others."""
     torch.manual_seed(0)
-    matrix, sizes = torch.randn(11, 5, dtype=torch.float64), [4, 4, 3]
+    matrix, sizes = torch.randn(11, 5, dtype=torch.float64), SIZES
     whole, runs = nn.Parameter(matrix.clone()), [nn.Parameter(run.clone()) for run in matrix.split(sizes)]
     together, optimizer = make([whole]), make(runs)
     group = optimizer.param_groups[0]
@@ -70,9 +72,9 @@ def test_rows_side_by_side_are_updated_as_their_matrix(make: Callable[..., Tenso
     def answer(asks: Sequence[Ask]) -> list[Tensor]:
         each = len(asks) // 3  # of a rank
         asked.append([ask.part.numel() for ask in asks[:each]])
-        return [ask.answer([asks[r * each + n % each].part for r in range(3)], shares) for n, ask in enumerate(asks)]
+        parts = [torch.stack([asks[r * each + n].part.flatten() for r in range(3)]) for n in range(each)]
+        return [ask.answer(parts[n % each], SHARES) for n, ask in enumerate(asks)]
 
-    shares = [size / 11 for size in sizes]
     for _ in range(3):
         asked: list[list[int]] = []
         whole.grad = torch.randn_like(matrix)

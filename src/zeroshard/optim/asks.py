@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 
@@ -36,20 +35,21 @@ class Ask:
     over: Over
     part: Tensor
 
-    def answer(self, parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    def answer(self, parts: Tensor, shares: Tensor) -> Tensor:
         """What all ranks' parts make, which are added in rank order, in fp64; in shape and dtype of the part.
 
         Args:
-            shares: of all rows, which each rank has.
+            parts: of each rank [N, numel].
+            shares: of all rows, which each rank has [N], in fp64.
         """
         if self.over is Over.MAXIMUM:
-            total = torch.stack(list(parts)).amax(0)
+            total = parts.amax(0)
         elif self.over is Over.MEAN:
-            total = _sum(part.double() * share for part, share in zip(parts, shares, strict=True))
+            total = _sum(parts.double() * shares.unsqueeze(1))
         elif self.over is Over.MEAN_SQUARE:
-            total = _sum(part.double().square() * share for part, share in zip(parts, shares, strict=True)).sqrt_()
+            total = _sum(parts.double().square() * shares.unsqueeze(1)).sqrt()
         else:
-            total = _sum(part.double().square() for part in parts).sqrt_()
+            total = _sum(parts.double().square()).sqrt()
         return total.to(self.part.dtype).view(self.part.shape)
 
 
@@ -80,8 +80,6 @@ def in_rounds(updates: Iterable[Rounds], answer: Answer = own_parts) -> None:
         answers = [(update, list(islice(found, len(asks)))) for update, asks in asked]
 
 
-def _sum(parts: Iterable[Tensor]) -> Tensor:
-    first, *others = parts
-    for other in others:
-        first = first + other
-    return first
+def _sum(parts: Tensor) -> Tensor:
+    """Over the ranks [N, numel], one after the other: a sum in another order may have other bits on another rank."""
+    return parts.cumsum(0)[-1]

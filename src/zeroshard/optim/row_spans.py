@@ -29,7 +29,7 @@ class RowSpans:
 
     def __init__(self, optimizer: SpanOptimizer, comm: Comm, label: str, arena: Arena) -> None:
         self._optimizer, self._comm, self._label, self._arena = optimizer, comm, label, arena
-        self._shares: list[float] = []  # of the rows, by rank
+        self._shares = torch.empty(0)  # of the rows, by rank
 
     @property
     def reads_alone(self) -> bool:
@@ -62,7 +62,8 @@ class RowSpans:
         """As `SpanOptimizer.add`."""
         (entry,), (self._group,) = index.entries, groups
         self._shape, self._dtype = entry.shape, owned.dtype
-        self._shares = [index.slice_numel(rank) / index.numel for rank in range(index.ranks)]
+        shares = [index.slice_numel(rank) / index.numel for rank in range(index.ranks)]
+        self._shares = torch.tensor(shares, dtype=torch.float64, device=owned.device)
         return self._optimizer.add(index, groups, owned, start, tier)
 
     def spans(self, number: int) -> list[SliceSpan]:
@@ -115,10 +116,8 @@ class RowSpans:
         message.view(ranks, -1).copy_(torch.cat([ask.part.reshape(-1) for ask in asks]))
         each = [sum(sizes)] * ranks
         self._comm.all_to_all(arrived, message, each, each, Purpose.ASK_FOR_ROWS, self._label).wait()
-        columns = arrived.view(ranks, -1).split(sizes, 1)
-        found = [
-            ask.answer([*parts.to(ask.part.device)], self._shares) for ask, parts in zip(asks, columns, strict=True)
-        ]
+        columns = arrived.view(ranks, -1).to(asks[0].part.device).split(sizes, 1)
+        found = [ask.answer(parts, self._shares) for ask, parts in zip(asks, columns, strict=True)]
         self._arena.give(arrived)
         self._arena.give(message)
         return found
