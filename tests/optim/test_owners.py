@@ -80,7 +80,7 @@ def test_matrices_that_make_a_rank_too_full_are_cut_and_no_others() -> None:
     assert shared_out({0: 64, 1: 64}, 4, 4, 4, 4) == ([4, 4, 4, 4], [])
     assert shared_out({0: 64, 1: 64}, 12, 8, 1, 1, 1, 1) == ([6, 6, 6, 6], [0, 1])
     assert shared_out({1: 64}, 12, 4, 4) == ([12, 4, 4, 0], [])  # the fullest cannot be cut, so no cut of others helps
-    assert shared_out({0: 3}, 12, 2, 2, 2, 2) == ([12, 4, 2, 2], [])  # fewer rows than ranks
+    assert shared_out({0: 31}, 12, 2, 2, 2, 2) == ([12, 4, 2, 2], [])  # less than 8 rows for each rank
 
 
 @pytest.mark.parametrize(("ranks", "whole", "cut", "count"), [
@@ -102,16 +102,16 @@ def test_the_figures_of_the_documentation(ranks: int, whole: float, cut: float, 
 
 def test_small_matrices_stay_whole() -> None:
     members = parameters(LEAST - 1, 10)
-    owners = Owners([(members, "all", 2)], rows=lambda _: 8)
+    owners = Owners([(members, "all", 2)], rows=lambda _: 64)
     assert owners.shares == [[LEAST - 1, 10]] and not any(map(owners.cuts, members))
 
 
 def test_rows_are_dealt_out_evenly_and_lie_in_a_flat_of_their_own() -> None:
-    large, *small = parameters(7 * LEAST, 5, 3)
-    owners = Owners([([small[0], large, small[1]], "all", 3)], lambda _: 0, rows=lambda p: 7 if p is large else 0)
+    large, *small = parameters(28 * LEAST, 5, 3)
+    owners = Owners([([small[0], large, small[1]], "all", 3)], lambda _: 0, rows=lambda p: 28 if p is large else 0)
     whole, cut = owners.flats({"a": small[0], "b": large, "c": small[1]}, 3)
     assert (*whole,) == ({"a": small[0], "c": small[1]}, (0, 5, 8, 8), "")
-    assert (*cut,) == ({"b": large}, (0, 3 * LEAST, 5 * LEAST, 7 * LEAST), "rows of b")
+    assert (*cut,) == ({"b": large}, (0, 10 * LEAST, 19 * LEAST, 28 * LEAST), "rows of b")
     assert owners.rank_of(large) is None
     assert "1 larger matrices" in owners.told and "each of 2 parameters" in owners.told
 

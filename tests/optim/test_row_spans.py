@@ -223,10 +223,12 @@ def test_states_load_cut_and_whole_under_any_ranks(name: str, pool: Pool, tmp_pa
 def staged(mesh: zs.Mesh, name: str) -> tuple[dict[str, Tensor], str, list[Any]]:
     """Weights after some steps of a pipeline of two stages, what is told, and rows that differ from formulas."""
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(*sides, bias=False) for _ in range(2) for sides in ((6, 41), (41, 6)))).double()
+    layers = nn.Sequential(
+        *(nn.Linear(*sides, bias=False) for _ in range(2) for sides in ((16, 41), (41, 16)))
+    ).double()
     replicas = max(1, mesh.ranks // 2)
     plan = zs.Plan(zero=2 if replicas > 1 else 0, pipeline_parallel=2 if mesh.ranks > 1 else 1, microbatches=2)
-    x = torch.randn(ROWS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with cutting():
         engine = zs.Engine(layers, OPTIMIZERS[name], plan, mesh=mesh, loss=nn.functional.mse_loss, example=x[:2])
     for _ in range(5):

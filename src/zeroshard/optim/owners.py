@@ -35,6 +35,7 @@ from zeroshard.parts.place import Cuts, PlaceKind, Split
 WIDTH = 4  # bytes of an element that is updated, in fp32
 UNEVEN = 1.05  # times the mean of costs, above which a rank is too full
 LEAST = 2**20  # elements, below which a cut evens out less than 4 MiB, for an exchange or two in each step
+LEAST_ROWS = 8  # of each rank: what all send to all about columns is then at most an eighth of the matrix
 Kinds = Mapping[tuple[torch.dtype, bool, PlaceKind], Mapping[str, nn.Parameter]]  # of a unit
 
 
@@ -182,7 +183,7 @@ class Owners:
         while True:
             owned = _dealt({p: cost for p, cost in costs.items() if p not in cut}, ranks)
             fullest = max(owned, key=lambda of: sum(map(costs.__getitem__, of)))
-            able = [p for p in fullest if self._numel(p) >= LEAST and self._rows(p) >= ranks]
+            able = [p for p in fullest if self._numel(p) >= LEAST and self._rows(p) >= LEAST_ROWS * ranks]
             load = sum(map(costs.__getitem__, fullest)) + sum(cut.values())
             if not able or ranks * load <= UNEVEN * sum(costs.values()):
                 break
