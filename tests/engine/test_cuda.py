@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from zeroshard.activations.policy import LOSSY
 from zeroshard.doctor.hardware import Machines
 from zeroshard.errors import BudgetExceeded
 from zeroshard.moe.grouped import fits, grouped_rows
+from zeroshard.optim import owners
 from zeroshard.planner.predict.predict import predict
 from zeroshard.planner.predict.rehearse import TrainingTask
 from zeroshard.platform.transport import Network
@@ -168,9 +170,15 @@ def test_optimizers(maker: str, zero: int) -> None:
     compare(train(zs.Mesh(), {"zero": zero}, maker), by_hand(maker))
 
 
-def check_two_ranks(pool: Pool, settings: Settings, maker: str = "adamw") -> None:
+def train_cut(mesh: zs.Mesh, settings: Settings, maker: str) -> Any:
+    """As `train`, with all matrices cut at rows that can be."""
+    with patch.object(owners, "LEAST", 0), patch.object(owners, "UNEVEN", 0.0):
+        return train(mesh, settings, maker)
+
+
+def check_two_ranks(pool: Pool, settings: Settings, maker: str = "adamw", run: Callable[..., Any] = train) -> None:
     """The mean loss and both ranks' weights are those of the plain loop."""
-    answers = pool.run(train, 2, settings, maker)
+    answers = pool.run(run, 2, settings, maker)
     losses = torch.tensor([losses for losses, _ in answers]).mean(0).tolist()
     for _, weights in answers:
         compare((losses, weights), by_hand(maker, settings.get("clip_norm")))
@@ -192,6 +200,12 @@ def test_two_ranks_on_one_gpu(pool: Pool, settings: Settings) -> None:
 @pytest.mark.parametrize("maker", ["adafactor", "muon", "8 bits"])
 def test_whole_matrices_of_two_ranks(pool: Pool, maker: str, settings: Settings) -> None:
     check_two_ranks(pool, settings, maker)
+
+
+@pytest.mark.parametrize("settings", [{"zero": 3}, {"zero": 2, "offload": "optimizer"}], ids=str)
+@pytest.mark.parametrize("maker", ["adafactor", "sm3", "lamb"])
+def test_rows_of_matrices_of_two_ranks(pool: Pool, maker: str, settings: Settings) -> None:
+    check_two_ranks(pool, settings, maker, train_cut)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
