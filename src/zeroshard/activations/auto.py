@@ -5,16 +5,21 @@ cheapest in what is left of the budget. Before the first update the ranks agree 
 of all, and refuse a budget that is too small for it; after it they decide what later forwards do. A forward of other
 shapes is measured and decided when it first comes.
 
+[Note: forwards that take more] Blocks may be left out at random, or take other memory than was measured, and a later
+step may run several forwards before a backward. So a forward is checked against its decision at each block: one that
+has too little room for its rest drops kept blocks (`waiting`), or keeps nothing from there on and is measured anew;
+what it took more is counted on in later steps.
+
 [Note: alike on all ranks] Decisions follow from the agreed measurements alone, so ranks with the same shapes decide the
 same. Where units are gathered for use or layers are split over ranks, a block that is computed again is so by itself:
 then all decisions gather the same units in the same order, so ranks may also differ in the shapes that they meet.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +37,7 @@ from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
 from zeroshard.activations.segments import BlockSegment, Call, Region, Surroundings
+from zeroshard.activations.waiting import ForwardGraph, KeptSegment, WaitingForwards
 from zeroshard.comm.collectives import Comm
 from zeroshard.parts.steps import StepEnd
 from zeroshard.units.hooks import place_of
@@ -48,6 +54,12 @@ class _Pass:
         measures: of its blocks, if it is measured.
         decision: what is done with its blocks, if it is decided.
         known: storages that are not counted again.
+        graph: of the forward.
+        room: bytes for activations, if it is decided.
+        droppable: bytes of kept blocks that are still to be droppable.
+        decided: what was done with its blocks before `first`, from which on it is measured.
+        crossing: by the number of a block among the measured, the storages that go past its begin, with their bytes.
+        measure: of the block under way.
         held: bytes of activations when its last block was over.
         copied: bytes of buffers that its blocks keep for a recomputation.
         region: the last block.
@@ -58,16 +70,17 @@ class _Pass:
     measures: PassMeasures | None
     decision: Decided | None
     known: set[int]
+    graph: ForwardGraph
+    room: int = 0
+    droppable: int = 0
+    decided: Decided | None = None
+    first: int = 0
+    crossing: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    measure: BlockMeasures | None = None
     held: int = 0
     copied: int = 0
     region: Region | None = None
     references: list[StorageWeakRef] = field(default_factory=list)
-
-
-class _Graph:
-    """Lives as long as the graph of a forward whose first block keeps everything."""
-
-    __slots__ = ("__weakref__",)
 
 
 class AutoRecomputation(Recomputation):
@@ -102,10 +115,10 @@ class AutoRecomputation(Recomputation):
         self._treatments: dict[Any, Treatment] = {}
         self._pass: _Pass | None = None
         self._started = 0  # bytes of activations when the forward began
-        self._measure: BlockMeasures
-        self._forwards: list[Callable[[], Any]] = []  # weak references to what graphs hold of forwards, one of each
+        self._waiting = WaitingForwards(budget.ledger, drops=not budget.together)
         self.measured: dict[PassKey, PassMeasures] = {}
         self.decided: dict[PassKey, Decided] = {}
+        self._grown: dict[PassKey, PassMeasures] = {}  # of forwards that took more than their decisions count on
 
     @property
     def known(self) -> dict[PassKey, PassMeasures]:
@@ -126,24 +139,32 @@ class AutoRecomputation(Recomputation):
         return max((self._chain(each, self._budget.forwards).least for each in measured.values()), default=0)
 
     def apply(self, measured: Mapping[PassKey, PassMeasures], room: int) -> None:
-        """Decide on all kinds of forwards that were measured.
+        """Decide on all kinds of forwards that were measured; in too little room, to take the fewest bytes.
 
         Args:
             measured: as all ranks agree on it.
             room: bytes for activations.
-
-        Raises:
-            BudgetExceeded: it is too small, with the least.
         """
-        if (needed := self.needed(measured)) > room:
-            raise self._budget.too_small(needed, room)
+        measured = {**measured, **self._grown}
+        self._budget.explain(self.needed(measured), room)
         for key, measures in measured.items():
             shared = self._chain(measures, self._budget.sharing).decide(room)
             decision = shared or self._chain(measures, self._budget.forwards).decide(room)
-            assert decision is not None
+            decision = decision or self._chain(measures).frugal
             again = {name: call.again for name, call in self._calls.items()}
-            self.decided[key] = Decided(decision, measures, again=again)
+            self.decided[key] = Decided(decision, measures, self._chain(measures).least, again=again)
             self.measured.pop(key, None)
+        self._grown.clear()
+        self._waiting.varies = self._waiting.varies or self._seem_to_vary()
+
+    def _seem_to_vary(self) -> bool:
+        """Whether blocks were left out so far, or blocks of one class saved unlike bytes in one forward."""
+        modules = {call.module.forward: name for name, call in self._calls.items()}
+        whole = {name for forward, name in modules.items() if not getattr(forward, "left_alone", False)}
+        forwards = [decided.measures.blocks for decided in self.decided.values()]
+        kinds = [{(type(self._calls[block.name].module), block.saved) for block in blocks} for blocks in forwards]
+        alike = all(len(each) == len({kind for kind, _ in each}) for each in kinds)
+        return not alike or whole != {block.name for blocks in forwards for block in blocks}
 
     def _chain(self, measures: PassMeasures, forwards: int = 1) -> PassChain:
         return PassChain(measures, self._rules, forwards)
@@ -163,8 +184,14 @@ class AutoRecomputation(Recomputation):
         if found is not None and found.measures is not None:
             self._budget.copied = max(self._budget.copied, found.copied)
             found.measures.after = max(0, self._budget.activations - found.held)
+            for number in () if self._rules.alone else range(1, len(found.measures.blocks)):
+                entering = sum(found.crossing[number].values())
+                found.measures.blocks[number] = replace(found.measures.blocks[number], entering=entering)
             self.measured.pop(NO_BLOCKS, None)
-            self._add(found.key, found.measures)
+            if found.decided is None:
+                self._add(found.key, found.measures)
+            else:
+                self._grow(found.key, found.decided, found.first, found.measures)
         elif not (self.measured.keys() - {NO_BLOCKS}) and self._budget.measures and torch.is_grad_enabled():
             self._add(NO_BLOCKS, PassMeasures(after=self._budget.activations))
 
@@ -172,44 +199,76 @@ class AutoRecomputation(Recomputation):
         before = self.measured.get(key)
         self.measured[key] = measures if before is None else measures.highest(before)
 
+    def _grow(self, key: PassKey, decided: Decided, first: int, rest: PassMeasures) -> None:
+        """Have later decisions count on what blocks of a forward took, from the block `first` on."""
+        before = self._grown.get(key, decided.measures)
+        whole = PassMeasures(before.blocks[:first] + rest.blocks, before.before, rest.after)
+        grown = before.highest(whole)
+        if grown != before and not self._budget.together:
+            self._grown[key] = grown
+
     def _next_segment(self, module: nn.Module, arguments: Any) -> BlockSegment | None:
         number = self._called
         if number == 0 or self._pass is None:
             self._pass = self._enter(module, arguments)
         self._called += 1
-        decision, now = self._pass.decision, self._budget.activations
-        if decision is not None:
-            if number:
-                decision.held[number - 1] = now - self._pass.held
-            else:
-                decision.forwards += 1
-            self._pass.held = now
-        if decision is None:
-            if self._rules.alone or self._segment is None:
-                self._segment = self._measured_segment()
-            return self._segment
-        segment = self._decided_segment(decision, number)
-        if number == 0 and segment is not None:
-            self._forwards.append(ref(segment))
+        if self._pass.decision is not None:
+            self._go_on(self._pass, self._pass.decision, number, module)
+        if self._pass.decision is not None:
+            segment = self._decided_segment(self._pass.decision, number)
+        elif self._rules.alone or self._segment is None:
+            segment = self._segment = self._measured_segment()
+        else:
+            segment = self._segment
+        if segment is not None:
+            segment.graph = self._pass.graph
         return segment
+
+    def _go_on(self, found: _Pass, decided: Decided, number: int, module: nn.Module) -> None:
+        """Go on as decided, or have the rest of a forward keep nothing, and measure it."""
+        now = self._budget.activations
+        if number == 0:
+            decided.forwards += 1
+        elif (grown := decided.enter(number - 1, now - found.held)) is not None:
+            self._grow(found.key, decided, number - 1, PassMeasures([grown], after=decided.measures.after))
+        found.held = now
+        if not self._has_room(found, decided, number, module):
+            found.decision, found.decided, found.first = None, decided, number
+            found.measures, self._segment = PassMeasures(), None
+            self._waiting.varies = True
+
+    def _has_room(self, found: _Pass, decided: Decided, number: int, module: nn.Module) -> bool:
+        if number not in decided.by_block or not getattr(module.forward, "known", True):
+            return False
+        short = decided.decision.needs.get(number, 0) - found.room + self._budget.activations
+        if short <= 0 or not self._waiting.drops:
+            return True
+        before = self._budget.activations
+        self._waiting.drop(short)
+        return short <= before - self._budget.activations or not decided.keeps_from(number)
 
     def _decided_segment(self, decision: Decided, number: int) -> BlockSegment | None:
         item = decision.by_block.get(number)
         if item is None or isinstance(item, SavedBlock):
             self._segment = None
             if item is not None and item.way is None:
-                return None
+                droppable = self._pass is not None and self._may_drop(self._pass, decision, number)
+                return KeptSegment(self._around, self._weights, self._count) if droppable else None
             return BlockSegment(self._around, self._weights, self._count)
         if number == item.first or self._segment is None:
             self._segment = self._passed_segment(item, number)
         return self._segment
 
+    def _may_drop(self, found: _Pass, decided: Decided, number: int) -> bool:
+        """Whether a kept block is to be droppable, which takes time: those that make room for one more forward are."""
+        before, found.droppable = found.droppable, found.droppable - decided.measures.blocks[number].saved
+        return self._waiting.drops and (self._waiting.varies or before > 0)
+
     def _keep_all(self, call: Call, args: Any, kwargs: Any) -> Any:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if self._called > 1 or hooks is None:
             return super()._keep_all(call, args, kwargs)
-        graph = _Graph()
-        self._forwards.append(ref(graph))
+        graph = None if self._pass is None else self._pass.graph
         with saved_tensors_hooks(lambda tensor: (graph, hooks[0](tensor)), lambda saved: hooks[1](saved[1])):
             return super()._keep_all(call, args, kwargs)
 
@@ -217,7 +276,13 @@ class AutoRecomputation(Recomputation):
         if item.first == item.last or number != item.first:
             return BlockSegment(self._around, self._weights, self._count)
         again = tuple(moved(each, -item.first) for each in item.again)
-        return NestedSegment(self._around, self._weights, self._count, lambda segment: again)
+        assert self._pass is not None and self._pass.decision is not None
+        blocks = self._pass.decision.measures.blocks[item.first : item.last + 1]
+
+        def order(segment: NestedSegment) -> tuple[ChainItem, ...]:  # fewer blocks may have run than were measured
+            return again if len(segment) == len(blocks) else self._order_of(blocks[: len(segment)])
+
+        return NestedSegment(self._around, self._weights, self._count, order)
 
     def _measured_segment(self) -> BlockSegment:
         """A segment whose backward is decided when it begins."""
@@ -228,29 +293,40 @@ class AutoRecomputation(Recomputation):
             assert measures is not None
             first = len(measures.blocks)
             segment = NestedSegment(
-                self._around, self._weights, self._count, lambda s: self._first_order(s, measures, first)
+                self._around,
+                self._weights,
+                self._count,
+                lambda s: self._order_of(measures.blocks[first : first + len(s)]),
             )
         return segment
 
-    def _first_order(self, segment: NestedSegment, measures: PassMeasures, first: int) -> tuple[ChainItem, ...]:
-        """The order of a measured segment, in what is left of the budget now."""
-        chain = PassChain(PassMeasures(measures.blocks[first : first + len(segment)]), self._rules)
+    def _order_of(self, blocks: list[BlockMeasures]) -> tuple[ChainItem, ...]:
+        """The order in which blocks that kept nothing are computed again, in what is left of the budget now."""
+        chain = PassChain(PassMeasures(blocks), self._rules)
+        if not self._budget.measures:
+            self._waiting.drop(chain.least_again - self._budget.left)
         room = self._budget.left
         found = chain.again(room)
         if found is None and not self._budget.measures:
             raise self._budget.too_small(chain.least_again, room)
-        return found or one_at_a_time(len(segment))
+        return found or one_at_a_time(len(blocks))
 
     def _enter(self, module: nn.Module, arguments: Any) -> _Pass:
         self._first = module
         self._weights = self._around.places()
         shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         key = (self._numbers[module], *(tuple(shapes) if self._budget.by_shape else ()))
-        self._forwards = [each for each in self._forwards if each() is not None]
-        decision = self.decided.get(key)
-        if decision is not None and len(self._forwards) >= self._budget.sharing:
-            decision = self._beside_others(decision, len(self._forwards) + 1)
-        return _Pass(key, PassMeasures() if decision is None else None, decision, set(self._weights))
+        decision, others = self.decided.get(key), len(self._waiting)
+        if decision is not None and others >= self._budget.sharing:
+            decision = self._beside_others(decision, others + 1)
+        measures = PassMeasures() if decision is None else None
+        found = _Pass(key, measures, decision, set(self._weights), self._waiting.begin())
+        if decision is not None:
+            found.room = self._budget.room
+            wide = found.room - self._budget.activations > 2 * decision.most
+            found.droppable = 0 if wide else 2 * decision.least
+            self._budget.count(others + 1)
+        return found
 
     def _beside_others(self, decided: Decided, forwards: int) -> Decided:
         """A decision in what more forwards than decisions were made for have left of the room; later ones share it.
@@ -261,7 +337,7 @@ class AutoRecomputation(Recomputation):
         chain = self._chain(measures)
         budget.extend(forwards, self._chain(measures, forwards).least)
         found = None if self._rules.alone else chain.decide(budget.left)  # alike on all ranks, or of this one alone
-        return Decided(found or chain.frugal, measures)
+        return Decided(found or chain.frugal, measures, chain.least)
 
     def _choose(self, region: Region, number: int) -> None:
         """Have a region keep what its decision says."""
@@ -274,10 +350,14 @@ class AutoRecomputation(Recomputation):
         found = self._pass
         if found is None or found.measures is None:
             self._choose(region, self._called - 1)
-            return super()._compute(region, arguments, hooks, watching)
+            output = super()._compute(region, arguments, hooks, watching)
+            if found is not None and self._segment is None:
+                self._waiting.keep(region)
+            return output
         held, measures, found.region = self._budget.activations, found.measures, region
         entering, kept = self._places(found, arguments), 0 if self._rules.alone else held - found.held
-        if not measures.blocks:
+        self._cross(found, len(measures.blocks), region)
+        if not measures.blocks and found.decided is None:
             measures.before, kept = held - self._started, 0
         meter = BlockMeter(self._names[region.call.module], self._around.now, found.known, self._rules.selects)
         pack, unpack = hooks
@@ -288,7 +368,7 @@ class AutoRecomputation(Recomputation):
             return pack(tensor)
 
         output = super()._compute(region, arguments, (watched, unpack), meter.mode())
-        self._measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
+        found.measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)
         return output
 
     def _block_ended(self, left_alone: bool) -> None:
@@ -296,14 +376,21 @@ class AutoRecomputation(Recomputation):
         if found is None or found.measures is None:
             return
         if not left_alone:
-            if not found.measures.blocks and self._segment is not None:
-                self._forwards.append(ref(self._segment))
-                self._budget.count(len(self._forwards))
-            found.measures.blocks.append(self._measure)
+            assert found.measure is not None
+            self._budget.count(len(self._waiting))
+            found.measures.blocks.append(found.measure)
             found.copied += found.region.copied if found.region is not None else 0
             found.held = self._budget.activations
-        elif not found.measures.blocks:
+        elif not found.measures.blocks and found.decided is None:
+            self._waiting.forget(found.graph)
             self._pass, self._called = None, 0  # the first other block begins the chain, as in later forwards
+
+    def _cross(self, found: _Pass, number: int, region: Region) -> None:
+        """Count what a block takes from others of its segment at the begin of each block between them."""
+        for made_by, (place, nbytes) in region.taken:
+            before = number - (len(self._segment or ()) - 1 - made_by)
+            for later in range(before + 1, number + 1):
+                found.crossing[later][place] = nbytes
 
     def _places(self, found: _Pass, arguments: Any) -> int:
         """Bytes of arguments that are new in this forward."""

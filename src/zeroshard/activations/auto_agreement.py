@@ -53,34 +53,23 @@ class AutoStepEnd:
     def before_update(self) -> None:
         """Refuse a budget that is too small before the first update, on all ranks alike, and as if nothing had run.
 
-        In later steps a rank refuses shapes that it had not met.
-
         Raises:
             BudgetExceeded: with the least `device_memory`.
         """
-        recomputation, budget, begins = self._recomputation, self._budget, self._room is None
-        if not begins and (budget.together or not recomputation.measured):
+        recomputation, budget = self._recomputation, self._budget
+        if self._room is not None:
             return
-        if begins:
-            budget.foresee()
-        measured, room = dict(recomputation.measured), budget.room
-        if begins:
-            room, measured = self._agreed(room, measured)
+        budget.foresee()
+        room, measured = self._agreed(budget.room, dict(recomputation.measured))
         found = [recomputation.needed(measured) - room, room]
-        if begins:
-            found = max(self._everyone.agree_on(found, "room for activations"))
-        short, room = found
+        short, room = max(self._everyone.agree_on(found, "room for activations"))
         if short > 0:
             budget.first.undo()
             recomputation.measured.clear()
             raise budget.too_small(short + room, room)
 
     def end_step(self, skipped: bool) -> None:
-        """Decide what was not decided yet; in the first step together, and so always where blocks hold collectives.
-
-        Raises:
-            BudgetExceeded: the budget is too small, on all ranks alike where they agree.
-        """
+        """Decide what was not decided yet; in the first step together, and so always where blocks hold collectives."""
         recomputation, budget = self._recomputation, self._budget
         measured, room = dict(recomputation.measured), budget.room
         if self._room is None or budget.together:
@@ -89,7 +78,7 @@ class AutoStepEnd:
         budget.first.end()
         if self._room is None or room < self._room:  # later steps may hold more beside activations
             measured, self._room = {**recomputation.known, **measured}, room
-        elif budget.sharing > self._sharing:
+        elif budget.sharing != self._sharing:
             measured = {**recomputation.known, **measured}
         self._sharing = budget.sharing
         recomputation.apply(measured, self._room)
@@ -97,9 +86,9 @@ class AutoStepEnd:
     def _agreed(self, room: int, measured: Mapping[PassKey, PassMeasures]) -> tuple[int, dict[PassKey, PassMeasures]]:
         """The least room and the largest measurements of the ranks; a collective call."""
         budget = self._budget
-        mine = [room, budget.forwards, budget.sharing, [[key, asdict(each)] for key, each in measured.items()]]
+        mine = [room, budget.forwards, budget.seen, [[key, asdict(each)] for key, each in measured.items()]]
         answers = self._comm.agree_on(mine, "activations of the step")
-        budget.forwards, budget.sharing = (max(each[n] for each in answers) for n in (1, 2))
+        budget.forwards, budget.seen = (max(each[n] for each in answers) for n in (1, 2))
         return min(each[0] for each in answers), _merged(pair for answer in answers for pair in answer[3])
 
 

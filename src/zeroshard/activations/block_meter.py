@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations.operations import OperationsMode, Treatment, kept_operations
 from zeroshard.activations.segments import Region
+from zeroshard.errors import BudgetExceeded
 from zeroshard.units.hooks import place_of
 
 CALL = 3e-6  # seconds of an operation in autograd, beside its computation
@@ -174,8 +175,11 @@ class ChosenOperations(OperationsMode):
 
     def _kept(self, func: Any, args: Any, kwargs: Any) -> Any:
         number, self._number = self._number, self._number + 1
-        if number in self._numbers:
-            return super()._kept(func, args, kwargs)
+        if number in self._numbers and not self._region.dropped:
+            try:
+                return super()._kept(func, args, kwargs)
+            except BudgetExceeded:
+                self._region.drop_saved()
         return func(*args, **kwargs)
 
 

@@ -5,7 +5,7 @@ they keep between forward and backward, k bytes, while one has its backward, at 
 The model's last part, with the loss, is one more block of the chain: it is never computed again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -49,12 +49,14 @@ class PassDecision:
         seconds: of what is computed again, predicted.
         kept: bytes of its blocks between forward and backward.
         peak: bytes of the blocks at most while the backward runs.
+        needs: by the first block of each item, the bytes that the rest of the forward and its backward take besides.
     """
 
     items: tuple[ChainItem, ...]
     seconds: float
     kept: int
     peak: int
+    needs: Mapping[int, int]
 
 
 class PassChain:
@@ -148,7 +150,13 @@ class PassChain:
 
     def _decision(self, order: ChainOrder) -> PassDecision:
         seconds = self._again(order.items, first=True)
-        return PassDecision(order.items[:-1], seconds, self._kept(order.items), self._peak(order.items))
+        needs, most, beside = {}, 0, 0
+        for item in reversed(order.items):
+            most = max(self._peak([item]), self._held(item) + most)
+            first, last = (item.block, item.block) if isinstance(item, SavedBlock) else (item.first, item.last)
+            beside += sum(each.kept for each in self._measures.blocks[first : last + 1])
+            needs[first] = most + beside
+        return PassDecision(order.items[:-1], seconds, self._kept(order.items), most, needs)
 
     def _held(self, item: ChainItem) -> int:
         """Bytes of an item between its forward and its backward."""

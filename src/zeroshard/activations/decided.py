@@ -1,7 +1,7 @@
 """Decisions in use, and what they cost: predicted beside measured, block by block."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroshard.activations.block_meter import BlockMeasures, PassMeasures
@@ -15,7 +15,8 @@ class Decided:
     """A decision in use.
 
     Attributes:
-        chain: that it was made for.
+        decision, measures: what it is, and the forward that it was made for.
+        least: the fewest bytes of such a forward.
         by_block: the item of each block, by the block's place in the forward.
         forwards: that were run so.
         again: by the name of a block, how often it had been computed again when the decision was made, and the seconds.
@@ -24,6 +25,7 @@ class Decided:
 
     decision: PassDecision
     measures: PassMeasures
+    least: int
     by_block: dict[int, ChainItem] = field(default_factory=dict)
     forwards: int = 0
     again: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -33,6 +35,24 @@ class Decided:
         for item in self.decision.items:
             blocks = [item.block] if isinstance(item, SavedBlock) else range(item.first, item.last + 1)
             self.by_block |= dict.fromkeys(blocks, item)
+
+    @property
+    def most(self) -> int:
+        """Bytes of a forward whose blocks all take as much as the largest."""
+        return len(self.measures.blocks) * max((block.saved for block in self.measures.blocks), default=0)
+
+    def enter(self, number: int, nbytes: int) -> BlockMeasures | None:
+        """Enter what a block added to the activations; its measures with that, if it is kept and they have less."""
+        self.held[number] = nbytes
+        blocks, item = self.measures.blocks, self.by_block[number]
+        between = blocks[number + 1].kept if number + 1 < len(blocks) else 0
+        more = nbytes - between - blocks[number].saved
+        kept = isinstance(item, SavedBlock) and item.way is None
+        return replace(blocks[number], saved=blocks[number].saved + more) if kept and more > 0 else None
+
+    def keeps_from(self, number: int) -> bool:
+        """Whether a block from `number` on keeps more than its input."""
+        return any(isinstance(item, SavedBlock) for block, item in self.by_block.items() if block >= number)
 
 
 def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]:

@@ -70,7 +70,7 @@ class ActivationStore:
         self._requests = 0
         self._dropped: deque[int] = deque()
         self._lock = threading.Lock()
-        ledger.reclaim = self._reclaim
+        ledger.reclaimers.insert(0, self._reclaim)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Begin to copy a tensor that autograd saves to the host; returns what `unpack` takes, or None if it stays.
@@ -216,7 +216,7 @@ class ActivationStore:
             del self._regions[region.key]
             self._host.give_back(region.slab)
 
-    def _reclaim(self) -> None:
+    def _reclaim(self, nbytes: int) -> None:
         """Give back the device's memory of copies to the host, and of prefetched regions; not from inside of the store.
 
         Something else has no room there.

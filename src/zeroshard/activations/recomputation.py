@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.activations.arenas import ArenaUse
 from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot, Surroundings, read
 from zeroshard.comm.collectives import Comm
+from zeroshard.errors import BudgetExceeded
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.results import Using
 from zeroshard.parts.steps import StepEnd
@@ -214,6 +215,7 @@ class _FirstForward:
         self._taken = [(tensor, tensor._version) for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor)]
         self._slots: list[SavedSlot] = []
         self._shown, self._over = False, False
+        self._full: BudgetExceeded | None = None
 
     @property
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
@@ -225,6 +227,8 @@ class _FirstForward:
         written = any(tensor._version != version for tensor, version in self._taken)
         self._over, self._taken = True, []
         leave = self._shown or written
+        if leave and self._full is not None:
+            raise self._full
         for slot in self._slots if not leave else ():
             slot.held = None
         self._slots = []
@@ -233,9 +237,14 @@ class _FirstForward:
     def _pack(self, tensor: Tensor) -> Any:
         slot = self._segment.slot(tensor)
         self._shown = self._shown or _inside_checkpoint()
-        if isinstance(slot, SavedSlot):
-            slot.held = self._around.hold(tensor)
-            self._slots.append(slot)
+        if isinstance(slot, SavedSlot) and self._full is None:
+            try:
+                slot.held = self._around.hold(tensor)
+                self._slots.append(slot)
+            except BudgetExceeded as error:  # it is kept to be left alone, if that turns out to be needed
+                self._full = error
+                for each in self._slots:
+                    each.held = None
         return slot
 
     def _unpack(self, saved: Any) -> Tensor:

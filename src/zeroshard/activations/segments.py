@@ -17,7 +17,7 @@ they count it, bring its unit, or send it to the host.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -37,6 +37,13 @@ from zeroshard.units.hooks import place_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Made = Callable[[int, int], Any]  # what a region made, by its number and that of the leaf of its output
+
+
+class Held(Protocol):
+    """What a slot has."""
+
+    def tensor(self) -> Tensor:
+        """The tensor."""
 
 
 @dataclass(slots=True)
@@ -135,10 +142,12 @@ def keep_input(tensor: Tensor, hooks: Hooks | None, around: Surroundings, places
 class _Linked:
     """A tensor that an earlier region of the segment makes ([Note: links])."""
 
-    __slots__ = ("leaf", "region", "requires_grad")
+    __slots__ = ("leaf", "region", "requires_grad", "storage")
 
-    def __init__(self, region: int, leaf: int, requires_grad: bool) -> None:
-        self.region, self.leaf, self.requires_grad = region, leaf, requires_grad
+    def __init__(self, region: int, leaf: int, tensor: Tensor) -> None:
+        self.region, self.leaf, self.requires_grad = region, leaf, tensor.requires_grad
+        strided = tensor.layout is torch.strided
+        self.storage = place_of(tensor), tensor.untyped_storage().nbytes() if strided else 0
 
 
 class SavedSlot:
@@ -148,7 +157,7 @@ class SavedSlot:
 
     def __init__(self, segment: "BlockSegment", number: int, tensor: Tensor) -> None:
         self.segment, self.number, self.shape, self.dtype = segment, number, tensor.shape, tensor.dtype
-        self.held: Kept | None = None
+        self.held: Held | None = None
 
     def tensor(self) -> Tensor:
         """The tensor again; the first that is asked for has the segment computed again."""
@@ -171,6 +180,7 @@ class Region:
         choice: what of it is kept, for its operations.
         saves_sums: whether it keeps what `once` makes.
         sums: bytes of results that were made in the forward alone.
+        dropped: whether what its graph was to keep is computed again.
     """
 
     choice: Any = None
@@ -182,6 +192,7 @@ class Region:
         self.slots: list[ReferenceType[SavedSlot] | None] = []
         self.kept: list[Any] = []
         self.asked, self.again, self.linked, self.sums = 0, False, False, 0
+        self.dropped = False
         self._places: dict[int, int] = {}  # of kept results, by storage, where sums may be written into them
         self._autocast = _autocast_now(replay.device)
         self._modes = _get_current_function_mode_stack()
@@ -219,6 +230,17 @@ class Region:
         copied = lambda each: _KeptBack(each.tensor().clone(), self.hooks)  # noqa: E731
         self.kept[number : number + 1] = [tree_map_only(_KeptBack, copied, kept)] if number < len(self.kept) else []
 
+    def drop_saved(self) -> None:
+        """Drop what slots hold, and results that can be computed again, unless that is under way."""
+        if self.again:
+            return
+        self.dropped = True
+        for slot in self.slots:
+            if slot is not None and (found := slot()) is not None:
+                found.held = None
+        if not self.sums:
+            self.kept = [None] * len(self.kept)
+
     @property
     def alive(self) -> int:
         """How many slots the graph still has."""
@@ -233,6 +255,11 @@ class Region:
     def links(self) -> list[tuple[int, int]]:
         """What it takes from earlier regions of the segment, as (region, leaf)."""
         return [(each.region, each.leaf) for each in self._arguments if isinstance(each, _Linked)]
+
+    @property
+    def taken(self) -> list[tuple[int, tuple[int, int]]]:
+        """The same as (region, (storage, bytes))."""
+        return [(each.region, each.storage) for each in self._arguments if isinstance(each, _Linked)]
 
     def arguments(self, made: Made) -> Any:
         """What the block takes, with what earlier regions of the segment `made`."""
@@ -340,6 +367,7 @@ class BlockSegment:
     """
 
     often = False
+    graph: object = None  # of the whole forward, which lives as long as a part of it
 
     def __init__(self, around: Surroundings, weights: set[int], count: Callable[[], None]) -> None:
         self._around, self._weights, self._count = around, weights, count
@@ -411,7 +439,7 @@ class BlockSegment:
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
         self._regions[found[2]].linked = True
-        return _Linked(found[2], found[3], tensor.requires_grad)
+        return _Linked(found[2], found[3], tensor)
 
 
 class _Enough(Exception):

@@ -77,7 +77,8 @@ class Ledger:
     Attributes:
         way_out: gives the way out of an error, for the bytes needed on the device and its budget; None without one.
         saved: the storages of activations.
-        reclaim: gives back what is on the device ahead of its use or on its way from it; None where nothing is.
+        reclaimers: each gives back so many bytes of the device, as far as it can: what is there ahead of its use or on
+            its way from it, or can be made again. They are asked in their order.
         measures: whether the device's budget may be exceeded: a first step goes on to its end, to say what is needed.
     """
 
@@ -91,7 +92,7 @@ class Ledger:
         self._entered: dict[int, StorageWeakRef] = {}  # which hold addresses, not memory
         self.saved = SavedStorages(self)
         self.way_out: Callable[[int, int], str] | None = None
-        self.reclaim: Callable[[], None] | None = None
+        self.reclaimers: list[Callable[[int], None]] = []
         self.measures = False
 
     def empty(
@@ -137,8 +138,9 @@ class Ledger:
         budget = self.budgets.get(tier)
         if budget is None or self.total(tier) + nbytes <= budget or (self.measures and tier == "device"):
             return
-        if tier == "device" and self.reclaim is not None:
-            self.reclaim()
+        for reclaim in self.reclaimers if tier == "device" else ():
+            if (short := self.total() + nbytes - budget) > 0:
+                reclaim(short)
         held_now = self.total(tier)
         if held_now + nbytes > budget:
             held = ", ".join(f"{name} {n:,}" for name, n in self.snapshot(tier).items() if n)
