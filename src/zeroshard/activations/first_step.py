@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.parts.generators import PYTHON_AND_NUMPY, GeneratorStates
 from zeroshard.platform import accelerator
 
 
@@ -33,6 +34,7 @@ class FirstStep:
         self.reserve, self.waits = reserve, waits
         self._model, self._device, self._ledger = model, device, ledger
         self._random: tuple[Tensor, Tensor | None] | None = None
+        self._others = GeneratorStates(())
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._nbytes = 0
 
@@ -41,6 +43,7 @@ class FirstStep:
         if self._random is not None:
             return
         self._random = torch.get_rng_state(), accelerator.random_state(self._device)
+        self._others = GeneratorStates(PYTHON_AND_NUMPY)
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.is_meta or name in module._non_persistent_buffers_set:
@@ -56,6 +59,7 @@ class FirstStep:
             return
         torch.set_rng_state(self._random[0])
         accelerator.set_random_state(self._device, self._random[1])
+        self._others.put_back()
         for module, name, buffer, copy in self._buffers:
             module._buffers[name] = buffer.copy_(copy)
         self.end()

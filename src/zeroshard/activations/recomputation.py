@@ -35,6 +35,7 @@ from zeroshard.activations.arenas import ArenaUse
 from zeroshard.activations.segments import BlockSegment, Call, Region, SavedSlot, Surroundings, read
 from zeroshard.comm.collectives import Comm
 from zeroshard.errors import BudgetExceeded
+from zeroshard.parts.generators import ModelDraws, Source, held_by
 from zeroshard.parts.replay import Replay
 from zeroshard.parts.results import Using
 from zeroshard.parts.steps import StepEnd
@@ -82,6 +83,7 @@ class Recomputation:
         self._first: nn.Module | None = None
         self._called = 0
         self._inside = False
+        self._draws = ModelDraws()
         for module, unit in blocks:
             if not is_compiled(module):
                 module.forward = BlockForward(self, Call(module, unit, module.forward, operations))
@@ -99,7 +101,11 @@ class Recomputation:
         segment, call = self._next_segment(block.call.module, (args, kwargs)), block.call
         if segment is None:
             return self._keep_all(call, args, kwargs)
-        replay = Replay(block.modules, self._around.device, self._around.ledger, segment.often)
+        sources = self._draws.sources(block.draws or not block.known)
+        if not block.known:
+            block.held = held_by(block.modules)
+        often = segment.often
+        replay = Replay(block.modules, self._around.device, self._around.ledger, often, (*sources, *block.held))
         region = segment.begin(call, args, kwargs, replay)
         watch = None if block.known else _FirstForward(segment, self._around, (args, kwargs))
         self._inside = True
@@ -112,6 +118,7 @@ class Recomputation:
         finally:
             self._inside = False
         segment.end(output)
+        block.draws = block.draws or replay.others.drew
         if watch is not None:
             block.known, block.left_alone = True, watch.ended()
         if block.left_alone:
@@ -171,12 +178,14 @@ class Recomputation:
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
         self._segment, self._room, self._called, self._inside = None, 0, 0, False
+        self._draws.begin(torch.is_grad_enabled())
 
     def _end(self, *_: Any) -> None:
         """It ends; the graph alone holds its segments."""
         if self._called:
             self._counts[self._first] = self._called
         self._segment, self._called = None, 0
+        self._draws.end()
 
     def _count(self) -> None:
         self.recomputed += 1
@@ -190,12 +199,15 @@ class BlockForward:
         modules: all in it, whose buffers may change.
         known: whether it was seen to run in training.
         left_alone: whether everything that it saves is kept ([Note: blocks that are left alone]).
+        draws: whether it drew random numbers that are not torch's own.
+        held: generators that its modules have.
     """
 
     def __init__(self, recomputation: Recomputation, call: Call) -> None:
         self._recomputation, self.call = recomputation, call
         self.modules = list(call.module.modules())
-        self.known = self.left_alone = False
+        self.known = self.left_alone = self.draws = False
+        self.held: list[Source] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._recomputation.run(self, args, kwargs)

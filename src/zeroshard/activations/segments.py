@@ -459,7 +459,7 @@ def differs(how: str) -> PlanError:
     """The error of a recomputation that is not as its forward was."""
     return PlanError(
         f"A block computed other tensors in its recomputation than in its forward: {how}. What it computes must depend "
-        f"on its arguments, parameters, buffers and torch's random numbers alone; keep its activations with "
+        f"on its arguments, parameters, buffers and random numbers alone; keep its activations with "
         f"recompute='off', or leave it out of the units."
     )
 

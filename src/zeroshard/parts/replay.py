@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.memory.ledger import Category, Ledger
+from zeroshard.parts.generators import PYTHON_AND_NUMPY, GeneratorStates, Source
 from zeroshard.platform import accelerator
 
 Values = dict[str, Tensor | None]
@@ -24,16 +25,26 @@ class Replay:
         modules: those whose buffers the forward may change.
         ledger: enters the copies that are kept.
         often: whether the forward may be computed again several times, so that it must not write into the copies.
+        sources: of random numbers beside torch's own, which are replayed too.
 
     Attributes:
         device: whose random numbers are replayed, with those of the CPU.
         nbytes: of the buffers that are kept.
+        others: the states of the other sources.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, ledger: Ledger, often: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        ledger: Ledger,
+        often: bool = False,
+        sources: Sequence[Source] = PYTHON_AND_NUMPY,
+    ) -> None:
         self._modules, self._ledger, self._often = modules, ledger, often
         self.device = device
         self._random, self._device_random = torch.get_rng_state(), accelerator.random_state(device)
+        self.others = GeneratorStates(sources)
         copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
         self._before: dict[nn.Module, Values] = {}
         self._copies: dict[nn.Module, Values] = {}
@@ -44,6 +55,7 @@ class Replay:
 
     def end(self) -> None:
         """Keep the buffers that the forward has changed, as they were, and no others."""
+        self.others.end()
         kept: dict[int, Tensor] = {}
         for module in (m for m in self._modules if m._buffers or m in self._before):
             before, copies = self._before.get(module, {}), self._copies.pop(module, {})
@@ -69,7 +81,7 @@ class Replay:
             again: dict[int, Tensor] = {}
             for module, values in self._copies.items():
                 _install(module, {n: _copy(v, again) for n, v in values.items()} if self._often else values)
-            with accelerator.forked_random([self.device]):
+            with accelerator.forked_random([self.device]), self.others.again():
                 torch.set_rng_state(self._random)
                 accelerator.set_random_state(self.device, self._device_random)
                 yield
