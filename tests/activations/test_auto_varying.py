@@ -137,8 +137,8 @@ def test_the_run_keeps_within_each_budget(case: str) -> None:
     highest, auto = max(kept[0]), {"recompute": "auto"}
     with pytest.raises(BudgetExceeded) as refused:
         runs({**auto, "device_memory": kept[3] + 2000})
-    least = int(1.1 * least_of(str(refused.value)))  # with momenta and buffers of blocks that the first step left out
-    assert least < 0.8 * highest
+    least = int(1.2 * least_of(str(refused.value)))  # the first step may have left out large blocks, and their states
+    assert least < 0.9 * highest
     for n in range(5):
         budget = least + (highest - least) * n // 4
         peaks, weights, *_ = runs({**auto, "device_memory": budget})
@@ -154,3 +154,26 @@ def test_steps_with_one_forward_again_keep_as_much_as_before() -> None:
     assert max(peaks) <= budget < kept[0][2]
     assert all(torch.equal(value, kept[1][name]) for name, value in weights.items())
     assert again[1] == again[4] == again[6] == 0 < again[2]
+
+
+def test_blocks_that_a_retained_graph_computed_again_are_dropped_for_others() -> None:
+    def run(plan: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        engine = zs.Engine(Stack(8), SGD, zs.Plan.from_dict(plan))
+        torch.manual_seed(1)
+        peaks = []
+        for step in range(3):
+            with engine.trace(memory=True) as trace:
+                loss = one(engine, step)
+                (loss * 0.5).backward(retain_graph=True)
+                loss.backward()
+                engine.step()
+            del loss
+            peaks.append(max(sum(event.nbytes.values()) for event in trace.memory))
+        return max(peaks[1:]), engine.state_dict()
+
+    highest, kept = run({"device_memory": "1GiB"})
+    budget = highest // 2
+    peak, found = run({"recompute": "auto", "device_memory": budget})
+    assert peak <= budget
+    assert all(torch.equal(value, kept[name]) for name, value in found.items())

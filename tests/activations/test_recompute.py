@@ -398,6 +398,27 @@ class Changing(nn.Module):
         return torch.tanh(self.linear(x)) if self.calls % 2 else torch.sigmoid(self.linear(x)[:, :3]).repeat(1, 2, 1)
 
 
+class Turned(Stack):
+    """Sets its blocks to training before they run, and to evaluation after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            block.train()
+            x = block(x)
+            block.eval()
+        return self.leave(x).square().mean()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_are_computed_again_in_the_mode_that_they_ran_in(policy: str) -> None:
+    torch.manual_seed(0)
+    model = Turned(4)
+    kept, found = trained(model, "off")[0], trained(model, policy)
+    assert len(kept) == len(found[0]) and all(map(torch.equal, kept, found[0]))
+    assert not any(block.training for block in found[1].model.blocks)
+
+
 def test_a_block_that_computes_something_else_is_an_error() -> None:
     engine = zs.Engine(Stack(2, Changing), SGD, zs.Plan(recompute="blocks"))
     with pytest.raises(PlanError, match=r"computed other tensors in its recomputation.*shape.*recompute='off'"):

@@ -146,7 +146,8 @@ class AutoRecomputation(Recomputation):
             room: bytes for activations.
         """
         measured = {**measured, **self._grown}
-        self._budget.explain(self.needed(measured), room)
+        enough = (self._chain(each, self._budget.forwards).enough for each in measured.values())
+        self._budget.explain(max(enough, default=0), room)
         for key, measures in measured.items():
             shared = self._chain(measures, self._budget.sharing).decide(room)
             decision = shared or self._chain(measures, self._budget.forwards).decide(room)
@@ -222,6 +223,8 @@ class AutoRecomputation(Recomputation):
             segment = self._segment
         if segment is not None:
             segment.graph = self._pass.graph
+            if self._waiting.drops:  # it may be computed again after that
+                segment.waits, segment.often = self._waiting.keep, True
         return segment
 
     def _go_on(self, found: _Pass, decided: Decided, number: int, module: nn.Module) -> None:

@@ -113,9 +113,8 @@ class ActivationBudget:
         )
 
     def explain(self, needed: int, room: int) -> None:
-        """Have errors say what is enough, if forwards like those so far may take more than `room` bytes."""
-        if needed > room:
-            self.ledger.way_out = lambda *_: self._enough(needed, room)
+        """Have errors say what is enough where forwards take more than decided: `needed` bytes or what they ask for."""
+        self.ledger.way_out = lambda asked, budget: self._enough(max(needed, asked - budget + room), room)
 
     def _enough(self, needed: int, room: int) -> str:
         return (

@@ -96,6 +96,13 @@ class PassChain:
         return self._total(self._least_order())
 
     @property
+    def enough(self) -> int:
+        """The bytes in which they can run with each block by itself, all of which may take as much as the largest."""
+        inputs = self._count * max((cost.entering for cost in self._costs), default=0)
+        block = max(cost.saved + cost.temporary for cost in self._costs)
+        return max(self.least, self._forwards * (self.outside + inputs) + block)
+
+    @property
     def frugal(self) -> PassDecision:
         """The decision that takes the fewest bytes."""
         return self._decision(self._least_order())

@@ -163,6 +163,7 @@ class SavedSlot:
         """The tensor again; the first that is asked for has the segment computed again."""
         if self.held is None:
             self.segment.compute_again(self.number)
+            self.segment.filled()
         if self.held is None:
             raise differs(f"a tensor of shape {tuple(self.shape)} was not saved the second time")
         return self.held.tensor()
@@ -368,6 +369,7 @@ class BlockSegment:
 
     often = False
     graph: object = None  # of the whole forward, which lives as long as a part of it
+    waits: Callable[[Region], None] | None = None  # told of regions that may be dropped
 
     def __init__(self, around: Surroundings, weights: set[int], count: Callable[[], None]) -> None:
         self._around, self._weights, self._count = around, weights, count
@@ -428,6 +430,13 @@ class BlockSegment:
         for region, needed in zip(self._regions, asked, strict=True):
             made.append(region.compute(self._around, lambda r, leaf: made[r][leaf], region.linked) if needed else [])
             self._count() if needed else None
+
+    def filled(self) -> None:
+        """Slots have been filled; they may be dropped where there is too little room."""
+        waits = self.waits
+        if waits is not None:
+            for region in self._regions:
+                waits(region)
 
     def _keep(self, tensor: Tensor, hooks: Hooks | None) -> _KeptBack:
         """Keep an argument of a block; masks, positions and weights are held by others, too."""

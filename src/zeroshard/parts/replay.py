@@ -1,6 +1,7 @@
 """Replay: what a forward depends on beside weights and inputs, so that it can be computed again just as it was.
 
-A forward that is recomputed meets the random numbers and the buffers that it met the first time, and what it writes
+A forward that is recomputed meets the random numbers, the buffers and the modes (training or evaluation) that it met
+the first time, and what it writes
 into buffers the second time is dropped: statistics and counters stand after a step as after one forward of each
 microbatch, in order (Chen et al., 1604.06174, leave that to the framework).
 """
@@ -45,6 +46,7 @@ class Replay:
         self.device = device
         self._random, self._device_random = torch.get_rng_state(), accelerator.random_state(device)
         self.others = GeneratorStates(sources)
+        self._trained = [module.training for module in modules]
         copies: dict[int, Tensor] = {}  # one for a buffer that several modules share
         self._before: dict[nn.Module, Values] = {}
         self._copies: dict[nn.Module, Values] = {}
@@ -77,7 +79,11 @@ class Replay:
     def again(self) -> Iterator[None]:
         """Have everything as it was inside; afterwards buffers and random numbers are as they are now."""
         now = {module: dict(module._buffers) for module in self._copies}
+        modes = zip(self._modules, self._trained, strict=True)
+        turned = [(module, module.training) for module, trained in modes if module.training != trained]
         try:
+            for module, training in turned:
+                module.training = not training
             again: dict[int, Tensor] = {}
             for module, values in self._copies.items():
                 _install(module, {n: _copy(v, again) for n, v in values.items()} if self._often else values)
@@ -86,6 +92,8 @@ class Replay:
                 accelerator.set_random_state(self.device, self._device_random)
                 yield
         finally:
+            for module, training in turned:
+                module.training = training
             for module, current in now.items():
                 _install(module, current)
 
