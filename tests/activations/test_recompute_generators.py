@@ -112,7 +112,8 @@ class Fickle(nn.Module):
 def staged(mesh: zs.Mesh, recompute: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Fickle() for _ in range(4)))
-    plan = zs.Plan.from_dict({"pipeline_parallel": 2, "microbatches": 4, "recompute": recompute})
+    stages = zs.Pipeline(2, balance="parameters")  # by time they could begin elsewhere, and draw other numbers
+    plan = zs.Plan(pipeline_parallel=stages, microbatches=4, recompute=recompute)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     engine = zs.Engine(model, SGD, plan, mesh=mesh, example=x[:2], loss=lambda y, _: y.square().mean())
     random.seed(1 + mesh.rank)
