@@ -2,9 +2,9 @@
 
 Read `probe` (whether an optimizer treats each element alone), `spans` (its parameters as slices), `updater`; for those
 that need whole tensors, `owners` (which rank has which), `joined` (where layers are split among ranks), `row_spans`
-over `asks` (where ranks have rows of a large matrix) and `whole_states`. Adam on CPUs, in memory and offloaded, is
-`in_memory` over `host_adam` with its `kernel`. Optimizers of its own, which run in a plain loop too, have a module
-each, over `tensor_optimizer`; Adafactor on CPUs is `host_adafactor`.
+over `asks` (where ranks have rows of a large matrix), both `collective_spans`, and `whole_states`. Adam on CPUs, in
+memory and offloaded, is `in_memory` over `host_adam` with its `kernel`. Optimizers of its own, which run in a plain
+loop too, have a module each, over `tensor_optimizer`; Adafactor on CPUs is `host_adafactor`.
 """
 
 from zeroshard.optim.adafactor import Adafactor

@@ -8,7 +8,7 @@ whole is scratch. Pieces that several ranks hold come from the one that counts t
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.memory.ledger import Arena
-from zeroshard.optim.probe import StateLayout
+from zeroshard.optim.collective_spans import CollectiveSpans
 from zeroshard.optim.row_spans import RowSpans
 from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
 from zeroshard.optim.tensor_optimizer import Fused
@@ -76,8 +76,8 @@ class Matrix:
                 yield whole.narrow(self.split.dimension, piece.start, piece.length)
 
 
-class JoinedSpans:
-    """Steps of a `SpanOptimizer` over whole matrices, for one flat with parts of them ([Note: joined matrices]).
+class JoinedSpans(CollectiveSpans):
+    """Steps over whole matrices, for one flat with parts of them ([Note: joined matrices]).
 
     Args:
         splits: of the parameters of the flat, by name.
@@ -98,30 +98,10 @@ class JoinedSpans:
         arena: Arena,
         wholes: MatrixScratch,
     ) -> None:
-        self._optimizer, self._splits, self._owners = optimizer, splits, owners
-        self._comm, self._label, self._arena, self._wholes = comm, label, arena, wholes
+        super().__init__(optimizer, comm, label, arena)
+        self._splits, self._owners, self._wholes = splits, owners, wholes
         self._matrices: dict[str, Matrix] = {}
         self._index = Index.of([], 1)
-
-    @property
-    def reads_alone(self) -> bool:
-        """Whether a step leaves gradients as they are: parts of them are sent."""
-        return False
-
-    @property
-    def fuses(self) -> bool:
-        """Whether a step takes work around it: parts are exchanged before and after it."""
-        return False
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's."""
-        return self._optimizer.optimizer
-
-    @property
-    def layout(self) -> StateLayout:
-        """Of its states."""
-        return self._optimizer.layout
 
     def add(
         self, index: Index, groups: Sequence[int], owned: torch.Tensor, start: int, tier: str | None = "device"
@@ -165,15 +145,6 @@ class JoinedSpans:
         for matrix in self._matrices.values():
             span = matrix.part
             span.tensor.data = owned[span.start - start : span.stop - start].view(span.tensor.shape)
-
-    def state_bytes(self, number: int) -> int:
-        """Bytes of the states of the wholes that this rank updates."""
-        return self._optimizer.state_bytes(number)
-
-    def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
-        """As `step`, which has its flats to itself, and then `then`."""
-        self.step(number, gradient_of)
-        then()
 
     def step(self, number: int, gradient_of: GradientOf, fused: Fused | None = None) -> None:
         """One optimizer step on the whole of each matrix of the flat that has a gradient; a collective call."""

@@ -3,53 +3,21 @@
 See `zeroshard.optim.asks` for what an update asks, and `zeroshard.optim.owners` ([Note: cut matrices]) for what is cut.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from zeroshard.comm.collectives import Comm
-from zeroshard.memory.ledger import Arena
 from zeroshard.optim.asks import Ask
-from zeroshard.optim.probe import StateLayout
-from zeroshard.optim.spans import GradientOf, SliceSpan, SpanOptimizer
+from zeroshard.optim.collective_spans import CollectiveSpans
+from zeroshard.optim.spans import GradientOf, SliceSpan
 from zeroshard.optim.tensor_optimizer import Asking, Fused, TensorOptimizer
 from zeroshard.parts.planned import Wire, Work
 from zeroshard.traffic import Purpose
 from zeroshard.units import Index
 
 
-class RowSpans:
-    """Steps of a `SpanOptimizer` over this rank's rows of a matrix, which is alone in its flat.
-
-    Args:
-        comm: of the ranks that have rows.
-        label: of the flat.
-        arena: for what is sent.
-    """
-
-    def __init__(self, optimizer: SpanOptimizer, comm: Comm, label: str, arena: Arena) -> None:
-        self._optimizer, self._comm, self._label, self._arena = optimizer, comm, label, arena
-        self._shares = torch.empty(0)  # of the rows, by rank
-
-    @property
-    def reads_alone(self) -> bool:
-        """Whether a step leaves gradients as they are: by no promise."""
-        return False
-
-    @property
-    def fuses(self) -> bool:
-        """Whether a step takes work around it."""
-        return False
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's."""
-        return self._optimizer.optimizer
-
-    @property
-    def layout(self) -> StateLayout:
-        """Of its states."""
-        return self._optimizer.layout
+class RowSpans(CollectiveSpans):
+    """Steps over this rank's rows of a matrix, which is alone in its flat."""
 
     @property
     def matrices(self) -> None:
@@ -78,15 +46,6 @@ class RowSpans:
     def rebind(self, number: int, owned: torch.Tensor, start: int) -> None:
         """Let the rows view `owned`, which begins at `start` and holds the same values."""
         self._optimizer.rebind(number, owned, start)
-
-    def state_bytes(self, number: int) -> int:
-        """Bytes of the states of the rows."""
-        return self._optimizer.state_bytes(number)
-
-    def join(self, number: int, gradient_of: GradientOf, then: Callable[[], None]) -> None:
-        """As `step`, and then `then`."""
-        self.step(number, gradient_of)
-        then()
 
     def step(self, number: int, gradient_of: GradientOf, fused: Fused | None = None) -> None:
         """One optimizer step on the rows; a collective call."""

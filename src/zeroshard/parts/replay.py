@@ -1,9 +1,8 @@
 """Replay: what a forward depends on beside weights and inputs, so that it can be computed again just as it was.
 
 A forward that is recomputed meets the random numbers, the buffers and the modes (training or evaluation) that it met
-the first time, and what it writes
-into buffers the second time is dropped: statistics and counters stand after a step as after one forward of each
-microbatch, in order (Chen et al., 1604.06174, leave that to the framework).
+the first time, and what it writes into buffers the second time is dropped: statistics and counters stand after a step
+as after one forward of each microbatch, in order (Chen et al., 1604.06174, leave that to the framework).
 """
 
 from collections.abc import Iterator, Sequence
