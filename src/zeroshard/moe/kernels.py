@@ -10,7 +10,7 @@ product made, and G and x as they are. Weights are no inputs of the graph then, 
 Shapes: T tokens, k choices, R rows, n rows of one tile, D width, M made features, F hidden features, E experts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -104,13 +104,9 @@ def _apply(
 @dataclass(frozen=True, slots=True)
 class _Tile:
     expert: int
-    rows: slice
+    size: int  # rows
     begins: bool  # the first of its expert
     ends: bool  # the last of its expert
-
-    @property
-    def size(self) -> int:
-        return int(self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,32 +134,10 @@ class _Job:
     saves: bool
     left: _Left | None
 
-    def tiles(self) -> Iterator[_Tile]:
-        """Experts without rows have none."""
-        start = 0
-        for expert, count in enumerate(self.counts):
-            for at in range(0, count, TILE):
-                end = min(at + TILE, count)
-                yield _Tile(expert, slice(start + at, start + end), at == 0, end == count)
-            start += count
-
     @property
     def largest(self) -> int:
         """Rows of the largest tile."""
         return min(max(self.counts, default=0), TILE)
-
-    def take(self, x: Tensor, tile: _Tile, into: Tensor) -> Tensor:
-        """The rows of a tile [n, D], of tokens [T, D] or of rows; `into` is used where they are copied."""
-        if self.order is None:
-            return x[tile.rows]
-        return torch.index_select(x, 0, self.order.tokens[tile.rows], out=into)
-
-    def put(self, room: Tensor, tile: _Tile, rows: Tensor) -> None:
-        """The rows of a tile into the room of all."""
-        if self.order is None:
-            room[tile.rows] = rows
-        else:
-            room.index_copy_(0, self.order.choices[tile.rows], rows)
 
     def room(self, x: Tensor) -> Tensor:
         """Where the rows are put before they are summed."""
@@ -184,6 +158,46 @@ class _Job:
         if self.order is not None:
             column = room_for_choices(column, self.order).index_copy_(0, self.order.choices, column)
         return column.view(gates.shape).to(gates.dtype)
+
+
+class _Tiles:
+    """The tiles of all rows, and their parts of tensors: views of all at once cost a fraction of slices one by one."""
+
+    def __init__(self, job: _Job) -> None:
+        self._all = [
+            _Tile(expert, min(TILE, count - at), at == 0, at + TILE >= count)
+            for expert, count in enumerate(job.counts)
+            for at in range(0, count, TILE)
+        ]
+        self._sizes, self._order = [tile.size for tile in self._all], job.order
+
+    def __iter__(self) -> Iterator[_Tile]:
+        """Experts without rows have none."""
+        return iter(self._all)
+
+    def parts(self, rows: Tensor | None) -> Sequence[Any]:
+        """The rows [n, ...] of each, of rows [R, ...]; None for each of None."""
+        return [None] * len(self._all) if rows is None else rows.split(self._sizes)
+
+    def rooms(self, room: Tensor) -> list[Tensor]:
+        """The first n rows of `room`, for each."""
+        views = {size: room[:size] for size in set(self._sizes)}
+        return [views[size] for size in self._sizes]
+
+    def taking(self, x: Tensor, into: Tensor) -> Callable[[int], Tensor]:
+        """What takes the rows [n, D] of a tile, of tokens [T, D] or of rows; where they are copied, in `into`."""
+        if self._order is None:
+            return self.parts(x).__getitem__
+        tokens, rooms = self.parts(self._order.tokens), self.rooms(into)
+        return lambda number: torch.index_select(x, 0, tokens[number], out=rooms[number])
+
+    def putting(self, room: Tensor) -> Callable[[int, Tensor], object]:
+        """What puts the rows of a tile into the room of all."""
+        if self._order is None:
+            parts = self.parts(room)
+            return lambda number, rows: parts[number].copy_(rows)
+        choices = self.parts(self._order.choices)
+        return lambda number, rows: room.index_copy_(0, choices[number], rows)
 
 
 class _Experts(torch.autograd.Function):
@@ -249,55 +263,56 @@ class _Kept:
 
 
 def _down_products(gradient: Tensor, gates: Tensor | None, hidden: Tensor, job: _Job, into: StackGradient) -> None:
-    column, room = job.column(gates), gradient.new_empty(2, job.largest, gradient.shape[-1])
-    for tile in job.tiles():
-        of_output = job.take(gradient, tile, room[0, : tile.size])
-        weighed = of_output if column is None else torch.mul(of_output, column[tile.rows], out=room[1, : tile.size])
-        _add((into, None), tile, weighed, hidden[tile.rows])
+    tiles, narrow = _Tiles(job), gradient.new_empty(2, job.largest, gradient.shape[-1])
+    take, products = tiles.taking(gradient, narrow[0]), tiles.rooms(narrow[1])
+    columns, parts = tiles.parts(job.column(gates)), tiles.parts(hidden)
+    for i, tile in enumerate(tiles):
+        of_output, g = take(i), columns[i]
+        weighed = of_output if g is None else torch.mul(of_output, g, out=products[i])
+        _add((into, None), tile, weighed, parts[i])
 
 
 def _up_products(x: Tensor, gates: Tensor | None, of_made: Tensor, job: _Job, into: StackGradient) -> None:
-    column, room = job.column(gates), x.new_empty(job.largest, x.shape[-1])
-    for tile in job.tiles():
-        rows, g = job.take(x, tile, room[: tile.size]), None if column is None else column[tile.rows]
-        _add((into, None), tile, of_made[tile.rows], rows, g, room[: tile.size])
+    tiles, narrow = _Tiles(job), x.new_empty(job.largest, x.shape[-1])
+    take, rooms = tiles.taking(x, narrow), tiles.rooms(narrow)
+    columns, parts = tiles.parts(job.column(gates)), tiles.parts(of_made)
+    for i, tile in enumerate(tiles):
+        _add((into, None), tile, parts[i], take(i), columns[i], rooms[i])
 
 
-def _weight(stacked: Tensor, expert: int, like: Tensor, transposed: bool) -> Tensor:
-    """[out, in] of one expert, in the dtype of the rows: weights change their dtype for a product only."""
-    weight = stacked[expert].to(like.dtype)
-    return weight.mT if transposed else weight
+def _each(stacked: Tensor, like: Tensor) -> Callable[[int], Tensor]:
+    """The weight or bias of an expert, in the dtype of the rows: weights change their dtype for a product only."""
+    views = stacked.unbind()
+    return views.__getitem__ if stacked.dtype == like.dtype else lambda expert: views[expert].to(like.dtype)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tensor:
+def _products(stacked: Tensor, bias: Tensor | None, like: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """The product of an expert's rows [n, in] with its weight, of [E, in, out], in the memory of the last argument."""
+    weight_of = _each(stacked, like)
     if bias is None:
-        return torch.mm(rows, weight.mT, out=into)
-    return torch.addmm(bias.to(rows.dtype), rows, weight.mT, out=into)
+        return lambda expert, rows, into: torch.mm(rows, weight_of(expert), out=into)
+    bias_of = _each(bias, like)
+    return lambda expert, rows, into: torch.addmm(bias_of(expert), rows, weight_of(expert), out=into)
 
 
 def _forward(x: Tensor, gates: Tensor | None, job: _Job, weights: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """The output, and what the first products made [R, M] (the hidden features, where they take its place)."""
     up, up_bias, down, down_bias = weights
-    features = up.shape[-1 if job.transposed else -2]
+    up, down = (up, down) if job.transposed else (up.mT, down.mT)
+    tiles, features = _Tiles(job), up.shape[-1]
+    hidden_features = 0 if job.activation.overwrites else int(features * job.activation.features)
     made = x.new_empty(sum(job.counts) if job.saves else job.largest, features)
-    hidden_room = x.new_empty(0 if job.activation.overwrites else job.largest, int(features * job.activation.features))
-    gathered, outputs = (
-        x.new_empty(0 if job.order is None else job.largest, x.shape[-1]),
-        x.new_empty(job.largest, x.shape[-1]),
-    )
-    column, room = job.column(gates), job.room(x)
-    for tile in job.tiles():
-        n, e = tile.size, tile.expert
-        part = made[tile.rows] if job.saves else made[:n]
-        rows = job.take(x, tile, gathered[:n])
-        bias = None if up_bias is None else up_bias[e]
-        _product(rows, _weight(up, e, x, job.transposed), bias, part)
-        hidden = job.activation.hidden(part, hidden_room[:n])
-        bias = None if down_bias is None else down_bias[e]
-        output = _product(hidden, _weight(down, e, x, job.transposed), bias, outputs[:n])
-        if column is not None:
-            output.mul_(column[tile.rows])
-        job.put(room, tile, output)
+    gathered = x.new_empty(0 if job.order is None else job.largest, x.shape[-1])
+    outputs = tiles.rooms(x.new_empty(job.largest, x.shape[-1]))
+    hidden_rooms = tiles.rooms(x.new_empty(job.largest, hidden_features))
+    parts, columns = (tiles.parts if job.saves else tiles.rooms)(made), tiles.parts(job.column(gates))
+    room = job.room(x)
+    take, put = tiles.taking(x, gathered), tiles.putting(room)
+    first, second = _products(up, up_bias, x), _products(down, down_bias, x)
+    for i, tile in enumerate(tiles):
+        part = first(tile.expert, take(i), parts[i])
+        output = second(tile.expert, job.activation.hidden(part, hidden_rooms[i]), outputs[i])
+        put(i, output if columns[i] is None else output.mul_(columns[i]))
     return job.sum(room), made
 
 
@@ -314,38 +329,42 @@ def _backward(
     Args:
         kept: filled in, where products are left for later.
     """
-    x, gates, made, *weights = saved
-    up, down, down_bias = weights[0], weights[2], weights[3]
-    column = job.column(gates)
+    x, gates, made, up, _, down, down_bias = saved
+    up, down = (up.mT, down.mT) if job.transposed else (up, down)
+    tiles, activation, column = _Tiles(job), job.activation, job.column(gates)
     room = job.room(x) if wanted[0] else None
     of_column = None if column is None or not wanted[1] else torch.empty_like(column)
-    hidden_features = int(made.shape[-1] * job.activation.features)
-    first, second = x.new_empty(job.largest, x.shape[-1]), x.new_empty(job.largest, x.shape[-1])
-    hidden_room, other_room = (x.new_empty(job.largest, hidden_features) for _ in range(2))
-    made_room = x.new_empty(job.largest if job.activation.features < 1 else 0, made.shape[-1])
-    for tile in job.tiles():
-        n, e = tile.size, tile.expert
-        part, g = made[tile.rows], None if column is None else column[tile.rows]
-        of_output = job.take(gradient, tile, first[:n])
-        weighed = of_output if g is None else torch.mul(of_output, g, out=second[:n])
-        hidden = part if job.activation.overwrites else job.activation.hidden(part, hidden_room[:n], made_room[:n])
+    narrow = x.new_empty(2, job.largest, x.shape[-1])
+    wide = x.new_empty(2, job.largest, int(made.shape[-1] * activation.features))
+    made_rooms = tiles.rooms(x.new_empty(job.largest if activation.features < 1 else 0, made.shape[-1]))
+    (rows_rooms, products), (hidden_rooms, others) = map(tiles.rooms, narrow), map(tiles.rooms, wide)
+    parts, columns, of_columns = tiles.parts(made), tiles.parts(column), tiles.parts(of_column)
+    kept_hidden = tiles.parts(None if kept is None or activation.overwrites else kept.hidden)
+    kept_made = tiles.parts(None if kept is None else kept.of_made)
+    take_gradient, take = tiles.taking(gradient, narrow[0]), tiles.taking(x, narrow[0])
+    put = None if room is None else tiles.putting(room)
+    through_down, through_up = _products(down, None, x), _products(up, None, x)
+    bias_of = None if down_bias is None else _each(down_bias, x)
+    for i, tile in enumerate(tiles):
+        part, g, of_g = parts[i], columns[i], of_columns[i]
+        of_output = take_gradient(i)
+        weighed = of_output if g is None else torch.mul(of_output, g, out=products[i])
+        hidden = part if activation.overwrites else activation.hidden(part, hidden_rooms[i], made_rooms[i])
         _add(sums[2:], tile, weighed, hidden)
-        if kept is not None and kept.hidden is not None and not job.activation.overwrites:
-            kept.hidden[tile.rows] = hidden
-        of_hidden = torch.mm(of_output, _weight(down, e, x, job.transposed), out=other_room[:n])
-        if of_column is not None:
-            products = torch.mul(of_hidden, hidden, out=hidden_room[:n])
-            torch.sum(products, -1, keepdim=True, dtype=of_column.dtype, out=of_column[tile.rows])
-            if down_bias is not None:
-                of_column[tile.rows] += (of_output @ down_bias[e].to(x.dtype)).unsqueeze(-1)
-        of_made = job.activation.gradient(of_hidden, part, made_room[:n])
-        if kept is not None and kept.of_made is not None:
-            kept.of_made[tile.rows] = of_made
-        rows = job.take(x, tile, first[:n])
-        _add(sums[:2], tile, of_made, rows, g, first[:n])
-        if room is not None:
-            of_rows = torch.mm(of_made, _weight(up, e, x, job.transposed), out=second[:n])
-            job.put(room, tile, of_rows if g is None else of_rows.mul_(g))
+        of_hidden = through_down(tile.expert, of_output, others[i])
+        if kept_hidden[i] is not None:
+            kept_hidden[i].copy_(hidden)
+        if of_g is not None:
+            torch.sum(torch.mul(of_hidden, hidden, out=hidden_rooms[i]), -1, keepdim=True, dtype=of_g.dtype, out=of_g)
+            if bias_of is not None:
+                of_g += (of_output @ bias_of(tile.expert)).unsqueeze(-1)
+        of_made = activation.gradient(of_hidden, part, made_rooms[i])
+        if kept_made[i] is not None:
+            kept_made[i].copy_(of_made)
+        _add(sums[:2], tile, of_made, take(i), g, rows_rooms[i])
+        if put is not None:
+            of_rows = through_up(tile.expert, of_made, products[i])
+            put(i, of_rows if g is None else of_rows.mul_(g))
     of_gates = None if of_column is None or gates is None else job.uncolumn(of_column, gates)
     return None if room is None else job.sum(room), of_gates
 
