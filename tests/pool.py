@@ -173,6 +173,22 @@ def _start_groups_afresh(kept: set[Any], number: int) -> None:
         names[object()] = f"filler {len(names)}"
 
 
+def _share_a_device() -> None:
+    """Let all groups of this process share a device of gloo, whose thread wakes up a hundred times a second."""
+    import torch.distributed.distributed_c10d as c10d
+
+    group = c10d.ProcessGroupGloo
+    device = group.create_default_device()
+
+    class OfOneDevice(group):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            options = group._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OfOneDevice  # type: ignore[misc]
+
+
 def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[str]) -> None:
     rank, world, sizes, port = place
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -185,6 +201,7 @@ def _work(place: tuple[int, int, tuple[int, ...], int], pipe: Any, path: list[st
 
     torch.set_num_threads(1)
     adam_as_in_engines()
+    _share_a_device()
     torch.manual_seed(1000 + rank)  # tests that need equal random numbers on all ranks must ask for them
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     meshes = {1: Mesh(timeout=TIMEOUT)}
