@@ -72,7 +72,7 @@ class Pool:
     the others, and all after a failure, as copies of one process that has imported torch, in an eighth of the time.
     """
 
-    def __init__(self, world: int = WORLD, sizes: tuple[int, ...] = SIZES, apart: int = 2) -> None:
+    def __init__(self, world: int = WORLD, sizes: tuple[int, ...] = SIZES, apart: int = 1) -> None:
         self._world, self._sizes, self._apart = world, sizes, apart
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
