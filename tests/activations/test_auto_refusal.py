@@ -134,3 +134,37 @@ def test_all_ranks_refuse_alike(pool: Pool, plan: dict[str, Any]) -> None:
     for answers in pool.run(at_budgets, 2, plan):
         for budget, found in answers:
             assert max(found) <= budget, (budget, found)
+
+
+class Normed(nn.Module):
+    """Saves copies of its running statistics where it is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.Conv2d(8, 8, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.two(torch.relu(self.norm(self.one(x)))))
+
+
+def test_the_least_has_room_for_statistics_that_a_recomputation_saves() -> None:
+    def train(budget: int) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Normed() for _ in range(5)))
+        engine = zs.Engine(model, ADAM, zs.Plan(recompute="auto", device_memory=budget))
+        for step in range(3):
+            x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        return engine.steps
+
+    with pytest.raises(BudgetExceeded) as raised:
+        train(120_000)
+    least = least_of(str(raised.value))
+    assert train(least) == 3
+    with pytest.raises(BudgetExceeded, match=rf"device_memory={least} or more"):
+        train(least - 200)

@@ -381,8 +381,9 @@ class AutoRecomputation(Recomputation):
         if not left_alone:
             assert found.measure is not None
             self._budget.count(len(self._waiting))
-            found.measures.blocks.append(found.measure)
-            found.copied += found.region.copied if found.region is not None else 0
+            copied = found.region.copied if found.region is not None else 0
+            found.measures.blocks.append(replace(found.measure, copied=copied))
+            found.copied += copied
             found.held = self._budget.activations
         elif not found.measures.blocks and found.decided is None:
             self._waiting.forget(found.graph)

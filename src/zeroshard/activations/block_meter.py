@@ -60,6 +60,7 @@ class BlockMeasures:
         calls: operations that it calls.
         sums: bytes of what ranks summed in it, which a recomputation does not sum again.
         operations: those whose results can be kept, up to there.
+        copied: bytes of buffers that it changes; computed again, it may save the copies that it meets then.
     """
 
     name: str
@@ -72,10 +73,11 @@ class BlockMeasures:
     calls: int
     sums: int = 0
     operations: tuple[OperationCosts, ...] = ()
+    copied: int = 0
 
     def highest(self, other: "BlockMeasures") -> "BlockMeasures":
         """The larger bytes of two ranks; the seconds are this one's."""
-        sizes = ("entering", "kept", "saved", "leaving", "sums")
+        sizes = ("entering", "kept", "saved", "leaving", "sums", "copied")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in sizes}
         own = {name: getattr(self, name) for name in ("name", "seconds", "again", "calls", "operations")}
         return BlockMeasures(**own, **most)

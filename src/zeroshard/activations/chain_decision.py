@@ -78,7 +78,7 @@ class PassChain:
         sums = [0, *(each.sums for each in blocks)]  # which a block that is computed again holds for itself
         self._costs = [
             BlockCosts(
-                each.seconds, 0.0, (each.entering if n else 0) + sums[n], each.saved, each.sums,
+                each.seconds, 0.0, (each.entering if n else 0) + sums[n], each.saved + each.copied, each.sums,
                 ways.get((each.saved, each.leaving, each.operations), ()),
             )
             for n, each in enumerate(blocks)
@@ -213,7 +213,7 @@ def _ways(block: BlockMeasures) -> list[OtherWay]:
         spared = sum(each.seconds for each in chosen)
         seconds = block.seconds + block.again - spared + 2 * DISPATCH * block.calls
         held = block.leaving + block.sums + sum(each.nbytes for each in chosen)
-        peak = block.saved + block.sums + sum(each.beside for each in chosen)
+        peak = block.saved + block.copied + block.sums + sum(each.beside for each in chosen)
         if spared > 2 * DISPATCH * block.calls and held < block.saved:
             found.append(OtherWay(held, peak, seconds, numbers))
     return found
