@@ -58,6 +58,12 @@ class DistributedDataParallel(nn.Module):
         self.module = module
 
 
+def with_sparse_buffer() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    return model
+
+
 @pytest.mark.parametrize(
     "model, message",
     [
@@ -66,6 +72,10 @@ class DistributedDataParallel(nn.Module):
         (nn.Sequential(nn.DataParallel(net())), "The module '0' of the model is a DataParallel"),
         (nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2)), "'1.weight' of LazyLinear has no shape yet.* on one batch"),
         (nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d()), "LazyBatchNorm1d has no shape yet"),
+        (
+            with_sparse_buffer(),
+            r"'graph' is of layout torch\.sparse_coo.*indices and values.*a plain attribute of Linear",
+        ),
     ],
 )
 def test_models_that_no_engine_can_take(model: nn.Module, message: str) -> None:

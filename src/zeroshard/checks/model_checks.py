@@ -96,6 +96,12 @@ def _check_tensor(name: str, tensor: torch.Tensor | None, module: nn.Module) -> 
             f"'{name}' is a {type(tensor).__name__}, and the engine slices plain tensors itself. Give it the model "
             f"before it was sliced or quantized."
         )
+    if tensor.layout is not torch.strided:
+        raise ModelError(
+            f"'{name}' is of layout {tensor.layout}, and the engine places, sends and saves dense tensors. Register the "
+            f"tensors that it is made of (its indices and values) and join them in the forward, or keep it as a plain "
+            f"attribute of {type(module).__name__}, which stays as it is."
+        )
 
 
 def _check_overlaps(model: nn.Module) -> None:
