@@ -98,9 +98,9 @@ def _check_tensor(name: str, tensor: torch.Tensor | None, module: nn.Module) -> 
         )
     if tensor.layout is not torch.strided:
         raise ModelError(
-            f"'{name}' is of layout {tensor.layout}, and the engine places, sends and saves dense tensors. Register the "
-            f"tensors that it is made of (its indices and values) and join them in the forward, or keep it as a plain "
-            f"attribute of {type(module).__name__}, which stays as it is."
+            f"'{name}' is of layout {tensor.layout}, and the engine places, sends and saves dense tensors. Register "
+            f"the tensors that it is made of (its indices and values), or keep it as a plain attribute of "
+            f"{type(module).__name__}, which stays as it is."
         )
 
 
