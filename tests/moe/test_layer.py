@@ -195,3 +195,28 @@ def test_a_layer_of_one_expert_is_a_feed_forward_layer() -> None:
         dense.down.weight.copy_(layer.experts.down[0])
     x = torch.randn(7, WIDTH)
     torch.testing.assert_close(layer(x), dense(x))
+
+
+@pytest.mark.parametrize("form", [None, lambda: nn.Linear(WIDTH, WIDTH)], ids=["stacked", "modules"])
+def test_a_block_may_write_over_the_output_and_keeps_the_gradient_of_losses(form: object) -> None:
+    def gradient(in_place: bool) -> Tensor:
+        torch.manual_seed(0)
+        layer = zs.moe.MoE(WIDTH, HIDDEN, E, router="gshard", expert=form)  # type: ignore[arg-type]
+        x = torch.randn(2, 9, WIDTH)
+        output = layer(x)
+        output = output.add_(x) if in_place else output + x  # as the blocks of Falcon do
+        (output * 0).sum().backward()
+        assert layer.router.weight.grad is not None
+        return layer.router.weight.grad
+
+    assert gradient(in_place=True).norm() > 0
+    assert torch.equal(gradient(in_place=True), gradient(in_place=False))
+
+
+@pytest.mark.parametrize("router", ["switch", "gshard", "deepseek_v3"])
+def test_sequences_without_tokens_are_an_empty_batch(router: str) -> None:
+    layer = zs.moe.MoE(WIDTH, HIDDEN, 16, router=router)
+    output = layer(torch.randn(2, 0, WIDTH))
+    output.sum().backward()
+    assert output.shape == (2, 0, WIDTH)
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())

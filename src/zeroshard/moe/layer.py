@@ -1,7 +1,7 @@
 """The layer: a router, experts, and what every token passes besides. It stands where a feed-forward layer stood."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -155,13 +155,13 @@ def _mixed(layer: MoE, x: Tensor, valid: Tensor | None) -> Tensor:
     tokens = x.reshape(-1, layer.width)
     mask = None if valid is None else valid.reshape(-1)
     routing = layer.router(tokens, mask, x.shape[-2] if x.dim() > 2 else None)
+    penalty, weighed = routing.penalty, routing
+    if layer.training and penalty is not None and penalty.requires_grad:
+        weighed = replace(routing, gates=penalised(routing.gates, penalty))  # the output may be written over in place
     with layer.experts.statistics.watching(routing):
-        output: Tensor = layer.experts(tokens, routing)
+        output: Tensor = layer.experts(tokens, weighed)
     if layer.shared is not None:
         output = layer.shared(tokens, output)
-    penalty = routing.penalty
-    if layer.training and penalty is not None and penalty.requires_grad:
-        output = penalised(output, penalty)
     return output.view(x.shape)
 
 

@@ -160,7 +160,7 @@ class Router(nn.Module):
                 "and False for padding, such as attention_mask.bool().flatten()."
             )
         size = sequence if self.gating.group == "sequence" else self.gating.group
-        return TokenGroups(len(x), max(1, len(x)) if size is None else int(size), valid)
+        return TokenGroups(len(x), max(1, len(x) if size is None else int(size)), valid)
 
     def _cast(self, x: Tensor) -> Tensor:
         """In the dtype of products."""
