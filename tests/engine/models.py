@@ -164,6 +164,18 @@ class TiedFive(Five):
         self.head.weight = self.embed.weight
 
 
+class Framed(Five):
+    """The model itself has parameters, and uses them before and after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.full((self.embed.embedding_dim,), 0.1))
+        self.gain = nn.Parameter(torch.full((self.embed.embedding_dim,), 0.9))
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        return super().body(x + self.position, step) * self.gain
+
+
 class Deep(Plain):
     """Twelve blocks, for four stages of three chunks."""
 
@@ -363,7 +375,8 @@ MODELS: dict[str, Any] = {
     )
 }
 LONGER: dict[str, Any] = {
-    kind.__name__: kind for kind in (Five, TiedFive, Chunked, ChunkedTied, Deep, DeepTied, Dropped, Thrifty, Spiked)
+    kind.__name__: kind
+    for kind in (Five, TiedFive, Framed, Chunked, ChunkedTied, Deep, DeepTied, Dropped, Thrifty, Spiked)
 }  # for pipelines
 SPLIT: dict[str, Any] = {kind.__name__: kind for kind in (Attending, AttendingTied)}  # by tensor parallelism
 MIXED: dict[str, Any] = {kind.__name__: kind for kind in (Mixing, MixingTied)}  # and by expert parallelism

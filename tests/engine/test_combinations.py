@@ -66,6 +66,11 @@ SLICED_STAGES: dict[str, Case] = {
             "clip_norm": 0.5,
         },
     ),
+    "own parameters of the model": (
+        4,
+        "Framed",
+        {**TWO, "zero": 3, "pipeline_parallel.schedule": "gpipe", "pipeline_parallel.virtual_stages": 2},
+    ),
     "gpipe, recomputed": (4, "TiedFive", {**TWO, "zero": 3, "pipeline_parallel.schedule": "gpipe"}),
     "1f1b": (4, "TiedFive", {**TWO, "zero": 3, "clip_norm": 0.5}),
     "interleaved, bf16": (
@@ -174,7 +179,7 @@ def test_offloaded_states_change_no_bit(pool: Pool, tmp_path: Path, name: str) -
             )
 
 
-SHOWN = ("breadth first", "streamed")
+SHOWN = ("breadth first", "own parameters of the model", "streamed")
 
 
 @pytest.mark.parametrize("name", by_default(SLICED_STAGES, *SHOWN))

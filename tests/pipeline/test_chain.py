@@ -401,6 +401,17 @@ class Integers(Plain):
         return self.blocks[1](self.blocks[0](tokens).argmax(-1)).square().mean()
 
 
+class Numbered(Plain):
+    """The model multiplies by an integer parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        return super().body(x, step) * self.number[0]
+
+
 NO_CHAIN = "so the model is no chain; name other blocks with units=(...), or use pipeline_parallel=1."
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (Around, "'blocks.1' uses something made with 'embed.weight' that does not come through the layer before it, "),
@@ -420,6 +431,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
        "its backward needs; switch that off in the model (recompute='blocks' recomputes whole chunks instead), name "
        "other blocks with units=(...), or use pipeline_parallel=1.")
       for kind in (WithoutGradients, lambda: build("Checkpointed"), lambda: build("CheckpointedReentrant"))),
+    (Numbered, "'number' is torch.int64 and a parameter of a module around the blocks. Autograd does not follow it, so "
+     "the layer that uses it is not known; register it as a buffer."),
     (Integers, "The block 'blocks.0' takes or returns no floating-point tensor to hand on to the next stage; name "
      "other blocks with units=(...)."),
 ]  # fmt: skip

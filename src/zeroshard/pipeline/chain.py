@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import ModelError
 from zeroshard.pipeline.gates import Gate, activation_at, with_activation
-from zeroshard.pipeline.placeholders import Placeholders
+from zeroshard.pipeline.placeholders import Placeholders, stand_in
 from zeroshard.pipeline.probe import BufferUses, Probe, all_trainable, unchanged, without_weights
 from zeroshard.units import find_units
+from zeroshard.units.watched_parameters import Absent
 
 PREFIX, SUFFIX = "prefix", "suffix"
 Entered = Callable[[int, Tensor], None]  # the number of a layer, and the activation that enters it
@@ -155,7 +156,7 @@ class Chain:
             hidden = hidden.clone()  # a leaf of autograd, or a message, must not be written
         self._window, self._hidden, self._phase, self._entered = (first, last), hidden, 0, entered
         try:
-            with self._before_hooks(first, last):
+            with self._before_hooks(first, last), stand_in(self.frames, _is_absent):
                 output = forward()
         except _Left as left:
             return left.hidden
@@ -296,6 +297,12 @@ class Chain:
         probe = self._probe = Probe(set(self._number_of), self.placeholders, device if apart else None)
         names = {parameter: name for name, parameter in model.named_parameters()}
         free = {p for frame in frames for p in frame.parameters(recurse=False)}
+        for parameter in free:
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                raise ModelError(
+                    f"{names[parameter]!r} is {parameter.dtype} and a parameter of a module around the blocks. "
+                    f"Autograd does not follow it, so the layer that uses it is not known; register it as a buffer."
+                )
         with ExitStack() as stack:
             stack.enter_context(all_trainable(model))
             if apart and device is not None:
@@ -444,3 +451,8 @@ def _runs(module: nn.Module, layer: Layer) -> bool:
 
 def _gated(module: nn.Module) -> bool:
     return bool(module._parameters) or not module._modules
+
+
+def _is_absent(parameter: nn.Parameter) -> bool:
+    """Whether it is of another chunk, whose values are not gathered."""
+    return isinstance(parameter, Absent)

@@ -1,6 +1,5 @@
 """Measurement of a chain, layer by layer, with only one layer's weights in memory at a time."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.pipeline.chain import Chain, Layer
+from zeroshard.pipeline.placeholders import stand_in
 from zeroshard.pipeline.profile import LayerCost
 from zeroshard.platform import accelerator
 
@@ -38,9 +38,12 @@ def measure(
     costs = []
     with accelerator.forked_random([device]), _real_buffers(model, device):
         for layer in chain.layers:
-            with _standing_in(chain, device):
+            with stand_in(chain.frames, lambda p: p.device.type != device.type, device):
                 hidden = chain.boundary(layer.number, forward) if layer.number else None
-            with _real_parameters(chain, layer, device) as parameters, _standing_in(chain, device):
+            with (
+                _real_parameters(chain, layer, device) as parameters,
+                stand_in(chain.frames, lambda p: p.device.type != device.type, device),
+            ):
                 costs.append(_Measurement(chain, layer, forward, parameters, hidden, (device, now)).of(repeats))
     return costs
 
@@ -131,21 +134,3 @@ def _real_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for module, name, buffer in changed:
             module._buffers[name] = buffer
-
-
-@contextmanager
-def _standing_in(chain: Chain, device: torch.device) -> Iterator[None]:
-    """Give the frames, whose forwards run with every layer, NaN for those of their parameters that are elsewhere."""
-    changed = []
-    for frame in chain.frames:
-        for name, parameter in list(frame.named_parameters(recurse=False)):
-            if parameter.device.type == device.type:
-                continue
-            changed.append((frame, name, parameter))
-            absent = torch.full((), math.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
-            frame._parameters[name] = nn.Parameter(absent, requires_grad=False)
-    try:
-        yield
-    finally:
-        for frame, name, parameter in changed:
-            frame._parameters[name] = parameter

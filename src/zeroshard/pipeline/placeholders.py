@@ -2,7 +2,8 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,3 +130,24 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
         for leaf in leaves
     )
     return id(module), module.training, tuple(described), spec
+
+
+@contextmanager
+def stand_in(
+    frames: Iterable[nn.Module], elsewhere: Callable[[nn.Parameter], bool], device: torch.device | None = None
+) -> Iterator[None]:
+    """Give frames, whose forwards run with every layer, NaN for those of their own parameters that are elsewhere.
+
+    Args:
+        device: of the placeholders; by default that of the parameter.
+    """
+    own = ((frame, name, p) for frame in frames for name, p in frame._parameters.items())
+    named = [(frame, name, p) for frame, name, p in own if p is not None and elsewhere(p)]
+    for frame, name, parameter in named:
+        absent = torch.full((), math.nan, dtype=parameter.dtype, device=device or parameter.device)
+        frame._parameters[name] = nn.Parameter(absent.expand(parameter.shape), requires_grad=False)
+    try:
+        yield
+    finally:
+        for frame, name, parameter in named:
+            frame._parameters[name] = parameter
