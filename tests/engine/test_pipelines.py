@@ -61,6 +61,8 @@ def train(mesh: zs.Mesh, name: str, plan: dict[str, Any], rows: tuple[int, ...],
         assert result.loss is not None
         losses.append(result.loss.item())
         norms.append(result.grad_norm)
+        sent = [row for row in engine.traffic() if row.purpose in ("send activations", "send their gradients")]
+        assert engine.plan.streams or [r.planned_elements for r in sent] == [r.measured_elements for r in sent]
         if step % 7 == 2:
             with torch.no_grad():
                 engine(data(step, engine.data_rank, engine.data_ranks, count), step)

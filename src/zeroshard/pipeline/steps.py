@@ -63,7 +63,7 @@ class PipelineOrder:
         self._gathers = Counter(action.chunk for action in self.actions if action.kind is Kind.GATHER)
         self._updates = 0
         self._loss: Tensor | None = None
-        self._shapes: dict[int, Shape] = {}
+        self._shapes: list[dict[int, Shape]] = []  # of each microbatch of the last step
 
     def step(self, batch: Any) -> Tensor | None:
         """One step on this data rank's batch; the mean loss, where it is known."""
@@ -84,7 +84,7 @@ class PipelineOrder:
             }
         )
         self._loss = None
-        self._shapes = executor.shapes(parts[0][0])
+        self._shapes = [executor.shapes(part) for part, _ in parts]
         executor.run(pipeline.step(rank, self.fed))
         if pipeline.streams:
             self.fed += 1
@@ -157,10 +157,7 @@ class PipelineOrder:
         return lends + self._gathers[self.stage.chunk_of[unit]]
 
     def planned_messages(self) -> dict[Purpose, int]:
-        """Elements that this rank sends in a step of a full pipeline, by the list and the last step's shapes.
-
-        Exact where the microbatches of a step are alike.
-        """
+        """Elements that this rank sends in a step of a full pipeline, by the list and the last step's shapes."""
         stage, tied = self.stage, self.executor.tied
         planned: dict[Purpose, int] = {}
         for action in stage.pipeline.step(stage.rank, stage.pipeline.layout.stages if stage.pipeline.streams else 0):
@@ -168,7 +165,9 @@ class PipelineOrder:
                 message = LOANS[action.kind], tied.elements(action)
             else:
                 layer = stage.firsts[action.chunk + (action.kind in LEAVING)]
-                numel = torch.Size(self._shapes[layer][0]).numel() if layer in self._shapes else 0
+                number = (action.microbatch or 0) // stage.data_ranks % stage.pipeline.microbatches
+                shapes = self._shapes[number] if self._shapes else {}
+                numel = torch.Size(shapes[layer][0]).numel() if layer in shapes else 0
                 found = self.executor.messages.planned(action, layer, numel)
                 if found is None:
                     continue
