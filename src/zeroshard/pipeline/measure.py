@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,14 +37,12 @@ def measure(
         now: seconds of the clock to measure by.
     """
     costs = []
+    others = partial(stand_in, chain.frames, lambda parameter: parameter.device.type != device.type, device)
     with accelerator.forked_random([device]), _real_buffers(model, device):
         for layer in chain.layers:
-            with stand_in(chain.frames, lambda p: p.device.type != device.type, device):
+            with others():
                 hidden = chain.boundary(layer.number, forward) if layer.number else None
-            with (
-                _real_parameters(chain, layer, device) as parameters,
-                stand_in(chain.frames, lambda p: p.device.type != device.type, device),
-            ):
+            with _real_parameters(chain, layer, device) as parameters, others():
                 costs.append(_Measurement(chain, layer, forward, parameters, hidden, (device, now)).of(repeats))
     return costs
 
