@@ -36,9 +36,9 @@ def weighing(weight: float | Tensor) -> Iterator[None]:
         _weight.value = before
 
 
-def penalised(output: Tensor, penalty: Tensor) -> Tensor:
-    """The output, whose backward adds the gradient of the penalty, a scalar, at the weight of the microbatch."""
-    result: Tensor = _Penalised.apply(output, penalty)  # type: ignore[no-untyped-call]
+def penalised(activation: Tensor, penalty: Tensor) -> Tensor:
+    """The activation, whose backward adds the gradient of the penalty, a scalar, at the weight of the microbatch."""
+    result: Tensor = _Penalised.apply(activation, penalty)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -49,9 +49,9 @@ def adds_penalties(model: nn.Module) -> bool:
 
 class _Penalised(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, penalty: Tensor) -> Tensor:
+    def forward(ctx: Any, activation: Tensor, penalty: Tensor) -> Tensor:
         ctx.penalty = penalty.dtype, penalty.device
-        return output.view_as(output)
+        return activation.view_as(activation)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
