@@ -28,10 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.activations.auto_agreement import AutoStepEnd
-from zeroshard.activations.block_meter import BlockMeasures, BlockMeter, ChosenOperations, PassKey, PassMeasures
+from zeroshard.activations.block_meter import BlockMeasures, BlockMeter, PassKey, PassMeasures
 from zeroshard.activations.budget import ActivationBudget
 from zeroshard.activations.chain_decision import PassChain, Rules, one_at_a_time
 from zeroshard.activations.decided import Decided, rows_of
+from zeroshard.activations.kept_part import ChosenOperations, KeptPart
 from zeroshard.activations.nested import NestedSegment
 from zeroshard.activations.operations import Treatment
 from zeroshard.activations.recomputation import BlockForward, Recomputation
@@ -171,7 +172,8 @@ class AutoRecomputation(Recomputation):
         return PassChain(measures, self._rules, forwards)
 
     def _operations_of(self, region: Region) -> AbstractContextManager[Any] | None:
-        return None if region.choice is None else ChosenOperations(region, self._treatments)
+        chosen = region.choice is not None and region.choice.operations
+        return ChosenOperations(region, self._treatments) if chosen else None
 
     def _begin(self, *given: Any) -> None:
         super()._begin(*given)
@@ -257,7 +259,9 @@ class AutoRecomputation(Recomputation):
             if item is not None and item.way is None:
                 droppable = self._pass is not None and self._may_drop(self._pass, decision, number)
                 return KeptSegment(self._around, self._weights, self._count) if droppable else None
-            return BlockSegment(self._around, self._weights, self._count)
+            part = None if item is None or item.way is None else item.way.choice
+            has_tail = isinstance(part, KeptPart) and part.first is not None
+            return (KeptSegment if has_tail else BlockSegment)(self._around, self._weights, self._count)
         if number == item.first or self._segment is None:
             self._segment = self._passed_segment(item, number)
         return self._segment
@@ -366,9 +370,10 @@ class AutoRecomputation(Recomputation):
         pack, unpack = hooks
 
         def watched(tensor: Tensor) -> Any:
-            if self._is_new(tensor, found.known):
-                meter.saves(tensor)
-            return pack(tensor)
+            new, saved = self._is_new(tensor, found.known), pack(tensor)
+            if region.slots[-1] is not None:
+                meter.saves(tensor, len(region.slots) - 1, new)
+            return saved
 
         output = super()._compute(region, arguments, (watched, unpack), meter.mode())
         found.measure = meter.ends(output, max(0, entering - kept), max(0, kept), region.sums)

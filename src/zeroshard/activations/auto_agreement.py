@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, PassKey, PassMeasures
+from zeroshard.activations.block_meter import BlockMeasures, OperationCosts, PassKey, PassMeasures, SavedTail
 from zeroshard.activations.budget import ActivationBudget
 from zeroshard.comm.collectives import Comm
 
@@ -99,7 +99,8 @@ def _merged(pairs: Iterable[tuple[Any, Any]]) -> dict[PassKey, PassMeasures]:
         blocks = []
         for block in values["blocks"]:
             operations = tuple(OperationCosts(**each) for each in block["operations"])
-            blocks.append(BlockMeasures(**{**block, "operations": operations}))
+            tails = tuple(SavedTail(**each) for each in block["tails"])
+            blocks.append(BlockMeasures(**{**block, "operations": operations, "tails": tails}))
         measures, kind = PassMeasures(blocks, values["before"], values["after"]), _frozen(key)
         found[kind] = found[kind].highest(measures) if kind in found else measures
     return found

@@ -4,10 +4,11 @@ Bytes are those of storages, each once, without weights; the weak reference to a
 given out again while it is known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.activations.operations import OperationsMode, Treatment, kept_operations
-from zeroshard.activations.segments import Region
-from zeroshard.errors import BudgetExceeded
+from zeroshard.activations.operations import kept_operations
 from zeroshard.units.hooks import place_of
 
 CALL = 3e-6  # seconds of an operation in autograd, beside its computation
-FEW = 2e-5  # seconds; what takes less is not worth to be kept
 Clock = Callable[[], float]
 PassKey = tuple[Any, ...]  # of a forward: the number of its first block, and the shapes of what that takes
 
@@ -46,6 +44,28 @@ class OperationCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedTail:
+    """The last tensors that a block saves; where they are kept, a recomputation ends with the tensor before them.
+
+    Attributes:
+        first: the number of the first of them among all that it saves.
+        nbytes: of them, but for the block's output.
+        seconds: of the block's forward up to there.
+        calls: operations up to there.
+        operations: those of them whose results can be kept.
+    """
+
+    first: int
+    nbytes: int
+    seconds: float
+    calls: int
+    operations: int
+
+
+Timed = TypeVar("Timed", OperationCosts, SavedTail)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockMeasures:
     """One block in one forward.
 
@@ -61,6 +81,7 @@ class BlockMeasures:
         sums: bytes of what ranks summed in it, which a recomputation does not sum again.
         operations: those whose results can be kept, up to there.
         copied: bytes of buffers that it changes; computed again, it may save the copies that it meets then.
+        tails: of what it saves, the shortest first.
     """
 
     name: str
@@ -74,12 +95,13 @@ class BlockMeasures:
     sums: int = 0
     operations: tuple[OperationCosts, ...] = ()
     copied: int = 0
+    tails: tuple[SavedTail, ...] = ()
 
     def highest(self, other: "BlockMeasures") -> "BlockMeasures":
         """The larger bytes of two ranks; the seconds are this one's."""
         sizes = ("entering", "kept", "saved", "leaving", "sums", "copied")
         most = {name: max(getattr(self, name), getattr(other, name)) for name in sizes}
-        own = {name: getattr(self, name) for name in ("name", "seconds", "again", "calls", "operations")}
+        own = {name: getattr(self, name) for name in ("name", "seconds", "again", "calls", "operations", "tails")}
         return BlockMeasures(**own, **most)
 
 
@@ -91,6 +113,17 @@ class _Call:
     name: str
     seconds: float
     places: tuple[tuple[int, int], ...]  # storages of its results, with their bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A tensor as it was saved: its number, its storage if it is new, and what had been called until then."""
+
+    number: int
+    place: int | None
+    calls: int
+    keepable: int
+    when: float
 
 
 class BlockMeter(TorchDispatchMode):
@@ -109,8 +142,9 @@ class BlockMeter(TorchDispatchMode):
         self._refs: list[StorageWeakRef] = []
         self._saved: dict[int, int] = {}
         self._calls: list[_Call] = []
-        self._keepable, self._last = 0, 0
-        self._began = self._ended = now()
+        self._events: list[_Saved] = []
+        self._keepable = 0
+        self._began = now()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,12 +166,12 @@ class BlockMeter(TorchDispatchMode):
         """The context in which operations are measured, if they are."""
         return self if self._each else None
 
-    def saves(self, tensor: Tensor) -> None:
-        """The block saves a tensor."""
-        if not isinstance(tensor, nn.Parameter) and place_of(tensor) not in self._known:
-            place, nbytes = self._place(tensor)
-            self._saved[place] = nbytes
-            self._last, self._ended = len(self._calls), self._now()
+    def saves(self, tensor: Tensor, number: int, new: bool) -> None:
+        """The block saves a tensor, the one of that number; a `new` one takes bytes that nothing else has."""
+        place: int | None = None
+        if new and not isinstance(tensor, nn.Parameter) and place_of(tensor) not in self._known:
+            place, self._saved[place] = self._place(tensor)
+        self._events.append(_Saved(number, place, len(self._calls), self._keepable, self._now()))
 
     def ends(self, output: Any, entering: int, kept: int, sums: int) -> BlockMeasures:
         """The block has returned its output."""
@@ -145,16 +179,32 @@ class BlockMeter(TorchDispatchMode):
         out = {place: n for place, n in map(self._place, leaves) if place not in self._known}
         saved = self._saved | out
         found = []
-        for call in self._calls[: self._last + 1]:
+        last = self._events[-1] if self._events else None
+        for call in self._calls[: last.calls if last else 0]:
             places = {place: n for place, n in call.places if place not in out}
             beside = sum(n for place, n in places.items() if place not in saved)
             if call.number is not None:
                 found.append(OperationCosts(call.number, sum(places.values()), beside, call.seconds, call.name))
-        seconds, again = self._now() - self._began, self._ended - self._began
-        if self._calls:  # the mode itself takes longer than most operations
-            seconds, again = map(_seconds, (self._calls, self._calls[: self._last + 1]))
+        seconds = _seconds(self._calls) if self._calls else self._now() - self._began
         sizes = (entering, kept, sum(saved.values()), sum(out.values()))
-        return BlockMeasures(self._name, seconds, *sizes, again, len(self._calls), sums, tuple(found))
+        measures = BlockMeasures(self._name, seconds, *sizes, self._until(last), len(self._calls), sums, tuple(found))
+        return replace(measures, tails=tuple(self._tails(out)))
+
+    def _until(self, event: _Saved | None) -> float:
+        """Seconds of the forward up to a saved tensor; the mode itself takes longer than most operations."""
+        if event is None:
+            return 0.0
+        return _seconds(self._calls[: event.calls]) if self._calls else event.when - self._began
+
+    def _tails(self, out: Mapping[int, int]) -> Iterator[SavedTail]:
+        kept = set[int]()
+        for before, event in reversed([*pairwise(self._events)]):
+            if event.place is None:  # of what it takes a rank may keep a part
+                return
+            kept |= {event.place} - out.keys()
+            if before.calls < event.calls:
+                nbytes = sum(self._saved[place] for place in kept)
+                yield SavedTail(event.number, nbytes, self._until(before), before.calls, before.keepable)
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
         if tensor.layout is not torch.strided:
@@ -166,23 +216,6 @@ class BlockMeter(TorchDispatchMode):
 
 def _seconds(calls: Sequence[_Call]) -> float:
     return sum(call.seconds for call in calls) + CALL * len(calls)
-
-
-class ChosenOperations(OperationsMode):
-    """Keeps the results of the operations whose numbers a region's choice has."""
-
-    def __init__(self, region: Region, known: dict[Any, Treatment]) -> None:
-        super().__init__(region, keepable, known)
-        self._numbers, self._number = frozenset[int](region.choice), 0
-
-    def _kept(self, func: Any, args: Any, kwargs: Any) -> Any:
-        number, self._number = self._number, self._number + 1
-        if number in self._numbers and not self._region.dropped:
-            try:
-                return super()._kept(func, args, kwargs)
-            except BudgetExceeded:
-                self._region.drop_saved()
-        return func(*args, **kwargs)
 
 
 _KNOWN = kept_operations(())  # others may return what kernels outside of torch write into later
@@ -226,41 +259,18 @@ def alike(blocks: Sequence[BlockMeasures]) -> list[BlockMeasures]:
 
 def _kind(block: BlockMeasures) -> Any:
     names = tuple((each.number, each.name, each.nbytes) for each in block.operations)
-    return block.saved, block.leaving, block.calls, names
+    return block.saved, block.leaving, block.calls, names, tuple((each.first, each.nbytes) for each in block.tails)
 
 
 def _fastest(block: BlockMeasures, others: Sequence[BlockMeasures]) -> BlockMeasures:
-    operations = tuple(
-        replace(each, seconds=min(same.seconds for same in several))
-        for each, *several in zip(block.operations, *(other.operations for other in others), strict=True)
-    )
     seconds, again = min(each.seconds for each in others), min(each.again for each in others)
-    return replace(block, seconds=seconds, again=again, operations=operations)
+    operations = _least_seconds(block.operations, [other.operations for other in others])
+    tails = _least_seconds(block.tails, [other.tails for other in others])
+    return replace(block, seconds=seconds, again=again, operations=operations, tails=tails)
 
 
-def results_to_keep(operations: Sequence[OperationCosts], sizes: int = 64, ways: int = 6) -> list[tuple[int, ...]]:
-    """For growing numbers of bytes, the operations whose kept results spare the most seconds: an exact knapsack.
-
-    Args:
-        sizes: steps of memory; bytes are rounded up to them.
-        ways: choices at most.
-
-    Returns:
-        numbers of operations, the fewest bytes first; none that another one beats in both.
-    """
-    items = [each for each in operations if each.seconds >= FEW]
-    total = sum(each.nbytes for each in items)
-    step = max(1, total // sizes)
-    best: list[tuple[float, tuple[OperationCosts, ...]]] = [(0.0, ())] * (sizes + len(items) + 2)
-    for each in items:
-        need = -(-each.nbytes // step)
-        for room in range(len(best) - 1, need - 1, -1):
-            seconds, chosen = best[room - need]
-            if seconds + each.seconds > best[room][0]:
-                best[room] = (seconds + each.seconds, (*chosen, each))
-    found: list[tuple[float, tuple[OperationCosts, ...]]] = []
-    for seconds, chosen in best:
-        if chosen and (not found or seconds > found[-1][0]):
-            found.append((seconds, chosen))
-    every = max(1, -(-len(found) // ways))
-    return [tuple(each.number for each in chosen) for _, chosen in found[::every]]
+def _least_seconds(these: Sequence[Timed], others: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
+    return tuple(
+        replace(each, seconds=min(same.seconds for same in several))
+        for each, *several in zip(these, *others, strict=True)
+    )

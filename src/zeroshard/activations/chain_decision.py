@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike, results_to_keep
+from zeroshard.activations.block_meter import PassMeasures, alike
+from zeroshard.activations.kept_part import RESTART, ways_of
 from zeroshard.activations.rotor import (
     BlockCosts,
     ChainItem,
@@ -22,7 +23,6 @@ from zeroshard.activations.rotor import (
     least,
 )
 
-DISPATCH = 1e-5  # seconds that an operation takes longer where results are kept: two ways through Python
 GRID = 24  # budgets that are tried for one of several forwards
 SIZES = 400  # steps of memory
 
@@ -73,13 +73,13 @@ class PassChain:
         blocks = alike(measures.blocks)
         ways: dict[tuple[Any, ...], tuple[OtherWay, ...]] = {}
         for each in blocks if rules.selects else ():
-            kind = (each.saved, each.leaving, each.operations)
-            ways[kind] = ways[kind] if kind in ways else tuple(_ways(each))
+            kind = (each.saved, each.leaving, each.operations, each.tails)
+            ways[kind] = ways[kind] if kind in ways else tuple(ways_of(each))
         sums = [0, *(each.sums for each in blocks)]  # which a block that is computed again holds for itself
         self._costs = [
             BlockCosts(
                 each.seconds, 0.0, (each.entering if n else 0) + sums[n], each.saved + each.copied, each.sums,
-                ways.get((each.saved, each.leaving, each.operations), ()),
+                ways.get((each.saved, each.leaving, each.operations, each.tails), ()), RESTART,
             )
             for n, each in enumerate(blocks)
         ]  # fmt: skip
@@ -194,29 +194,14 @@ class PassChain:
         seconds = 0.0
         for item in items:
             if isinstance(item, PassedBlocks):
-                seconds += self._again(item.again)
+                passed = self._costs[item.first : item.last + 1]
+                seconds += self._again(item.again) + sum(cost.restart for cost in passed)
+                seconds += 0.0 if first else sum(cost.forward for cost in passed)
             elif item.way is not None:
                 seconds += item.way.seconds - self._costs[item.block].forward
             elif not first:
                 seconds += self._costs[item.block].forward
-            if isinstance(item, PassedBlocks) and not first:
-                seconds += sum(cost.forward for cost in self._costs[item.first : item.last + 1])
         return seconds
-
-
-def _ways(block: BlockMeasures) -> list[OtherWay]:
-    """The block with results of operations kept."""
-    found = []
-    known = {each.number: each for each in block.operations}
-    for numbers in results_to_keep(block.operations):
-        chosen = [known[number] for number in numbers]
-        spared = sum(each.seconds for each in chosen)
-        seconds = block.seconds + block.again - spared + 2 * DISPATCH * block.calls
-        held = block.leaving + block.sums + sum(each.nbytes for each in chosen)
-        peak = block.saved + block.copied + block.sums + sum(each.beside for each in chosen)
-        if spared > 2 * DISPATCH * block.calls and held < block.saved:
-            found.append(OtherWay(held, peak, seconds, numbers))
-    return found
 
 
 def one_at_a_time(count: int) -> tuple[ChainItem, ...]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zeroshard.activations.block_meter import BlockMeasures, PassMeasures
+from zeroshard.activations.block_meter import BlockMeasures, PassMeasures, alike
 from zeroshard.activations.chain_decision import PassDecision
+from zeroshard.activations.kept_part import RESTART, KeptPart
 from zeroshard.activations.rotor import ChainItem, PassedBlocks, SavedBlock
 from zeroshard.activations.segments import Call
 
@@ -66,11 +67,14 @@ def rows_of(decided: Decided, calls: Mapping[str, Call]) -> list[dict[str, Any]]
     rows = []
     blocks = decided.measures.blocks
     counts = _again(decided.decision.items, first=True)
+    measured = alike(blocks)
     uses = {block.name: sum(other.name == block.name for other in blocks) for block in blocks}
     for number, block in enumerate(blocks):
         item = decided.by_block[number]
         kept = _kept(item, number, blocks)
-        seconds = block.again if isinstance(item, SavedBlock) and item.way is not None else block.seconds
+        seconds = measured[number].seconds + RESTART
+        if isinstance(item, SavedBlock) and item.way is not None:
+            seconds = item.way.seconds - measured[number].seconds
         call, before = calls[block.name], decided.again.get(block.name, (0, 0.0))
         divisor = max(1, decided.forwards) * uses[block.name]
         rows.append(
@@ -118,6 +122,10 @@ def _action(item: ChainItem, number: int, blocks: list[BlockMeasures]) -> str:
         return f"computed again from the input of {blocks[item.first].name}"
     if item.way is None:
         return "kept"
-    numbers = set(item.way.choice) if isinstance(item.way.choice, tuple) else set()
-    names = [each.name for each in blocks[number].operations if each.number in numbers]
-    return f"computed again but for {', '.join(sorted(set(names)))}"
+    part, block = item.way.choice, blocks[number]
+    assert isinstance(part, KeptPart)
+    kept = sorted({each.name for each in block.operations if each.number in part.operations})
+    if part.first is not None:
+        calls = next(each.calls for each in block.tails if each.first == part.first)
+        kept.append(f"what it saves after {calls} of {block.calls} operations")
+    return "computed again" + (f" but for {', '.join(kept)}" if kept else "")

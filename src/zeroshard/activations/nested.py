@@ -70,7 +70,7 @@ class NestedSegment(BlockSegment):
         region = self._regions[number]
         needed = self._links(number + 1, last)
         whole = any(key[0] == number for key in needed)
-        if whole or (fill and region.alive):
+        if whole or (fill and region.waiting):
             self._around.bring(region.call.unit)
             leaves = region.compute(self._around, lambda r, leaf: made[r, leaf].tensor(), whole, fill)
             self._count()

@@ -8,6 +8,7 @@ a block, A the bytes that it saves, its output among them, and m what is free be
     C(s, t, m) = min(f_s + C(s+1, t, m - A_s) + b_s,
                      min over s < r <= t of  f_s + ... + f_{r-1} + C(r, t, m - a_r) + C(s, r-1, m))
 
+A block that saves nothing runs once more for each time that it did so; what that costs beside f is added there.
 L blocks and S sizes of memory take O(L^3 S) operations; a second for 200 blocks and 500 sizes.
 
 [Note: other ways] In the first forward of the chain, which is that of the problems C(s, L, m), a block may also be kept
@@ -69,6 +70,7 @@ class BlockCosts:
         saved: bytes that it saves for its backward beside its input, with its output.
         temporary: bytes besides while its backward runs.
         ways: other ways to keep it.
+        restart: seconds besides, each time that it is computed again.
     """
 
     forward: float
@@ -77,6 +79,7 @@ class BlockCosts:
     saved: int
     temporary: int = 0
     ways: tuple[OtherWay, ...] = ()
+    restart: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class OrderTable:
         self._bytes = [[self._whole(n) for n in (each.entering, each.saved, each.temporary)] for each in blocks]
         self._forward = [block.forward for block in blocks]
         self._backward = [block.backward for block in blocks]
-        self._until = np.array([0.0, *accumulate(self._forward)])
+        self._until = np.array([0.0, *accumulate(block.forward + block.restart for block in blocks)])
         count = self._count = len(blocks)
         self._seconds = np.full((count, count, self.steps + 1), inf)
         self._after = np.full((count, count, self.steps + 1), inf)  # [t, r]: C(r, t, m - a_r)

@@ -178,7 +178,7 @@ class Region:
         asked: how many of them the recomputation under way has asked for.
         again: whether a recomputation is under way.
         linked: whether a later region of the segment takes what it makes.
-        choice: what of it is kept, for its operations.
+        choice: what of it is kept, where that is chosen block by block.
         saves_sums: whether it keeps what `once` makes.
         sums: bytes of results that were made in the forward alone.
         dropped: whether what its graph was to keep is computed again.
@@ -243,9 +243,10 @@ class Region:
             self.kept = [None] * len(self.kept)
 
     @property
-    def alive(self) -> int:
-        """How many slots the graph still has."""
-        return sum(slot is not None and slot() is not None for slot in self.slots)
+    def waiting(self) -> int:
+        """How many slots that the graph still has are without a tensor."""
+        alive = (slot() for slot in self.slots if slot is not None)
+        return sum(slot is not None and slot.held is None for slot in alive)
 
     @property
     def copied(self) -> int:
@@ -321,7 +322,7 @@ class _Capture:
 
     def __init__(self, region: Region, around: Surroundings, whole: bool) -> None:
         self._region, self._around, self._whole, self._count = region, around, whole, 0
-        self.waiting = region.alive
+        self.waiting = region.waiting
 
     def hooks(self) -> saved_tensors_hooks:
         """The context of the recomputation."""
@@ -334,7 +335,7 @@ class _Capture:
             raise differs("more tensors were saved the second time")
         found = slots[number]
         slot = None if found is None else found()
-        if slot is None:
+        if slot is None or slot.held is not None:
             return
         if (slot.shape, slot.dtype) != (tensor.shape, tensor.dtype):
             raise differs(
@@ -422,7 +423,7 @@ class BlockSegment:
 
     def compute_again(self, number: int) -> None:
         """Compute all regions again, each from what the one before it returned; one of region `number` is asked for."""
-        asked = [region.linked or bool(region.alive) for region in self._regions]
+        asked = [region.linked or bool(region.waiting) for region in self._regions]
         units = [region.call.unit for region, needed in zip(self._regions, asked, strict=True) if needed]
         for unit in dict.fromkeys(reversed(units)):
             self._around.bring(unit)  # in the order of backwards, for which each stays

@@ -74,16 +74,20 @@ class WaitingForwards:
 
 
 class KeptSegment(BlockSegment):
-    """A block that is kept, for as long as there is room."""
+    """A block that is kept, or the last tensors that it saves, for as long as there is room."""
 
     def slot(self, tensor: Tensor) -> Any:
         """What the graph gets in the place of a tensor, which holds that."""
         slot = super().slot(tensor)
         region = self._regions[-1]
-        if not region.dropped and isinstance(slot, SavedSlot) and region.hooks is not None:
+        first = 0 if region.choice is None else region.choice.first
+        keeps = len(region.slots) > first and not region.dropped
+        if keeps and isinstance(slot, SavedSlot) and region.hooks is not None:
             try:
                 slot.held = _Packed(region.hooks[0](tensor), region.hooks[1])
             except BudgetExceeded:
+                if self.waits is None:  # blocks hold collectives, which all ranks repeat alike
+                    raise
                 region.drop_saved()
         return slot
 
